@@ -1,0 +1,124 @@
+"""What a model consists of: names, shapes, dtypes, in order.
+
+A model travels as two flat vectors: all parameters as float32, and all buffers
+(BatchNorm's running statistics and counts) as float64, which holds float32 and
+integers up to 2^53 exactly. Each tensor is laid out row by row, in the schema's
+order. The schema's canonical JSON and its hash are specified in protos/FORMATS.md.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.codec.errors import CodecError
+
+MAX_TENSORS = 100_000
+MAX_ENTRIES = 1 << 40
+ROLES = ("parameter", "buffer")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # torch's name without the module: "float32"
+    role: str  # "parameter" or "buffer"
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """A model's tensors in order; two models fit exactly if their hashes are equal."""
+
+    entries: tuple[Entry, ...]
+
+    @cached_property
+    def json(self) -> bytes:
+        """The canonical JSON."""
+        rows = [[e.name, list(e.shape), e.dtype, e.role] for e in self.entries]
+        return json.dumps(rows, separators=(",", ":"), ensure_ascii=True).encode()
+
+    @cached_property
+    def hash(self) -> bytes:
+        """SHA-256 of the canonical JSON, 32 bytes."""
+        return hashlib.sha256(self.json).digest()
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Length of the parameter vector."""
+        return sum(e.size for e in self.entries if e.role == "parameter")
+
+    @cached_property
+    def num_buffers(self) -> int:
+        """Length of the buffer vector."""
+        return sum(e.size for e in self.entries if e.role == "buffer")
+
+    def spans(self, role: str) -> Iterator[tuple[Entry, slice]]:
+        """Each tensor of `role` with its place in that role's vector."""
+        start = 0
+        for entry in self.entries:
+            if entry.role == role:
+                yield entry, slice(start, start + entry.size)
+                start += entry.size
+
+    def difference(self, other: "Schema") -> str:
+        """One clause that names the first difference; empty if there is none."""
+        for mine, theirs in zip(self.entries, other.entries, strict=False):
+            if mine != theirs:
+                return f"expected {_describe(mine)}, got {_describe(theirs)}"
+        if len(self.entries) != len(other.entries):
+            return f"expected {len(self.entries)} tensors, got {len(other.entries)}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vectors:
+    """The values of a model, flat."""
+
+    parameters: NDArray[np.float32]  # [schema.num_parameters]
+    buffers: NDArray[np.float64]  # [schema.num_buffers]
+
+    def digest(self) -> bytes:
+        """SHA-256 over both vectors' little-endian bytes, parameters first, 32 bytes."""
+        digest = hashlib.sha256(np.ascontiguousarray(self.parameters, "<f4").data)
+        digest.update(np.ascontiguousarray(self.buffers, "<f8").data)
+        return digest.digest()
+
+
+def parse_schema(data: bytes) -> Schema:
+    """The schema that `data`, its canonical JSON, describes; CodecError("bad_schema") if none."""
+    try:
+        rows = json.loads(data)
+        if not isinstance(rows, list) or len(rows) > MAX_TENSORS:
+            raise TypeError("not a list of at most 100,000 tensors")
+        schema = Schema(tuple(_parse_entry(row) for row in rows))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CodecError("bad_schema", str(error)) from error
+    if schema.json != data or schema.num_parameters + schema.num_buffers > MAX_ENTRIES:
+        raise CodecError("bad_schema", "not canonical, or too large")
+    return schema
+
+
+def _parse_entry(row: object) -> Entry:
+    match row:
+        case [str(name), list(shape), str(dtype), str(role)] if role in ROLES:
+            sizes = tuple(size for size in shape if type(size) is int and size >= 0)
+            if len(sizes) == len(shape):
+                return Entry(name, sizes, dtype, role)
+    raise TypeError(f"not a tensor: {str(row)[:100]}")
+
+
+def _describe(entry: Entry) -> str:
+    return f"{entry.role} {entry.name} {entry.dtype}{list(entry.shape)}"
