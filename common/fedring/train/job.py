@@ -1,0 +1,95 @@
+"""A job: what to train, on how many clients, for how many rounds."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, model_validator
+
+from fedring.codec.encoding import NAMES, TILE, Encoding
+
+EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "packed", "uniform"]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=30 * 86400, allow_inf_nan=False)]
+
+
+class ServerOptimizer(BaseModel):
+    """An optimizer of torch.optim that steps on the clients' mean delta (Reddi et al. 2021, algorithm 2)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field("SGD", description="a class of torch.optim that steps each value by itself: SGD, Adam, Adagrad")
+    args: dict[str, Any] = Field(default_factory=lambda: {"lr": 1.0}, description="its keyword arguments")
+
+
+class Job(BaseModel):
+    """Everything a job can be told. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field("job", max_length=128, description="for people")
+    mode: Literal["federated"] = Field("federated", description="how to train")
+    rounds: int = Field(1, ge=1, le=1_000_000, description="rounds to run")
+
+    model: str = Field("fedring.train.models:digits_mlp", description="callable that returns the torch.nn.Module")
+    model_args: dict[str, Any] = Field(default_factory=dict, description="its keyword arguments")
+    data: str = Field("fedring.data:digits", description="callable that returns the training and test samples")
+    loss: str = Field("fedring.train.losses:cross_entropy", description="callable (outputs, labels) -> scalar")
+    optimizer: str = Field("fedring.train.optimizers:sgd", description="callable (parameters, lr, momentum)")
+    trainer: str = Field("", description="callable that trains in the place of the built-in loop")
+    partition: Literal["none", "iid", "shards", "dirichlet"] = Field(
+        "iid", description="how samples are divided among the clients that share a data set"
+    )
+    alpha: Positive = Field(0.5, description="concentration of dirichlet; smaller is more skewed")
+
+    subset_size: NonNegativeInt = Field(0, description="samples a client draws anew each round; 0 = all it has")
+    epochs: PositiveInt = Field(1, description="passes over the drawn samples")
+    batch_size: PositiveInt = Field(64, description="samples a step")
+    lr: Positive = Field(0.05, description="learning rate of the clients' optimizer")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the clients' optimizer")
+    mu: FiniteFloat = Field(0.0, ge=0, description="FedProx's proximal weight; 0 = FedAvg")
+    seed: NonNegativeInt = Field(0, description="seed of the initial model, the partition and every drawing")
+
+    encoding: EncodingName = Field("uniform", description="how clients encode their updates")
+    chunk: int = Field(8192, ge=1, le=TILE, description="values that share one scale")
+    keep_ratio: float = Field(0.1, gt=0, le=1, description="kept share of the entries (sparse encodings)")
+    step: Positive = Field(1.0, le=1000, description="quantisation step over the root mean square (uniform)")
+    download_encoding: Literal["full"] | EncodingName = Field(
+        "full", description="how the server sends a new model to a client that holds the one before; full = as it is"
+    )
+
+    min_clients: PositiveInt = Field(1, description="clients that the barrier waits for")
+    barrier: Literal["none", "joined", "matched"] = Field(
+        "matched", description="what a client must have done to pass it: nothing, joined, or watching both ways"
+    )
+    barrier_timeout_seconds: Seconds = Field(600.0, description="abandon the round if the barrier stays closed")
+    sample: float = Field(1.0, gt=0, description="clients a round: a share up to 1.0, or a number above 1")
+    min_clients_to_aggregate: PositiveInt = Field(1, description="results without which a round is abandoned")
+    close_at_minimum: bool = Field(False, description="end the round as soon as the minimum has delivered")
+    deadline_seconds: Seconds = Field(600.0, description="longest time from the command to the last result")
+
+    server_optimizer: ServerOptimizer | None = Field(None, description="step on the mean delta; none = FedAvg")
+    evaluate: bool = Field(True, description="clients evaluate each new model on their held-out samples")
+    evaluate_seconds: Seconds = Field(120.0, description="longest time for that")
+    evaluate_on_server: bool = Field(False, description="the server evaluates it, too, on the whole test set")
+    max_abandoned: PositiveInt = Field(3, description="abandoned rounds in a row that fail the job")
+
+    @model_validator(mode="after")
+    def _enough_clients(self) -> Self:
+        if self.min_clients_to_aggregate > self.min_clients:
+            raise ValueError("min_clients_to_aggregate must be at most min_clients")
+        return self
+
+    @property
+    def upload_encoding(self) -> Encoding:
+        """How clients encode their updates."""
+        return Encoding(self.encoding, self.chunk, self.keep_ratio, self.step)
+
+    @property
+    def delta_encoding(self) -> Encoding | None:
+        """How the server encodes the step from one model to the next; None = not at all."""
+        if self.download_encoding == "full":
+            return None
+        return Encoding(self.download_encoding, self.chunk, self.keep_ratio, self.step)
+
+
+if set(NAMES) != set(EncodingName.__args__):  # type: ignore[attr-defined]  # the members of a Literal
+    raise RuntimeError("EncodingName and fedring.codec.encoding.NAMES differ")
