@@ -1,0 +1,1 @@
+"""What a daemon needs whatever it does: configuration, logs, exit codes, systemd."""

@@ -1,0 +1,1 @@
+"""What both sides of every call share: channels, errors, the boundary, chunks."""

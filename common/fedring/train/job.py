@@ -56,12 +56,13 @@ class Job(BaseModel):
         "full", description="how the server sends a new model to a client that holds the one before; full = as it is"
     )
 
-    min_clients: PositiveInt = Field(1, description="clients that the barrier waits for")
+    min_clients: PositiveInt = Field(2, description="clients that the barrier waits for")
     barrier: Literal["none", "joined", "matched"] = Field(
         "matched", description="what a client must have done to pass it: nothing, joined, or watching both ways"
     )
     barrier_timeout_seconds: Seconds = Field(600.0, description="abandon the round if the barrier stays closed")
-    sample: float = Field(1.0, gt=0, description="clients a round: a share up to 1.0, or a number above 1")
+    sample_ratio: float = Field(1.0, gt=0, le=1, description="share of the ready clients that take part in a round")
+    sample_clients: NonNegativeInt = Field(0, description="number of clients that take part; 0 = by sample_ratio")
     min_clients_to_aggregate: PositiveInt = Field(1, description="results without which a round is abandoned")
     close_at_minimum: bool = Field(False, description="end the round as soon as the minimum has delivered")
     deadline_seconds: Seconds = Field(600.0, description="longest time from the command to the last result")

@@ -1,0 +1,57 @@
+"""fl-client's configuration."""
+
+import re
+import socket
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from fedring.rpc.channel import is_loopback
+
+
+def _own_name() -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:128] or "client"
+
+
+class ClientConfig(BaseSettings):
+    """Everything fl-client can be told. Unknown keys are errors, not typos to live with."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="FEDRING_CLIENT_", env_nested_delimiter="__", extra="forbid", frozen=True, protected_namespaces=()
+    )
+
+    server: str = Field("127.0.0.1:8443", description="fl-server's address, host:port")
+    insecure: bool = Field(False, description="allow plaintext to another host")
+    client_id: str = Field(default_factory=_own_name, pattern=r"^[A-Za-z0-9._-]{1,128}$", description="stable name")
+    state_dir: Path = Field(Path("fl-client-state"), description="folder for the residual and an unsent update")
+    trusted: list[str] = Field(["fedring", "torchvision"], description="modules that a job may import from")
+
+    data_root: Path | None = Field(None, description="folder of the data sets")
+    download: bool = Field(False, description="let data sets be downloaded into data_root")
+    partition_index: NonNegativeInt = Field(0, description="this client's part of a shared data set, from 0")
+    partition_count: PositiveInt = Field(1, description="parts the shared data set is divided into; 1 = all of it")
+
+    model: str = Field("", description="module:attribute to use instead of the job's")
+    data: str = Field("", description="module:attribute to use instead of the job's")
+    loss: str = Field("", description="module:attribute to use instead of the job's")
+    optimizer: str = Field("", description="module:attribute to use instead of the job's")
+    trainer: str = Field("", description="module:attribute to use instead of the job's")
+
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    threads: NonNegativeInt = Field(0, description="threads for training; 0 = cores / clients_on_host")
+    clients_on_host: PositiveInt = Field(1, description="clients that share this host's cores")
+
+    log_style: Literal["auto", "text", "json"] = Field("auto", description="auto = text on a terminal, else JSON")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.partition_index >= self.partition_count:
+            raise ValueError("partition_index must be below partition_count")
+        if not self.server.rpartition(":")[2].isdigit() and not self.server.startswith("unix:"):
+            raise ValueError(f"server {self.server!r} is not host:port")
+        if not is_loopback(self.server) and not self.insecure:
+            raise ValueError(f"{self.server!r} is another host, in plaintext: set insecure = true to allow it")
+        return self

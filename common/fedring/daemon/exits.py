@@ -1,0 +1,15 @@
+"""Exit codes of all programs (sysexits.h where it has one)."""
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Why a program ended."""
+
+    OK = 0
+    FAILED = 1  # the operation failed
+    USAGE = 2  # the command line is wrong
+    UNAVAILABLE = 69  # the server cannot be reached
+    TRY_AGAIN = 75  # it may work later
+    NOT_ALLOWED = 77  # the caller may not do this
+    CONFIG = 78  # the configuration, or what it names, is wrong

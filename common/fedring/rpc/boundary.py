@@ -1,0 +1,78 @@
+"""Where exceptions become statuses: the outermost interceptor of every server."""
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+from grpc import StatusCode, aio
+
+from fedring.codec.errors import CodecError
+from fedring.rpc.errors import REASON_KEY, FedringError
+
+log = logging.getLogger(__name__)
+
+_FACTORY = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+
+
+class Boundary(aio.ServerInterceptor):  # type: ignore[misc]  # grpc's base class is untyped
+    """Turns what a handler raises into one status, and lets nothing else out."""
+
+    async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        kind, factory = _FACTORY[handler.request_streaming, handler.response_streaming]
+        inner = getattr(handler, kind)
+
+        async def unary(request: Any, context: Any) -> Any:
+            try:
+                return await inner(request, context)
+            except Exception as error:  # noqa: BLE001  # this is the one place where all of them end
+                await _abort(error, context, details.method)
+
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                async for response in inner(request, context):
+                    yield response
+            except Exception as error:  # noqa: BLE001  # as above
+                await _abort(error, context, details.method)
+
+        return factory(
+            stream if handler.response_streaming else unary,
+            request_deserializer=_checked(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _checked(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """`deserialize` that answers None for bytes that are no message, so that no parser's words get out."""
+    if deserialize is None:
+        return None
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except Exception:  # noqa: BLE001  # protobuf's DecodeError, which has no public base
+            return None
+
+    return parse
+
+
+async def _abort(error: Exception, context: Any, method: str) -> NoReturn:
+    if isinstance(error, aio.AbortError):
+        raise error
+    if isinstance(error, CodecError):
+        log.warning("%s refused: %s", method, error, extra={"reason": error.reason})
+        await context.abort(StatusCode.INVALID_ARGUMENT, str(error), ((REASON_KEY, error.reason),))
+    if isinstance(error, FedringError):
+        log.warning("%s refused: %s: %s", method, error.reason, error, extra={"reason": error.reason})
+        await context.abort(error.status, str(error), ((REASON_KEY, error.reason),))
+    log.error("unexpected error in %s", method, exc_info=error)
+    await context.abort(StatusCode.INTERNAL, "internal error", ((REASON_KEY, "internal"),))
+    raise AssertionError("abort returned")

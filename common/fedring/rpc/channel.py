@@ -1,0 +1,60 @@
+"""Channels and servers with the options that this system wants (docs/operations)."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from grpc import aio
+
+_RETRY = {
+    "maxAttempts": 4,
+    "initialBackoff": "0.2s",
+    "maxBackoff": "5s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+_UNARY = [
+    {"service": "fedring.v1.TrainCmdService", "method": "ReportEvaluation"},
+    {"service": "fedring.v1.ControlService", "method": "GetStatus"},
+    {"service": "fedring.v1.ControlService", "method": "ListJobs"},
+    {"service": "fedring.v1.ControlService", "method": "ListRounds"},
+    {"service": "fedring.v1.ControlService", "method": "ListClients"},
+    {"service": "fedring.v1.ControlService", "method": "ListModels"},
+]
+# Only idempotent unary calls are retried by gRPC; uploads go on by offset instead.
+_SERVICE_CONFIG = json.dumps({"methodConfig": [{"name": _UNARY, "retryPolicy": _RETRY}]})
+
+CLIENT_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.service_config", _SERVICE_CONFIG),
+]
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.keepalive_time_ms", 120_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Clients ping each 60 s; the default of 300 s would close them with "too_many_pings".
+    ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
+    # Two daemons on one port must fail loudly.
+    ("grpc.so_reuseport", 0),
+]
+
+
+def open_channel(address: str) -> aio.Channel:
+    """A plaintext channel to `address`, "host:port"."""
+    return aio.insecure_channel(address, options=CLIENT_OPTIONS)
+
+
+def make_server(interceptors: Sequence[aio.ServerInterceptor], *, max_streams: int) -> aio.Server:
+    """A server without services or ports that serves at most `max_streams` calls at once."""
+    return aio.server(interceptors=interceptors, options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_streams)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether "host:port" or "unix:path" can be reached from this host alone."""
+    host = address.rpartition(":")[0].strip("[]")
+    return address.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")

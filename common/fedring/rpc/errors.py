@@ -1,0 +1,121 @@
+"""Every failure a caller can see, in one table.
+
+A refused call carries its status, one sentence, and the `reason`, a stable word
+that programs and metrics use, in the trailing metadata.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from grpc import StatusCode, aio
+
+REASON_KEY = "fl-reason"
+
+
+class FedringError(Exception):
+    """A refusal we meant; its sentence says what to do."""
+
+    status = StatusCode.INTERNAL
+    reason = "internal"
+
+    def __init__(self, detail: str = "", *, reason: str = "") -> None:
+        super().__init__(detail)
+        self.reason = reason or type(self).reason
+
+
+class BadRequest(FedringError):
+    """The caller's message is wrong, now and later."""
+
+    status, reason = StatusCode.INVALID_ARGUMENT, "bad_request"
+
+
+class BadUpdate(BadRequest):
+    """The update's header or payload is not valid."""
+
+    reason = "bad_update"
+
+
+class UnknownRound(FedringError):
+    """No such round is open for this client."""
+
+    status, reason = StatusCode.FAILED_PRECONDITION, "unknown_round"
+
+
+class UnknownModel(FedringError):
+    """No such model version is kept."""
+
+    status, reason = StatusCode.NOT_FOUND, "unknown_model"
+
+
+class NoSuchJob(FedringError):
+    """No such job is known, or it has ended."""
+
+    status, reason = StatusCode.NOT_FOUND, "unknown_job"
+
+
+class OtherUpdate(FedringError):
+    """Another update of this client was accepted for the round."""
+
+    status, reason = StatusCode.ALREADY_EXISTS, "already_accepted_other"
+
+
+class NotAllowed(FedringError):
+    """The caller may not do this."""
+
+    status, reason = StatusCode.PERMISSION_DENIED, "not_allowed"
+
+
+class NoSession(FedringError):
+    """The call names no open session: join again."""
+
+    status, reason = StatusCode.UNAUTHENTICATED, "no_session"
+
+
+class Superseded(FedringError):
+    """A newer session of the same client has taken over."""
+
+    status, reason = StatusCode.ABORTED, "superseded"
+
+
+class Stalled(FedringError):
+    """No byte came for too long."""
+
+    status, reason = StatusCode.DEADLINE_EXCEEDED, "stalled"
+
+
+class Overloaded(FedringError):
+    """The server cannot take this now; try again later."""
+
+    status, reason = StatusCode.RESOURCE_EXHAUSTED, "overloaded"
+
+
+class TooLarge(FedringError):
+    """The payload is longer than it may be."""
+
+    status, reason = StatusCode.RESOURCE_EXHAUSTED, "too_large"
+
+
+class Unavailable(FedringError):
+    """The other side cannot be reached."""
+
+    status, reason = StatusCode.UNAVAILABLE, "unavailable"
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    """The stable reason of a refused call, or its status' name in small letters."""
+    metadata: Any = None
+    if isinstance(error, aio.AioRpcError | grpc.Call):
+        metadata = error.trailing_metadata()
+    return reason_in(metadata) or status_of(error).name.lower()
+
+
+def reason_in(metadata: Sequence[tuple[str, str | bytes]] | None) -> str:
+    """The reason in a call's trailing metadata; empty if there is none."""
+    return next((str(value) for key, value in metadata or () if key == REASON_KEY), "")
+
+
+def status_of(error: grpc.RpcError) -> StatusCode:
+    """The gRPC status of a failed call."""
+    code = error.code() if isinstance(error, aio.AioRpcError | grpc.Call) else StatusCode.UNKNOWN
+    return code if isinstance(code, StatusCode) else StatusCode.UNKNOWN

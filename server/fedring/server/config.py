@@ -1,0 +1,57 @@
+"""fl-server's configuration."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from fedring.rpc.channel import is_loopback
+from fedring.train.job import Job, Seconds
+
+
+class ServerConfig(BaseSettings):
+    """Everything fl-server can be told. Unknown keys are errors, not typos to live with."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="FEDRING_SERVER_", env_nested_delimiter="__", extra="forbid", frozen=True
+    )
+
+    listen: str = Field("127.0.0.1:8443", description="address for clients, host:port; port 0 = any free one")
+    control_listen: str = Field("127.0.0.1:8444", description="address for flctl")
+    insecure: bool = Field(False, description="allow plaintext on an address that other hosts can reach")
+    state_dir: Path = Field(Path("fl-server-state"), description="folder for models, updates and the database")
+    init_path: Path | None = Field(None, description="first weights, for an empty state_dir: .safetensors or .pt")
+    trusted: list[str] = Field(["fedring", "torchvision"], description="modules that a job may import from")
+    data_root: Path | None = Field(None, description="folder of the data sets, for evaluate_on_server")
+
+    heartbeat_seconds: Seconds = Field(1.0, description="period of the heartbeats, both ways")
+    lost_after_seconds: Seconds = Field(
+        5.0, description="silence after which a client is lost; and its grace to return"
+    )
+    no_progress_seconds: Seconds = Field(30.0, description="longest pause within an upload or a download")
+
+    max_clients: PositiveInt = Field(1000, description="sessions at once")
+    max_uploads: PositiveInt = Field(128, description="uploads at once; 4 MiB of memory each at most")
+    max_update_bytes: NonNegativeInt = Field(0, description="longest update; 0 = twice the dense model")
+    threads: PositiveInt = Field(2, description="threads for checking and adding updates")
+    keep_models: PositiveInt = Field(10, description="newest model versions to keep")
+    keep_update_rounds: PositiveInt = Field(2, description="newest rounds whose updates to keep")
+    drain_seconds: Seconds = Field(10.0, description="time that calls in progress have at a stop")
+
+    log_style: Literal["auto", "text", "json"] = Field("auto", description="auto = text on a terminal, else JSON")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    job: Job = Field(default_factory=Job, description="defaults of every job, and the job of start-round")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.lost_after_seconds <= self.heartbeat_seconds:
+            raise ValueError("lost_after_seconds must be above heartbeat_seconds")
+        for address in (self.listen, self.control_listen):
+            if not address.startswith("unix:") and not address.rpartition(":")[2].isdigit():
+                raise ValueError(f"{address!r} is not host:port")
+            if not is_loopback(address) and not self.insecure:
+                raise ValueError(
+                    f"{address!r} can be reached from other hosts in plaintext: set insecure = true to allow it"
+                )
+        return self
