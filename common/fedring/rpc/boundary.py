@@ -1,5 +1,6 @@
 """Where exceptions become statuses: the outermost interceptor of every server."""
 
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
@@ -8,7 +9,7 @@ import grpc
 from grpc import StatusCode, aio
 
 from fedring.codec.errors import CodecError
-from fedring.rpc.errors import REASON_KEY, FedringError
+from fedring.rpc.errors import REASON_KEY, BadRequest, FedringError
 
 log = logging.getLogger(__name__)
 
@@ -29,25 +30,37 @@ class Boundary(aio.ServerInterceptor):  # type: ignore[misc]  # grpc's base clas
             return None
         kind, factory = _FACTORY[handler.request_streaming, handler.response_streaming]
         inner = getattr(handler, kind)
+        sound = _sound_stream if handler.request_streaming else _sound
 
-        async def unary(request: Any, context: Any) -> Any:
+        async def call(request: Any, context: Any) -> Any:
             try:
-                return await inner(request, context)
+                return await inner(sound(request), context)
             except Exception as error:  # noqa: BLE001  # this is the one place where all of them end
                 await _abort(error, context, details.method)
 
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
-                async for response in inner(request, context):
+                async for response in inner(sound(request), context):
                     yield response
             except Exception as error:  # noqa: BLE001  # as above
                 await _abort(error, context, details.method)
 
         return factory(
-            stream if handler.response_streaming else unary,
+            generate if inspect.isasyncgenfunction(inner) else call,
             request_deserializer=_checked(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
+
+
+def _sound(message: Any) -> Any:
+    if message is None:
+        raise BadRequest("the bytes are no message of this call")
+    return message
+
+
+async def _sound_stream(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for message in messages:
+        yield _sound(message)
 
 
 def _checked(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:

@@ -1,0 +1,196 @@
+"""The round as a state machine: every way through it, with no network and no clock."""
+
+from math import inf
+
+import pytest
+
+from fedring.server.rounds import (
+    Abandon,
+    Abandoned,
+    Aggregate,
+    Closed,
+    Delivered,
+    Evaluated,
+    Event,
+    Failed,
+    Finish,
+    Finished,
+    IllegalEvent,
+    Joined,
+    Left,
+    Matched,
+    Opened,
+    Phase,
+    Published,
+    Resumed,
+    Round,
+    Rules,
+    Start,
+    Started,
+    State,
+    apply,
+    due,
+    pending,
+    wake_at,
+)
+
+ALL = frozenset({"a", "b"})
+
+
+def after(*events: Event, state: State | None = None, now: float = 0.0) -> State:
+    state = state or State()
+    for event in events:
+        state = apply(state, event, now)
+    return state
+
+
+def training(rules: Rules | None = None) -> State:
+    rules = rules or Rules(min_clients=2)
+    return after(Matched("a"), Matched("b"), Opened(1, rules), Started(ALL))
+
+
+def test_a_round_goes_from_the_barrier_to_the_published_model() -> None:
+    state = after(Matched("a"), Opened(1, Rules(min_clients=2)))
+    assert due(state, 0) is None
+    state = after(Matched("b"), state=state)
+    assert due(state, 0) == Start(ALL)
+    state = after(Started(ALL), state=state)
+    assert due(state, 0) is None
+    state = after(Delivered("a"), state=state)
+    assert pending(state, 0) == {"b"}
+    state = after(Delivered("b"), state=state)
+    assert due(state, 0) == Aggregate()
+    state = after(Closed(), state=state)
+    assert due(state, 0) is None
+    state = after(Published(ALL), state=state)
+    assert due(state, 0) is None
+    state = after(Evaluated("a"), Evaluated("b"), state=state)
+    assert due(state, 0) == Finish()
+    assert after(Finished(), state=state).round is None
+
+
+@pytest.mark.parametrize(("barrier", "starts"), [("none", True), ("joined", True), ("matched", False)])
+def test_each_barrier_waits_for_its_own_condition(barrier: str, starts: bool) -> None:
+    state = after(Joined("a"), Joined("b"), Opened(1, Rules(min_clients=2, barrier=barrier)))
+    assert (due(state, 0) == Start(ALL)) is starts
+
+
+def test_without_a_barrier_one_client_is_enough() -> None:
+    state = after(Opened(1, Rules(min_clients=5, barrier="none")))
+    assert due(state, 0) is None
+    assert due(after(Joined("a"), state=state), 0) == Start(frozenset("a"))
+
+
+def test_a_closed_barrier_abandons_the_round_at_its_timeout() -> None:
+    state = after(Matched("a"), Opened(1, Rules(min_clients=2, barrier_timeout=30)))
+    assert wake_at(state, 0) == 30
+    assert due(state, 29.9) is None
+    assert due(state, 30) == Abandon("barrier_timeout")
+
+
+def test_a_lost_client_is_waited_for_during_its_grace_and_no_longer() -> None:
+    state = after(Delivered("a"), state=training(Rules(min_clients=2, grace=5)))
+    state = apply(state, Left("b"), 10.0)
+    assert wake_at(state, 10) == 15
+    assert due(state, 14.9) is None
+    assert due(state, 15) == Aggregate()
+
+
+def test_a_client_that_comes_back_within_its_grace_is_waited_for_again() -> None:
+    state = apply(after(Delivered("a"), state=training()), Left("b"), 10.0)
+    state = apply(state, Matched("b"), 12.0)
+    assert due(state, 20) is None
+
+
+def test_the_deadline_closes_the_round_with_what_was_delivered() -> None:
+    state = after(Delivered("a"), state=training(Rules(min_clients=2, deadline=60)))
+    assert due(state, 59) is None
+    assert due(state, 60) == Aggregate()
+
+
+def test_too_few_results_abandon_the_round() -> None:
+    rules = Rules(min_clients=2, min_to_aggregate=2, deadline=60)
+    assert due(after(Delivered("a"), state=training(rules)), 60) == Abandon("too_few_clients")
+
+
+def test_close_at_minimum_does_not_wait_for_the_rest() -> None:
+    rules = Rules(min_clients=2, close_at_minimum=True)
+    assert due(after(Delivered("b"), state=training(rules)), 0) == Aggregate()
+
+
+def test_a_client_that_says_it_cannot_is_not_waited_for() -> None:
+    state = after(Delivered("a"), Failed("b", 1), state=training())
+    assert due(state, 0) == Aggregate()
+
+
+def test_a_failure_in_another_round_changes_nothing() -> None:
+    state = after(Failed("b", 7), state=training())
+    assert pending(state, 0) == ALL
+
+
+def test_all_clients_failing_abandons_the_round() -> None:
+    state = after(Failed("a", 1), Failed("b", 1), state=training())
+    assert due(state, 0) == Abandon("too_few_clients")
+
+
+def test_evaluation_ends_at_its_deadline() -> None:
+    state = training(Rules(min_clients=2, evaluate_timeout=9))
+    state = after(Delivered("a"), Delivered("b"), Closed(), Published(ALL), Evaluated("a"), state=state)
+    assert due(state, 8) is None
+    assert due(state, 9) == Finish()
+
+
+def test_a_count_from_a_client_that_was_not_asked_is_not_waited_for_twice() -> None:
+    state = after(Delivered("a"), Delivered("b"), Closed(), Published(frozenset("a")), state=training())
+    assert due(after(Evaluated("b"), state=state), 0) is None
+    assert due(after(Evaluated("a"), state=state), 0) == Finish()
+
+
+def test_the_same_seed_draws_the_same_clients_and_every_round_draws_anew() -> None:
+    members = [Matched(f"c{i}") for i in range(20)]
+    rules = Rules(min_clients=20, sample_clients=5, seed=3)
+    drawn = [due(after(*members, Opened(number, rules)), 0) for number in range(1, 8)]
+    assert all(isinstance(effect, Start) and len(effect.clients) == 5 for effect in drawn)
+    assert drawn[0] == due(after(*reversed(members), Opened(1, rules)), 0)
+    assert len(set(drawn)) > 1
+
+
+def test_a_share_of_the_clients_is_rounded_up_and_never_below_the_minimum() -> None:
+    members = [Matched(f"c{i}") for i in range(10)]
+    few = due(after(*members, Opened(1, Rules(min_clients=10, sample_ratio=0.25))), 0)
+    assert isinstance(few, Start)
+    assert len(few.clients) == 3
+    least = due(after(*members, Opened(1, Rules(min_clients=10, sample_ratio=0.1, min_to_aggregate=4))), 0)
+    assert isinstance(least, Start)
+    assert len(least.clients) == 4
+
+
+def test_a_resumed_round_gives_its_clients_time_to_come_back() -> None:
+    round_ = Round(3, Rules(grace=5), Phase.TRAINING, 0.0, selected=ALL, delivered=frozenset("a"))
+    state = after(Resumed(round_, grace=30), now=100.0)
+    assert pending(state, 100) == {"b"}
+    assert due(state, 129.9) is None
+    assert due(state, 130) == Aggregate()
+
+
+def test_an_abandoned_round_finishes_at_once() -> None:
+    state = after(Abandoned("stopped"), state=training())
+    assert state.round is not None
+    assert state.round.reason == "stopped"
+    assert due(state, 0) == Finish()
+
+
+def test_nothing_is_due_without_a_round() -> None:
+    assert due(State(), 0) is None
+    assert wake_at(State(), 0) == inf
+
+
+@pytest.mark.parametrize(
+    "event", [Closed(), Published(ALL), Started(ALL), Finished(), Opened(2, Rules()), Delivered("stranger")]
+)
+def test_an_event_out_of_order_is_refused(event: Event) -> None:
+    state = training()
+    if isinstance(event, Closed):
+        state = after(Closed(), state=state)
+    with pytest.raises(IllegalEvent):
+        apply(state, event, 0)
