@@ -1,0 +1,84 @@
+"""The moment an update is accepted: bytes synced, row committed, for many uploads at once.
+
+Uploads that end while a commit is under way share the next one (group commit), so
+that a hundred small updates cost a handful of syncs. `closing` lets the round close
+between two commits: what was accepted before is counted, what comes after is refused.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from fedring.server.blobs import Partial
+from fedring.server.tables import UpdateRow
+
+Commit = Callable[[list[tuple[Partial, UpdateRow]]], Awaitable[list[bool]]]
+
+
+@dataclass(slots=True)
+class _Offer:
+    partial: Partial
+    row: UpdateRow
+    may: Callable[[], None]  # raises if the round is not open any more
+    done: asyncio.Future[bool]
+
+
+class Acceptor:
+    """Commits offered updates; `commit` returns for each whether it was known already."""
+
+    def __init__(self, commit: Commit) -> None:
+        self._commit = commit
+        self._offers: asyncio.Queue[_Offer] = asyncio.Queue()
+        self._lock = asyncio.Lock()
+
+    async def accept(self, partial: Partial, row: UpdateRow, may: Callable[[], None]) -> bool:
+        """True or False (known already) once the update is durable; raises what `may` raises if it comes too late."""
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._offers.put_nowait(_Offer(partial, row, may, done))
+        return await done
+
+    @asynccontextmanager
+    async def closing(self) -> AsyncIterator[None]:
+        """No commit is under way inside."""
+        async with self._lock:
+            yield
+
+    async def run(self) -> None:
+        """Commit what is offered until cancelled; ends with the error of a disk that cannot be trusted."""
+        while True:
+            offers = [await self._offers.get()]
+            while not self._offers.empty():
+                offers.append(self._offers.get_nowait())
+            async with self._lock:
+                await self._settle([offer for offer in offers if _still(offer)])
+
+    async def _settle(self, offers: list[_Offer]) -> None:
+        if not offers:
+            return
+        try:
+            known = await self._commit([(offer.partial, offer.row) for offer in offers])
+        except BaseException as error:
+            for offer in offers:
+                if not offer.done.done():
+                    offer.done.set_exception(error)
+            if not isinstance(error, RefusedCommit):
+                raise
+            return
+        for offer, already in zip(offers, known, strict=True):
+            if not offer.done.done():
+                offer.done.set_result(already)
+
+
+class RefusedCommit(Exception):
+    """Nothing of the batch was accepted, but the disk can be trusted: it is full, say."""
+
+
+def _still(offer: _Offer) -> bool:
+    try:
+        offer.may()
+    except Exception as error:  # noqa: BLE001  # handed to the one who waits
+        if not offer.done.done():
+            offer.done.set_exception(error)
+        return False
+    return not offer.done.done()

@@ -1,0 +1,135 @@
+"""The service that flctl calls, on a port of its own."""
+
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedring.daemon.config import ConfigError, check_keys, explain, merge
+from fedring.rpc.errors import BadRequest, UnknownRound
+from fedring.server.coordinator import Coordinator
+from fedring.server.federation import stream_model
+from fedring.server.jobs import Jobs
+from fedring.server.journal import rfc3339
+from fedring.server.report import job_message, model_message, round_message
+from fedring.train.job import Job
+from fedring.v1 import control_pb2 as pb
+from fedring.v1 import control_pb2_grpc as rpc
+from fedring.v1 import federation_pb2 as fed
+
+MOST_ROWS = 1000
+
+
+class ControlService(rpc.ControlServiceServicer):
+    """What an operator can ask for and see."""
+
+    def __init__(self, coordinator: Coordinator, jobs: Jobs, defaults: Job, version: str) -> None:
+        self._coordinator, self._jobs, self._defaults, self._version = coordinator, jobs, defaults, version
+        self._facts, self._store = coordinator.facts, coordinator.facts.store
+        self._began = time.monotonic()
+
+    async def StartRound(self, request: pb.StartRoundRequest, context: Any) -> pb.StartReply:
+        spec = self._job(request.overrides or "{}").model_copy(update={"rounds": 1})
+        return await self._start(spec, request.idempotency_key)
+
+    async def StartJob(self, request: pb.StartJobRequest, context: Any) -> pb.StartReply:
+        return await self._start(self._job(request.job), request.idempotency_key)
+
+    async def StopRound(self, request: pb.StopRoundRequest, context: Any) -> pb.StopReply:
+        number = self._coordinator.abandon("stopped")
+        if not number:
+            raise UnknownRound("no round is in progress that could be stopped", reason="no_round")
+        running = self._jobs.running
+        return pb.StopReply(job_id=running.job_id if running else 0, round=number)
+
+    async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopReply:
+        job_id, number = await self._jobs.stop(request.job_id)
+        return pb.StopReply(job_id=job_id, round=number)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.Status:
+        jobs = await self._facts.db(self._store.jobs, MOST_ROWS)
+        latest, round_ = self._coordinator.latest, self._coordinator.message()
+        if round_ is None:
+            rows = await self._facts.db(self._store.rounds, 1)
+            round_ = round_message(rows[0]) if rows else None
+        running = self._jobs.running
+        current = await self._facts.db(self._store.job, running.job_id) if running else None
+        return pb.Status(
+            run_id=self._store.run_id,
+            version=self._version,
+            uptime_seconds=time.monotonic() - self._began,
+            clients_watching=sum(session.matched for session in self._coordinator.sessions),
+            model_version=latest.version if latest else 0,
+            job=job_message(replace(current, state="running")) if current else None,
+            round=round_,
+            jobs_queued=sum(row.state == "queued" for row in jobs),
+        )
+
+    async def ListJobs(self, request: pb.ListRequest, context: Any) -> pb.JobList:
+        rows = await self._facts.db(self._store.jobs, _limit(request))
+        return pb.JobList(jobs=[job_message(row) for row in rows if request.job_id in (0, row.job_id)])
+
+    async def ListRounds(self, request: pb.ListRequest, context: Any) -> pb.RoundList:
+        rows = await self._facts.db(self._store.rounds, _limit(request), request.job_id)
+        return pb.RoundList(rounds=[round_message(row) for row in rows])
+
+    async def ListClients(self, request: pb.ListRequest, context: Any) -> pb.ClientList:
+        counts = await self._facts.db(self._store.update_counts)
+        clients = [
+            pb.Client(
+                client_id=session.client_id,
+                state="watching" if session.matched else "joined",
+                activity=fed.Activity.ValueType(session.activity),
+                progress=session.progress,
+                software=session.software,
+                address=session.address,
+                last_seen_at=rfc3339(session.last_seen),
+                updates=counts.pop(session.client_id, 0),
+            )
+            for session in self._coordinator.sessions
+        ]
+        away = [pb.Client(client_id=name, state="away", updates=count) for name, count in sorted(counts.items())]
+        return pb.ClientList(clients=(clients + away)[: _limit(request)])
+
+    async def ListModels(self, request: pb.ListRequest, context: Any) -> pb.ModelList:
+        return pb.ModelList(models=await self._facts.db(self._models, _limit(request)))
+
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
+        await context.send_initial_metadata(())  # the caller knows that it misses nothing from now on
+        async for event in self._coordinator.journal.follow(request.after):
+            yield event
+
+    async def ExportModel(self, request: fed.FetchModelRequest, context: Any) -> AsyncIterator[fed.ModelBlob]:
+        async for message in stream_model(self._coordinator, request):
+            yield message
+
+    def _job(self, text: str) -> Job:
+        """The server's defaults with the keys that `text`, a JSON object, sets."""
+        try:
+            table = json.loads(text)
+            if not isinstance(table, dict):
+                raise ConfigError("a job must be one JSON object")
+            check_keys(Job, table, where="the job")
+            return Job.model_validate(merge(self._defaults.model_dump(), table))
+        except ValidationError as error:
+            raise BadRequest(explain(error, {}), reason="bad_job") from error
+        except (ConfigError, ValueError) as error:
+            raise BadRequest(str(error), reason="bad_job") from error
+
+    async def _start(self, spec: Job, key: str) -> pb.StartReply:
+        row, already = await self._jobs.start(spec, key[:128])
+        return pb.StartReply(job_id=row.job_id, already=already)
+
+    def _models(self, limit: int) -> list[pb.Model]:
+        messages = []
+        for row in self._store.models(limit):
+            summed = self._store.evaluation_sum(row.version)
+            messages.append(model_message(row, summed.correct / summed.total if summed and summed.total else None))
+        return messages
+
+
+def _limit(request: pb.ListRequest) -> int:
+    return min(request.limit or 100, MOST_ROWS)

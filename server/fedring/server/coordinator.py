@@ -1,0 +1,383 @@
+"""The shell around the state machine: it keeps the state, asks what is due, and does it.
+
+Handlers report events; one task performs effects, one after the other. Whatever
+must survive is in the store before anybody is told.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from fedring.server.models import Models
+
+from fedring.server import rounds as rd
+from fedring.server.accept import Acceptor, RefusedCommit
+from fedring.server.blobs import Partial, StorageError
+from fedring.server.config import ServerConfig
+from fedring.server.facts import Facts
+from fedring.server.journal import Journal
+from fedring.server.plan import job_spec, rules_of, train_cmd
+from fedring.server.report import round_message
+from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, UpdateRow
+from fedring.server.sessions import Sessions, Traffic
+from fedring.server.store import Acceptance
+from fedring.train.job import Job
+from fedring.v1 import control_pb2 as control
+from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+RECOVERY_SECONDS = 30.0
+"""Time that clients have to come back after the server was restarted within a round."""
+
+
+@dataclass(slots=True)
+class OpenRound:
+    """What the shell knows of the round in progress beyond the state machine."""
+
+    row: RoundRow
+    job: Job
+    command: pb.TrainCmd
+    base: ModelRow
+    started: float = 0.0  # monotonic, when the command went out
+    accepted: dict[str, UpdateRow] = field(default_factory=dict)
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+
+
+class Coordinator:
+    """Runs rounds; knows nothing of gRPC but the messages."""
+
+    def __init__(
+        self, facts: Facts, models: Models, sessions: Sessions, journal: Journal, config: ServerConfig
+    ) -> None:
+        self.facts, self.models, self.sessions, self.journal = facts, models, sessions, journal
+        self.state = rd.State()
+        self.open: OpenRound | None = None
+        self.last: RoundRow | None = None  # that ended
+        self.latest: ModelRow | None = None
+        self.acceptor = Acceptor(self._commit)
+        self.finished = asyncio.Event()  # set whenever no round is open
+        self.finished.set()
+        self._config = config
+        self._wake = asyncio.Event()
+        self._last_progress = ""
+
+    # ---- events
+
+    def handle(self, event: rd.Event) -> None:
+        """Take the event into the state; what it makes due is done soon."""
+        self.state = rd.apply(self.state, event, time.monotonic())
+        self._wake.set()
+
+    def matched(self, client: str) -> None:
+        """The client watches both ways: it counts, and is told what it is waited for with."""
+        self.handle(rd.Matched(client))
+        round_, open_ = self.state.round, self.open
+        if round_ is None or open_ is None:
+            return
+        if round_.phase is rd.Phase.TRAINING and client in round_.selected - round_.delivered - round_.failed:
+            self._send_command(open_, client)
+        if round_.phase is rd.Phase.PUBLISHED and client in round_.evaluators - round_.evaluated:
+            self._send_evaluate(open_, client)
+
+    async def evaluated(self, client: str, report: pb.EvaluationReport) -> None:
+        """The client's counts are kept, if its round is still being evaluated."""
+        round_ = self.state.round
+        current = round_ is not None and round_.number == report.round and client in round_.evaluators
+        if not current or self.latest is None or self.latest.version != report.model_version:
+            return
+        row = EvaluationRow(
+            report.round, report.model_version, client, report.correct, report.total, report.loss_sum
+        )
+        await self.facts.db(self.facts.store.add_evaluation, row)
+        self.handle(rd.Evaluated(client))
+
+    def failed(self, client: str, failure: pb.Failure) -> None:
+        """The client could not do what the round asked."""
+        self.handle(rd.Failed(client, failure.round)) if self.state.round else None
+        text = f"{client} could not train: {failure.reason[:64]}: {failure.detail[:1000]}"
+        self.journal.write("client_failed", text, client_id=client)
+
+    def traffic(self, client: str) -> Traffic:
+        """Where to count what the client moves now."""
+        return self.open.traffic.setdefault(client, Traffic()) if self.open else Traffic()
+
+    # ---- rounds
+
+    async def start_round(self, job: JobRow, spec: Job, job_round: int) -> int:
+        """Open the next round of a job; returns its number."""
+        base = await self._base(spec)
+        row = await self.facts.db(
+            self.facts.store.create_round,
+            RoundRow(0, job.job_id, job_round, rd.Phase.WAITING, time.time(), base_version=base.version),
+        )
+        self._begin(row, spec, base)
+        self.handle(rd.Opened(row.round, rules_of(spec, grace=self._config.lost_after_seconds)))
+        return row.round
+
+    async def resume_round(self, row: RoundRow, spec: Job) -> None:
+        """Go on with the round that a restart interrupted; its clients have time to come back."""
+        base = await self.facts.db(self.facts.store.model, row.base_version)
+        if base is None:
+            raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, which is gone")
+        rules = rules_of(spec, grace=self._config.lost_after_seconds)
+        if row.phase == rd.Phase.WAITING:
+            self._begin(row, spec, base)
+            self.handle(rd.Opened(row.round, rules))
+            return
+        updates = await self.facts.db(self.facts.store.updates_of, row.round)
+        open_ = self._begin(replace(row, phase=rd.Phase.TRAINING), spec, base)
+        open_.accepted = {update.client_id: update for update in updates}
+        open_.started = time.monotonic()
+        selected, delivered = frozenset(row.selected), frozenset(open_.accepted)
+        # An aggregation that was cut off is simply due again.
+        resumed = rd.Round(row.round, rules, rd.Phase.TRAINING, 0.0, selected=selected, delivered=delivered)
+        self.handle(rd.Resumed(resumed, RECOVERY_SECONDS))
+        for session in self.sessions:
+            if session.matched:
+                self.matched(session.client_id)
+
+    def abandon(self, reason: str) -> int:
+        """End the round in progress without a model; its number, 0 if none can be ended."""
+        round_ = self.state.round
+        if round_ is None or round_.phase not in (rd.Phase.WAITING, rd.Phase.TRAINING):
+            return 0
+        self.handle(rd.Abandoned(reason))
+        return round_.number
+
+    async def run(self) -> None:
+        """Do what is due, for ever."""
+        while True:
+            now = time.monotonic()
+            self._wake.clear()
+            effect = rd.due(self.state, now)
+            if effect is not None:
+                await self._perform(effect)
+                continue
+            self._tell_progress()
+            wait = rd.wake_at(self.state, now) - now
+            try:
+                async with asyncio.timeout(None if wait == inf else max(wait, 0.001)):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass  # a deadline is due
+
+    async def _perform(self, effect: rd.Effect) -> None:
+        open_ = self.open
+        if open_ is None:
+            raise rd.IllegalEvent(f"{effect} without an open round")
+        match effect:
+            case rd.Start(clients):
+                await self._start(open_, clients)
+            case rd.Aggregate():
+                await self._aggregate(open_)
+            case rd.Abandon(reason):
+                self.handle(rd.Abandoned(reason))
+            case rd.Finish():
+                await self._finish(open_)
+
+    async def _start(self, open_: OpenRound, clients: frozenset[str]) -> None:
+        row = replace(open_.row, phase=rd.Phase.TRAINING, selected=tuple(sorted(clients)))
+        await self.facts.db(self.facts.store.update_round, row)
+        open_.row, open_.started = row, time.monotonic()
+        self.handle(rd.Started(clients))
+        for client in sorted(clients):
+            self._send_command(open_, client)
+        text = f"round {row.round} ({row.job_round}/{open_.job.rounds}) trains on {len(clients)} clients"
+        self._tell("round_started", text)
+
+    async def _aggregate(self, open_: OpenRound) -> None:
+        async with self.acceptor.closing():
+            self.handle(rd.Closed())
+        self._tell_missing(open_)
+        updates = await self.facts.db(self.facts.store.updates_of, open_.row.round)
+        try:
+            model = await self.facts.heavy(self.models.next, open_.base, updates, open_.job, open_.row.round)
+        except StorageError as error:
+            log.exception("aggregation of round %d failed", open_.row.round)
+            self.handle(rd.Abandoned(error.reason))
+            return
+        seconds = time.monotonic() - open_.started
+        stats = self._stats(open_, seconds)
+        ended = replace(
+            open_.row, phase=rd.Phase.PUBLISHED, model_version=model.version, ended_at=time.time(), stats=stats
+        )
+        await self.facts.db(self.facts.store.publish, model, ended)
+        open_.row, self.latest = ended, model
+        self.models.remember(model)
+        evaluators = [s.client_id for s in self.sessions if s.matched] if open_.job.evaluate else []
+        self.handle(rd.Published(frozenset(evaluators)))
+        self._broadcast_end(open_)
+        for client in evaluators:
+            self._send_evaluate(open_, client)
+        self._tell("round_published", f"round {ended.round} published model {model.version} in {seconds:.2f} s")
+
+    async def _finish(self, open_: OpenRound) -> None:
+        round_ = self.state.round
+        if round_ is not None and round_.phase is rd.Phase.ABANDONED:
+            stats = self._stats(open_, time.monotonic() - open_.started if open_.started else 0.0)
+            open_.row = replace(
+                open_.row, phase=rd.Phase.ABANDONED, reason=round_.reason, ended_at=time.time(), stats=stats
+            )
+            await self.facts.db(self.facts.store.update_round, open_.row)
+            self._broadcast_end(open_)
+            self._tell_missing(open_)
+            self._tell("round_abandoned", f"round {round_.number} was abandoned: {round_.reason}")
+        elif self.latest is not None:
+            await self._finish_evaluation(open_, self.latest)
+        self.open, self.last = None, open_.row
+        await self._prune()
+        self.handle(rd.Finished())
+        self.finished.set()
+
+    async def _finish_evaluation(self, open_: OpenRound, model: ModelRow) -> None:
+        stats = self._stats(open_, open_.row.stats["seconds"])
+        if open_.job.evaluate_on_server:
+            counts = await self.facts.heavy(self.models.evaluate, model, open_.job)
+            if counts is not None:
+                stats |= {"server_accuracy": counts.accuracy, "server_loss": counts.loss}
+        stats["evaluate_seconds"] = time.monotonic() - open_.started - stats["seconds"]
+        summed = await self.facts.db(self.facts.store.evaluation_sum, model.version)
+        if summed is not None:
+            stats |= {"correct": summed.correct, "total": summed.total, "loss_sum": summed.loss_sum}
+        open_.row = replace(open_.row, stats=stats)
+        await self.facts.db(self.facts.store.update_round, open_.row)
+        accuracy = f": accuracy {summed.correct / summed.total:.4f}" if summed and summed.total else ""
+        self._tell("round_evaluated", f"round {open_.row.round} is evaluated{accuracy}")
+
+    # ---- keeping
+
+    async def recover(self) -> None:
+        """The newest models are known again."""
+        rows = await self.facts.db(self.facts.store.models, self._config.keep_models)
+        for row in rows:
+            self.models.remember(row)
+        self.latest = rows[0] if rows else None
+
+    async def save_events(self, rows: list[EventRow]) -> None:
+        """The events are in the store."""
+        await self.facts.db(self.facts.store.append_events, rows)
+
+    async def _prune(self) -> None:
+        """Let go of what is older than the configuration keeps."""
+        pruned = await self.facts.db(
+            self.facts.store.prune, self._config.keep_models, self._config.keep_update_rounds
+        )
+        if pruned.rows:
+            kept = await self.facts.db(self.facts.store.models, self._config.keep_models)
+            self.models.forget(row.version for row in kept)
+            for digest in pruned.blobs:
+                await self.facts.work(self.facts.blobs.delete, digest)
+
+    # ---- pieces
+
+    async def _base(self, spec: Job) -> ModelRow:
+        """The model that the next round starts from: the newest if it fits the job, else a new one."""
+        model = await self.facts.heavy(self.models.fitting, self.latest, spec)
+        if model is not self.latest:
+            await self.facts.db(self.facts.store.publish, model)
+            self.latest = model
+            self.models.remember(model)
+        return model
+
+    def _begin(self, row: RoundRow, spec: Job, base: ModelRow) -> OpenRound:
+        command = train_cmd(spec, job_spec(spec, row.job_id), number=row.round, job_round=row.job_round)
+        command.run_id = self.facts.store.run_id
+        command.model_version = base.version
+        command.schema_hash = bytes.fromhex(base.schema_hash)
+        command.max_update_bytes = self._config.max_update_bytes or 2 * base.bytes + (1 << 20)
+        self.open = OpenRound(row, spec, command, base)
+        self.finished.clear()
+        return self.open
+
+    async def _commit(self, batch: list[tuple[Partial, UpdateRow]]) -> list[bool]:
+        """Make the updates durable, and count them."""
+        try:
+            outcomes = await self.facts.db(self.facts.commit_updates, batch)
+        except StorageError as error:
+            raise RefusedCommit(str(error)) from error
+        for (_, row), outcome in zip(batch, outcomes, strict=True):
+            if outcome is Acceptance.NEW and self.open is not None:
+                self.open.accepted[row.client_id] = row
+                self.handle(rd.Delivered(row.client_id))
+                text = f"{row.client_id} delivered {row.num_samples} samples, {row.total_bytes} bytes"
+                self._tell("update_accepted", text, client=row.client_id)
+        return [outcome is Acceptance.ALREADY for outcome in outcomes]
+
+    def _send_command(self, open_: OpenRound, client: str) -> None:
+        if session := self.sessions.get(client):
+            command = pb.TrainCmd()
+            command.CopyFrom(open_.command)
+            left = open_.job.deadline_seconds - (time.monotonic() - open_.started)
+            command.deadline_seconds = max(left, 0.001)
+            session.send(pb.ServerEvent(train=command))
+
+    def _send_evaluate(self, open_: OpenRound, client: str) -> None:
+        if (session := self.sessions.get(client)) and self.latest:
+            command = pb.EvaluateCmd(
+                job=open_.command.job,
+                round=open_.row.round,
+                model_version=self.latest.version,
+                schema_hash=bytes.fromhex(self.latest.schema_hash),
+                deadline_seconds=open_.job.evaluate_seconds,
+            )
+            session.send(pb.ServerEvent(evaluate=command))
+
+    def _broadcast_end(self, open_: OpenRound) -> None:
+        version = self.latest.version if self.latest else 0
+        ended = pb.RoundEnded(round=open_.row.round, reason=open_.row.reason, model_version=version)
+        for client in open_.row.selected:
+            if session := self.sessions.get(client):
+                session.send(pb.ServerEvent(round_ended=ended))
+
+    def _stats(self, open_: OpenRound, seconds: float) -> dict[str, object]:
+        clients = {}
+        for client in sorted(open_.traffic.keys() | open_.accepted.keys()):
+            moved, update = open_.traffic.get(client, Traffic()), open_.accepted.get(client)
+            clients[client] = {
+                "num_samples": update.num_samples if update else 0,
+                "train_seconds": update.train_seconds if update else 0.0,
+                "encoding": update.packets[0].encoding if update else "",
+                "upload_bytes": moved.upload_bytes,
+                "download_bytes": moved.download_bytes,
+                "upload_seconds": moved.upload_seconds,
+                "download_seconds": moved.download_seconds,
+            }
+        return {"seconds": seconds, "clients": clients}
+
+    def message(self) -> control.Round | None:
+        """The round in progress for operators, or None."""
+        if self.open is None or self.state.round is None:
+            return None
+        row = replace(self.open.row, phase=self.state.round.phase)
+        if not row.stats:
+            row = replace(row, stats=self._stats(self.open, 0.0))
+        return round_message(row, delivered=len(self.state.round.delivered))
+
+    def _tell(self, kind: str, text: str, *, client: str = "") -> None:
+        if self.open is None:
+            return
+        self.journal.write(kind, text, job_id=self.open.row.job_id, client_id=client, state=self.message())
+
+    def _tell_progress(self) -> None:
+        """Log what an open barrier or round waits for, once per change."""
+        round_ = self.state.round
+        text = ""
+        if round_ is not None and round_.phase is rd.Phase.WAITING:
+            have, expected = len(rd.ready(self.state, round_.rules)), round_.rules.min_clients
+            text = f"round {round_.number} waits: ready={have}/{expected} (barrier {round_.rules.barrier})"
+        elif round_ is not None and round_.phase is rd.Phase.TRAINING:
+            have, expected = len(round_.delivered), len(round_.selected)
+            text = f"round {round_.number}: ready={have}/{expected} (min={round_.rules.min_to_aggregate})"
+        if text and text != self._last_progress:
+            log.info("%s", text)
+        self._last_progress = text
+
+    def _tell_missing(self, open_: OpenRound) -> None:
+        missing = sorted(set(open_.row.selected) - open_.accepted.keys())
+        if missing:
+            log.warning("round %d ends without %s", open_.row.round, ", ".join(missing))
+
+

@@ -1,0 +1,51 @@
+"""Store and blobs, from the event loop: each kind of work in the threads that may do it."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from fedring.server.blobs import FileBlobs, Partial
+from fedring.server.rows import UpdateRow
+from fedring.server.store import Acceptance, Store
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Facts:
+    """The state directory. `db` runs in the store's one thread, `heavy` in one of its own, `work` in a small pool."""
+
+    def __init__(self, store: Store, blobs: FileBlobs, *, threads: int) -> None:
+        self.store, self.blobs = store, blobs
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="work")
+        self._db = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._heavy = ThreadPoolExecutor(1, thread_name_prefix="heavy")
+
+    async def db(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `function`, a transaction, returns."""
+        return await _run(self._db, lambda: function(*args, **kwargs))
+
+    async def heavy(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `function`, which may take seconds and use the pool, returns."""
+        return await _run(self._heavy, lambda: function(*args, **kwargs))
+
+    async def work(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `function`, one piece of computing or file access, returns."""
+        return await _run(self.pool, lambda: function(*args, **kwargs))
+
+    def commit_updates(self, batch: list[tuple[Partial, UpdateRow]]) -> list[Acceptance]:
+        """What became of each update: its bytes are sealed first, then all rows are committed at once."""
+        self.blobs.seal_many([partial for partial, _ in batch])
+        return self.store.accept_updates([row for _, row in batch])
+
+    def close(self) -> None:
+        """End the threads, then let go of the store and the blobs."""
+        for pool in (self._heavy, self.pool, self._db):
+            pool.shutdown()
+        self.store.close()
+        self.blobs.close()
+
+
+async def _run(executor: Executor, function: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(executor, function)

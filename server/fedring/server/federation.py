@@ -1,0 +1,141 @@
+"""The services that fl-clients call: thin shells around sessions, coordinator and blobs."""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fedring.rpc.chunks import chunks, paced, wire_bytes
+from fedring.rpc.errors import BadRequest, Stalled, Superseded
+from fedring.server import rounds as rd
+from fedring.server.config import ServerConfig
+from fedring.server.coordinator import Coordinator
+from fedring.server.sessions import Session
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import federation_pb2_grpc as rpc
+
+PROTOCOL = 1
+
+
+class TrainCmdService(rpc.TrainCmdServiceServicer):
+    """Sessions: joined, watched, lost."""
+
+    def __init__(self, coordinator: Coordinator, config: ServerConfig, software: str) -> None:
+        self._coordinator, self._config, self._software = coordinator, config, software
+
+    async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
+        if request.protocol != PROTOCOL:
+            raise BadRequest(
+                f"this server speaks protocol {PROTOCOL}, the client {request.protocol}: install the same version",
+                reason="wrong_protocol",
+            )
+        session = self._coordinator.sessions.join(request, context.peer())
+        self._coordinator.handle(rd.Joined(session.client_id))
+        asyncio.get_running_loop().call_later(self._config.lost_after_seconds, self._expire, session)
+        return pb.JoinReply(
+            session_id=session.session_id,
+            run_id=self._coordinator.facts.store.run_id,
+            heartbeat_seconds=self._config.heartbeat_seconds,
+            lost_after_seconds=self._config.lost_after_seconds,
+            no_progress_seconds=self._config.no_progress_seconds,
+            software=self._software,
+        )
+
+    async def Watch(self, request_iterator: AsyncIterator[pb.WatchRequest], context: Any) -> None:
+        session = self._coordinator.sessions.of(context)
+        session.watching = True
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                parts = (self._listen(session, request_iterator), self._speak(session, context), self._guard(session))
+                for part in parts:
+                    tasks.create_task(part)
+        except* (_StreamEnded, Stalled):
+            pass  # the client is gone: _lost says so
+        except* Superseded as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._lost(session)
+
+    async def ReportEvaluation(self, request: pb.EvaluationReport, context: Any) -> pb.EvaluationAck:
+        session = self._coordinator.sessions.of(context)
+        sound = request.correct <= request.total < 2**48 and math.isfinite(request.loss_sum)
+        if not sound:
+            raise BadRequest("correct must be at most total, and loss_sum finite", reason="bad_evaluation")
+        await self._coordinator.evaluated(session.client_id, request)
+        return pb.EvaluationAck()
+
+    async def _listen(self, session: Session, requests: AsyncIterator[pb.WatchRequest]) -> None:
+        async for request in paced(requests, self._config.lost_after_seconds):
+            session.last_seen = time.time()
+            session.activity, session.progress = request.activity, request.progress
+            if request.matched and not session.matched:
+                session.matched = True
+                self._coordinator.matched(session.client_id)
+                self._coordinator.journal.write(
+                    "client_joined", f"{session.client_id} is here", client_id=session.client_id
+                )
+            if request.HasField("failure"):
+                self._coordinator.failed(session.client_id, request.failure)
+        raise _StreamEnded
+
+    async def _speak(self, session: Session, context: Any) -> None:
+        heartbeat = pb.ServerEvent(heartbeat=pb.Heartbeat())
+        event = heartbeat
+        while True:
+            try:
+                async with asyncio.timeout(self._config.lost_after_seconds):
+                    await context.write(event)
+            except TimeoutError:
+                raise Stalled(f"{session.client_id} does not read") from None
+            if event is not heartbeat:
+                self._coordinator.traffic(session.client_id).download_bytes += wire_bytes(event)
+            try:
+                async with asyncio.timeout(self._config.heartbeat_seconds):
+                    event = await session.outbox.get()
+            except TimeoutError:
+                event = heartbeat
+
+    async def _guard(self, session: Session) -> None:
+        await session.closed.wait()
+        raise Superseded(f"a newer session of {session.client_id} took over, or this one did not read")
+
+    def _expire(self, session: Session) -> None:
+        if not session.watching:
+            self._lost(session)
+
+    def _lost(self, session: Session) -> None:
+        if self._coordinator.sessions.drop(session):
+            self._coordinator.handle(rd.Left(session.client_id))
+            self._coordinator.journal.write(
+                "client_lost", f"{session.client_id} is gone", client_id=session.client_id
+            )
+
+
+class ModelBlobService(rpc.ModelBlobServiceServicer):
+    """Models, streamed from disk."""
+
+    def __init__(self, coordinator: Coordinator, config: ServerConfig) -> None:
+        self._coordinator, self._config = coordinator, config
+
+    async def FetchModel(self, request: pb.FetchModelRequest, context: Any) -> AsyncIterator[pb.ModelBlob]:
+        session = self._coordinator.sessions.of(context)
+        traffic = self._coordinator.traffic(session.client_id)
+        began = time.monotonic()
+        async for message in stream_model(self._coordinator, request):
+            traffic.download_bytes += wire_bytes(message)
+            yield message
+        traffic.download_seconds += time.monotonic() - began
+
+
+async def stream_model(coordinator: Coordinator, request: pb.FetchModelRequest) -> AsyncIterator[pb.ModelBlob]:
+    """The header and the chunks that answer `request`."""
+    with await coordinator.facts.work(coordinator.models.offer, request) as offer:
+        yield pb.ModelBlob(header=offer.header)
+        start = request.offset if request.payload_digest == offer.header.payload_digest else 0
+        for chunk in chunks(offer.read, start=min(start, offer.header.total_bytes), total=offer.header.total_bytes):
+            yield pb.ModelBlob(chunk=chunk)
+
+
+class _StreamEnded(Exception):
+    """The client closed its side."""

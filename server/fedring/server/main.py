@@ -1,0 +1,201 @@
+"""fl-server: recover, serve until told to stop, then drain."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported; our own log says what matters
+
+import typer
+from fedring.server.models import Models
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from fedring.daemon.config import ConfigError, Loaded, describe, load_config
+from fedring.daemon.exits import Exit
+from fedring.daemon.logs import set_up_logs
+from fedring.daemon.notify import sd_notify, watchdog
+from fedring.rpc.boundary import Boundary
+from fedring.rpc.channel import make_server
+from fedring.server.blobs import FileBlobs, FsyncFailed, StorageError
+from fedring.server.config import ServerConfig
+from fedring.server.control import ControlService
+from fedring.server.coordinator import Coordinator
+from fedring.server.database import StoreError
+from fedring.server.facts import Facts
+from fedring.server.federation import ModelBlobService, TrainCmdService
+from fedring.server.jobs import Jobs
+from fedring.server.journal import Journal
+from fedring.server.lock import StateLocked, lock_state_dir
+from fedring.server.sessions import Sessions
+from fedring.server.store import SqlStore
+from fedring.server.uploads import ClientUpdateService
+from fedring.train.seam import SeamError
+from fedring.v1 import control_pb2_grpc, federation_pb2_grpc
+from fedring.version import SOFTWARE, VERSION
+
+log = logging.getLogger(__name__)
+
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@app.command()
+def fl_server(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="a .toml or .json file, then keys to set over it"),
+    ] = None,
+    listen: Annotated[str | None, typer.Option(help="address for clients, host:port")] = None,
+    control_listen: Annotated[str | None, typer.Option(help="address for flctl, host:port")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="folder for models, updates and the database")] = None,
+    check_config: Annotated[bool, typer.Option("--check-config", help="say whether it could start, and exit")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="print every key and its origin, and exit")] = False,
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
+) -> None:
+    """The aggregation server: it sends commands to fl-clients, adds up their updates and keeps the models.
+
+    Examples:
+
+      fl-server                                   defaults: loopback, ./fl-server-state
+
+      fl-server server.toml job.rounds=20         a file, and a key over it
+
+      FEDRING_SERVER_LISTEN=127.0.0.1:9000 fl-server
+
+    When it serves, it prints one JSON line with its addresses on standard output.
+    """
+    if version:
+        print(VERSION)
+        raise typer.Exit(Exit.OK)
+    try:
+        flags = {"listen": listen, "control_listen": control_listen, "state_dir": state_dir}
+        loaded = load(arguments or [], flags)
+        if print_config:
+            print(describe(loaded))
+            raise typer.Exit(Exit.OK)
+        set_up_logs(loaded.config.log_style, loaded.config.log_level)
+        with ExitStack() as stack:
+            code = asyncio.run(_serve(loaded, stack, check_only=check_config))
+    except (ConfigError, StateLocked, StoreError, SeamError) as error:
+        print(f"fl-server: {error}", file=sys.stderr)
+        raise typer.Exit(Exit.CONFIG) from error
+    raise typer.Exit(code)
+
+
+def load(arguments: list[str], flags: dict[str, object]) -> Loaded[ServerConfig]:
+    """The configuration that the command line describes."""
+    files = [argument for argument in arguments if "=" not in argument]
+    if len(files) > 1:
+        raise ConfigError(f"one configuration file at most, not {len(files)}: {' '.join(files)}")
+    overrides = [argument for argument in arguments if "=" in argument]
+    return load_config(ServerConfig, Path(files[0]) if files else None, overrides=overrides, flags=flags)
+
+
+async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: bool) -> int:
+    config = loaded.config
+    coordinator, jobs = await _recover(config, stack)
+    public = make_server([Boundary()], max_streams=4 * config.max_clients)
+    federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(TrainCmdService(coordinator, config, SOFTWARE), public)
+    federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(ModelBlobService(coordinator, config), public)
+    federation_pb2_grpc.add_ClientUpdateServiceServicer_to_server(ClientUpdateService(coordinator, config), public)
+    control = make_server([Boundary()], max_streams=64)
+    control_pb2_grpc.add_ControlServiceServicer_to_server(
+        ControlService(coordinator, jobs, config.job, VERSION), control
+    )
+    status = health.aio.HealthServicer()
+    for server in (public, control):
+        health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    addresses = {"listen": _bind(public, config.listen), "control": _bind(control, config.control_listen)}
+    if check_only:
+        print("the configuration is good")
+        return Exit.OK
+    await public.start()
+    await control.start()
+    await status.set("", health_pb2.HealthCheckResponse.SERVING)
+    origins = sorted(set(loaded.origins.values())) or ["defaults"]
+    log.info("%s serves clients at %s and flctl at %s, configured by %s", SOFTWARE, *addresses.values(), origins)
+    print(json.dumps(addresses), flush=True)
+    code = await _until_stopped(coordinator, jobs)
+    sd_notify("STOPPING=1")
+    await status.enter_graceful_shutdown()
+    for session in coordinator.sessions:
+        session.closed.set()
+    await asyncio.gather(control.stop(config.drain_seconds), public.stop(config.drain_seconds))
+    return code
+
+
+async def _recover(config: ServerConfig, stack: ExitStack) -> tuple[Coordinator, Jobs]:
+    """The state as the last process left it, ready to go on."""
+    try:
+        stack.enter_context(lock_state_dir(config.state_dir))
+        blobs = FileBlobs(config.state_dir)
+        store = SqlStore(f"sqlite:///{config.state_dir / 'facts.sqlite'}")
+    except (OSError, StorageError) as error:
+        raise ConfigError(f"state_dir {config.state_dir} cannot be used: {error}") from error
+    facts = Facts(store, blobs, threads=config.threads)
+    stack.callback(facts.close)
+    open_round = await facts.db(store.open_round)
+    resumable = _resumable(facts, open_round.round) if open_round else []
+    swept = await facts.db(blobs.sweep, await facts.db(store.named_blobs), resumable)
+    if swept:
+        log.info("swept %d files that nothing names", swept)
+    models = Models(blobs, facts.pool, config, store.run_id)
+    coordinator = Coordinator(facts, models, Sessions(config.max_clients), Journal(), config)
+    await coordinator.recover()
+    return coordinator, Jobs(coordinator)
+
+
+def _resumable(facts: Facts, number: int) -> list[str]:
+    """The partial uploads that the open round may go on with."""
+    return [name for name in facts.blobs.partials() if name.startswith(f"{number}-")]
+
+
+def _bind(server: aio.Server, address: str) -> str:
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: is another program using it?") from error
+    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+
+async def _until_stopped(coordinator: Coordinator, jobs: Jobs) -> int:
+    """Serve until a signal comes, or something ends that must not."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    sd_notify("READY=1")
+    parts = [
+        coordinator.run(),
+        coordinator.acceptor.run(),
+        coordinator.journal.save(coordinator.save_events),
+        jobs.run(),
+        watchdog(),
+    ]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(part) for part in parts]
+            await stop.wait()
+            log.info("stopping")
+            for task in running:
+                task.cancel()
+    except* FsyncFailed as group:
+        # The kernel may have dropped pages: only a restart, which reads the disk, can be trusted.
+        log.critical("the disk failed: %s", group.exceptions[0])
+        return Exit.FAILED
+    return Exit.OK
+
+
+def main() -> None:
+    """Run the daemon; what the console script calls."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""A job in the words of the state machine and of the wire."""
+
+import json
+
+from fedring.server.rounds import Rules
+from fedring.train.job import Job
+from fedring.v1 import federation_pb2 as pb
+
+
+def rules_of(job: Job, *, grace: float) -> Rules:
+    """What each round of `job` obeys."""
+    return Rules(
+        min_clients=job.min_clients,
+        barrier=job.barrier,
+        barrier_timeout=job.barrier_timeout_seconds,
+        sample_ratio=job.sample_ratio,
+        sample_clients=job.sample_clients,
+        min_to_aggregate=job.min_clients_to_aggregate,
+        close_at_minimum=job.close_at_minimum,
+        deadline=job.deadline_seconds,
+        grace=grace,
+        evaluate_timeout=job.evaluate_seconds,
+        seed=job.seed,
+    )
+
+
+def job_spec(job: Job, job_id: int) -> pb.JobSpec:
+    """What a client must know of `job`."""
+    return pb.JobSpec(
+        job_id=job_id,
+        name=job.name,
+        mode=job.mode,
+        rounds=job.rounds,
+        model=job.model,
+        model_args=json.dumps(job.model_args),
+        data=job.data,
+        loss=job.loss,
+        optimizer=job.optimizer,
+        trainer=job.trainer,
+        partition=job.partition,
+        alpha=job.alpha,
+        seed=job.seed,
+    )
+
+
+def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.TrainCmd:
+    """The command of a round, but for what belongs to the model and the moment."""
+    encoding = job.upload_encoding
+    return pb.TrainCmd(
+        round=number,
+        job_round=job_round,
+        job=spec,
+        subset_size=job.subset_size,
+        epochs=job.epochs,
+        batch_size=job.batch_size,
+        lr=job.lr,
+        momentum=job.momentum,
+        mu=job.mu,
+        seed=job.seed * 1_000_003 + job_round,
+        encoding=pb.Encoding(
+            name=encoding.name, chunk=encoding.chunk, keep_ratio=encoding.keep_ratio, step=encoding.step
+        ),
+    )

@@ -1,0 +1,67 @@
+"""Rows as the messages that operators see."""
+
+import json
+from typing import Any
+
+from fedring.server.journal import rfc3339
+from fedring.server.rows import JobRow, ModelRow, RoundRow
+from fedring.v1 import control_pb2 as pb
+
+
+def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
+    """A round with what is known of it."""
+    stats: dict[str, Any] = row.stats
+    clients = [pb.RoundClient(client_id=name, **facts) for name, facts in stats.get("clients", {}).items()]
+    took_part = [client for client in clients if client.num_samples]
+    delivered_ids = {client.client_id for client in took_part}
+    return pb.Round(
+        round=row.round,
+        job_id=row.job_id,
+        job_round=row.job_round,
+        phase=row.phase,
+        reason=row.reason,
+        selected=len(row.selected),
+        delivered=len(took_part) if delivered is None else delivered,
+        model_version=row.model_version,
+        seconds=stats.get("seconds", 0.0),
+        evaluate_seconds=stats.get("evaluate_seconds", 0.0),
+        train_seconds_max=max((client.train_seconds for client in clients), default=0.0),
+        upload_bytes=sum(client.upload_bytes for client in clients),
+        download_bytes=sum(client.download_bytes for client in clients),
+        eval_correct=stats.get("correct", 0),
+        eval_total=stats.get("total", 0),
+        eval_loss_sum=stats.get("loss_sum", 0.0),
+        server_accuracy=stats.get("server_accuracy"),
+        server_loss=stats.get("server_loss"),
+        started_at=rfc3339(row.started_at),
+        missing=[name for name in row.selected if name not in delivered_ids] if row.ended_at else [],
+        clients=clients,
+    )
+
+
+def job_message(row: JobRow) -> pb.Job:
+    """A job."""
+    return pb.Job(
+        job_id=row.job_id,
+        name=row.name,
+        state=row.state,
+        rounds=row.rounds,
+        rounds_done=row.rounds_done,
+        reason=row.reason,
+        created_at=rfc3339(row.created_at),
+        spec=json.dumps(row.spec),
+    )
+
+
+def model_message(row: ModelRow, accuracy: float | None) -> pb.Model:
+    """A model version."""
+    return pb.Model(
+        version=row.version,
+        round=row.round,
+        digest=bytes.fromhex(row.digest),
+        schema_hash=bytes.fromhex(row.schema_hash),
+        parameters=row.parameters,
+        bytes=row.bytes,
+        created_at=rfc3339(row.created_at),
+        accuracy=accuracy,
+    )

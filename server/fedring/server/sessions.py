@@ -1,0 +1,101 @@
+"""The clients' sessions: who is here, what is to be sent to whom, what went over the wire."""
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedring.rpc.errors import BadRequest, NoSession, Overloaded
+from fedring.v1 import federation_pb2 as pb
+
+SESSION_KEY = "fl-session"
+OUTBOX = 64
+"""Events that may wait for one client; one that reads none of them for so long is cut off."""
+
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One client's presence, from Join to the next Join or the loss of its stream."""
+
+    client_id: str
+    session_id: str
+    software: str
+    address: str
+    outbox: asyncio.Queue[pb.ServerEvent] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
+    closed: asyncio.Event = field(default_factory=asyncio.Event)  # superseded, or cut off
+    watching: bool = False
+    matched: bool = False
+    activity: int = 0
+    progress: float = 0.0
+    last_seen: float = field(default_factory=time.time)  # wall clock, for people
+
+    def send(self, event: pb.ServerEvent) -> None:
+        """Queue `event`; a client that does not read is closed, and nobody waits for it."""
+        try:
+            self.outbox.put_nowait(event)
+        except asyncio.QueueFull:
+            self.closed.set()
+
+
+class Sessions:
+    """At most one session per client: the newest."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._by_id: dict[str, Session] = {}
+        self._by_client: dict[str, Session] = {}
+
+    def join(self, request: pb.JoinRequest, address: str) -> Session:
+        """A new session for the client; its older one is closed."""
+        if not _CLIENT_ID.fullmatch(request.client_id):
+            raise BadRequest("client_id must be 1 to 128 characters of A-Z a-z 0-9 . _ -", reason="bad_client_id")
+        older = self._by_client.get(request.client_id)
+        if older is None and len(self._by_client) >= self._limit:
+            raise Overloaded(f"{self._limit} clients are here already")
+        session = Session(request.client_id, secrets.token_hex(16), request.software[:128], address)
+        if older:
+            self.drop(older)
+        self._by_id[session.session_id] = self._by_client[session.client_id] = session
+        return session
+
+    def of(self, context: Any) -> Session:
+        """The session that a call names; NoSession if it is none, or an old one."""
+        name = next((value for key, value in context.invocation_metadata() or () if key == SESSION_KEY), "")
+        session = self._by_id.get(str(name))
+        if session is None:
+            raise NoSession("this session is not open: join first")
+        return session
+
+    def drop(self, session: Session) -> bool:
+        """Close the session; whether it was its client's newest."""
+        session.closed.set()
+        self._by_id.pop(session.session_id, None)
+        if self._by_client.get(session.client_id) is not session:
+            return False
+        del self._by_client[session.client_id]
+        return True
+
+    def get(self, client_id: str) -> Session | None:
+        """The client's session, if it has one."""
+        return self._by_client.get(client_id)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(sorted(self._by_client.values(), key=lambda session: session.client_id))
+
+    def __len__(self) -> int:
+        return len(self._by_client)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one client moved in one round, as its messages were on the wire."""
+
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    upload_seconds: float = 0.0
+    download_seconds: float = 0.0

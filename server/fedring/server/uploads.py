@@ -1,0 +1,181 @@
+"""The service that takes updates: header first, then bytes, then one durable acceptance."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fedring.server.admit import check_header, check_payload, packets_of
+
+from fedring.codec.errors import CodecError
+from fedring.rpc.chunks import CHUNK_BYTES, paced, wire_bytes
+from fedring.rpc.errors import BadRequest, BadUpdate, NotAllowed, OtherUpdate, Overloaded, TooLarge, UnknownRound
+from fedring.server import rounds as rd
+from fedring.server.blobs import FilePartial, StorageError
+from fedring.server.config import ServerConfig
+from fedring.server.coordinator import Coordinator, OpenRound
+from fedring.server.rows import UpdateRow
+from fedring.server.sessions import Traffic
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import federation_pb2_grpc as rpc
+
+INLINE_BYTES = 1 << 16
+"""Chunks up to this size are written by the event loop itself: a thread would cost more."""
+
+
+class ClientUpdateService(rpc.ClientUpdateServiceServicer):
+    """PushUpdate, and what makes it safe to repeat."""
+
+    def __init__(self, coordinator: Coordinator, config: ServerConfig) -> None:
+        self._coordinator, self._config = coordinator, config
+        self._slots = asyncio.Semaphore(config.max_uploads)
+        self._uploads: dict[str, asyncio.Task[Any]] = {}
+
+    async def PushUpdate(
+        self, request_iterator: AsyncIterator[pb.ClientUpdate], context: Any
+    ) -> AsyncIterator[pb.UpdateReply]:
+        session = self._coordinator.sessions.of(context)
+        messages = paced(request_iterator, self._config.no_progress_seconds)
+        first = await anext(messages, pb.ClientUpdate())
+        if not first.HasField("header"):
+            raise BadRequest("the first message must be a header")
+        header = first.header
+        if header.client_id != session.client_id:
+            raise NotAllowed(f"{session.client_id} cannot speak for another client", reason="wrong_client")
+        traffic = self._coordinator.traffic(session.client_id)
+        traffic.upload_bytes += wire_bytes(first)
+        if await self._accepted_before(header):
+            yield pb.UpdateReply(accepted=pb.Accepted(already=True))
+            return
+        open_ = self._check(header)
+        async with self._slots:
+            await self._replace_older(session.client_id)
+            partial = await self._open(header)
+            try:
+                yield pb.UpdateReply(resume_offset=partial.size)
+                began = time.monotonic()
+                await self._receive(messages, partial, header, traffic)
+                already = await self._settle(partial, header, open_)
+                traffic.upload_seconds += time.monotonic() - began
+            finally:
+                self._uploads.pop(session.client_id, None)
+                partial.close()
+        yield pb.UpdateReply(accepted=pb.Accepted(already=already))
+
+    async def _accepted_before(self, header: pb.UpdateHeader) -> bool:
+        """Whether this very update counts already; OtherUpdate if another one does."""
+        open_ = self._coordinator.open
+        if header.run_id != self._coordinator.facts.store.run_id:
+            return False
+        if open_ is not None and header.round == open_.row.round:
+            known = open_.accepted.get(header.client_id)
+        else:
+            rows = await self._coordinator.facts.db(self._coordinator.facts.store.updates_of, header.round)
+            known = next((row for row in rows if row.client_id == header.client_id), None)
+        if known is not None and known.digest != header.digest.hex():
+            raise OtherUpdate(f"another update of {header.client_id} was accepted for round {header.round}")
+        return known is not None
+
+    def _check(self, header: pb.UpdateHeader) -> OpenRound:
+        """The open round that the header fits; refuses it before any byte of payload."""
+        open_ = self._require_open(header)
+        if header.model_version != open_.base.version:
+            raise BadUpdate(
+                f"round {header.round} starts from model {open_.base.version}, not {header.model_version}",
+                reason="wrong_model",
+            )
+        if header.total_bytes > open_.command.max_update_bytes:
+            raise TooLarge(f"{header.total_bytes} bytes; the limit is {open_.command.max_update_bytes}")
+        check_header(header, self._coordinator.models.schema_of(open_.base))
+        return open_
+
+    def _require_open(self, header: pb.UpdateHeader) -> OpenRound:
+        open_, round_ = self._coordinator.open, self._coordinator.state.round
+        if header.run_id != self._coordinator.facts.store.run_id:
+            raise UnknownRound("the update belongs to another run")
+        if open_ is None or round_ is None or header.round != round_.number:
+            raise UnknownRound(f"round {header.round} is not open")
+        if round_.phase is not rd.Phase.TRAINING:
+            raise UnknownRound(f"round {header.round} is closed", reason="round_closed")
+        if header.client_id not in round_.selected:
+            raise UnknownRound(f"{header.client_id} was not selected for round {header.round}", reason="not_selected")
+        return open_
+
+    async def _replace_older(self, client_id: str) -> None:
+        """End an upload of the same client whose stream is dead but does not know it yet."""
+        older = self._uploads.get(client_id)
+        if older is not None:
+            older.cancel()
+            await asyncio.wait([older])
+        task = asyncio.current_task()
+        if task is not None:
+            self._uploads[client_id] = task
+
+    async def _open(self, header: pb.UpdateHeader) -> FilePartial:
+        name = f"{header.round}-{header.client_id}-{header.digest.hex()[:16]}"
+        if len(name) > 200:
+            name = f"{header.round}-{hashlib.sha256(header.client_id.encode()).hexdigest()}"
+        try:
+            partial = await self._coordinator.facts.work(self._coordinator.facts.blobs.open_partial, name)
+            if partial.size > header.total_bytes:
+                partial.close()
+                partial = await self._coordinator.facts.work(
+                    self._coordinator.facts.blobs.open_partial, name, fresh=True
+                )
+        except StorageError as error:
+            raise Overloaded(str(error), reason=error.reason) from error
+        return partial
+
+    async def _receive(
+        self, messages: AsyncIterator[pb.ClientUpdate], partial: FilePartial, header: pb.UpdateHeader, traffic: Traffic
+    ) -> None:
+        """All bytes of the payload are in `partial`."""
+        while partial.size < header.total_bytes:
+            message = await anext(messages, None)
+            if message is None:
+                raise BadRequest(f"the stream ended at {partial.size} of {header.total_bytes} bytes", reason="truncated")
+            chunk = message.chunk
+            traffic.upload_bytes += wire_bytes(message)
+            if not 0 < len(chunk.data) <= CHUNK_BYTES or chunk.offset != partial.size:
+                raise BadRequest(f"expected 1 to {CHUNK_BYTES} bytes at {partial.size}", reason="bad_chunk")
+            if partial.size + len(chunk.data) > header.total_bytes:
+                self._coordinator.facts.blobs.abort(partial)
+                raise TooLarge(f"more than the declared {header.total_bytes} bytes")
+            await self._write(partial, chunk.data)
+
+    async def _write(self, partial: FilePartial, data: bytes) -> None:
+        try:
+            if len(data) <= INLINE_BYTES:
+                partial.write(data)
+            else:
+                await self._coordinator.facts.work(partial.write, data)
+        except StorageError as error:
+            raise Overloaded(str(error), reason=error.reason) from error
+
+    async def _settle(self, partial: FilePartial, header: pb.UpdateHeader, open_: OpenRound) -> bool:
+        """Check the payload and make it count; whether it did already."""
+        schema = self._coordinator.models.schema_of(open_.base)
+        packets = packets_of(header)
+        try:
+            if partial.digest != header.digest.hex():
+                raise CodecError("digest_mismatch", "the payload is not what its digest says")
+            admitted = await self._coordinator.facts.work(check_payload, partial.read, packets, schema)
+        except CodecError as error:
+            self._coordinator.facts.blobs.abort(partial)
+            text = f"an update of {header.client_id} was refused: {error}"
+            self._coordinator.journal.write("update_refused", text, client_id=header.client_id)
+            raise
+        row = UpdateRow(
+            round=header.round,
+            client_id=header.client_id,
+            digest=header.digest.hex(),
+            packets=packets,
+            num_samples=header.packets[-1].num_samples,
+            total_bytes=header.total_bytes,
+            train_seconds=header.train_seconds,
+            norm=admitted.norm,
+            accepted_at=time.time(),
+            metrics=dict(header.metrics),
+        )
+        return await self._coordinator.acceptor.accept(partial, row, lambda: self._require_open(header) and None)
