@@ -21,7 +21,7 @@ _FACTORY = {
 }
 
 
-class Boundary(aio.ServerInterceptor):  # type: ignore[misc]  # grpc's base class is untyped
+class Boundary(aio.ServerInterceptor):
     """Turns what a handler raises into one status, and lets nothing else out."""
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], details: Any) -> Any:

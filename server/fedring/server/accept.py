@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from fedring.server.blobs import Partial
-from fedring.server.tables import UpdateRow
+from fedring.server.rows import UpdateRow
 
 Commit = Callable[[list[tuple[Partial, UpdateRow]]], Awaitable[list[bool]]]
 
@@ -20,7 +20,7 @@ Commit = Callable[[list[tuple[Partial, UpdateRow]]], Awaitable[list[bool]]]
 class _Offer:
     partial: Partial
     row: UpdateRow
-    may: Callable[[], None]  # raises if the round is not open any more
+    may: Callable[[], object]  # raises if the round is not open any more
     done: asyncio.Future[bool]
 
 
@@ -32,7 +32,7 @@ class Acceptor:
         self._offers: asyncio.Queue[_Offer] = asyncio.Queue()
         self._lock = asyncio.Lock()
 
-    async def accept(self, partial: Partial, row: UpdateRow, may: Callable[[], None]) -> bool:
+    async def accept(self, partial: Partial, row: UpdateRow, may: Callable[[], object]) -> bool:
         """True or False (known already) once the update is durable; raises what `may` raises if it comes too late."""
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._offers.put_nowait(_Offer(partial, row, may, done))

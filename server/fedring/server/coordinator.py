@@ -9,6 +9,7 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Any
 
 from fedring.server.models import Models
 
@@ -23,6 +24,7 @@ from fedring.server.report import round_message
 from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, UpdateRow
 from fedring.server.sessions import Sessions, Traffic
 from fedring.server.store import Acceptance
+from fedring.server.testset import TestSet
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as control
 from fedring.v1 import federation_pb2 as pb
@@ -53,6 +55,7 @@ class Coordinator:
         self, facts: Facts, models: Models, sessions: Sessions, journal: Journal, config: ServerConfig
     ) -> None:
         self.facts, self.models, self.sessions, self.journal = facts, models, sessions, journal
+        self.test_set = TestSet(facts.blobs, config)
         self.state = rd.State()
         self.open: OpenRound | None = None
         self.last: RoundRow | None = None  # that ended
@@ -109,6 +112,8 @@ class Coordinator:
     async def start_round(self, job: JobRow, spec: Job, job_round: int) -> int:
         """Open the next round of a job; returns its number."""
         base = await self._base(spec)
+        if spec.evaluate_on_server:
+            await self.facts.heavy(self.test_set.load, spec)
         row = await self.facts.db(
             self.facts.store.create_round,
             RoundRow(0, job.job_id, job_round, rd.Phase.WAITING, time.time(), base_version=base.version),
@@ -235,9 +240,9 @@ class Coordinator:
     async def _finish_evaluation(self, open_: OpenRound, model: ModelRow) -> None:
         stats = self._stats(open_, open_.row.stats["seconds"])
         if open_.job.evaluate_on_server:
-            counts = await self.facts.heavy(self.models.evaluate, model, open_.job)
-            if counts is not None:
-                stats |= {"server_accuracy": counts.accuracy, "server_loss": counts.loss}
+            counts = await self.facts.heavy(self.test_set.evaluate, model, open_.job)
+            total = max(counts.total, 1)
+            stats |= {"server_accuracy": counts.correct / total, "server_loss": counts.loss_sum / total}
         stats["evaluate_seconds"] = time.monotonic() - open_.started - stats["seconds"]
         summed = await self.facts.db(self.facts.store.evaluation_sum, model.version)
         if summed is not None:
@@ -332,7 +337,7 @@ class Coordinator:
             if session := self.sessions.get(client):
                 session.send(pb.ServerEvent(round_ended=ended))
 
-    def _stats(self, open_: OpenRound, seconds: float) -> dict[str, object]:
+    def _stats(self, open_: OpenRound, seconds: float) -> dict[str, Any]:
         clients = {}
         for client in sorted(open_.traffic.keys() | open_.accepted.keys()):
             moved, update = open_.traffic.get(client, Traffic()), open_.accepted.get(client)

@@ -42,7 +42,9 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             software=self._software,
         )
 
-    async def Watch(self, request_iterator: AsyncIterator[pb.WatchRequest], context: Any) -> None:
+    async def Watch(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
+        self, request_iterator: AsyncIterator[pb.WatchRequest], context: Any
+    ) -> None:
         session = self._coordinator.sessions.of(context)
         session.watching = True
         try:

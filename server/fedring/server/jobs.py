@@ -6,12 +6,14 @@ import time
 
 from pydantic import ValidationError
 
+from fedring.data import DataError
 from fedring.rpc.errors import NoSuchJob
 from fedring.server import rounds as rd
+from fedring.server.blobs import StorageError
 from fedring.server.coordinator import Coordinator
 from fedring.server.rows import JobRow
 from fedring.train.job import Job
-from fedring.train.seam import SeamError
+from fedring.train.errors import SeamError
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ class Jobs:
         self._coordinator.journal.write("job_started", text, job_id=row.job_id)
         try:
             return await self._run_rounds(row, spec)
-        except SeamError as error:
+        except (SeamError, DataError, StorageError) as error:
             return "failed", str(error)
 
     async def _run_rounds(self, row: JobRow, spec: Job) -> tuple[str, str]:

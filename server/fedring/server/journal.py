@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 
 from fedring.rpc.errors import Overloaded
-from fedring.server.tables import EventRow
+from fedring.server.rows import EventRow
 from fedring.v1 import control_pb2 as pb
 
 log = logging.getLogger(__name__)

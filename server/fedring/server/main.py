@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +37,7 @@ from fedring.server.lock import StateLocked, lock_state_dir
 from fedring.server.sessions import Sessions
 from fedring.server.store import SqlStore
 from fedring.server.uploads import ClientUpdateService
-from fedring.train.seam import SeamError
+from fedring.train.errors import SeamError
 from fedring.v1 import control_pb2_grpc, federation_pb2_grpc
 from fedring.version import SOFTWARE, VERSION
 
@@ -88,7 +89,7 @@ def fl_server(
     raise typer.Exit(code)
 
 
-def load(arguments: list[str], flags: dict[str, object]) -> Loaded[ServerConfig]:
+def load(arguments: list[str], flags: Mapping[str, object]) -> Loaded[ServerConfig]:
     """The configuration that the command line describes."""
     files = [argument for argument in arguments if "=" not in argument]
     if len(files) > 1:
@@ -178,6 +179,7 @@ async def _until_stopped(coordinator: Coordinator, jobs: Jobs) -> int:
         jobs.run(),
         watchdog(),
     ]
+    code = Exit.OK
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(part) for part in parts]
@@ -188,8 +190,8 @@ async def _until_stopped(coordinator: Coordinator, jobs: Jobs) -> int:
     except* FsyncFailed as group:
         # The kernel may have dropped pages: only a restart, which reads the disk, can be trusted.
         log.critical("the disk failed: %s", group.exceptions[0])
-        return Exit.FAILED
-    return Exit.OK
+        code = Exit.FAILED
+    return code
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from fedring.codec import dense_header
+from fedring.codec.dense import dense_header
 from fedring.codec.encoding import BUFFERS
 from fedring.codec.schema import Schema
 from fedring.rpc.errors import UnknownModel
@@ -25,6 +25,9 @@ from fedring.train.job import Job
 from fedring.train.seam import build_model
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
+
+MAX_STEPS = 7
+"""Most deltas in one answer: with their buffers they are 14 packets."""
 
 Piece = tuple[int, Callable[[int, int], bytes]]
 """So many bytes, and a reader of them."""
@@ -138,7 +141,7 @@ class Models:
         """The versions whose deltas lead from `held` to `row`, oldest first; empty if they do not, or not cheaply."""
         steps: list[ModelRow] = []
         size, at = 0, row
-        while held and at.version > held and at.delta_blob:
+        while held and at.version > held and at.delta_blob and len(steps) < MAX_STEPS:
             steps.append(at)
             size += sum(packet.bytes for packet in at.delta_packets)
             if at.base_version == held and size < row.bytes:

@@ -233,7 +233,7 @@ def apply(state: State, event: Event, now: float) -> State:
             _require(state.round is None, event, state)
             # "away since the future" gives the clients more than the usual grace
             away = Member(Presence.AWAY, now + max(0.0, grace - round_.rules.grace))
-            missing = {client: away for client in round_.selected | round_.evaluators}
+            missing = dict.fromkeys(round_.selected | round_.evaluators, away)
             return State(MappingProxyType(missing | dict(state.members)), replace(round_, since=now))
         case Finished():
             _require(state.round is not None and state.round.phase not in OPEN, event, state)

@@ -178,4 +178,4 @@ class ClientUpdateService(rpc.ClientUpdateServiceServicer):
             accepted_at=time.time(),
             metrics=dict(header.metrics),
         )
-        return await self._coordinator.acceptor.accept(partial, row, lambda: self._require_open(header) and None)
+        return await self._coordinator.acceptor.accept(partial, row, lambda: self._require_open(header))

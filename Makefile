@@ -1,0 +1,44 @@
+# `make demo` and `make test` are all that a new user needs; see README.md.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Where to take torch from, if not from the default package index: see README.md, "The CPU build of torch".
+TORCH_INDEX ?=
+DEMO ?=
+
+STAMP := $(VENV)/.installed
+
+.PHONY: install demo test check format bench clean wheel-test
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt protos/generate.py protos/fedring/v1/federation.proto protos/fedring/v1/control.proto
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable .
+	touch $@
+
+demo: install
+	$(BIN)/flctl demo $(DEMO)
+
+test: install
+	$(BIN)/python -m pytest -q
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/unit tests/property
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install
+	$(BIN)/flctl bench federated
+
+clean:
+	rm -rf $(VENV) demo bench-out dist

@@ -1,0 +1,33 @@
+"""What can be known to be wrong before the first round."""
+
+import os
+from pathlib import Path
+
+from fedring.client.config import ClientConfig
+from fedring.client.trainer import NAMES, trusted_by
+from fedring.daemon.config import ConfigError
+from fedring.train.device import pick_device
+from fedring.train.errors import SeamError
+from fedring.train.seam import resolve
+
+
+def check(config: ClientConfig) -> None:
+    """Return if a client with this configuration can start; ConfigError, in one sentence, if not."""
+    if not _writable(config.state_dir):
+        raise ConfigError(f"state_dir {config.state_dir} cannot be written: give the client a folder of its own")
+    if config.data_root is not None and not config.data_root.is_dir():
+        raise ConfigError(f"data_root {config.data_root} is no folder: create it, or correct the path")
+    try:
+        pick_device(config.device)
+        for part in NAMES:
+            if name := getattr(config, part):
+                resolve(name, trusted_by(config))
+    except SeamError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _writable(folder: Path) -> bool:
+    """Whether `folder` exists and can be written, or can be made."""
+    folder = folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)

@@ -1,0 +1,77 @@
+"""The channel to fl-server, and the session that every call on it names."""
+
+import asyncio
+import importlib.metadata
+
+from grpc import StatusCode, aio
+
+from fedring.client.errors import Refused
+from fedring.daemon.exits import Exit
+from fedring.rpc.channel import open_channel
+from fedring.rpc.errors import reason_of, status_of
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1.federation_pb2_grpc import ClientUpdateServiceStub, ModelBlobServiceStub, TrainCmdServiceStub
+
+PROTOCOL = 1
+SESSION_KEY = "fl-session"
+CALL_SECONDS = 10.0
+"""Deadline of a call that moves no payload."""
+
+_FINAL = {
+    StatusCode.INVALID_ARGUMENT: Exit.CONFIG,
+    StatusCode.FAILED_PRECONDITION: Exit.CONFIG,
+    StatusCode.PERMISSION_DENIED: Exit.NOT_ALLOWED,
+}
+
+
+def software() -> str:
+    """This program and its version."""
+    try:
+        return f"fedring/{importlib.metadata.version('fedring')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "fedring/unknown"
+
+
+class Connection:
+    """The three services of one server; belongs to the event loop that made it."""
+
+    def __init__(self, address: str, client_id: str) -> None:
+        self.address = address
+        self.client_id = client_id
+        self._channel = open_channel(address)
+        self.commands = TrainCmdServiceStub(self._channel)
+        self.models = ModelBlobServiceStub(self._channel)
+        self.updates = ClientUpdateServiceStub(self._channel)
+        self.session = pb.JoinReply()  # of the newest Join
+        self._changed = asyncio.Condition()
+
+    async def join(self, *, wait: bool) -> pb.JoinReply:
+        """Open a session; Refused if this client will never get one. With `wait`, be patient with a silent server."""
+        request = pb.JoinRequest(client_id=self.client_id, protocol=PROTOCOL, software=software())
+        try:
+            session = await self.commands.Join(request, timeout=CALL_SECONDS, wait_for_ready=wait)
+        except aio.AioRpcError as error:
+            if exit_code := _FINAL.get(status_of(error)):
+                raise Refused(
+                    f"fl-server at {self.address} refused this client ({reason_of(error)}): {error.details()}",
+                    exit_code,
+                ) from error
+            raise
+        async with self._changed:
+            self.session = session
+            self._changed.notify_all()
+        return session
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Names the session."""
+        return ((SESSION_KEY, self.session.session_id),)
+
+    async def renewed(self, session_id: str) -> None:
+        """Return when the session is another one than that."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.session.session_id not in ("", session_id))
+
+    async def close(self) -> None:
+        """End every call."""
+        await self._channel.close()

@@ -1,0 +1,82 @@
+"""A spooled update and its fate: accepted, refused, or not known yet."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from fedring.client.errors import RoundOver, UpdateRefused
+from fedring.client.inbox import Assignment
+from fedring.client.link import Link
+from fedring.client.spool import Residual, Spool, Spooled
+from fedring.client.upload import Undecided, Upload
+from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_ASK_SECONDS = 30.0
+
+
+class Delivery:
+    """Moves updates from the spool to the server, and keeps the residual true to what the server has."""
+
+    def __init__(self, link: Link, spool: Spool) -> None:
+        self._link = link
+        self._spool = spool
+
+    def send(self, spooled: Spooled, assignment: Assignment, residual: Residual | None = None) -> None:
+        """Return when the server has accepted; RoundOver if it has not.
+
+        Unless the server has said no, the spool stays, and the update is offered again.
+        """
+        self._link.session.begin(pb.ACTIVITY_PUSHING)
+        try:
+            self._push(spooled, lambda: assignment.ended, assignment.deadline)
+        except UpdateRefused as error:
+            self._spool.drop()
+            self.fail(assignment, error.reason, error.detail)
+            raise
+        except RoundOver as error:
+            if not isinstance(error, Undecided) and error.reason != "closed":
+                self._spool.drop()
+            raise
+        finally:
+            self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
+        self._spool.accept(spooled, residual)
+
+    def settle(self, assignment: Assignment) -> bool:
+        """Bring an update of before to its end; whether it was that of this very round, so that nothing is to train."""
+        spooled = self._spool.pending()
+        if spooled is None:
+            return False
+        header = spooled.header
+        if (header.run_id, header.round) == assignment.key:
+            log.info("sending the spooled update of round %d", header.round)
+            try:
+                self.send(spooled, assignment)
+            except RoundOver as error:
+                log.warning("the spooled update of round %d was not taken: %s", header.round, error)
+            return True
+        if header.run_id == assignment.key[0] and self._was_accepted(spooled):
+            log.info("the spooled update of round %d had been accepted", header.round)
+            self._spool.accept(spooled)
+        else:
+            log.warning("dropped the spooled update of round %d, which is over", header.round)
+            self._spool.drop()
+        return False
+
+    def fail(self, assignment: Assignment, reason: str, detail: str) -> None:
+        """The server learns that this client has nothing for the round."""
+        failure = pb.Failure(round=assignment.command.round, reason=reason, detail=detail[:1000])
+        self._link.call(lambda: self._link.session.report_failure(failure))
+
+    def _was_accepted(self, spooled: Spooled) -> bool:
+        """Ask, without sending a byte of the payload."""
+        try:
+            self._push(spooled, lambda: "next_round", time.monotonic() + _ASK_SECONDS)
+        except RoundOver:
+            return False
+        return True
+
+    def _push(self, spooled: Spooled, ended: Callable[[], str], deadline: float) -> None:
+        link = self._link
+        link.call(lambda: Upload(link.connection, spooled, ended, link.session.advance).run(deadline))

@@ -1,0 +1,149 @@
+"""The way in: `connect` to a server, take tasks from it, give updates back."""
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from torch import nn
+
+from fedring.client.config import ClientConfig
+from fedring.client.delivery import Delivery
+from fedring.client.errors import Closed, Refused, RoundOver
+from fedring.client.inbox import EvaluationOrder
+from fedring.client.link import Link
+from fedring.client.lock import StateLock
+from fedring.client.spool import Spool
+from fedring.client.task import Evaluation, Task
+from fedring.daemon.config import load_config
+from fedring.train.evaluation import Counts
+from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_FLUSH_SECONDS = 1.0
+
+Evaluate = Callable[[Evaluation], Counts]
+
+
+def connect(
+    config: ClientConfig | None = None,
+    *,
+    model: nn.Module | None = None,
+    evaluate: Callable[[nn.Module], Counts | tuple[int, int, float]] | None = None,
+    **overrides: Any,
+) -> "Federation":
+    """A federation to iterate over, within `with`; `overrides` are keys of the configuration, such as server=.
+
+    Give `evaluate`, which counts (correct, total, sum of losses), and the `model` to fill before each call of it, to
+    take part in the evaluation of published models.
+    """
+    if evaluate and model is None:
+        raise ValueError("evaluate needs the model that it is to be called with: connect(..., model=model)")
+    given = config.model_dump(exclude_unset=True) if config else {}
+    loaded = load_config(ClientConfig, flags=given | overrides)
+
+    def count(evaluation: Evaluation) -> Counts:
+        if evaluate is None or model is None:
+            return Counts()
+        evaluation.load_into(model)
+        counts = evaluate(model)
+        return counts if isinstance(counts, Counts) else Counts(*counts)
+
+    return Federation(loaded.config, on_evaluate=count if evaluate else None)
+
+
+class Federation:
+    """Yields a Task for each round, for ever, until it is closed or the process gets SIGTERM.
+
+    Refused is raised if the server will not have this client, ConfigError if its state folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        *,
+        on_evaluate: Evaluate | None = None,
+        tell: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        self.config = config
+        self._on_evaluate = on_evaluate
+        self._lock = StateLock(config.state_dir)
+        self._spool = Spool(config.state_dir)
+        self._link = Link(config, evaluates=on_evaluate is not None, tell=tell)
+        self._delivery = Delivery(self._link, self._spool)
+        self._task: Task | None = None
+        self._signal_taken = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_signal)
+            self._signal_taken = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if isinstance(error, Exception) and not isinstance(error, Refused):
+                self._tell_failure(error)
+        finally:
+            self._link.close()
+            self._link.join()
+            self._lock.release()
+            if self._signal_taken:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def __iter__(self) -> Iterator[Task]:
+        return self
+
+    def __next__(self) -> Task:
+        """The next round's task; waits for it as long as it takes."""
+        if self._task and not self._task.done and not self._task.cancelled:
+            self._task.fail("no_update", "the training ended without an update")
+        self._task = None
+        try:
+            while True:
+                work = self._link.call(lambda: self._link.session.inbox.take())
+                if isinstance(work, EvaluationOrder):
+                    self._evaluate(work)
+                elif not self._delivery.settle(work):
+                    self._task = Task(work, self._link, self._spool, self.config.client_id)
+                    return self._task
+        except Closed:
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """End the iteration, and the task in hand; may be called from any thread, and from a signal handler."""
+        self._link.close()
+
+    def _evaluate(self, order: EvaluationOrder) -> None:
+        if self._on_evaluate is None:
+            return
+        counts = Counts()
+        try:
+            counts = self._on_evaluate(Evaluation(order, self._link))
+        except RoundOver as over:
+            log.warning("model %d was not evaluated: %s", order.command.model_version, over)
+        finally:
+            self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
+            report = pb.EvaluationReport(
+                round=order.command.round,
+                model_version=order.command.model_version,
+                correct=counts.correct,
+                total=counts.total,
+                loss_sum=counts.loss_sum,
+            )
+            self._link.call(lambda: self._link.session.report_evaluation(report))
+
+    def _tell_failure(self, error: Exception) -> None:
+        """The server need not wait for a task whose code has failed."""
+        if self._task and not self._task.done:
+            try:
+                self._task.fail("train_error", f"{type(error).__name__}: {error}")
+                self._link.call(lambda: self._link.session.flush(_FLUSH_SECONDS))
+            except (Closed, Refused):
+                pass  # it learns from the end of the session
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.close()

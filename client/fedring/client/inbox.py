@@ -1,0 +1,85 @@
+"""What the server wants of this client now: at most one round and one evaluation, the newest of each."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from fedring.v1 import federation_pb2 as pb
+
+
+@dataclass(slots=True, eq=False)
+class Assignment:
+    """A round to train for, and whether it is still wanted. Read and written by both threads, a word at a time."""
+
+    command: pb.TrainCmd
+    deadline: float  # seconds, monotonic
+    over: str = ""  # why the round ended; empty = it has not
+    failure: pb.Failure | None = None  # what the server was told if this client could not do it
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The run and the round."""
+        return self.command.run_id, self.command.round
+
+    @property
+    def ended(self) -> str:
+        """Why an update is no longer wanted; empty = it is wanted."""
+        return self.over or ("deadline" if time.monotonic() >= self.deadline else "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EvaluationOrder:
+    """A model to evaluate."""
+
+    command: pb.EvaluateCmd
+    deadline: float  # seconds, monotonic
+
+
+class Inbox:
+    """Commands in, work out; used by one event loop."""
+
+    def __init__(self) -> None:
+        self.current: Assignment | None = None
+        self._round: Assignment | None = None
+        self._evaluation: EvaluationOrder | None = None
+        self._filled = asyncio.Event()
+
+    def train(self, command: pb.TrainCmd) -> Assignment:
+        """The assignment of that round: the one in hand if it is the same, else a new one in the place of any other."""
+        deadline = time.monotonic() + command.deadline_seconds
+        current = self.current
+        if current and current.key == (command.run_id, command.round):
+            current.deadline = deadline
+            return current
+        if current and not current.over:
+            current.over = "next_round"
+        self.current = self._round = Assignment(command, deadline)
+        self._filled.set()
+        return self.current
+
+    def evaluate(self, command: pb.EvaluateCmd) -> None:
+        """Evaluate this model next, and no other that still waits."""
+        self._evaluation = EvaluationOrder(command, time.monotonic() + command.deadline_seconds)
+        self._filled.set()
+
+    def end(self, round_: int, reason: str) -> None:
+        """That round takes no more updates."""
+        if self.current and self.current.command.round == round_ and not self.current.over:
+            self.current.over = reason or "published"
+
+    def end_all(self, reason: str) -> None:
+        """No round takes updates any more."""
+        if self.current and not self.current.over:
+            self.current.over = reason
+
+    async def take(self) -> Assignment | EvaluationOrder:
+        """The next piece of work that is still wanted; evaluations first, as they are short and came first."""
+        while True:
+            await self._filled.wait()
+            evaluation, self._evaluation = self._evaluation, None
+            if evaluation and time.monotonic() < evaluation.deadline:
+                return evaluation
+            round_, self._round = self._round, None
+            if round_ and not round_.ended:
+                return round_
+            self._filled.clear()

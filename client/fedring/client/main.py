@@ -1,0 +1,142 @@
+"""fl-client: train where the data lives, whenever fl-server asks."""
+
+import logging
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from fedring.client.config import ClientConfig
+from fedring.client.connection import software
+from fedring.client.errors import Closed, Refused
+from fedring.daemon.config import ConfigError, Loaded, describe, load_config
+from fedring.daemon.exits import Exit
+from fedring.daemon.logs import set_up_logs
+from fedring.daemon.notify import sd_notify
+
+log = logging.getLogger(__name__)
+
+_HELP = """Train where the data lives, whenever fl-server asks.
+
+[CONFIG] is a file that ends in .toml or .json. Each key=value sets one key over it; so do the environment
+variables FEDRING_CLIENT_<KEY>, over the file, and the options below, over all. --print-config shows every key,
+its value, and where that came from.
+
+\b
+  fl-client --server fl.example.org:8443 insecure=true
+  fl-client /etc/fedring/client.toml --partition 0/4
+  fl-client client.toml trainer=my_project.training:train trusted='["fedring", "my_project"]'
+
+Ends with 0 when told to stop, 78 if the configuration is wrong or another client has this client_id, 77 if the
+server will not have this client. A server that cannot be reached is tried for ever.
+"""
+
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@app.command(help=_HELP)
+def command(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", show_default=False)
+    ] = None,
+    server: Annotated[str | None, typer.Option(help="fl-server's address, host:port")] = None,
+    client_id: Annotated[str | None, typer.Option(help="stable name of this client; unique in the fleet")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="folder that only this client uses")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="folder of the data sets")] = None,
+    partition: Annotated[str | None, typer.Option(metavar="I/N", help="hold part I, from 0, of N parts")] = None,
+    check_config: Annotated[bool, typer.Option("--check-config", help="say whether it could start, and end")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="print the configuration, and end")] = False,
+    version: Annotated[bool, typer.Option("--version", help="print the version, and end")] = False,
+) -> None:
+    """Parse, compose, run."""
+    if version:
+        print(software())
+        raise typer.Exit
+    flags = {"server": server, "client_id": client_id, "state_dir": state_dir, "data_root": data_root}
+    try:
+        file, overrides = split_arguments(arguments or [])
+        loaded = load_config(ClientConfig, file, overrides=overrides, flags=flags | parse_partition(partition))
+        if print_config:
+            print(describe(loaded))
+            raise typer.Exit
+        from fedring.client.checks import check  # imports torch
+
+        check(loaded.config)
+        if check_config:
+            print("the configuration is good")
+            raise typer.Exit
+        code = serve(loaded, file)
+    except ConfigError as error:
+        print(f"fl-client: {error}", file=sys.stderr)
+        code = Exit.CONFIG
+    raise typer.Exit(code)
+
+
+def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """The configuration's file, if one is named, and the overrides."""
+    files = [a for a in arguments if "=" not in a and a.endswith((".toml", ".json"))]
+    if len(files) > 1:
+        raise ConfigError(f"there is one configuration file at most, and these are {len(files)}: {', '.join(files)}")
+    for argument in arguments:
+        if argument not in files and "=" not in argument:
+            raise ConfigError(f"{argument!r} is neither a configuration file (.toml, .json) nor key=value")
+    return (Path(files[0]) if files else None), [a for a in arguments if a not in files]
+
+
+def parse_partition(text: str | None) -> dict[str, str | None]:
+    """The flags that "I/N" stands for."""
+    if text is None:
+        return {}
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal()):
+        raise ConfigError(f"--partition {text!r} is not of the form I/N, such as 0/4")
+    return {"partition_index": index, "partition_count": count}
+
+
+def serve(loaded: Loaded[ClientConfig], file: Path | None) -> Exit:
+    """Take part until told to stop, or refused for good."""
+    from fedring.client.federation import Federation
+    from fedring.client.trainer import Declared, use_threads
+    from fedring.train.device import threads_for
+
+    config = loaded.config
+    set_up_logs(config.log_style, config.log_level)
+    origin = str(file) if file else "defaults"
+    log.info("%s, server %s, client %s, configuration from %s", software(), config.server, config.client_id, origin)
+    use_threads(config.threads or threads_for(config.clients_on_host))
+    trainer = Declared(config)
+    federation = Federation(config, on_evaluate=trainer.evaluate, tell=lambda text: sd_notify(f"STATUS={text}"))
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
+        sd_notify("STOPPING=1")
+        federation.close()
+        if trainer.in_users_code:
+            raise KeyboardInterrupt  # the built-in loop asks whether to stop; a user's may not
+
+    with federation:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+        sd_notify("READY=1")
+        try:
+            with suppress(Closed, KeyboardInterrupt):
+                for task in federation:
+                    trainer.train(task)
+        except Refused as error:
+            log.error("%s", error)
+            return error.exit_code
+    log.info("stopped")
+    return Exit.OK
+
+
+def main() -> None:
+    """The program."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

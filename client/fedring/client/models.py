@@ -1,0 +1,97 @@
+"""Fetching models: each version once, from where the last try broke off, as a step from the one before."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from grpc import StatusCode, aio
+
+from fedring.client.backoff import Backoff
+from fedring.client.connection import Connection
+from fedring.client.download import Download
+from fedring.client.errors import BadModel, RoundOver
+from fedring.client.held import Model
+from fedring.codec import Schema
+from fedring.rpc.chunks import paced
+from fedring.rpc.errors import FedringError, Unavailable, reason_of, status_of
+
+log = logging.getLogger(__name__)
+
+_AGAIN = {
+    StatusCode.UNAVAILABLE,
+    StatusCode.DEADLINE_EXCEEDED,
+    StatusCode.RESOURCE_EXHAUSTED,
+    StatusCode.CANCELLED,
+    StatusCode.UNKNOWN,
+    StatusCode.INTERNAL,
+}
+_REJOIN = {StatusCode.UNAUTHENTICATED, StatusCode.ABORTED}
+
+
+class Models:
+    """Holds the newest model that was fetched."""
+
+    def __init__(self, connection: Connection, tell: Callable[[float], None]) -> None:
+        self._connection = connection
+        self._tell = tell  # is told the share of a download that is here
+        self._held: Model | None = None
+
+    async def fetch(self, version: int, schema: Schema, ended: Callable[[], str]) -> Model:
+        """That version for a model of `schema`; RoundOver once `ended()` says why it is no longer wanted."""
+        run_id = self._connection.session.run_id
+        held = self._held
+        if held and (held.run_id != run_id or held.schema.hash != schema.hash):
+            held = self._held = None
+        if held and held.version == version:
+            return held
+        try:
+            self._held = await self._download(Download(run_id, version, schema, held), ended)
+        except BadModel as error:
+            log.warning("model %d did not arrive whole (%s); fetching it again, in full", version, error)
+            self._held = await self._download(Download(run_id, version, schema, None), ended)
+        return self._held
+
+    async def _download(self, download: Download, ended: Callable[[], str]) -> Model:
+        backoff = Backoff()
+        while not download.complete:
+            session_id = self._connection.session.session_id
+            try:
+                await self._stream(download, ended)
+                continue
+            except (aio.AioRpcError, FedringError) as error:
+                status = error.status if isinstance(error, FedringError) else status_of(error)
+                if status not in _AGAIN | _REJOIN:
+                    reason = error.reason if isinstance(error, FedringError) else reason_of(error)
+                    raise RoundOver(ended() or reason, str(error)) from error
+            if why := ended():
+                raise RoundOver(why)
+            if status in _REJOIN:
+                await self._rejoin(session_id, ended)
+            await asyncio.sleep(backoff.next())
+        return await asyncio.to_thread(download.finish)
+
+    async def _stream(self, download: Download, ended: Callable[[], str]) -> None:
+        """One call: afterwards the download is complete, or has more than it had."""
+        session = self._connection.session
+        call = self._connection.models.FetchModel(download.request, metadata=self._connection.metadata)
+        try:
+            async for part in paced(aiter(call), session.no_progress_seconds):
+                if part.WhichOneof("part") == "header":
+                    download.begin(part.header)
+                else:
+                    download.add(part.chunk)
+                    self._tell(download.share)
+                if why := ended():
+                    raise RoundOver(why)
+        finally:
+            call.cancel()
+        if not download.complete:
+            raise Unavailable("the stream ended before the model did")
+
+    async def _rejoin(self, session_id: str, ended: Callable[[], str]) -> None:
+        while not ended():
+            try:
+                async with asyncio.timeout(1):
+                    return await self._connection.renewed(session_id)
+            except TimeoutError:
+                continue

@@ -1,0 +1,182 @@
+"""The session: join, watch, beat, and come back for ever."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from grpc import StatusCode, aio
+
+from fedring.client.backoff import Backoff
+from fedring.client.connection import CALL_SECONDS, Connection
+from fedring.client.errors import Refused
+from fedring.client.inbox import Inbox
+from fedring.daemon.exits import Exit
+from fedring.rpc.chunks import paced
+from fedring.rpc.errors import FedringError, Superseded, reason_of, status_of
+from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+Lost = aio.AioRpcError | FedringError
+
+
+class Session:
+    """Keeps the client in touch with its server, and fills its inbox."""
+
+    def __init__(self, connection: Connection, *, evaluates: bool, tell: Callable[[str], None]) -> None:
+        self.inbox = Inbox()
+        self._connection = connection
+        self._evaluates = evaluates
+        self._tell = tell  # is told each new state, in one sentence
+        self._state = ""
+        self._matched = False
+        self._activity: pb.Activity.ValueType = pb.ACTIVITY_UNSPECIFIED
+        self._progress = 0.0
+        self._failures: list[pb.Failure] = []
+        self._wake = asyncio.Event()
+        self._told = asyncio.Condition()
+
+    def begin(self, activity: "pb.Activity.ValueType") -> None:
+        """From now on heartbeats say that the client does this; may be called from any thread."""
+        self._activity, self._progress = activity, 0.0
+
+    def advance(self, share: float) -> None:
+        """That share of the activity is done; may be called from any thread."""
+        self._progress = share
+
+    async def run(self) -> None:
+        """Stay with the server; ends only with Refused."""
+        backoff, wait = Backoff(), False
+        while True:
+            lost: Lost | None
+            try:
+                session = await self._connection.join(wait=wait)
+                lost = await self._watch(session)
+            except aio.AioRpcError as error:
+                lost = error
+            if self._matched:
+                backoff.reset()
+            self._matched = False
+            wait = lost is not None and _unreachable(lost)
+            self._say(*self._explain(lost))
+            await asyncio.sleep(backoff.next())
+
+    async def report_evaluation(self, report: pb.EvaluationReport) -> None:
+        """Tell the server the counts; a server that does not want them any more is no failure."""
+        try:
+            await self._connection.commands.ReportEvaluation(
+                report, metadata=self._connection.metadata, timeout=CALL_SECONDS
+            )
+        except aio.AioRpcError as error:
+            log.warning("the evaluation of model %d was not taken: %s", report.model_version, reason_of(error))
+
+    async def report_failure(self, failure: pb.Failure) -> None:
+        """The server learns with the next message, at once if it can be reached, that this round failed here."""
+        if self.inbox.current and self.inbox.current.command.round == failure.round:
+            self.inbox.current.failure = failure
+        self._failures.append(failure)
+        self._wake.set()
+
+    async def flush(self, seconds: float) -> None:
+        """Return when the server was told all failures, or it took too long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds), self._told:
+                await self._told.wait_for(lambda: not self._failures)
+
+    async def _watch(self, session: pb.JoinReply) -> Lost | None:
+        """Follow one Watch stream to its end; what ended it, None if the server did without a word."""
+        call = self._connection.commands.Watch(metadata=self._connection.metadata)
+        lost: Lost | None = None
+        async with asyncio.TaskGroup() as group:
+            chores = [group.create_task(self._beat(call, session))]
+            try:
+                async for event in paced(aiter(call), session.lost_after_seconds):
+                    if answer := self._handle(event):
+                        chores.append(group.create_task(self.report_evaluation(answer)))
+            except (aio.AioRpcError, FedringError) as error:
+                lost = error
+            finally:
+                call.cancel()
+                for chore in chores:
+                    chore.cancel()
+        if isinstance(lost, aio.AioRpcError) and reason_of(lost) == Superseded.reason:
+            raise Refused(
+                f"another process has joined as {self._connection.client_id!r}: give each client an id of its own",
+                Exit.CONFIG,
+            )
+        return lost
+
+    async def _beat(self, call: Any, session: pb.JoinReply) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(session.lost_after_seconds):
+                    await call.write(self._report())
+                    self._failures = self._failures[1:]
+                    async with self._told:
+                        self._told.notify_all()
+            except (aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+                return  # the reader of the stream learns why
+            if self._failures:
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(session.heartbeat_seconds):
+                    await self._wake.wait()
+
+    def _report(self) -> pb.WatchRequest:
+        return pb.WatchRequest(
+            matched=self._matched,
+            activity=self._activity,
+            progress=self._progress,
+            failure=self._failures[0] if self._failures else None,
+        )
+
+    def _handle(self, event: pb.ServerEvent) -> pb.EvaluationReport | None:
+        """Act on the event; the report to answer it with, if it is answered at once."""
+        match event.WhichOneof("event"):
+            case "heartbeat" if not self._matched:
+                self._matched = True
+                self._wake.set()
+                self._say("watching", f"in session with fl-server at {self._connection.address}")
+            case "train":
+                assignment = self.inbox.train(event.train)
+                if assignment.failure:  # the server forgot: it has been restarted
+                    self._failures.append(assignment.failure)
+                    self._wake.set()
+            case "evaluate" if self._evaluates:
+                self.inbox.evaluate(event.evaluate)
+            case "evaluate":
+                order = event.evaluate
+                return pb.EvaluationReport(round=order.round, model_version=order.model_version)
+            case "round_ended":
+                self.inbox.end(event.round_ended.round, event.round_ended.reason)
+        return None
+
+    def _explain(self, lost: Lost | None) -> tuple[str, str]:
+        """A state and its sentence."""
+        address = self._connection.address
+        if lost is None:
+            return "closed", f"fl-server at {address} closed the session; joining again"
+        if isinstance(lost, FedringError):
+            return "silent", f"fl-server at {address} is silent ({lost}); joining again"
+        if _unreachable(lost):
+            return "unreachable", f"cannot reach fl-server at {address}, trying on: {lost.details()}"
+        if status_of(lost) is StatusCode.UNIMPLEMENTED:
+            return "no_server", f"what listens at {address} is no fl-server: check `server`; trying on"
+        return status_of(lost).name, f"fl-server at {address} answered {reason_of(lost)}; trying on: {lost.details()}"
+
+    def _say(self, state: str, sentence: str) -> None:
+        """Log and tell each change once, not each attempt."""
+        if state != self._state:
+            self._state = state
+            log.log(logging.INFO if state == "watching" else logging.WARNING, "%s", sentence, extra={"state": state})
+            self._tell(sentence)
+
+
+def _unreachable(lost: Lost) -> bool:
+    return isinstance(lost, aio.AioRpcError) and status_of(lost) in (
+        StatusCode.UNAVAILABLE,
+        StatusCode.DEADLINE_EXCEEDED,
+    )

@@ -1,0 +1,142 @@
+"""What a server asks for, as the user's code sees it: a round to train, a model to evaluate."""
+
+import time
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from fedring.client.delivery import Delivery
+from fedring.client.errors import RoundOver, UpdateRefused, WrongModel
+from fedring.client.held import Model
+from fedring.client.inbox import Assignment, EvaluationOrder
+from fedring.client.link import Link
+from fedring.client.spool import Spool
+from fedring.client.update import Work, make_update
+from fedring.codec import CodecError
+from fedring.train.plan import Plan
+from fedring.train.state import read_vectors, schema_of, write_vectors
+from fedring.v1 import federation_pb2 as pb
+
+
+class Task:
+    """One round: load the model, train it in whatever way, submit it."""
+
+    def __init__(self, assignment: Assignment, link: Link, spool: Spool, client_id: str) -> None:
+        self.command = assignment.command
+        self.done = False  # submitted, failed, or refused
+        self._assignment = assignment
+        self._link = link
+        self._spool = spool
+        self._delivery = Delivery(link, spool)
+        self._client_id = client_id
+        self._base: Model | None = None
+        self._loaded_at = 0.0
+
+    @property
+    def round(self) -> int:
+        """The round, unique in the run and rising."""
+        return self.command.round
+
+    @property
+    def job(self) -> pb.JobSpec:
+        """What the job trains."""
+        return self.command.job
+
+    @property
+    def plan(self) -> Plan:
+        """How the job wants it trained."""
+        c = self.command
+        return Plan(
+            c.epochs, c.batch_size, c.lr, c.momentum, c.mu, c.subset_size, c.seed, round=c.round, job_round=c.job_round
+        )
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the round has ended, so that further training is in vain."""
+        return bool(self._assignment.ended)
+
+    def load_into(self, model: nn.Module) -> None:
+        """Afterwards `model` holds the values that this round starts from; WrongModel names what does not fit."""
+        self._base = load(self._link, self.command, model, lambda: self._assignment.ended)
+        self._loaded_at = time.perf_counter()
+        self._link.session.begin(pb.ACTIVITY_TRAINING)
+
+    def progress(self, share: float) -> None:
+        """Tell the operator that this share of the training is done."""
+        self._link.session.advance(share)
+
+    def submit(
+        self,
+        model: nn.Module,
+        samples: int,
+        metrics: Mapping[str, float] | None = None,
+        train_seconds: float | None = None,
+    ) -> None:
+        """The server has accepted what `model` learned from `samples` samples; RoundOver if it has not.
+
+        Without `train_seconds`, all the time since `load_into` counts as training.
+        """
+        if self._base is None:
+            raise WrongModel("nothing was loaded for this round: call load_into before the training")
+        seconds = time.perf_counter() - self._loaded_at if train_seconds is None else train_seconds
+        work = Work(samples, seconds, metrics or {})
+        if why := self._assignment.ended:
+            self.done = True
+            raise RoundOver(why)
+        self.done = True
+        self._deliver(model, self._base, work)
+
+    def fail(self, reason: str, detail: str) -> None:
+        """The server learns, with one stable word and one sentence, that this client has nothing for this round."""
+        self.done = True
+        self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
+        self._delivery.fail(self._assignment, reason, detail)
+
+    def _deliver(self, model: nn.Module, base: Model, work: Work) -> None:
+        command = self.command
+        if clause := base.schema.difference(schema_of(model)):
+            self.fail("wrong_schema", clause)
+            raise WrongModel(f"this is not the model that was loaded: {clause}")
+        residual = self._spool.residual(command.run_id, command.schema_hash)
+        try:
+            update = make_update(command, base, read_vectors(model), work, residual)
+        except CodecError as error:
+            self.fail(error.reason, f"the trained model cannot be sent: {error}")
+            raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
+        update.header.client_id = self._client_id
+        if update.header.total_bytes > command.max_update_bytes > 0:
+            detail = (
+                f"the update has {update.header.total_bytes} bytes, and at most {command.max_update_bytes} are taken"
+            )
+            self.fail("too_large", detail)
+            raise UpdateRefused("too_large", detail)
+        spooled = self._spool.write(update.header, update.parts, update.residual)
+        self._delivery.send(spooled, self._assignment, update.residual)
+
+
+class Evaluation:
+    """One published model to evaluate."""
+
+    def __init__(self, order: EvaluationOrder, link: Link) -> None:
+        self.command = order.command
+        self._deadline = order.deadline
+        self._link = link
+
+    @property
+    def job(self) -> pb.JobSpec:
+        """What the job trains."""
+        return self.command.job
+
+    def load_into(self, model: nn.Module) -> None:
+        """Afterwards `model` holds the values to evaluate; WrongModel names what does not fit."""
+        load(self._link, self.command, model, lambda: "deadline" if time.monotonic() >= self._deadline else "")
+        self._link.session.begin(pb.ACTIVITY_EVALUATING)
+
+
+def load(link: Link, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, ended: Callable[[], str]) -> Model:
+    """The model version of the command, which `model` holds afterwards; RoundOver once `ended()` says why."""
+    schema = schema_of(model)
+    link.session.begin(pb.ACTIVITY_FETCHING)
+    fetched = link.call(lambda: link.models.fetch(command.model_version, schema, ended))
+    write_vectors(model, schema, fetched.vectors)
+    return fetched

@@ -1,0 +1,172 @@
+"""Training as a job declares it: names in, updates out. Model and data stay loaded from round to round."""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedring.client.config import ClientConfig
+from fedring.client.errors import Closed, Refused, RoundOver, WrongModel
+from fedring.client.task import Evaluation, Task
+from fedring.data import DataError, Split, load_part
+from fedring.train.device import pick_device
+from fedring.train.errors import SeamError, TrainError, TrainingStopped
+from fedring.train.evaluation import Counts, evaluate
+from fedring.train.loop import Loss, OptimizerFactory, train
+from fedring.train.plan import TrainResult
+from fedring.train.seam import build_model, resolve
+from fedring.train.trainer import Trainer, run_trainer
+from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+NAMES = ("model", "data", "loss", "optimizer", "trainer")
+"""The parts of a job that the client's configuration may override."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bench:
+    """Everything that a job names, loaded."""
+
+    model: nn.Module
+    split: Split
+    loss: Loss
+    optimizer: OptimizerFactory
+    trainer: Trainer | None  # None = the built-in loop
+
+
+class Declared:
+    """Does what a job's names say, as far as the configuration trusts them."""
+
+    def __init__(self, config: ClientConfig) -> None:
+        self._config = config
+        self._device = pick_device(config.device)
+        self._key = b""
+        self._bench: Bench | None = None
+        self.in_users_code = False  # a user's trainer runs, which may never ask whether to stop
+
+    def train(self, task: Task) -> None:
+        """Train and submit, or tell the server why not; whatever the job's code does, this client lives on."""
+        try:
+            bench = self._load(task.job)
+            task.load_into(bench.model)
+            result = self._train(bench, task)
+            task.submit(bench.model, result.num_samples, result.metrics, result.seconds)
+            log.info("round %d: update accepted", task.round, extra={"round": task.round, **result.metrics})
+        except TrainingStopped:
+            log.info("round %d ended before this client had trained", task.round)
+        except RoundOver as over:
+            log.warning("round %d takes no update from this client: %s", task.round, over)
+        except (SeamError, TrainError, DataError) as error:
+            self._fail(task, error.reason, str(error))
+        except WrongModel as error:
+            self._fail(task, "wrong_schema", str(error))
+        except (Closed, Refused):
+            raise
+        except Exception as error:  # the user's code may raise anything
+            log.exception("round %d failed", task.round)
+            self._fail(task, "train_error", f"{type(error).__name__}: {error}")
+
+    def evaluate(self, evaluation: Evaluation) -> Counts:
+        """The counts of the model on this client's held-out samples; none, with a line in the log, if that fails."""
+        try:
+            bench = self._load(evaluation.job)
+            evaluation.load_into(bench.model)
+            return evaluate(bench.model, bench.split.test, loss=bench.loss, device=self._device)
+        except (SeamError, TrainError, DataError, WrongModel) as error:
+            log.error("model %d was not evaluated: %s", evaluation.command.model_version, error)
+        except (RoundOver, Closed, Refused):
+            raise
+        except Exception:  # the user's code may raise anything
+            log.exception("model %d was not evaluated", evaluation.command.model_version)
+        return Counts()
+
+    def _train(self, bench: Bench, task: Task) -> TrainResult:
+        if bench.trainer is None:
+            return train(
+                bench.model,
+                bench.split.train,
+                task.plan,
+                loss=bench.loss,
+                optimizer_factory=bench.optimizer,
+                device=self._device,
+                progress=task.progress,
+                stopped=lambda: task.cancelled,
+            )
+        self.in_users_code = True
+        try:
+            return run_trainer(bench.trainer, bench.model, bench.split.train, task.plan, device=self._device)
+        finally:
+            self.in_users_code = False
+
+    def _fail(self, task: Task, reason: str, detail: str) -> None:
+        log.error("round %d failed (%s): %s", task.round, reason, detail)
+        task.fail(reason, detail)
+
+    def _load(self, job: pb.JobSpec) -> Bench:
+        """What the job names; the same as before if the job asks for the same."""
+        key = pb.JobSpec()
+        key.CopyFrom(job)
+        key.ClearField("job_id")
+        key.ClearField("name")
+        key.ClearField("rounds")
+        wanted = key.SerializeToString(deterministic=True)
+        if self._bench is None or wanted != self._key:
+            self._bench = None  # lets the old data go before the new comes
+            self._bench, self._key = self._build(job), wanted
+        return self._bench
+
+    def _build(self, job: pb.JobSpec) -> Bench:
+        if job.mode != "federated":
+            raise SeamError("unknown_mode", f"This client does not know the mode {job.mode!r}: update it.")
+        name = {part: getattr(self._config, part) or getattr(job, part) for part in NAMES}
+        trusted = trusted_by(self._config)
+        model = build_model(name["model"], json.loads(job.model_args or "{}"), job.seed, trusted)
+        return Bench(
+            model.to(self._device),
+            self._split(resolve(name["data"], trusted), job),
+            resolve(name["loss"], trusted),
+            resolve(name["optimizer"], trusted),
+            resolve(name["trainer"], trusted) if name["trainer"] else None,
+        )
+
+    def _split(self, data: Callable[[Path | None, bool], Any], job: pb.JobSpec) -> Split:
+        config = self._config
+        try:
+            split = data(config.data_root, config.download)
+        except DataError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error
+        if not isinstance(split, Split):
+            raise DataError("no_data", f"The data callable returned a {type(split).__name__}: let it return a Split.")
+        part = load_part(
+            split,
+            job.partition or "none",
+            index=config.partition_index,
+            count=config.partition_count,
+            alpha=job.alpha,
+            seed=job.seed,
+        )
+        log.info("holding %s samples of %s parts", _size(part.train), config.partition_count)
+        return part
+
+
+def trusted_by(config: ClientConfig) -> list[str]:
+    """The modules a job may import from: those the operator trusts, and those the configuration itself names."""
+    named = [getattr(config, part).partition(":")[0] for part in NAMES]
+    return [*config.trusted, *(module for module in named if module)]
+
+
+def use_threads(count: int) -> None:
+    """Training uses that many threads."""
+    torch.set_num_threads(count)
+
+
+def _size(samples: Any) -> int:
+    return len(samples)

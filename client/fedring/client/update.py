@@ -1,0 +1,93 @@
+"""From a trained model to what is sent: pure functions of arrays."""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.client.held import Model
+from fedring.codec import BUFFERS, Encoding, Vectors, encode_buffers
+from fedring.compress.feedback import compress
+from fedring.v1 import federation_pb2 as pb
+
+MAX_METRICS = 32
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the training says of itself."""
+
+    samples: int
+    train_seconds: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"samples is {self.samples}: an update comes from at least 1")
+        for name in self.metrics:
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"the metric {name!r} is not named with 1 to 128 of A-Z a-z 0-9 . _ -")
+        if len(self.metrics) > MAX_METRICS:
+            raise ValueError(f"there are {len(self.metrics)} metrics, and at most {MAX_METRICS} are taken")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """A finished update, and what it leaves out."""
+
+    header: pb.UpdateHeader
+    parts: Sequence[bytes]  # the payload, packet by packet
+    residual: NDArray[np.float32] | None  # [num_parameters]
+
+
+def make_update(
+    command: pb.TrainCmd, base: Model, trained: Vectors, work: Work, residual: NDArray[np.float32] | None
+) -> Update:
+    """The update that takes `base` to `trained`, plus `residual` [num_parameters]; `trained.parameters` is used up.
+
+    CodecError("non_finite") if a value is not finite.
+    """
+    delta = np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
+    compressed = compress(delta, residual, encoding_of(command.encoding))
+    samples = work.samples
+    parts, packets = [compressed.payload], [_packet(pb.VECTOR_PARAMETERS, compressed.payload, samples)]
+    packets[0].kind, packets[0].encoding = pb.KIND_DELTA, command.encoding.name
+    if trained.buffers.size:
+        parts.append(encode_buffers(trained.buffers))
+        packets.append(_packet(pb.VECTOR_BUFFERS, parts[1], samples))
+        packets[1].kind, packets[1].encoding = pb.KIND_WEIGHTS, BUFFERS
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    header = pb.UpdateHeader(
+        run_id=command.run_id,
+        round=command.round,
+        model_version=command.model_version,
+        schema_hash=command.schema_hash,
+        packets=packets,
+        total_bytes=sum(map(len, parts)),
+        digest=digest.digest(),
+        train_seconds=work.train_seconds,
+        metrics={name: value for name, value in work.metrics.items() if isfinite(value)},
+    )
+    return Update(header, parts, compressed.residual)
+
+
+def encoding_of(message: pb.Encoding) -> Encoding:
+    """The checked encoding that a command names; what it leaves out is at its default."""
+    default = Encoding(message.name)
+    return Encoding(
+        message.name,
+        message.chunk or default.chunk,
+        message.keep_ratio or default.keep_ratio,
+        message.step or default.step,
+    )
+
+
+def _packet(vector: "pb.Vector.ValueType", payload: bytes, samples: int) -> pb.Packet:
+    return pb.Packet(vector=vector, bytes=len(payload), num_samples=samples)

@@ -1,0 +1,116 @@
+"""Pushing one spooled update until the server has it, or will not have it."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from grpc import StatusCode, aio
+
+from fedring.client.backoff import Backoff
+from fedring.client.connection import Connection
+from fedring.client.errors import RoundOver, UpdateRefused
+from fedring.client.spool import Spooled
+from fedring.rpc.chunks import chunks
+from fedring.rpc.errors import FedringError, Stalled, TooLarge, Unavailable, UnknownRound, reason_of, status_of
+from fedring.v1 import federation_pb2 as pb
+
+_FINAL = {
+    StatusCode.INVALID_ARGUMENT,
+    StatusCode.NOT_FOUND,
+    StatusCode.ALREADY_EXISTS,
+    StatusCode.PERMISSION_DENIED,
+    StatusCode.OUT_OF_RANGE,
+    StatusCode.UNIMPLEMENTED,
+}
+_GRPC_EXHAUSTED = "resource_exhausted"  # a limit of gRPC's own: the same message will break it again
+
+
+class Undecided(RoundOver):
+    """The deadline passed before the server said whether it has the update."""
+
+
+class Upload:
+    """One update on its way; `ended` says why it is no longer wanted, empty while it is."""
+
+    def __init__(
+        self, connection: Connection, spooled: Spooled, ended: Callable[[], str], tell: Callable[[float], None]
+    ) -> None:
+        self._connection = connection
+        self._spooled = spooled
+        self._ended = ended
+        self._tell = tell  # is told the share of the payload that is on its way
+
+    async def run(self, deadline: float) -> None:
+        """Return when the server has accepted; RoundOver, UpdateRefused or Undecided if it has not.
+
+        A round that ends stops the sending, but not the asking: the update may have been accepted by a call whose
+        answer was lost. `deadline` is in monotonic seconds.
+        """
+        backoff = Backoff()
+        while True:
+            session_id = self._connection.session.session_id
+            try:
+                return await self._attempt()
+            except (aio.AioRpcError, FedringError) as error:
+                rejoin = self._judge(error)
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    if rejoin:
+                        await self._connection.renewed(session_id)
+                    await asyncio.sleep(backoff.next())
+            except TimeoutError as error:
+                raise Undecided("deadline", "the server could not be asked any more") from error
+
+    def _judge(self, error: aio.AioRpcError | FedringError) -> bool:
+        """Raise if `error` is the server's last word; else whether a new session must come first."""
+        if isinstance(error, FedringError):
+            return False
+        status, reason, detail = status_of(error), reason_of(error), error.details() or ""
+        if status is UnknownRound.status:
+            raise RoundOver(self._ended() or reason, detail) from error
+        if status in _FINAL or reason in (TooLarge.reason, _GRPC_EXHAUSTED):
+            raise UpdateRefused(reason, detail) from error
+        return status in (StatusCode.UNAUTHENTICATED, StatusCode.ABORTED)
+
+    async def _attempt(self) -> None:
+        header, seconds = self._spooled.header, self._connection.session.no_progress_seconds
+        call = self._connection.updates.PushUpdate(metadata=self._connection.metadata)
+        try:
+            await _write(call, pb.ClientUpdate(header=header), seconds)
+            reply = await _read(call, seconds)
+            if reply.WhichOneof("reply") == "accepted":
+                return
+            with self._spooled.reader() as read:
+                for chunk in chunks(read, start=reply.resume_offset, total=header.total_bytes):
+                    if why := self._ended():
+                        raise RoundOver(why)
+                    await _write(call, pb.ClientUpdate(chunk=chunk), seconds)
+                    self._tell(chunk.offset / header.total_bytes)
+            await call.done_writing()
+            reply = await _read(call, seconds)
+            if reply.WhichOneof("reply") != "accepted":
+                raise Unavailable("the server asked for more than the whole update")
+        finally:
+            call.cancel()
+
+
+async def _write(call: Any, message: pb.ClientUpdate, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await call.write(message)
+    except TimeoutError as error:
+        raise Stalled(f"the server read nothing for {seconds:g} s") from error
+    except asyncio.InvalidStateError:  # the call is over, which only reading explains
+        await _read(call, seconds)
+
+
+async def _read(call: Any, seconds: float) -> pb.UpdateReply:
+    try:
+        async with asyncio.timeout(seconds):
+            reply = await call.read()
+    except TimeoutError as error:
+        raise Stalled(f"the server said nothing for {seconds:g} s") from error
+    if not isinstance(reply, pb.UpdateReply):
+        raise Unavailable("the server ended the call without an answer")
+    return reply

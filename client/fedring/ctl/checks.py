@@ -1,0 +1,139 @@
+"""What can be wrong with a host before a daemon runs on it; each check is one row with its advice."""
+
+import fcntl
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic_settings import BaseSettings
+
+from fedring.ctl.health import check_health
+from fedring.daemon.config import ConfigError, load_config
+
+_NEED_BYTES, _WANT_BYTES = 100_000_000, 2_000_000_000
+_NETWORK_TYPES = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "glusterfs", "ceph"})
+_TIMEOUT_SECONDS = 2.0
+
+C = TypeVar("C", bound=BaseSettings)
+
+
+class Level(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was looked at, what was found, and what to do."""
+
+    name: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+def check_config(name: str, model: type[C], path: Path | None) -> tuple[Check, C | None]:
+    """Whether the configuration can be used, and it, if so."""
+    where = str(path) if path else "defaults and environment"
+    try:
+        return Check(name, Level.OK, where), load_config(model, path).config
+    except ConfigError as error:
+        return Check(name, Level.FAIL, str(error), f"correct {where}, then see --print-config of the daemon"), None
+
+
+def check_listen(name: str, address: str) -> Check:
+    """Whether fl-server can listen at the address, or does."""
+    if check_health(address, _TIMEOUT_SECONDS) == "serving":
+        return Check(name, Level.OK, f"fl-server serves at {address}")
+    if address.startswith("unix:"):
+        folder = Path(address.removeprefix("unix:")).absolute().parent
+        good = os.access(folder, os.W_OK)
+        return Check(name, Level.OK if good else Level.FAIL, address, "" if good else f"make {folder} writable")
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
+    except OSError as error:
+        return Check(name, Level.FAIL, f"{address}: {error.strerror}", "end the other program, or choose another port")
+    return Check(name, Level.OK, f"{address} is free")
+
+
+def check_reachable(name: str, address: str) -> Check:
+    """Whether fl-server answers at the address."""
+    answer = check_health(address, _TIMEOUT_SECONDS)
+    if answer == "serving":
+        return Check(name, Level.OK, f"fl-server serves at {address}")
+    advice = "start fl-server, or correct the address; if a firewall is between, open the port"
+    return Check(name, Level.FAIL, f"{address} is {answer}", advice)
+
+
+def check_state_dir(path: Path) -> Iterator[Check]:
+    """Whether a daemon can keep its state in the folder."""
+    name = "state_dir"
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        yield Check(name, Level.FAIL, f"{existing} is not a folder", "choose another state_dir")
+        return
+    if not os.access(existing, os.W_OK | os.X_OK):
+        yield Check(name, Level.FAIL, f"{existing} is not writable", "let the daemon's user own it")
+        return
+    holder = _holder(path / "lock")
+    yield Check(name, Level.OK, f"{path}, in use by process {holder}" if holder else f"{path} can be used")
+    free = shutil.disk_usage(existing).free
+    level = Level.FAIL if free < _NEED_BYTES else Level.WARN if free < _WANT_BYTES else Level.OK
+    yield Check("disk", level, f"{free / 1e9:.1f} GB free", "" if level is Level.OK else "make room, or move state_dir")
+    if (kind := _filesystem(existing)) in _NETWORK_TYPES:
+        yield Check("disk", Level.FAIL, f"{path} is on {kind}", "put state_dir on a local disk: its database needs one")
+
+
+def check_data_root(path: Path | None) -> Iterator[Check]:
+    """Whether the folder of the data sets can be read, if one is named."""
+    if path is not None and not (path.is_dir() and os.access(path, os.R_OK | os.X_OK)):
+        yield Check("data_root", Level.FAIL, f"{path} is not a readable folder", "correct data_root")
+
+
+def check_names(names: dict[str, str], trusted: Sequence[str]) -> Iterator[Check]:
+    """Whether each module:attribute can be imported here."""
+    from fedring.train.errors import SeamError  # imports torch
+    from fedring.train.seam import resolve
+
+    for key, name in names.items():
+        try:
+            resolve(name, trusted)
+        except SeamError as error:
+            yield Check(key, Level.FAIL, str(error), "the message says what to correct")
+        else:
+            yield Check(key, Level.OK, name)
+
+
+def _holder(lock: Path) -> str:
+    """The process that holds the lock; empty if none does."""
+    try:
+        with lock.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read(20).decode(errors="replace").strip() or "unknown"
+    except OSError:
+        pass  # there is none yet, or it is another user's
+    return ""
+
+
+def _filesystem(path: Path) -> str:
+    """The type of the file system that the path lies on; empty if unknown."""
+    try:
+        rows = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    inside = [(row[1], row[2]) for row in rows if path.resolve().is_relative_to(row[1])]
+    return max(inside, key=lambda row: len(row[0]), default=("", ""))[1]

@@ -1,0 +1,114 @@
+"""flctl demo: a real server and real clients on this machine, from nothing to a trained model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedring.ctl.experiment import Experiment, make_job, run_experiment
+from fedring.ctl.options import OutputOption
+from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, stderr_console
+from fedring.ctl.presets import PRESETS, Dataset, check_data_root, preset_job
+from fedring.ctl.progress import people_display
+
+_TRAINING, _SENDING, _SAMPLES = "Training", "Sending", "Samples"
+
+
+def demo(
+    dataset: Annotated[Dataset, typer.Option(help="All but digits need --data-root.")] = Dataset.DIGITS,
+    data_root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the data sets.")] = None,
+    clients: Annotated[int | None, typer.Option(min=1, max=64, help="Client daemons.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1)] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where report, model, plot, logs and state go.")] = Path(
+        "demo"
+    ),
+    epochs: Annotated[int | None, typer.Option(rich_help_panel=_TRAINING, help="Passes a round.")] = None,
+    batch_size: Annotated[int | None, typer.Option(rich_help_panel=_TRAINING)] = None,
+    lr: Annotated[float | None, typer.Option(rich_help_panel=_TRAINING, help="Learning rate.")] = None,
+    momentum: Annotated[float | None, typer.Option(rich_help_panel=_TRAINING)] = None,
+    seed: Annotated[int | None, typer.Option(rich_help_panel=_TRAINING)] = None,
+    encoding: Annotated[
+        str | None, typer.Option(rich_help_panel=_SENDING, help="fp32, int8, fp32_sparse, sq8, packed, uniform, ...")
+    ] = None,
+    keep_ratio: Annotated[
+        float | None, typer.Option(rich_help_panel=_SENDING, help="Share that sparse encodings keep.")
+    ] = None,
+    chunk: Annotated[int | None, typer.Option(rich_help_panel=_SENDING, help="Values that share a scale.")] = None,
+    step: Annotated[float | None, typer.Option(rich_help_panel=_SENDING, help="Quantisation step of uniform.")] = None,
+    download_encoding: Annotated[
+        str | None, typer.Option(rich_help_panel=_SENDING, help="How models are sent: full, or an encoding.")
+    ] = None,
+    subset: Annotated[
+        int | None, typer.Option(rich_help_panel=_SAMPLES, help="Samples a client draws each round; 0 = all it has.")
+    ] = None,
+    partition: Annotated[
+        str | None, typer.Option(rich_help_panel=_SAMPLES, help="none, iid, shards or dirichlet.")
+    ] = None,
+    alpha: Annotated[float | None, typer.Option(rich_help_panel=_SAMPLES, help="Of dirichlet; small = skewed.")] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Train a model here and now, with real daemons on free ports.
+
+    Leaves report.json, model.safetensors, rounds.png, logs and state below --out. Ctrl-C ends everything it started.
+    """
+    given = {
+        "rounds": rounds,
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "lr": lr,
+        "momentum": momentum,
+        "seed": seed,
+        "encoding": encoding,
+        "keep_ratio": keep_ratio,
+        "chunk": chunk,
+        "step": step,
+        "download_encoding": download_encoding,
+        "subset_size": subset,
+        "partition": partition,
+        "alpha": alpha,
+    }
+    experiment = _experiment(dataset, given, clients=clients, data_root=data_root)
+    run_demo(experiment, out, label=str(dataset), output=output)
+
+
+def run_demo(experiment: Experiment, out: Path, *, label: str, output: Output) -> None:
+    """The experiment has run, and its report is on stdout and, with a plot, in `out`."""
+    with people_display(rounds=experiment.job.rounds, label=label) as show:
+        result = run_experiment(experiment, out, show)
+    report = result.report()
+    from fedring.ctl.plots import plot_rounds  # matplotlib takes a second to import
+
+    plot_rounds(report, out / "rounds.png")
+    if output is Output.JSON:
+        return print_json(report)
+    _print_report(label, report)
+    stderr_console().print(f"report.json, model.safetensors, rounds.png and logs are in {out}")
+
+
+def _experiment(
+    dataset: Dataset, given: Mapping[str, Any], *, clients: int | None, data_root: Path | None
+) -> Experiment:
+    check_data_root(dataset, data_root)
+    count = clients or PRESETS[dataset].clients
+    keys = preset_job(dataset) | {key: value for key, value in given.items() if value is not None}
+    return Experiment(make_job(count, keys), count, data_root.absolute() if data_root else None)
+
+
+def _print_report(label: str, report: Mapping[str, Any]) -> None:
+    rows = [
+        (
+            str(row["round"]),
+            str(row["clients"]),
+            percent(row["accuracy"]),
+            number(row["loss"]),
+            duration(row["seconds"]),
+            duration(row["train_seconds_max"]),
+            size(row["upload_bytes"]),
+            size(row["download_bytes"]),
+        )
+        for row in report["rounds"]
+    ]
+    columns = ("round>", "clients>", "accuracy>", "loss>", "time>", "training>", "upload/client>", "download/client>")
+    title = f"{label}: {report['parameters']:,} parameters, accuracy {percent(report['accuracy'])}"
+    print_table(title, columns, rows)

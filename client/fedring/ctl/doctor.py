@@ -1,0 +1,113 @@
+"""flctl doctor: a checklist of what is wrong with this host, and what to do about it."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedring.client.config import ClientConfig
+from fedring.ctl import checks
+from fedring.ctl.checks import Check, Level
+from fedring.ctl.failure import Failure
+from fedring.ctl.options import OutputOption
+from fedring.ctl.output import Output, print_json, print_table, stderr_console
+from fedring.server.config import ServerConfig
+from fedring.train.job import Job
+
+_SEAM = ("model", "data", "loss", "optimizer", "trainer")
+
+
+def doctor(
+    server_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="fl-server's configuration: check this host as its server.")
+    ] = None,
+    client_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="fl-client's configuration: check this host as a client.")
+    ] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Say what is wrong with configuration, ports, data and state on this host. Without a file: as a server."""
+    console = stderr_console()
+    with console.status("looking ...") if console.is_terminal else nullcontext():
+        rows = list(_examine(server_config, client_config))
+    bad = [row for row in rows if row.level is Level.FAIL]
+    if output is Output.JSON:
+        print_json({"checks": [asdict(row) for row in rows], "ok": not bad})
+    else:
+        told = [(row.name, row.level.value, row.found, row.advice) for row in rows]
+        print_table("", ("check", "result", "found", "advice"), told)
+    if bad:
+        raise Failure(f"{len(bad)} of {len(rows)} checks failed; first: {bad[0].name}: {bad[0].found}")
+
+
+def _examine(server_path: Path | None, client_path: Path | None) -> Iterator[Check]:
+    job = Job.model_validate({})
+    if server_path or not client_path:
+        check, server = checks.check_config("server config", ServerConfig, server_path)
+        yield check
+        if server:
+            job = server.job
+            yield from _examine_server(server)
+    if client_path:
+        check, client = checks.check_config("client config", ClientConfig, client_path)
+        yield check
+        if client:
+            yield from _examine_client(client, job)
+
+
+def _examine_server(config: ServerConfig) -> Iterator[Check]:
+    yield checks.check_listen("listen", config.listen)
+    yield checks.check_listen("control_listen", config.control_listen)
+    yield from checks.check_state_dir(config.state_dir)
+    if config.init_path and not config.init_path.is_file():
+        yield Check("init_path", Level.FAIL, f"{config.init_path} is not a file", "correct or remove init_path")
+    names = {"job.model": config.job.model}
+    if config.job.evaluate_on_server:
+        yield from checks.check_data_root(config.data_root)
+        names |= {"job.data": config.job.data, "job.loss": config.job.loss}
+    yield from checks.check_names(names, config.trusted)
+
+
+def _examine_client(config: ClientConfig, job: Job) -> Iterator[Check]:
+    yield checks.check_reachable("server", config.server)
+    yield from checks.check_state_dir(config.state_dir)
+    yield from checks.check_data_root(config.data_root)
+    names = {key: getattr(config, key) or getattr(job, key) for key in _SEAM}
+    rows = list(checks.check_names({key: name for key, name in names.items() if name}, config.trusted))
+    yield from rows
+    yield _check_device(config)
+    if all(row.level is Level.OK for row in rows):
+        yield _check_samples(config, names["data"], job)
+
+
+def _check_device(config: ClientConfig) -> Check:
+    from fedring.train.device import pick_device  # imports torch
+    from fedring.train.errors import SeamError
+
+    try:
+        return Check("device", Level.OK, f"{config.device}: {pick_device(config.device)}")
+    except SeamError as error:
+        return Check("device", Level.FAIL, str(error), "correct device, or install the GPU's driver")
+
+
+def _check_samples(config: ClientConfig, data: str, job: Job) -> Check:
+    """Whether the client's part of the samples can be read, and is not empty."""
+    from fedring.data import DataError, load_part  # imports torch
+    from fedring.train.batches import size_of
+    from fedring.train.seam import resolve
+
+    place = {"index": config.partition_index, "count": config.partition_count}
+    try:
+        split = resolve(data, config.trusted)(config.data_root, config.download)
+        part = load_part(split, job.partition, **place, alpha=job.alpha, seed=job.seed)
+        count = size_of(part.train)
+    except DataError as error:
+        return Check("samples", Level.FAIL, str(error), "correct data_root, or allow download")
+    except Exception as error:  # noqa: BLE001  # the user's data callable may raise anything
+        return Check("samples", Level.FAIL, f"{data} failed: {type(error).__name__}: {error}", "correct the callable")
+    if not count:
+        return Check("samples", Level.FAIL, f"{data}: this client's part is empty", "use a smaller partition_count")
+    return Check("samples", Level.OK, f"{data}: {count:,} for training in this client's part")

@@ -1,0 +1,52 @@
+"""How a verb fails: one sentence for people, one exit code for programs."""
+
+import grpc
+from grpc import StatusCode
+
+from fedring.daemon.exits import Exit
+from fedring.rpc.errors import status_of
+
+
+class Failure(Exception):
+    """A verb cannot do what was asked; the sentence says what to do about it."""
+
+    def __init__(self, sentence: str, exit_code: Exit = Exit.FAILED) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
+
+
+class Unreachable(Failure):
+    """Nobody answers at the address, or no longer does."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence, Exit.UNAVAILABLE)
+
+
+_EXITS = {
+    StatusCode.INVALID_ARGUMENT: Exit.USAGE,
+    StatusCode.DEADLINE_EXCEEDED: Exit.TRY_AGAIN,
+    StatusCode.RESOURCE_EXHAUSTED: Exit.TRY_AGAIN,
+    StatusCode.ABORTED: Exit.TRY_AGAIN,
+    StatusCode.PERMISSION_DENIED: Exit.NOT_ALLOWED,
+    StatusCode.UNAUTHENTICATED: Exit.NOT_ALLOWED,
+}
+
+
+def failure_of(error: grpc.RpcError, address: str) -> Failure:
+    """What a failed call to the control port at `address` means for the operator."""
+    status = status_of(error)
+    details = (error.details() or "") if isinstance(error, grpc.Call) else str(error)
+    match status:
+        case StatusCode.UNAVAILABLE:
+            return Unreachable(
+                f"cannot reach fl-server's control port at {address}: is it running? "
+                "Start it with `fl-server`, or name its control_listen address with --server"
+            )
+        case StatusCode.UNIMPLEMENTED:
+            return Failure(
+                f"{address} is not fl-server's control port: is it the port for clients? "
+                "Name the control_listen address with --server"
+            )
+        case StatusCode.DEADLINE_EXCEEDED:
+            return Failure(f"fl-server at {address} did not answer in time: try again", Exit.TRY_AGAIN)
+    return Failure(details or f"fl-server answered {status.name}", _EXITS.get(status, Exit.FAILED))

@@ -1,0 +1,99 @@
+"""flctl: the operator's command line."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: stderr is for sentences of our own
+
+import typer
+
+from fedring.ctl import bench, demo, doctor, evaluate, guide, health, lists, models, start, stop, watch
+from fedring.ctl.failure import Failure
+from fedring.daemon.config import ConfigError
+from fedring.daemon.exits import Exit
+from fedring.version import VERSION
+
+app = typer.Typer(
+    name="flctl",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Start here:\n\nflctl demo\n\nflctl help exit-codes",
+)
+models_app = typer.Typer(no_args_is_help=True, help="List and export model versions.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure, and draw what was measured.")
+
+_WORK, _SEE, _TRY = "Work", "See", "Try and check"
+
+
+def _verb(group: typer.Typer, name: str, verb: Callable[..., Any], *examples: str, panel: str | None = None) -> None:
+    epilog = "\n\n".join(["Examples:", *examples]).replace("[", r"\[") if examples else None
+    group.command(name, epilog=epilog, rich_help_panel=panel)(verb)
+
+
+_verb(app, "start-round", start.start_round, "flctl start-round --wait", "flctl start-round lr=0.1 encoding=int8",
+      panel=_WORK)  # fmt: skip
+_verb(app, "run", start.run, "flctl run job.toml", "flctl run job.toml rounds=20 'model_args={\"hidden\": 128}'",
+      "flctl run job.toml --no-wait --key nightly-7", "flctl run job.toml --output json | jq .text",
+      panel=_WORK)  # fmt: skip
+_verb(app, "stop", stop.stop, "flctl stop", "flctl stop --round", "flctl stop --job 3", panel=_WORK)
+_verb(app, "status", lists.status, "flctl status", "flctl status --output json | jq .round.phase", panel=_SEE)
+_verb(app, "clients", lists.clients, "flctl clients", panel=_SEE)
+_verb(app, "rounds", lists.rounds, "flctl rounds --limit 5", "flctl rounds 12", panel=_SEE)
+_verb(app, "watch", watch.watch, "flctl watch", "flctl watch --output json >> events.jsonl", panel=_SEE)
+_verb(models_app, "list", lists.models, "flctl models list")
+_verb(models_app, "export", models.export, "flctl models export 0 --out newest.safetensors")
+app.add_typer(models_app, name="models", rich_help_panel=_SEE)
+_verb(app, "evaluate", evaluate.evaluate,
+      "flctl evaluate model.safetensors --model fedring.train.models:digits_mlp --data fedring.data:digits",
+      "flctl evaluate 12 --model fedring.train.models:mnist_cnn --data fedring.data:mnist --data-root data",
+      panel=_TRY)  # fmt: skip
+_verb(app, "doctor", doctor.doctor, "flctl doctor", "flctl doctor --server-config server.toml",
+      "flctl doctor --client-config client.toml --output json", panel=_TRY)  # fmt: skip
+_verb(app, "health", health.health, "flctl health", "flctl health -s 10.0.0.5:8444 --listen 10.0.0.5:8443", panel=_TRY)
+_verb(app, "demo", demo.demo, "flctl demo", "flctl demo --clients 5 --partition dirichlet --alpha 0.1",
+      "flctl demo --dataset mnist --data-root data --encoding packed --keep-ratio 0.01", panel=_TRY)  # fmt: skip
+_verb(bench_app, "federated", bench.federated, "flctl bench federated --data-root data",
+      "flctl bench federated --dataset digits --subset 0 --rounds 3", panel=None)  # fmt: skip
+app.add_typer(bench_app, name="bench", rich_help_panel=_TRY)
+_verb(app, "help", guide.help_, "flctl help run", "flctl help exit-codes")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"flctl {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _flctl(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Drive an fl-server: give it jobs, watch its rounds, export its models."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says; the exit code."""
+    try:
+        app(arguments, prog_name="flctl")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else Exit.OK if end.code is None else Exit.FAILED
+    except Failure as failure:
+        return _say(failure, failure.exit_code)
+    except ConfigError as error:
+        return _say(error, Exit.CONFIG)
+    return Exit.OK
+
+
+def _say(error: Exception, code: Exit) -> int:
+    print(f"flctl: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

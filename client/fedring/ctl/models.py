@@ -1,0 +1,26 @@
+"""flctl models export."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedring.ctl.control import Control
+from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
+from fedring.ctl.output import Output, print_json, size
+
+
+def export(
+    version: Annotated[int, typer.Argument(min=0, help="The version; 0 = the newest.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The .safetensors file to write.")],
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Write a model version as safetensors, in its own dtypes."""
+    with Control(server) as control:
+        header = control.export_model(version, out)
+    written = out.stat().st_size
+    if output is Output.JSON:
+        row = {"version": header.version, "digest": header.model_digest.hex(), "file": str(out), "bytes": written}
+        return print_json(row)
+    print(f"version {header.version}, {size(written)}, is in {out}")

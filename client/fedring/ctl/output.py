@@ -1,0 +1,115 @@
+"""What verbs print: tables for people, one JSON object for programs. stdout is data, stderr is people."""
+
+import base64
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+_INT64 = {
+    FieldDescriptor.TYPE_INT64,
+    FieldDescriptor.TYPE_UINT64,
+    FieldDescriptor.TYPE_SINT64,
+    FieldDescriptor.TYPE_FIXED64,
+    FieldDescriptor.TYPE_SFIXED64,
+}
+_PIPE_WIDTH = 240  # where nobody looks at it, nothing is cut off
+
+
+class Output(StrEnum):
+    """How stdout is to be read."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+def to_dict(message: Message) -> dict[str, Any]:
+    """Every field by its name in the .proto; absent = None, 64-bit numbers are numbers, bytes are hex."""
+    table = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return _natural(table, message.DESCRIPTOR)
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on stdout: on many lines for a person, else on one."""
+    print(json.dumps(value, indent=2 if sys.stdout.isatty() else None), flush=True)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table on stdout; a column whose name ends in ">" is set flush right."""
+    stdout_console().print(make_table(title, columns, rows))
+
+
+def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """The table that print_table prints."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column.removesuffix(">"), justify="right" if column.endswith(">") else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def stdout_console() -> Console:
+    """The console of data; as wide as it takes where stdout is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
+
+
+def stderr_console() -> Console:
+    """The console of what people read meanwhile."""
+    return Console(stderr=True, highlight=False, markup=False)
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units: "4.80 MB"."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= 0.9995 * scale:
+            value = count / scale
+            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+    return f"{count:.0f} B"
+
+
+def percent(share: float | None) -> str:
+    """A share for people; "-" where there is none."""
+    return "-" if share is None else f"{100 * share:.2f} %"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for people; "-" where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: "0.42 s", "3 min 20 s", "5 h 1 min"."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _natural(table: dict[str, Any], descriptor: Any) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for field in descriptor.fields:  # a Descriptor, of the pure or of the compiled implementation
+        value = table.get(field.name)
+        if isinstance(value, list):
+            result[field.name] = [_natural_value(item, field) for item in value]
+        else:
+            result[field.name] = None if value is None else _natural_value(value, field)
+    return result
+
+
+def _natural_value(value: Any, field: FieldDescriptor) -> Any:
+    if field.message_type is not None:
+        return _natural(value, field.message_type)
+    if field.type in _INT64:
+        return int(value)
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return base64.b64decode(value).hex()
+    return value

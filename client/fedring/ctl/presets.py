@@ -1,0 +1,70 @@
+"""What the demo trains on each data set when nothing else is asked for."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from fedring.ctl.failure import Failure
+from fedring.daemon.exits import Exit
+
+
+class Dataset(StrEnum):
+    """A data set that `fedring.data` knows."""
+
+    DIGITS = "digits"  # embedded; the others are files below --data-root
+    MNIST = "mnist"
+    FASHION_MNIST = "fashion_mnist"
+    CIFAR10 = "cifar10"
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Clients, and keys of a job, that learn the data set in few rounds."""
+
+    model: str
+    lr: float
+    clients: int = 3
+    rounds: int = 10
+    subset_size: int = 6000
+    epochs: int = 1
+    batch_size: int = 64
+    momentum: float = 0.9
+
+
+PRESETS = {
+    Dataset.DIGITS: Preset("digits_mlp", lr=0.1, subset_size=0, epochs=5, batch_size=32, momentum=0.0),
+    Dataset.MNIST: Preset("mnist_cnn", lr=0.05, clients=2),
+    Dataset.FASHION_MNIST: Preset("mnist_cnn", lr=0.05, clients=2),
+    Dataset.CIFAR10: Preset("cifar_cnn", lr=0.02, clients=2, subset_size=10_000),
+}
+
+
+def preset_job(dataset: Dataset) -> dict[str, Any]:
+    """The keys of the data set's job."""
+    preset = PRESETS[dataset]
+    return {
+        "name": f"{dataset} demo",
+        "model": f"fedring.train.models:{preset.model}",
+        "data": f"fedring.data:{dataset}",
+        "rounds": preset.rounds,
+        "subset_size": preset.subset_size,
+        "epochs": preset.epochs,
+        "batch_size": preset.batch_size,
+        "lr": preset.lr,
+        "momentum": preset.momentum,
+    }
+
+
+def check_data_root(dataset: Dataset, data_root: Path | None) -> None:
+    """Failure if the data set needs a folder, and it is not there."""
+    if dataset is Dataset.DIGITS:
+        return
+    if data_root is None:
+        raise Failure(
+            f"{dataset} is not part of fedring: name the folder that holds it with --data-root, "
+            "or use the embedded --dataset digits",
+            Exit.USAGE,
+        )
+    if not data_root.is_dir():
+        raise Failure(f"--data-root {data_root} is not a folder", Exit.CONFIG)

@@ -1,0 +1,99 @@
+"""flctl start-round, flctl run: give fl-server work, and follow it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from fedring.ctl.control import Control, Events
+from fedring.ctl.failure import Failure
+from fedring.ctl.options import DEFAULT_SERVER, KeyOption, OutputOption, ServerOption
+from fedring.ctl.output import Output, percent, print_json, to_dict
+from fedring.ctl.progress import display
+from fedring.daemon.config import ConfigError, check_keys, explain, merge, parse_overrides, read_document
+from fedring.daemon.exits import Exit
+from fedring.train.job import Job
+from fedring.v1 import control_pb2 as pb
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of a job, such as rounds=10 or lr=0.1.")
+]
+Start = Callable[[Control], pb.StartReply]
+
+
+def start_round(
+    overrides: Overrides = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the round until it has ended.")] = False,
+    key: KeyOption = "",
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Start one round with the server's default job, and the keys given here."""
+    job = job_of(None, overrides or [])
+    _start(server, lambda control: control.start_round(job, key=key), wait=wait, output=output)
+
+
+def run(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job: a .toml or .json file.")],
+    overrides: Overrides = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the job until it has ended.")] = True,
+    key: KeyOption = "",
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Queue a job, and follow it. Interrupting flctl does not stop the job."""
+    job = job_of(job_file, overrides or [])
+    _start(server, lambda control: control.start_job(job, key=key), wait=wait, output=output)
+
+
+def job_of(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """The job that the file and `key=value` make together, only with the keys that they name."""
+    table = read_document(path) if path else {}
+    if path:
+        _check(table, where=str(path))
+    try:
+        given = parse_overrides(overrides)
+        _check(given, where="the command line")
+    except ConfigError as error:
+        raise Failure(f"{error}", Exit.USAGE) from error
+    return merge(table, given)
+
+
+def _check(table: Mapping[str, Any], *, where: str) -> None:
+    check_keys(Job, table, where=where)
+    try:
+        Job.model_validate(table)
+    except ValidationError as error:
+        # What concerns several keys depends on the server's defaults, too: the server checks that.
+        if any(row["loc"] for row in error.errors()):
+            raise ConfigError(explain(error, dict.fromkeys(table, where))) from error
+
+
+def _start(server: str, start: Start, *, wait: bool, output: Output) -> None:
+    with Control(server) as control:
+        events = control.events() if wait else None
+        reply = start(control)
+        if events is not None:
+            _follow(control, reply, events, output)
+        elif output is Output.JSON:
+            print_json(to_dict(reply))
+        else:
+            print(f"job {reply.job_id} {'was started before with this key' if reply.already else 'queued'}")
+
+
+def _follow(control: Control, reply: pb.StartReply, events: Events, output: Output) -> None:
+    job_id = reply.job_id
+    job = control.job(job_id)
+    # A job that an earlier call with the same key started may have ended before the events began.
+    followed = control.follow_job(job_id, None if reply.already else events)
+    with display(output, rounds=job.rounds, label=f"job {job_id}") as show:
+        for event in followed:
+            show(event)
+    job = control.job(job_id)
+    if job.state != "completed":
+        raise Failure(f"job {job_id} {job.state}{': ' + job.reason if job.reason else ''}")
+    if output is Output.TABLE:
+        accuracies = [model.accuracy for model in control.models(limit=1) if model.HasField("accuracy")]
+        print(f"job {job_id} completed: {job.rounds_done} rounds, accuracy {percent(next(iter(accuracies), None))}")

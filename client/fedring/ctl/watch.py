@@ -1,0 +1,66 @@
+"""flctl watch: what happens, while it happens."""
+
+import sys
+from collections import deque
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from fedring.ctl.control import Control
+from fedring.ctl.lists import ROUND_COLUMNS, round_row
+from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
+from fedring.ctl.output import Output, make_table, stdout_console
+from fedring.ctl.progress import json_line, plain_line
+from fedring.v1 import control_pb2 as pb
+
+_ROUNDS, _LINES = 12, 5
+
+
+def watch(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
+    """Show rounds, clients and accuracy live, until Ctrl-C; where stdout is no terminal, a line an event."""
+    with Control(server) as control:
+        if output is Output.TABLE and sys.stdout.isatty():
+            return _watch_live(control)
+        line = json_line if output is Output.JSON else plain_line
+        for event in control.watch():
+            print(line(event), flush=True)
+
+
+class Board:
+    """What is on the screen."""
+
+    def __init__(self, address: str, status: pb.Status) -> None:
+        self.address = address
+        self.status = status
+        self.rounds: dict[int, pb.Round] = {}
+        self.lines: deque[str] = deque(maxlen=_LINES)
+        if status.HasField("round"):
+            self.rounds[status.round.round] = status.round
+
+    def show(self, event: pb.Event) -> None:
+        """The board tells of the event."""
+        if event.HasField("state"):
+            self.rounds[event.round] = event.state
+            for number in sorted(self.rounds)[:-_ROUNDS]:
+                del self.rounds[number]
+        self.lines.append(plain_line(event))
+
+    def render(self) -> RenderableType:
+        """The screen."""
+        now = self.status
+        job = now.job
+        told = f"job {job.job_id} {job.name}, {job.rounds} rounds" if now.HasField("job") else "no job"
+        title = f"{self.address}   {now.clients_watching} clients   model {now.model_version}   {told}"
+        rows = [round_row(self.rounds[number]) for number in sorted(self.rounds, reverse=True)]
+        return Group(make_table(title, ROUND_COLUMNS, rows), *(Text(line, style="dim") for line in self.lines))
+
+
+def _watch_live(control: Control) -> None:
+    board = Board(control.address, control.status())
+    with Live(board.render(), console=stdout_console(), auto_refresh=False) as live:
+        for event in control.watch():
+            if event.kind != "update_accepted":  # it changes nothing in the status, and there are many
+                board.status = control.status()
+            board.show(event)
+            live.update(board.render(), refresh=True)

@@ -1,0 +1,72 @@
+"""Dense payloads without scales: fp32, fp16, bf16 and, for buffers, fp64.
+
+    HEADER (chunk = 0)   dim values, little endian
+
+fp16 and bf16 round to nearest, ties to even. What is finite stays finite: values
+beyond the format's range become its largest.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.codec.decoder import Decoder
+from fedring.codec.errors import CodecError
+from fedring.codec.source import HEADER, VERSION, Source, check_finite, check_length, read_only
+
+FORMATS = {"fp32": (b"F4", "<f4"), "fp16": (b"H2", "<f2"), "bf16": (b"B2", "<u2"), "fp64": (b"F8", "<f8")}
+"""Name -> magic, dtype of the stored values."""
+
+_LARGEST_FP16 = np.float32(65504)
+_LARGEST_BF16 = np.uint32(0x7F7F0000).view(np.float32)
+
+
+def dense_header(name: str, dim: int) -> bytes:
+    """What comes before the `dim` values of a dense payload; behind it lie the values as they are in memory."""
+    return HEADER.pack(FORMATS[name][0], 0, VERSION, 0, dim)
+
+
+def encode_dense(vector: NDArray[np.floating], name: str) -> bytes:
+    """The payload of `vector`, [D] float32 (fp64: float64)."""
+    check_finite(vector)
+    dtype = FORMATS[name][1]
+    if name == "fp16":
+        vector = vector.clip(-_LARGEST_FP16, _LARGEST_FP16)
+    stored = _bf16(vector) if name == "bf16" else np.ascontiguousarray(vector, dtype)
+    return b"".join((dense_header(name, vector.size), stored.data))
+
+
+class DenseDecoder(Decoder):
+    """An open payload of fp32, fp16, bf16 or fp64."""
+
+    def __init__(self, source: Source, name: str, length: int) -> None:
+        magic, dtype = FORMATS[name]
+        zero, dim = source.header(HEADER, magic)
+        if zero:
+            raise CodecError("bad_header", f"chunk {zero} in a format that has none")
+        check_length(dim, length)
+        self._source = source
+        self._name = name
+        self._dtype = np.dtype(dtype)
+        source.demand(HEADER.size + self._dtype.itemsize * dim)
+
+    def decode(self, start: int, stop: int) -> NDArray[np.floating]:
+        """Entries start..stop: a read-only view (fp32, fp64) or a new array, [stop - start]."""
+        width = self._dtype.itemsize
+        data = self._source.piece(HEADER.size + width * start, width * (stop - start))
+        stored = np.frombuffer(data, self._dtype)
+        match self._name:
+            case "bf16":
+                values = (stored.astype(np.uint32) << 16).view(np.float32)
+            case "fp16":
+                values = stored.astype(np.float32)
+            case _:
+                values = read_only(stored)
+        check_finite(values)
+        return values
+
+
+def _bf16(vector: NDArray[np.floating]) -> NDArray[np.uint16]:
+    """The upper halves of the float32 bit patterns, rounded to nearest even."""
+    bits = vector.astype(np.float32).clip(-_LARGEST_BF16, _LARGEST_BF16).view(np.uint32)
+    bits += ((bits >> 16) & 1) + 0x7FFF
+    return (bits >> 16).astype("<u2")

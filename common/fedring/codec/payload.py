@@ -1,0 +1,66 @@
+"""One door for all formats: by name to the module that knows it."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.codec.decoder import Decoder
+from fedring.codec.dense import FORMATS, DenseDecoder, encode_dense
+from fedring.codec.encoding import BUFFERS, TILE, Encoding
+from fedring.codec.errors import CodecError
+from fedring.codec.int8 import Int8Decoder, encode_int8
+from fedring.codec.packed import PackedDecoder, encode_packed
+from fedring.codec.source import Reader, Source
+from fedring.codec.sparse import IndexedDecoder, encode_sparse
+from fedring.codec.uniform import UniformDecoder, encode_uniform
+
+
+def encode(vector: NDArray[np.float32], encoding: Encoding) -> bytes:
+    """The payload of `vector`, [D]; CodecError("non_finite") if it holds NaN or infinity."""
+    vector = np.ascontiguousarray(vector, np.float32)
+    match encoding.name:
+        case "int8":
+            return encode_int8(vector, encoding.chunk)
+        case "fp32_sparse" | "sq8":
+            return encode_sparse(vector, encoding)
+        case "packed":
+            return encode_packed(vector, encoding)
+        case "uniform":
+            return encode_uniform(vector, encoding)
+        case _:
+            return encode_dense(vector, encoding.name)
+
+
+def encode_buffers(vector: NDArray[np.float64]) -> bytes:
+    """The payload "fp64" of `vector`, [B], exact; CodecError("non_finite") if it holds NaN or infinity."""
+    return encode_dense(np.ascontiguousarray(vector, np.float64), BUFFERS)
+
+
+def open_payload(read: Reader, size: int, *, name: str, length: int) -> Decoder:
+    """The payload of `size` bytes in format `name`, its header checked; `length` is the vector's as we know it.
+
+    Who decodes all of 0..length, range by range, has checked every byte.
+    """
+    source = Source(read, size)
+    match name:
+        case "int8":
+            return Int8Decoder(source, length)
+        case "fp32_sparse" | "sq8":
+            return IndexedDecoder(source, name, length)
+        case "packed":
+            return PackedDecoder(source, length)
+        case "uniform":
+            return UniformDecoder(source, length)
+        case _ if name in FORMATS:
+            return DenseDecoder(source, name, length)
+    raise CodecError("unknown_encoding", repr(name[:100]))
+
+
+def decode(data: bytes | memoryview, *, name: str, length: int) -> NDArray[np.floating]:
+    """All values of a payload in a new array, [length] float32 (fp64: float64)."""
+    view = memoryview(data)
+    decoder = open_payload(lambda offset, size: view[offset : offset + size], len(view), name=name, length=length)
+    values: NDArray[np.floating] = np.empty(length, np.float64 if name == BUFFERS else np.float32)
+    for start in range(0, length, TILE):
+        stop = min(start + TILE, length)
+        values[start:stop] = decoder.decode(start, stop)
+    return values

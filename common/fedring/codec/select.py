@@ -1,0 +1,50 @@
+"""Which entries to keep: the largest magnitudes, exactly."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_SAMPLES = 1 << 15
+_BLOCK = 1 << 18  # entries scanned at a time: what a processor's cache holds
+
+
+def largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Indices, rising, of the `count` largest magnitudes of `values` [n], ties to the lowest index.
+
+    There are fewer only if fewer entries differ from zero. NaN and infinity are larger than all else.
+    """
+    if count <= 0 or values.size == 0:
+        return np.empty(0, np.int64)
+    bits = np.ascontiguousarray(values).view(np.uint32)  # without the sign, they rise as the magnitudes do
+    floor = _safe_floor(bits, count)
+    indices, magnitudes = _at_least(bits, floor)
+    if indices.size < count and floor > 1:  # the sample misled
+        indices, magnitudes = _at_least(bits, np.uint32(1))
+    if indices.size <= count:
+        return indices
+    cut = np.partition(magnitudes, indices.size - count)[indices.size - count]
+    keep = magnitudes > cut
+    ties = np.flatnonzero(magnitudes == cut)
+    keep[ties[: count - np.count_nonzero(keep)]] = True
+    kept: NDArray[np.int64] = indices[keep]
+    return kept
+
+
+def _safe_floor(bits: NDArray[np.uint32], count: int) -> np.uint32:
+    """A magnitude, at least 1, that most likely `count` entries reach: the sample's quantile less 4 deviations."""
+    stride = max(1, bits.size // _SAMPLES) | 1
+    sample = np.sort(bits[::stride] & _MAGNITUDE)
+    expected = count / bits.size * sample.size
+    rank = int(expected + 4 * expected**0.5 + 8)
+    return np.maximum(sample[-rank], np.uint32(1)) if rank <= sample.size else np.uint32(1)
+
+
+def _at_least(bits: NDArray[np.uint32], floor: np.uint32) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    """Indices and magnitudes of the entries of magnitude `floor` and more."""
+    indices, magnitudes = [], []
+    for start in range(0, bits.size, _BLOCK):
+        block = bits[start : start + _BLOCK] & _MAGNITUDE
+        found = np.flatnonzero(block >= floor)
+        magnitudes.append(block[found])
+        indices.append(found + start)
+    return np.concatenate(indices), np.concatenate(magnitudes)

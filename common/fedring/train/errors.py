@@ -1,0 +1,21 @@
+"""What can go wrong between a job's names and a trained model; each text is one sentence that says what to do."""
+
+
+class SeamError(Exception):
+    """What the user plugged in does not fit; `reason` is a stable word."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class TrainError(Exception):
+    """Training could not give a usable model; `reason` is a stable word."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class TrainingStopped(Exception):
+    """Training was told to stop, and did; the model is in no defined state."""

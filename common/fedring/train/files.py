@@ -1,0 +1,75 @@
+"""Models as files: safetensors, and state dicts that torch.save wrote."""
+
+import pickle
+from pathlib import Path
+from zipfile import BadZipFile
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fedring.codec.schema import Schema, Vectors
+from fedring.train.errors import SeamError
+from fedring.train.state import tensors_of, values_of
+
+
+def load_model(source: str | Path, model: nn.Module) -> nn.Module:
+    """`model`, filled from the file `source`; if a name or a shape differs, SeamError names it and nothing changes."""
+    path = Path(source)
+    stored = _read(path)
+    names: dict[int, list[str]] = {}  # a tied tensor may be stored under any of its names
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    tensors = [tensor for _, tensor in tensors_of(model)]
+    found = [next((n for n in names[id(tensor)] if n in stored), "") for tensor in tensors]
+    if difference := _difference([(names[id(t)], t, n) for t, n in zip(tensors, found, strict=True)], stored):
+        raise SeamError("wrong_schema", f"{path} does not fit the model: {difference}.")
+    with torch.no_grad():
+        for tensor, name in zip(tensors, found, strict=True):
+            tensor.copy_(stored[name])
+    return model
+
+
+def save_model(model: nn.Module, path: str | Path) -> None:
+    """Afterwards `path` is a safetensors file of the tensors of `model`, in their dtypes."""
+    _write({name: tensor.detach() for name, tensor in tensors_of(model)}, Path(path))
+
+
+def save_vectors(schema: Schema, vectors: Vectors, path: str | Path) -> None:
+    """Afterwards `path` is a safetensors file of the model that `schema` and `vectors` describe, in its dtypes."""
+    _write(
+        {entry.name: values.to(getattr(torch, entry.dtype)) for entry, values in values_of(schema, vectors)}, Path(path)
+    )
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    part = path.with_name(path.name + ".part")  # so that no reader meets half a file
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata={"format": "pt"})
+    part.replace(path)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        with path.open("rb") as file:
+            is_safetensors = file.read(9)[8:] == b"{"  # a header of JSON after its length
+        stored = load_file(path) if is_safetensors else torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise SeamError("no_file", f"{path} cannot be read: {error.strerror or error}.") from error
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, BadZipFile) as error:
+        raise SeamError("bad_file", f"{path} is neither a safetensors file nor a state dict of torch.save.") from error
+    if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
+        raise SeamError("bad_file", f"{path} holds something else than a state dict: save model.state_dict().")
+    return stored
+
+
+def _difference(wanted: list[tuple[list[str], Tensor, str]], stored: dict[str, Tensor]) -> str:
+    """One clause that names the first difference, if any."""
+    for names, tensor, name in wanted:
+        if not name:
+            return f"it has no tensor {names[0]}"
+        if stored[name].shape != tensor.shape:
+            return f"{name} is {list(stored[name].shape)} in the file and {list(tensor.shape)} in the model"
+    known = {name for names, _, _ in wanted for name in names}
+    extra = next((name for name in stored if name not in known), "")
+    return f"the model has no tensor {extra}" if extra else ""

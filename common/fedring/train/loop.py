@@ -1,0 +1,126 @@
+"""The local epochs of one round."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from fedring.train.batches import cut, draw, fetch, size_of
+from fedring.train.errors import TrainError, TrainingStopped
+from fedring.train.plan import Plan, TrainResult
+from fedring.train.tally import Tally
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(outputs [batch, ...], labels [batch, ...]) -> scalar, the mean over the batch."""
+
+OptimizerFactory = Callable[[Any, float, float], torch.optim.Optimizer]
+"""(parameters, lr, momentum) -> optimizer."""
+
+_REPORTS = 100  # times an epoch tells its progress, and looks whether the loss is still finite
+
+
+def train(
+    model: nn.Module,
+    samples: Dataset[Any],
+    plan: Plan,
+    *,
+    loss: Loss,
+    optimizer_factory: OptimizerFactory,
+    device: torch.device,
+    progress: Callable[[float], None] = lambda share: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> TrainResult:
+    """Train `model` in place as `plan` says; on a CPU, the same model, samples and plan give the same result.
+
+    TrainingStopped once `stopped()` is true; TrainError("diverged") if the loss is not finite.
+    """
+    generator = torch.Generator().manual_seed(plan.seed)
+    drawn = draw(size_of(samples), plan.subset_size, generator)
+    if len(drawn) == 0:
+        raise TrainError(
+            "no_data", "This client holds no samples to train on: give it some, or divide the data among fewer."
+        )
+    model.to(device).train()
+    step = _Step(model, plan, loss, optimizer_factory)
+    tally, steps = Tally(device), 0
+    with seeded(plan.seed, device):
+        began = time.perf_counter()
+        for epoch in range(plan.epochs):
+            cuts = cut(drawn[torch.randperm(len(drawn), generator=generator)], plan.batch_size)
+            tally.clear()
+            for share in _epoch(step, fetch(samples, cuts, device), len(cuts), tally, stopped):
+                if not math.isfinite(tally.loss_sum):
+                    raise TrainError("diverged", f"The loss is not finite: use a learning rate below {plan.lr:g}.")
+                progress((epoch + share) / plan.epochs)
+            steps += len(cuts)
+        seconds = time.perf_counter() - began
+    step.optimizer.zero_grad()
+    return tally.result(len(drawn), seconds, steps)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Within, torch's global generators (they drive dropout) start from `seed`; afterwards they are as before."""
+    cuda = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.default_generator.manual_seed(seed)
+        for index in cuda:
+            torch.cuda.default_generators[index].manual_seed(seed)
+        yield
+
+
+def warm_up(device: torch.device) -> None:
+    """Make torch load now what it otherwise loads, for a second or two, when the first round makes its optimizer."""
+    parameter = nn.Parameter(torch.zeros(1, device=device))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    optimizer.step()
+
+
+def _epoch(
+    step: "_Step", batches: Iterator[tuple[Tensor, Tensor]], count: int, tally: Tally, stopped: Callable[[], bool]
+) -> Iterator[float]:
+    """Step through `count` batches and yield now and then, and at the end, the share that is done."""
+    every = max(1, count // _REPORTS)
+    for number, (inputs, labels) in enumerate(batches, start=1):
+        if stopped():
+            raise TrainingStopped
+        tally.add(*step(inputs, labels), labels)
+        if number % every == 0 or number == count:
+            yield number / count
+
+
+class _Step:
+    """One step of the optimizer per call. The optimizer is new, so that no momentum outlives a round."""
+
+    def __init__(self, model: nn.Module, plan: Plan, loss: Loss, optimizer_factory: OptimizerFactory) -> None:
+        self._model = model
+        self._loss = loss
+        self._mu = plan.mu
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._start = [p.detach().clone() for p in self._parameters] if plan.mu > 0 else []
+        self.optimizer = optimizer_factory(self._parameters, plan.lr, plan.momentum)
+
+    def __call__(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The batch's loss and outputs, before the step."""
+        self.optimizer.zero_grad()
+        outputs: Tensor = self._model(inputs)
+        loss = self._loss(outputs, labels)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        if self._mu > 0:
+            add_proximal(self._parameters, self._start, self._mu)
+        self.optimizer.step()
+        return loss, outputs
+
+
+@torch.no_grad()
+def add_proximal(parameters: Sequence[nn.Parameter], start: Sequence[Tensor], mu: float) -> None:
+    """Add to each gradient that of mu/2 |w - w_start|^2, which is mu (w - w_start) (Li et al. 2020, eq. 2)."""
+    for parameter, origin in zip(parameters, start, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.add_(parameter - origin, alpha=mu)

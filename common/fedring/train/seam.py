@@ -1,0 +1,94 @@
+"""The user's seam: what a job names as "module:attribute", and "torchvision:resnet18" for torchvision's models."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedring import vision
+from fedring.train.errors import SeamError
+
+
+def resolve(name: str, trusted: Sequence[str]) -> Any:
+    """What `name` names, imported from a module that is one of `trusted` or below one."""
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not attribute.isidentifier() or not all(p.isidentifier() for p in module_name.split(".")):
+        raise SeamError("bad_name", f"The name {name!r} is not of the form module:attribute.")
+    _check_trusted(module_name, trusted, name)
+    if module_name == "torchvision":
+        return _torchvision_model(attribute)
+    module = _import(module_name, name)
+    if attribute.startswith("_") or not hasattr(module, attribute):
+        raise SeamError("no_attribute", _missing(name, module_name, attribute, dir(module)))
+    value = getattr(module, attribute)
+    if inspect.isroutine(value) or inspect.isclass(value):
+        # A module that the operator trusts may import others, and a job must not reach through it to those.
+        _check_trusted(getattr(value, "__module__", None) or module_name, trusted, name)
+    return value
+
+
+def build_model(name: str, args: dict[str, Any], seed: int, trusted: Sequence[str]) -> nn.Module:
+    """The model that `name` builds with `args`; the same `seed` gives the same values."""
+    build = resolve(name, trusted)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        try:
+            model = build(**args)
+        except Exception as error:  # the user's code may raise anything
+            raise SeamError("no_model", f"The model {name} cannot be built with {args}: {_describe(error)}.") from error
+    if not isinstance(model, nn.Module):
+        raise SeamError("no_model", f"{name} returned a {type(model).__name__}: let it return a torch.nn.Module.")
+    return model
+
+
+def _check_trusted(module_name: str, trusted: Sequence[str], name: str) -> None:
+    if not any(module_name == root or module_name.startswith(root + ".") for root in trusted):
+        known = ", ".join(trusted) or "no module"
+        detail = f"{name} lies in {module_name}, but only {known} is trusted here: add it to the trusted modules."
+        raise SeamError("not_trusted", detail)
+
+
+def _import(module_name: str, name: str) -> ModuleType:
+    try:
+        if module_name.startswith("torchvision."):
+            vision.load()
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        detail = f"There is no module {error.name}, which {name} needs: install it here, or correct the name."
+        raise SeamError("no_module", detail) from error
+    except Exception as error:  # the user's code may raise anything
+        raise SeamError("no_module", f"{module_name}, for {name}, cannot be imported: {_describe(error)}.") from error
+
+
+def _torchvision_model(attribute: str) -> Callable[..., Any]:
+    name = f"torchvision:{attribute}"
+    try:
+        vision.load()
+    except ImportError as error:
+        detail = f"There is no module torchvision, which {name} needs: install it here."
+        raise SeamError("no_module", detail) from error
+    from torchvision import models
+
+    known = models.list_models(module=models)  # classification: the others fetch weights while they are built
+    if attribute not in known:
+        raise SeamError("no_attribute", _missing(name, "torchvision.models", attribute, known))
+
+    def build(**args: Any) -> Any:
+        return models.get_model(attribute, weights=None, **args)
+
+    return build
+
+
+def _missing(name: str, module_name: str, attribute: str, known: Iterable[str]) -> str:
+    near = get_close_matches(attribute, [k for k in known if not k.startswith("_")], n=1)
+    advice = f"did you mean {name.partition(':')[0]}:{near[0]}?" if near else "correct the name."
+    return f"There is no {attribute} in {module_name}: {advice}"
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip('.')}" if str(error) else type(error).__name__

@@ -1,0 +1,129 @@
+"""The connection to the server's database: opened, checked, created or migrated."""
+
+import sqlite3
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, insert, inspect, select, update
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
+
+from fedring.server.blobs import FsyncFailed, StorageError
+from fedring.server.tables import METADATA, meta
+
+Migration = Callable[[Connection], None]
+
+MIGRATIONS: tuple[Migration, ...] = ()
+"""Number i takes a database from schema version i + 1 to i + 2."""
+
+_VERSION = "schema_version"
+_BUSY_MILLISECONDS = 10_000
+_FSYNC_ERRORS = ("SQLITE_IOERR_FSYNC", "SQLITE_IOERR_DIR_FSYNC")
+
+
+class StoreError(StorageError):
+    """The database cannot be used, or does not allow this: newer_state, corrupt, disk_full, disk_error, database."""
+
+
+def open_database(url: str, migrations: Sequence[Migration] = MIGRATIONS) -> Engine:
+    """An engine on a database of this program's schema version; StoreError("newer_state") if it is ahead."""
+    engine = _engine(url)
+    try:
+        with engine.begin() as connection:
+            found = _read_version(connection)
+            if found == 0:
+                METADATA.create_all(connection)
+                connection.execute(insert(meta), {"name": "run_id", "value": uuid.uuid4().hex})
+                _write_version(connection, 1 + len(migrations))
+        if found:
+            _migrate(engine, found, migrations)
+    except DBAPIError as error:
+        engine.dispose()
+        raise translate(error) from error
+    except StoreError:
+        engine.dispose()
+        raise
+    return engine
+
+
+def backup(engine: Engine, path: Path) -> None:
+    """`path`, which must not exist, is a whole and compact copy of the SQLite database, taken while it is in use."""
+    raw = engine.raw_connection()  # VACUUM wants no transaction
+    try:
+        raw.cursor().execute("VACUUM INTO ?", (str(path),))
+    except sqlite3.Error as error:
+        raise StoreError("no_backup", str(error)) from error
+    finally:
+        raw.close()
+
+
+def translate(error: DBAPIError) -> StoreError | FsyncFailed:
+    """What the daemon should make of a failure of the database."""
+    name = getattr(error.orig, "sqlite_errorname", "")
+    if name in _FSYNC_ERRORS:
+        return FsyncFailed(str(error.orig))
+    reason = {"SQLITE_FULL": "disk_full", "SQLITE_NOTADB": "corrupt", "SQLITE_CORRUPT": "corrupt"}.get(name)
+    if reason is None:
+        reason = "disk_error" if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")) else "database"
+    return StoreError(reason, str(error.orig))
+
+
+def _engine(url: str) -> Engine:
+    if make_url(url).get_backend_name() != "sqlite":
+        return create_engine(url)
+    engine = create_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False})
+    event.listen(engine, "connect", _configure)
+    event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _configure(connection: sqlite3.Connection, _record: object) -> None:
+    connection.isolation_level = None  # we begin transactions ourselves: sqlite3 would leave reads outside
+    for pragma in (
+        f"busy_timeout = {_BUSY_MILLISECONDS}",
+        "journal_mode = WAL",
+        "synchronous = FULL",  # with NORMAL a power loss may undo a commit
+        "foreign_keys = ON",
+    ):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _begin(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _migrate(engine: Engine, found: int, migrations: Sequence[Migration]) -> None:
+    latest = 1 + len(migrations)
+    if found > latest:
+        raise StoreError("newer_state", f"written by a newer version: schema {found}, this program knows {latest}")
+    if found == latest:
+        return
+    if (file := engine.url.database) and engine.dialect.name == "sqlite":
+        target = Path(f"{file}.v{found}.bak")
+        with suppress(FileNotFoundError):
+            target.unlink()  # of an attempt that was broken off
+        backup(engine, target)
+    with engine.begin() as connection:
+        for migration in migrations[found - 1 :]:
+            migration(connection)
+        _write_version(connection, latest)
+
+
+def _read_version(connection: Connection) -> int:
+    if connection.dialect.name == "sqlite":
+        return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
+    if not inspect(connection).has_table(meta.name):
+        return 0
+    return int(connection.execute(select(meta.c.value).where(meta.c.name == _VERSION)).scalar_one())
+
+
+def _write_version(connection: Connection, version: int) -> None:
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql(f"PRAGMA user_version = {version}")
+        return
+    row: dict[str, Any] = {"name": _VERSION, "value": str(version)}
+    if not connection.execute(update(meta).where(meta.c.name == _VERSION), row).rowcount:
+        connection.execute(insert(meta), row)

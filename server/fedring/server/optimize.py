@@ -1,0 +1,101 @@
+"""Server optimizers: torch.optim on the pseudo-gradient (Reddi et al. 2021, algorithm 2).
+
+The clients' mean delta, negated, is the gradient of one flat parameter. That is the
+same as stepping tensor by tensor only for optimizers that treat each value by itself.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+
+ELEMENTWISE = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+"""Classes of torch.optim that treat each value by itself, and that every supported torch has."""
+
+_NOT_FOR_USERS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "maximize"})
+
+
+class OptimizerError(ValueError):
+    """The optimizer, its arguments or its state cannot be used."""
+
+
+@dataclass(frozen=True)
+class ServerOptimizer:
+    """A class of torch.optim and its arguments, checked."""
+
+    name: str
+    args: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.name not in ELEMENTWISE:
+            known = ", ".join(ELEMENTWISE)
+            raise OptimizerError(f"{self.name!r} does not treat each value by itself; those that do: {known}")
+        allowed = set(inspect.signature(getattr(torch.optim, self.name)).parameters) - _NOT_FOR_USERS
+        if unknown := sorted(set(self.args) - allowed):
+            raise OptimizerError(f"{self.name} takes no {', '.join(unknown)}, but {', '.join(sorted(allowed))}")
+        for key, value in self.args.items():
+            if not all(_is_number(item) for item in (value if isinstance(value, list | tuple) else (value,))):
+                raise OptimizerError(f"{key} = {value!r} is not a number")
+        try:
+            self._make(torch.zeros(1))
+        except (TypeError, ValueError, IndexError) as error:
+            raise OptimizerError(f"{self.name}: {error}") from error
+
+    def step(
+        self, base: NDArray[np.float32], delta: NDArray[np.float32], state: bytes
+    ) -> tuple[NDArray[np.float32], bytes]:
+        """The new model, [n], and the state to give to the next step.
+
+        `base` and the clients' mean `delta` are [n]. It is a first step if the state is empty or
+        that of another optimizer, of other arguments, or of a model of another size.
+        """
+        parameter = torch.from_numpy(base.copy())
+        optimizer = self._make(parameter)
+        if state and (tensors := self._load(state, len(base))):
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": {0: tensors}, "param_groups": groups})
+        parameter.grad = torch.from_numpy(np.negative(delta, dtype=np.float32))
+        optimizer.step()
+        return parameter.detach().numpy(), self._save(optimizer)
+
+    def _make(self, parameter: torch.Tensor) -> torch.optim.Optimizer:
+        args = {key: tuple(value) if isinstance(value, list) else value for key, value in self.args.items()}
+        optimizer = getattr(torch.optim, self.name)([parameter.requires_grad_()], **args)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"torch.optim.{self.name} is no optimizer")
+        return optimizer
+
+    def _save(self, optimizer: torch.optim.Optimizer) -> bytes:
+        state = optimizer.state_dict()["state"].get(0, {})
+        tensors = {key: value for key, value in state.items() if value is not None}  # SGD's absent momentum
+        if odd := [key for key, value in tensors.items() if not isinstance(value, torch.Tensor)]:
+            raise OptimizerError(f"{self.name} keeps {', '.join(odd)}, which is no tensor")
+        return safetensors.torch.save(tensors, {"optimizer": self._identity})
+
+    @property
+    def _identity(self) -> str:
+        return json.dumps([self.name, dict(self.args)], sort_keys=True)
+
+    def _load(self, state: bytes, length: int) -> dict[str, torch.Tensor]:
+        try:
+            tensors = {key: value.clone() for key, value in safetensors.torch.load(state).items()}
+        except SafetensorError as error:
+            raise OptimizerError(f"not a state: {error}") from error
+        header = json.loads(state[8 : 8 + int.from_bytes(state[:8], "little")])
+        same = header.get("__metadata__", {}).get("optimizer") == self._identity
+        fits = all(tensor.numel() in (1, length) for tensor in tensors.values())
+        return tensors if same and fits else {}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, bool) or (isinstance(value, int | float) and isfinite(value))

@@ -1,0 +1,317 @@
+"""The facts of a run: jobs, rounds, accepted updates, models, evaluations, events.
+
+Every method is one transaction and returns when it is durable. All are called
+from one thread. A row never names a blob that is not on disk: seal first.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from math import fsum
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from sqlalchemy import (
+    Connection,
+    RowMapping,
+    Select,
+    Table,
+    delete,
+    func,
+    insert,
+    func,
+    select,
+    tuple_,
+    union_all,
+    update,
+)
+from sqlalchemy.exc import DBAPIError
+
+from fedring.daemon.crash import crashpoint
+from fedring.server.database import backup, open_database, translate
+from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, UpdateRow
+from fedring.server.tables import evaluations, events, jobs, meta, models, rounds, updates
+
+Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow)
+Numbered = TypeVar("Numbered", JobRow, RoundRow)
+_BLOB_COLUMNS = (updates.c.digest, models.c.blob, models.c.delta_blob, models.c.residual_blob, models.c.optimizer_blob)
+
+
+class Acceptance(StrEnum):
+    """What became of an update."""
+
+    NEW = "accepted"
+    ALREADY = "already_accepted"  # the same digest was accepted before
+    OTHER = "already_accepted_other"  # refused: another digest was
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What a retention run removed: so many rows, and the blobs that no row names any more."""
+
+    rows: int
+    blobs: frozenset[str]
+
+
+class Store(Protocol):
+    """Where facts are kept."""
+
+    @property
+    def run_id(self) -> str: ...
+    def create_job(self, job: JobRow) -> JobRow: ...
+    def set_job_state(self, job_id: int, state: str, reason: str = "") -> None: ...
+    def job(self, job_id: int) -> JobRow | None: ...
+    def jobs(self, limit: int = 100) -> list[JobRow]: ...
+    def next_queued_job(self) -> JobRow | None: ...
+    def running_job(self) -> JobRow | None: ...
+    def job_rounds_ended(self, job_id: int) -> int: ...
+    def create_round(self, row: RoundRow) -> RoundRow: ...
+    def update_round(self, row: RoundRow) -> None: ...
+    def round(self, number: int) -> RoundRow | None: ...
+    def rounds(self, limit: int = 100, job_id: int = 0) -> list[RoundRow]: ...
+    def open_round(self) -> RoundRow | None: ...
+    def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]: ...
+    def updates_of(self, number: int) -> list[UpdateRow]: ...
+    def update_counts(self) -> dict[str, int]: ...
+    def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None: ...
+    def latest_model(self) -> ModelRow | None: ...
+    def model(self, version: int) -> ModelRow | None: ...
+    def models(self, limit: int = 100) -> list[ModelRow]: ...
+    def add_evaluation(self, row: EvaluationRow) -> None: ...
+    def evaluations(self, version: int) -> list[EvaluationRow]: ...
+    def evaluation_sum(self, version: int) -> EvaluationRow | None: ...
+    def append_events(self, rows: Sequence[EventRow]) -> None: ...
+    def events_after(self, event_id: int, limit: int = 1000) -> list[EventRow]: ...
+    def prune(self, keep_models: int, keep_update_rounds: int) -> Pruned: ...
+    def named_blobs(self) -> set[str]: ...
+    def close(self) -> None: ...
+
+
+class SqlStore:
+    """Facts in a database that SQLAlchemy knows: "sqlite:///path", "sqlite://" for memory."""
+
+    def __init__(self, url: str) -> None:
+        self._engine = open_database(url)
+        with self._transaction() as connection:
+            self.run_id = str(connection.execute(select(meta.c.value).where(meta.c.name == "run_id")).scalar_one())
+
+    def close(self) -> None:
+        """Let go of the database."""
+        self._engine.dispose()
+
+    def backup(self, path: Path) -> None:
+        """`path`, which must not exist, is a copy of the whole database."""
+        backup(self._engine, path)
+
+    def create_job(self, job: JobRow) -> JobRow:
+        """The job with its new id; or the one that was made with the same idempotency key before."""
+        with self._transaction() as connection:
+            if job.idempotency_key is not None:
+                query = select(jobs).where(jobs.c.idempotency_key == job.idempotency_key)
+                if found := _rows(connection, query, JobRow):
+                    return found[0]
+            return _insert(connection, jobs, job, "job_id")
+
+    def set_job_state(self, job_id: int, state: str, reason: str = "") -> None:
+        """The job is in `state`, because of `reason`."""
+        with self._transaction() as connection:
+            connection.execute(update(jobs).where(jobs.c.job_id == job_id).values(state=state, reason=reason))
+
+    def job(self, job_id: int) -> JobRow | None:
+        """The job, if there is one."""
+        return self._first(select(jobs).where(jobs.c.job_id == job_id), JobRow)
+
+    def jobs(self, limit: int = 100) -> list[JobRow]:
+        """The newest jobs, newest first."""
+        return self._list(select(jobs).order_by(jobs.c.job_id.desc()).limit(limit), JobRow)
+
+    def next_queued_job(self) -> JobRow | None:
+        """The oldest job that waits for its turn."""
+        return self._first(select(jobs).where(jobs.c.state == "queued").order_by(jobs.c.job_id), JobRow)
+
+    def running_job(self) -> JobRow | None:
+        """The job that runs, or that ran when the server stopped."""
+        return self._first(select(jobs).where(jobs.c.state == "running").order_by(jobs.c.job_id), JobRow)
+
+    def job_rounds_ended(self, job_id: int) -> int:
+        """How many rounds of the job have ended, published or abandoned."""
+        ended = (rounds.c.job_id == job_id) & rounds.c.ended_at.is_not(None)
+        with self._transaction() as connection:
+            return connection.execute(select(func.count()).select_from(rounds).where(ended)).scalar_one()
+
+    def create_round(self, row: RoundRow) -> RoundRow:
+        """The round with its new number, above all numbers before."""
+        with self._transaction() as connection:
+            return _insert(connection, rounds, row, "round")
+
+    def update_round(self, row: RoundRow) -> None:
+        """The round is as `row` says."""
+        with self._transaction() as connection:
+            _replace_round(connection, row)
+
+    def round(self, number: int) -> RoundRow | None:
+        """The round, if there is one."""
+        return self._first(select(rounds).where(rounds.c.round == number), RoundRow)
+
+    def rounds(self, limit: int = 100, job_id: int = 0) -> list[RoundRow]:
+        """The newest rounds of the job, or with 0 of all, newest first."""
+        query = select(rounds).order_by(rounds.c.round.desc()).limit(limit)
+        return self._list(query.where(rounds.c.job_id == job_id) if job_id else query, RoundRow)
+
+    def open_round(self) -> RoundRow | None:
+        """The newest round that has not ended: where a restarted server goes on."""
+        query = select(rounds).where(rounds.c.ended_at.is_(None)).order_by(rounds.c.round.desc())
+        return self._first(query, RoundRow)
+
+    def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
+        """What became of each update; the new ones are durable, all in one transaction."""
+        if not rows:
+            return []
+        with self._transaction() as connection:
+            keys = [(row.round, row.client_id) for row in rows]
+            columns = (updates.c.round, updates.c.client_id)
+            query = select(*columns, updates.c.digest).where(tuple_(*columns).in_(keys))
+            digests = {(number, client): digest for number, client, digest in connection.execute(query)}
+            outcome, new = [], []
+            for key, row in zip(keys, rows, strict=True):
+                if key not in digests:
+                    digests[key] = row.digest
+                    new.append(_values(row))
+                    outcome.append(Acceptance.NEW)
+                else:
+                    outcome.append(Acceptance.ALREADY if digests[key] == row.digest else Acceptance.OTHER)
+            if new:
+                connection.execute(insert(updates), new)
+            crashpoint("before_row_commit")
+        crashpoint("after_row_commit")
+        return outcome
+
+    def updates_of(self, number: int) -> list[UpdateRow]:
+        """The round's accepted updates in client-id order."""
+        return self._list(select(updates).where(updates.c.round == number).order_by(updates.c.client_id), UpdateRow)
+
+    def update_counts(self) -> dict[str, int]:
+        """How many accepted updates of each client are kept."""
+        with self._transaction() as connection:
+            query = select(updates.c.client_id, func.count().label("kept")).group_by(updates.c.client_id)
+            return {row.client_id: row.kept for row in connection.execute(query)}
+
+    def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None:
+        """The model is the newest, and the round that made it has ended and counts in its job, at once."""
+        with self._transaction() as connection:
+            connection.execute(insert(models), _values(model))
+            if ended is not None:
+                _replace_round(connection, ended)
+                count = {"rounds_done": jobs.c.rounds_done + 1}
+                connection.execute(update(jobs).where(jobs.c.job_id == ended.job_id).values(count))
+            crashpoint("before_publish_commit")
+        crashpoint("after_publish_commit")
+
+    def latest_model(self) -> ModelRow | None:
+        """The newest model, if there is any."""
+        return self._first(select(models).order_by(models.c.version.desc()), ModelRow)
+
+    def model(self, version: int) -> ModelRow | None:
+        """The model, if it is kept."""
+        return self._first(select(models).where(models.c.version == version), ModelRow)
+
+    def models(self, limit: int = 100) -> list[ModelRow]:
+        """The newest models, newest first."""
+        return self._list(select(models).order_by(models.c.version.desc()).limit(limit), ModelRow)
+
+    def add_evaluation(self, row: EvaluationRow) -> None:
+        """The evaluation is kept, in the place of an earlier one of the same client and model."""
+        same = (evaluations.c.version == row.version) & (evaluations.c.client_id == row.client_id)
+        with self._transaction() as connection:
+            connection.execute(delete(evaluations).where(same))
+            connection.execute(insert(evaluations), _values(row))
+
+    def evaluations(self, version: int) -> list[EvaluationRow]:
+        """All evaluations of the model, the server's first, then in client-id order."""
+        query = select(evaluations).where(evaluations.c.version == version).order_by(evaluations.c.client_id)
+        return self._list(query, EvaluationRow)
+
+    def evaluation_sum(self, version: int) -> EvaluationRow | None:
+        """The clients' evaluations of the model, added up; None without any."""
+        rows = [row for row in self.evaluations(version) if row.client_id]
+        if not rows:
+            return None
+        correct, total = sum(row.correct for row in rows), sum(row.total for row in rows)
+        return EvaluationRow(rows[0].round, version, "", correct, total, fsum(row.loss_sum for row in rows))
+
+    def append_events(self, rows: Sequence[EventRow]) -> None:
+        """The events are kept."""
+        if rows:
+            with self._transaction() as connection:
+                connection.execute(insert(events), [_values(row) for row in rows])
+
+    def events_after(self, event_id: int, limit: int = 1000) -> list[EventRow]:
+        """The events after that id, oldest first."""
+        return self._list(select(events).where(events.c.id > event_id).order_by(events.c.id).limit(limit), EventRow)
+
+    def prune(self, keep_models: int, keep_update_rounds: int) -> Pruned:
+        """Only the newest models, and the updates of open and of the newest ended rounds, are kept.
+
+        Of all models but the newest, what only the next aggregation needs is let go, too.
+        """
+        newest = select(models.c.version).order_by(models.c.version.desc())
+        ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
+        kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
+        old_rounds = ended.where(rounds.c.round.not_in(kept_rounds.scalar_subquery()))
+        with self._transaction() as connection:
+            before = _named(connection)
+            kept_models = connection.execute(newest.limit(max(keep_models, 1))).scalars().all()
+            removed = connection.execute(delete(updates).where(updates.c.round.in_(old_rounds))).rowcount
+            if kept_models:
+                removed += connection.execute(delete(models).where(models.c.version < kept_models[-1])).rowcount
+                older = update(models).where(models.c.version < kept_models[0])
+                connection.execute(older.values(residual_blob="", optimizer_blob=""))
+            return Pruned(removed, frozenset(before - _named(connection)))
+
+    def named_blobs(self) -> set[str]:
+        """Every blob that a row names."""
+        with self._transaction() as connection:
+            return _named(connection)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except DBAPIError as error:
+            raise translate(error) from error
+
+    def _list(self, query: Select[Any], kind: type[Row]) -> list[Row]:
+        with self._transaction() as connection:
+            return _rows(connection, query, kind)
+
+    def _first(self, query: Select[Any], kind: type[Row]) -> Row | None:
+        return next(iter(self._list(query.limit(1), kind)), None)
+
+
+def _values(row: Any) -> dict[str, Any]:
+    return {column.name: getattr(row, column.name) for column in fields(row)}
+
+
+def _rows(connection: Connection, query: Select[Any], kind: type[Row]) -> list[Row]:
+    mappings: Sequence[RowMapping] = connection.execute(query).mappings().all()
+    return [kind(**mapping) for mapping in mappings]
+
+
+def _insert(connection: Connection, table: Table, row: Numbered, key: str) -> Numbered:
+    values = _values(row)
+    del values[key]
+    (given,) = connection.execute(insert(table), values).inserted_primary_key or (0,)
+    changes: dict[str, Any] = {key: given}
+    return replace(row, **changes)
+
+
+def _replace_round(connection: Connection, row: RoundRow) -> None:
+    values = _values(row)
+    connection.execute(update(rounds).where(rounds.c.round == values.pop("round")).values(values))
+
+
+def _named(connection: Connection) -> set[str]:
+    query = union_all(*(select(column).where(column != "") for column in _BLOB_COLUMNS))
+    return set(connection.execute(query).scalars())

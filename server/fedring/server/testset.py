@@ -1,0 +1,52 @@
+"""The server's own evaluation of a model, on the whole test set of its job."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fedring.server.blobs import Blobs
+from fedring.server.config import ServerConfig
+from fedring.server.modelfile import ModelReader
+from fedring.server.rows import ModelRow
+from fedring.train.device import pick_device
+from fedring.train.evaluation import Counts, evaluate
+from fedring.train.job import Job
+from fedring.train.seam import build_model, resolve
+from fedring.train.state import write_vectors
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    job: Job
+    model: nn.Module
+    samples: Any
+    loss: Any
+
+
+class TestSet:
+    """Keeps the model and the samples of one job loaded; not for the event loop."""
+
+    def __init__(self, blobs: Blobs, config: ServerConfig) -> None:
+        self._blobs, self._config = blobs, config
+        self._loaded: _Loaded | None = None
+
+    def evaluate(self, row: ModelRow, job: Job) -> Counts:
+        """The counts of the model on the test samples."""
+        loaded = self.load(job)
+        with self._blobs.reader(row.blob) as blob:
+            reader = ModelReader(blob)
+            write_vectors(loaded.model, reader.schema, reader.vectors())
+        return evaluate(loaded.model, loaded.samples, loss=loaded.loss, device=pick_device("auto"))
+
+    def load(self, job: Job) -> _Loaded:
+        """What the job is evaluated with; SeamError or DataError if it cannot be had."""
+        if self._loaded is None or self._loaded.job != job:
+            self._loaded = self._load(job)
+        return self._loaded
+
+    def _load(self, job: Job) -> _Loaded:
+        trusted = self._config.trusted
+        model = build_model(job.model, job.model_args, job.seed, trusted)
+        split = resolve(job.data, trusted)(self._config.data_root)
+        return _Loaded(job, model, split.test, resolve(job.loss, trusted))

@@ -1,0 +1,97 @@
+"""Speed and memory of FedAvg: one JSON line, for 2 and 8 clients with 25 million fp32 values each."""
+
+import json
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from fedring.codec import Encoding, Entry, Schema, Vectors, encode
+from fedring.server.aggregate import Plan, aggregate, store_model
+from fedring.server.blobs import FileBlobs
+from fedring.server.mean import Contribution
+from fedring.server.modelfile import ModelReader
+from fedring.server.packets import lay_out
+
+VALUES = 25_000_000
+REPEATS = 5
+
+
+def main(clients: tuple[int, ...] = (2, 8)) -> None:
+    """Print the line."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as executor:
+        blobs = FileBlobs(Path(folder))
+        base, updates = _inputs(blobs, max(clients))
+        result: dict[str, object] = {"values": VALUES, "copy_seconds": round(_copy_seconds(), 4)}
+        for count in clients:
+            result[f"clients_{count}"] = _measure(blobs, base, updates[:count], executor)
+        blobs.close()
+    print(json.dumps(result))
+
+
+def _inputs(blobs: FileBlobs, clients: int) -> tuple[str, list[str]]:
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(VALUES, np.float32)
+    schema = Schema((Entry("w", (VALUES,), "float32", "parameter"),))
+    base = store_model(schema, Vectors(values, np.empty(0)), blobs, {}).blob
+    updates = []
+    for client in range(clients):
+        partial = blobs.open_partial(f"client-{client}")
+        partial.write(encode(np.roll(values, client), Encoding("fp32")))
+        updates.append(blobs.seal(partial))
+    return base, updates
+
+
+def _measure(blobs: FileBlobs, base: str, updates: list[str], executor: ThreadPoolExecutor) -> dict[str, float]:
+    seconds: list[float] = []
+    cpu = time.process_time()
+    _reset_peak()
+    before = _memory("VmRSS")
+    with blobs.reader(base) as blob:
+        packets = lay_out([("parameters", "delta", "fp32", 16 + 4 * VALUES)])
+        sources = [
+            Contribution(f"client-{i}", 100 + i, packets, blobs.range_reader(digest))
+            for i, digest in enumerate(updates)
+        ]
+        for _ in range(REPEATS):
+            started = time.perf_counter()
+            model = aggregate(ModelReader(blob), sources, blobs, executor, Plan())
+            seconds.append(time.perf_counter() - started)
+            blobs.delete(model.blob)
+    cpu = time.process_time() - cpu
+    grown = _memory("VmHWM") - before
+    best, median = min(seconds), sorted(seconds)[REPEATS // 2]
+    return {
+        "best_seconds": round(best, 3),
+        "median_seconds": round(median, 3),
+        "cpu_seconds": round(cpu / REPEATS, 3),
+        "copies": round(median / _copy_seconds() / (len(updates) + 2), 2),
+        "peak_growth_mb": round(grown / 1024, 1),
+    }
+
+
+def _copy_seconds() -> float:
+    """Seconds to copy one model's parameters in memory, best of 5."""
+    source, target = np.ones(VALUES, np.float32), np.ones(VALUES, np.float32)
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _memory(key: str) -> int:
+    """KiB: VmHWM, the largest resident set since the last reset, or VmRSS, the present one."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[key].split()[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""A scripted fl-server on a real socket, for tests of the client."""
+
+import asyncio
+import hashlib
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from fedring.codec import Encoding, Schema, Vectors, encode, encode_buffers
+from fedring.rpc.boundary import Boundary
+from fedring.rpc.channel import make_server
+from fedring.rpc.errors import BadRequest, FedringError, NoSession
+from fedring.train.state import read_vectors, schema_of
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import federation_pb2_grpc as rpc
+
+RUN = "run-1"
+PIECE = 1000  # bytes a chunk of a model
+
+
+class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.ClientUpdateServiceServicer):
+    """Does what a test tells it, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.run_id = RUN
+        self.joins: queue.Queue[pb.JoinRequest] = queue.Queue()
+        self.reports: queue.Queue[pb.WatchRequest] = queue.Queue()
+        self.failures: queue.Queue[pb.Failure] = queue.Queue()
+        self.evaluations: queue.Queue[pb.EvaluationReport] = queue.Queue()
+        self.fetches: queue.Queue[pb.FetchModelRequest] = queue.Queue()
+        self.accepted: queue.Queue[tuple[pb.UpdateHeader, bytes]] = queue.Queue()
+        self.resumed: list[int] = []  # offsets that uploads went on from
+        self.models: dict[int, list[tuple[pb.ModelHeader, bytes]]] = {}  # a step first, if there is one
+        self.on_join: Callable[[], FedringError | None] = lambda: None
+        self.on_header: Callable[[pb.UpdateHeader], FedringError | None] = lambda header: None
+        self.on_bytes: Callable[[bytes], FedringError | None] = lambda received: None
+        self.on_piece: Callable[[int], FedringError | None] = lambda offset: None
+        self._sessions = 0
+        self._outbox: asyncio.Queue[pb.ServerEvent | FedringError]
+        self._partial: dict[bytes, bytearray] = {}
+        self._taken: set[bytes] = set()
+
+    # ---- what a test does
+
+    def start(self) -> None:
+        """Listen, on the same port as before if there was one."""
+        started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), name="peer")
+        self._thread.start()
+        started.wait()
+
+    def stop(self) -> None:
+        """End every call and stop listening."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def send(self, event: pb.ServerEvent | FedringError) -> None:
+        """Send the event on the Watch stream, or end that with the error."""
+        asyncio.run_coroutine_threadsafe(self._outbox.put(event), self._loop).result()
+
+    def train(self, command: pb.TrainCmd) -> None:
+        """Send a command."""
+        self.send(pb.ServerEvent(train=command))
+
+    def publish(
+        self, version: int, schema: Schema, vectors: Vectors, *, step: tuple[int, Vectors] | None = None
+    ) -> None:
+        """Offer a model, and before it the step (from that version, by that much), if given."""
+        digest = vectors.digest()
+        offers = [_offer(version, schema, vectors, pb.KIND_WEIGHTS, digest, 0)]
+        if step:
+            offers.insert(0, _offer(version, schema, step[1], pb.KIND_DELTA, digest, step[0]))
+        self.models[version] = offers
+
+    def command(self, model: nn.Module, *, round_: int = 1, encoding: str = "fp32", **fields: Any) -> pb.TrainCmd:
+        """A command to train `model`, which is published as version 1 if nothing is."""
+        schema = schema_of(model)
+        if not self.models:
+            self.publish(1, schema, read_vectors(model))
+        given: dict[str, Any] = {"run_id": self.run_id, "job_round": 1, "model_version": 1, "deadline_seconds": 30.0}
+        given |= {"epochs": 1, "batch_size": 8, "lr": 0.1, "momentum": 0.9, "seed": 1, "max_update_bytes": 1 << 30}
+        given |= {"job": pb.JobSpec(mode="federated", rounds=9)} | fields
+        return pb.TrainCmd(
+            round=round_,
+            schema_hash=schema.hash,
+            encoding=pb.Encoding(name=encoding, chunk=64, keep_ratio=0.25, step=1.0),
+            **given,
+        )
+
+    # ---- what a client sees
+
+    async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
+        error = self.on_join()
+        if error is None:
+            self._sessions += 1
+            self._outbox = asyncio.Queue()
+        self.joins.put(request)
+        if error:
+            raise error
+        return pb.JoinReply(
+            session_id=str(self._sessions),
+            run_id=self.run_id,
+            heartbeat_seconds=0.2,
+            lost_after_seconds=3.0,
+            no_progress_seconds=3.0,
+        )
+
+    async def Watch(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
+        self, request_iterator: AsyncIterator[pb.WatchRequest], context: Any
+    ) -> None:
+        self._require_session(context)
+        reading = asyncio.create_task(self._read(request_iterator))
+        event: pb.ServerEvent | FedringError = pb.ServerEvent(heartbeat=pb.Heartbeat())
+        try:
+            while True:
+                if isinstance(event, FedringError):
+                    raise event
+                await context.write(event)
+                try:
+                    event = await asyncio.wait_for(self._outbox.get(), 0.2)
+                except TimeoutError:
+                    event = pb.ServerEvent(heartbeat=pb.Heartbeat())
+        finally:
+            reading.cancel()
+
+    async def ReportEvaluation(self, request: pb.EvaluationReport, context: Any) -> pb.EvaluationAck:
+        self._require_session(context)
+        self.evaluations.put(request)
+        return pb.EvaluationAck()
+
+    async def FetchModel(self, request: pb.FetchModelRequest, context: Any) -> AsyncIterator[pb.ModelBlob]:
+        self._require_session(context)
+        self.fetches.put(request)
+        offers = self.models[request.version]
+        header, payload = next((o for o in offers if o[0].base_version in (0, request.held_version)), offers[-1])
+        yield pb.ModelBlob(header=header)
+        start = request.offset if request.payload_digest == header.payload_digest else 0
+        for offset in range(start, len(payload), PIECE):
+            if error := self.on_piece(offset):
+                raise error
+            yield pb.ModelBlob(chunk=pb.Chunk(offset=offset, data=payload[offset : offset + PIECE]))
+
+    async def PushUpdate(
+        self, request_iterator: AsyncIterator[pb.ClientUpdate], context: Any
+    ) -> AsyncIterator[pb.UpdateReply]:
+        self._require_session(context)
+        header = (await anext(request_iterator)).header
+        if error := self.on_header(header):
+            raise error
+        if header.digest in self._taken:
+            yield pb.UpdateReply(accepted=pb.Accepted(already=True))
+            return
+        received = self._partial.setdefault(header.digest, bytearray())
+        self.resumed.append(len(received))
+        yield pb.UpdateReply(resume_offset=len(received))
+        while len(received) < header.total_bytes:
+            chunk = (await anext(request_iterator)).chunk
+            if chunk.offset != len(received):
+                raise BadRequest(reason="bad_chunk")
+            received += chunk.data
+            if error := self.on_bytes(bytes(received)):
+                raise error
+        if hashlib.sha256(received).digest() != header.digest:
+            raise BadRequest(reason="digest_mismatch")
+        self._taken.add(header.digest)
+        self.accepted.put((header, bytes(received)))
+        yield pb.UpdateReply(accepted=pb.Accepted())
+
+    async def _serve(self, started: threading.Event) -> None:
+        self._loop, self._stop, self._outbox = asyncio.get_running_loop(), asyncio.Event(), asyncio.Queue()
+        server = make_server([Boundary()], max_streams=64)
+        for add in (
+            rpc.add_TrainCmdServiceServicer_to_server,
+            rpc.add_ModelBlobServiceServicer_to_server,
+            rpc.add_ClientUpdateServiceServicer_to_server,
+        ):
+            add(self, server)  # type: ignore[operator]  # three functions of three servicers, which this all is
+        self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await server.start()
+        started.set()
+        await self._stop.wait()
+        await server.stop(None)
+
+    async def _read(self, requests: AsyncIterator[pb.WatchRequest]) -> None:
+        async for request in requests:
+            self.reports.put(request)
+            if request.HasField("failure"):
+                self.failures.put(request.failure)
+
+    def _require_session(self, context: Any) -> None:
+        """Only the newest session counts."""
+        if dict(context.invocation_metadata()).get("fl-session") != str(self._sessions):
+            raise NoSession("join first")
+
+
+def _offer(
+    version: int, schema: Schema, vectors: Vectors, kind: "pb.Kind.ValueType", digest: bytes, base: int
+) -> tuple[pb.ModelHeader, bytes]:
+    parts: list[tuple[pb.Vector.ValueType, str, bytes]] = []
+    if vectors.parameters.size:
+        parts.append((pb.VECTOR_PARAMETERS, "fp32", encode(vectors.parameters, Encoding("fp32"))))
+    if vectors.buffers.size:
+        parts.append((pb.VECTOR_BUFFERS, "fp64", encode_buffers(vectors.buffers)))
+    payload = b"".join(data for _, _, data in parts)
+    header = pb.ModelHeader(
+        run_id=RUN,
+        version=version,
+        schema_hash=schema.hash,
+        schema=schema.json,
+        packets=[pb.Packet(vector=v, kind=kind, encoding=name, bytes=len(data)) for v, name, data in parts],
+        base_version=base,
+        total_bytes=len(payload),
+        payload_digest=hashlib.sha256(payload).digest(),
+        model_digest=digest,
+    )
+    return header, payload
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    """A scripted fl-server that listens."""
+    peer = Peer()
+    peer.start()
+    yield peer
+    peer.stop()
+
+
+@pytest.fixture
+def settings(peer: Peer, tmp_path: Path) -> dict[str, Any]:
+    """What `connect` needs to reach it."""
+    return {"server": f"127.0.0.1:{peer.port}", "client_id": "alice", "state_dir": tmp_path / "state"}

@@ -1,0 +1,149 @@
+"""Admission: a header is judged before any byte of payload, then every byte is read."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from fedring.codec import NAMES, TILE, Encoding, Entry, Reader, Schema, encode, encode_buffers
+from fedring.codec.errors import CodecError
+from fedring.server.admit import MAX_SAMPLES, check_header, check_payload, packets_of
+from fedring.server.packets import PacketSpec, lay_out
+from fedring.v1 import federation_pb2 as pb
+
+SCHEMA = Schema((Entry("w", (300,), "float32", "parameter"), Entry("m", (3,), "float32", "buffer")))
+VALUES = np.linspace(-1, 1, 300, dtype=np.float32)
+
+
+def packet(**changes: object) -> pb.Packet:
+    made = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=90, num_samples=5)
+    made.MergeFrom(pb.Packet(**changes))  # type: ignore[arg-type]  # fields by name
+    return made
+
+
+def header(*packets: pb.Packet) -> pb.UpdateHeader:
+    packets = packets or (packet(),)
+    total = sum(each.bytes for each in packets)
+    return pb.UpdateHeader(schema_hash=SCHEMA.hash, digest=b"d" * 32, packets=packets, total_bytes=total)
+
+
+def test_a_good_header_passes_and_says_where_the_packets_lie() -> None:
+    buffers = packet(vector=pb.VECTOR_BUFFERS, kind=pb.KIND_WEIGHTS, encoding="fp64", bytes=40)
+    made = header(packet(), packet(encoding="sq8", bytes=10), buffers)
+    made.metrics["loss"] = 0.5
+    check_header(made, SCHEMA)
+    assert packets_of(made) == (
+        PacketSpec("parameters", "delta", "fp32", 0, 90),
+        PacketSpec("parameters", "delta", "sq8", 90, 10),
+        PacketSpec("buffers", "weights", "fp64", 100, 40),
+    )
+
+
+BAD: dict[str, tuple[str, Callable[[pb.UpdateHeader], object]]] = {
+    "another schema": ("wrong_schema", lambda h: h.ClearField("schema_hash")),
+    "no packets": ("bad_packets", lambda h: h.ClearField("packets")),
+    "17 packets": ("bad_packets", lambda h: h.packets.extend([packet()] * 16)),
+    "a vector without a name": ("bad_packets", lambda h: h.packets.append(pb.Packet(bytes=1, num_samples=1))),
+    "an empty packet": ("bad_packets", lambda h: setattr(h.packets[0], "bytes", 0)),
+    "another sum": ("bad_packets", lambda h: setattr(h, "total_bytes", 91)),
+    "only buffers": ("bad_packets", lambda h: h.packets[0].MergeFrom(pb.Packet(vector=2, encoding="fp64"))),
+    "weights and deltas": ("mixed_kinds", lambda h: h.packets.append(packet(kind=pb.KIND_WEIGHTS))),
+    "sparse weights": ("mixed_kinds", lambda h: h.packets[0].MergeFrom(packet(kind=1, encoding="packed"))),
+    "an unknown encoding": ("unknown_encoding", lambda h: setattr(h.packets[0], "encoding", "pickle")),
+    "exact parameters": ("unknown_encoding", lambda h: setattr(h.packets[0], "encoding", "fp64")),
+    "lossy buffers": ("unknown_encoding", lambda h: h.packets.append(packet(vector=pb.VECTOR_BUFFERS))),
+    "no samples": ("bad_samples", lambda h: setattr(h.packets[0], "num_samples", 0)),
+    "too many samples": ("bad_samples", lambda h: setattr(h.packets[0], "num_samples", MAX_SAMPLES + 1)),
+    "a short digest": ("bad_digest", lambda h: setattr(h, "digest", b"d")),
+    "no duration": ("bad_metrics", lambda h: setattr(h, "train_seconds", float("nan"))),
+    "a negative duration": ("bad_metrics", lambda h: setattr(h, "train_seconds", -1.0)),
+    "an infinite metric": ("bad_metrics", lambda h: h.metrics.update({"loss": float("inf")})),
+    "a strange metric": ("bad_metrics", lambda h: h.metrics.update({"a b": 1.0})),
+    "33 metrics": ("bad_metrics", lambda h: h.metrics.update({f"m{i}": 1.0 for i in range(33)})),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_header_is_refused_before_the_payload(case: str) -> None:
+    reason, spoil = BAD[case]
+    made = header()
+    spoil(made)
+    with pytest.raises(CodecError) as caught:
+        check_header(made, SCHEMA)
+    assert caught.value.reason == reason
+
+
+def test_buffers_for_a_model_without_any_are_refused() -> None:
+    bare = Schema(SCHEMA.entries[:1])
+    made = header(packet(), packet(vector=pb.VECTOR_BUFFERS, encoding="fp64"))
+    made.schema_hash = bare.hash
+    with pytest.raises(CodecError, match="wrong_schema"):
+        check_header(made, bare)
+
+
+def payload(
+    *parts: tuple[str, NDArray[np.float32]], buffers: NDArray[np.float64] | None = None
+) -> tuple[Reader, tuple[PacketSpec, ...]]:
+    blobs = [encode(values, Encoding(name, chunk=64)) for name, values in parts]
+    packets = lay_out([("parameters", "delta", name, len(blob)) for (name, _), blob in zip(parts, blobs, strict=True)])
+    if buffers is not None:
+        size = sum(map(len, blobs))
+        blobs.append(encode_buffers(buffers))
+        packets += (PacketSpec("buffers", "weights", "fp64", size, len(blobs[-1])),)
+    return reader_of(b"".join(blobs)), packets
+
+
+def reader_of(data: bytes) -> Reader:
+    return lambda offset, size: data[offset : offset + size]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_norm_is_that_of_the_parameters(name: str) -> None:
+    admitted = check_payload(*payload((name, VALUES), buffers=np.full(3, 1e6)), SCHEMA)
+    kept = VALUES if name not in ("fp32_sparse", "sq8", "packed") else np.sort(np.abs(VALUES))[-30:]
+    assert admitted.norm == pytest.approx(float(np.linalg.norm(kept)), rel=0.15 if name == "uniform" else 0.01)
+
+
+def test_packets_add_up_in_the_norm() -> None:
+    admitted = check_payload(*payload(("fp32", VALUES), ("fp32", -VALUES)), SCHEMA)
+    assert admitted.norm == 0.0
+
+
+def test_the_norm_covers_every_tile() -> None:
+    schema = Schema((Entry("w", (2 * TILE + 5,), "float32", "parameter"),))
+    values = np.ones(2 * TILE + 5, np.float32)
+    assert check_payload(*payload(("fp32", values)), schema).norm == pytest.approx(len(values) ** 0.5)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 299])
+def test_what_is_not_finite_is_refused_wherever_it_hides(value: float, place: int) -> None:
+    data = bytearray(encode(VALUES, Encoding("fp32")))
+    end = len(data) - 4 * (299 - place)
+    data[end - 4 : end] = np.float32(value).tobytes()
+    packets = lay_out([("parameters", "delta", "fp32", len(data))])
+    with pytest.raises(CodecError) as caught:
+        check_payload(reader_of(bytes(data)), packets, SCHEMA)
+    assert caught.value.reason == "non_finite"
+
+
+def test_a_buffer_that_could_overflow_a_sum_is_refused() -> None:
+    with pytest.raises(CodecError) as caught:
+        check_payload(*payload(("fp32", VALUES), buffers=np.array([0, 0, -1e300])), SCHEMA)
+    assert caught.value.reason == "out_of_range"
+
+
+def test_a_packet_of_another_length_is_refused() -> None:
+    with pytest.raises(CodecError):
+        check_payload(*payload(("fp32", VALUES[:-1])), SCHEMA)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_cut_payload_is_refused(name: str) -> None:
+    read, packets = payload((name, VALUES))
+    data = read(0, packets[0].bytes)
+    for size in range(1, len(data), 7):
+        short = lay_out([("parameters", "delta", name, size)])
+        with pytest.raises(CodecError):
+            check_payload(reader_of(bytes(data[:size])), short, SCHEMA)

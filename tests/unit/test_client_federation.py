@@ -1,0 +1,221 @@
+"""The way in: tasks out of a federation, updates back."""
+
+import os
+import queue
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedring.client import ClientConfig, Federation, Refused, RoundOver, WrongModel, connect
+from fedring.client.errors import StateInUse
+from fedring.codec import decode
+from fedring.daemon.exits import Exit
+from fedring.rpc.errors import BadRequest, NotAllowed, Superseded
+from fedring.train.state import read_vectors, schema_of
+from fedring.v1 import federation_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.unit.conftest import Peer
+
+SECONDS = 10.0
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 2))
+
+
+def add(model: nn.Module, value: float) -> None:
+    """A training that one can check."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(value)
+
+
+def test_a_round_goes_from_the_command_to_the_accepted_update(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    start = read_vectors(model)
+    mine = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 2))
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model, round_=7))
+        task = next(federation)
+        assert (task.round, task.plan.batch_size, task.cancelled) == (7, 8, False)
+        task.load_into(mine)
+        assert read_vectors(mine).digest() == start.digest()
+        add(mine, 0.5)
+        task.submit(mine, samples=12, metrics={"loss": 0.25})
+    header, payload = peer.accepted.get_nowait()
+    assert (header.client_id, header.round, header.model_version, header.metrics["loss"]) == ("alice", 7, 1, 0.25)
+    assert [(p.vector, p.kind, p.num_samples) for p in header.packets] == [
+        (pb.VECTOR_PARAMETERS, pb.KIND_DELTA, 12),
+        (pb.VECTOR_BUFFERS, pb.KIND_WEIGHTS, 12),
+    ]
+    delta = decode(payload[: header.packets[0].bytes], name="fp32", length=len(start.parameters))
+    np.testing.assert_array_equal(start.parameters + delta, read_vectors(mine).parameters)
+    buffers = decode(payload[header.packets[0].bytes :], name="fp64", length=len(start.buffers))
+    np.testing.assert_array_equal(buffers, start.buffers)
+
+
+def test_a_client_counts_as_matched_only_after_the_servers_heartbeat(peer: "Peer", settings: dict[str, Any]) -> None:
+    with connect(**settings):
+        assert not peer.reports.get(timeout=SECONDS).matched
+        assert peer.reports.get(timeout=SECONDS).matched
+
+
+def test_a_model_is_evaluated_by_the_users_function(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+    peer.publish(3, schema_of(model), read_vectors(model))
+    seen = []
+
+    def evaluate(model: nn.Module) -> tuple[int, int, float]:
+        seen.append(read_vectors(model).digest())
+        return 8, 10, 2.5
+
+    mine = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 2))
+    with connect(**settings, model=mine, evaluate=evaluate) as federation:
+        peer.joins.get(timeout=SECONDS)
+        command = pb.EvaluateCmd(round=2, model_version=3, schema_hash=schema_of(model).hash, deadline_seconds=30)
+        peer.send(pb.ServerEvent(evaluate=command))
+        peer.train(peer.command(model, model_version=3))
+        next(federation)
+    report = peer.evaluations.get_nowait()
+    assert (report.round, report.model_version, report.correct, report.total, report.loss_sum) == (2, 3, 8, 10, 2.5)
+    assert seen == [read_vectors(model).digest()]
+
+
+def test_a_client_that_cannot_evaluate_says_so_without_being_iterated(peer: "Peer", settings: dict[str, Any]) -> None:
+    with connect(**settings):
+        peer.joins.get(timeout=SECONDS)
+        peer.send(pb.ServerEvent(evaluate=pb.EvaluateCmd(round=2, model_version=3, deadline_seconds=30)))
+        assert peer.evaluations.get(timeout=SECONDS).total == 0
+
+
+def test_a_round_that_ends_cancels_its_task_and_takes_no_update(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model))
+        task = next(federation)
+        task.load_into(model)
+        peer.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=1, reason="too_few_clients")))
+        while not task.cancelled:
+            peer.reports.get(timeout=SECONDS)
+        with pytest.raises(RoundOver, match="too_few_clients"):
+            task.submit(model, samples=1)
+    assert peer.accepted.empty()
+
+
+def test_the_command_again_after_a_reconnect_does_not_start_the_task_again(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model, round_=1))
+        task = next(federation)
+        task.load_into(model)
+        peer.stop()
+        peer.start()
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model, round_=1))
+        task.submit(model, samples=1)
+        peer.train(peer.command(model, round_=2))
+        assert next(federation).round == 2
+    assert peer.accepted.qsize() == 1
+
+
+def test_a_script_that_fails_tells_the_server(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+    def run() -> None:
+        with connect(**settings) as federation:
+            peer.joins.get(timeout=SECONDS)
+            peer.train(peer.command(model))
+            for task in federation:
+                raise KeyError(f"round {task.round}")
+
+    with pytest.raises(KeyError):
+        run()
+    failure = peer.failures.get(timeout=SECONDS)
+    assert (failure.round, failure.reason, failure.detail) == (1, "train_error", "KeyError: 'round 1'")
+
+
+def test_a_task_that_is_passed_over_is_reported_at_once(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model, round_=1))
+        next(federation)
+        waiting = threading.Thread(target=lambda: next(federation, None))
+        waiting.start()
+        assert peer.failures.get(timeout=SECONDS).reason == "no_update"
+        federation.close()
+        waiting.join()
+
+
+def test_a_model_that_does_not_fit_is_refused_by_its_first_difference(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    other = nn.Sequential(nn.Linear(20, 31), nn.BatchNorm1d(31), nn.Linear(31, 2))
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model))
+        with pytest.raises(WrongModel, match=r"0\.weight float32\[30, 20\], got parameter 0\.weight float32\[31, 20\]"):
+            next(federation).load_into(other)
+
+
+def test_sigterm_ends_the_iteration_and_the_handler_goes(peer: "Peer", settings: dict[str, Any]) -> None:
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert list(federation) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [(BadRequest("install 2", reason="wrong_protocol"), Exit.CONFIG), (NotAllowed("go away"), Exit.NOT_ALLOWED)],
+)
+def test_a_refused_join_is_final(
+    peer: "Peer", settings: dict[str, Any], error: BadRequest | NotAllowed, exit_code: Exit
+) -> None:
+    peer.on_join = lambda: error
+    with connect(**settings) as federation, pytest.raises(Refused, match=error.reason) as caught:
+        next(federation)
+    assert caught.value.exit_code is exit_code
+    assert peer.joins.qsize() == 1
+
+
+def test_a_superseded_client_ends_instead_of_fighting(peer: "Peer", settings: dict[str, Any]) -> None:
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.send(Superseded("a newer session took over"))
+        with pytest.raises(Refused, match="another process has joined as 'alice'"):
+            next(federation)
+    assert peer.joins.empty()
+
+
+def test_two_clients_cannot_share_a_state_folder(peer: "Peer", settings: dict[str, Any]) -> None:
+    with connect(**settings), pytest.raises(StateInUse, match=f"in use by process {os.getpid()}"):
+        connect(**settings)
+
+
+def test_a_server_that_is_away_is_awaited_and_told_of_once(peer: "Peer", settings: dict[str, Any]) -> None:
+    peer.stop()
+    told: queue.Queue[str] = queue.Queue()
+    with Federation(ClientConfig(**settings), tell=told.put):
+        assert told.get(timeout=SECONDS).startswith(f"cannot reach fl-server at {settings['server']}")
+        peer.start()
+        peer.joins.get(timeout=SECONDS)
+        assert told.get(timeout=SECONDS).startswith("in session with fl-server")
+
+
+def test_keywords_win_over_a_given_configuration(peer: "Peer", settings: dict[str, Any]) -> None:
+    with connect(ClientConfig(**settings), client_id="carol"):
+        assert peer.joins.get(timeout=SECONDS).client_id == "carol"

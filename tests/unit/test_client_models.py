@@ -1,0 +1,163 @@
+"""Models that a client fetches: resumed, stepped to, proven, never larger than they may be."""
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedring.client import RoundOver, connect
+from fedring.client.download import Download
+from fedring.client.errors import BadModel
+from fedring.codec import Vectors
+from fedring.rpc.errors import FedringError, Unavailable, UnknownModel
+from fedring.train.state import read_vectors, schema_of
+from fedring.v1 import federation_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.unit.conftest import Peer
+
+SECONDS = 10.0
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(50, 40), nn.BatchNorm1d(40))
+
+
+def test_a_broken_download_goes_on_where_it_broke(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+    breaks: dict[int, FedringError] = {2000: Unavailable("the cable"), 5000: Unavailable("again")}
+    peer.on_piece = lambda offset: breaks.pop(offset, None)
+    wanted = read_vectors(model).digest()
+    mine = nn.Sequential(nn.Linear(50, 40), nn.BatchNorm1d(40))
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model))
+        next(federation).load_into(mine)
+    assert read_vectors(mine).digest() == wanted
+    assert [peer.fetches.get_nowait().offset for _ in range(3)] == [0, 2000, 5000]
+
+
+def test_a_version_that_is_held_is_not_fetched_again(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        for round_ in (1, 2):
+            peer.train(peer.command(model, round_=round_))
+            task = next(federation)
+            task.load_into(model)
+            task.submit(model, samples=1)
+    assert peer.fetches.qsize() == 1
+
+
+def test_a_step_from_the_held_version_gives_the_same_bytes(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    first, schema = read_vectors(model), schema_of(model)
+    step = Vectors(np.full_like(first.parameters, 0.1), np.full_like(first.buffers, 0.1))
+    second = Vectors(first.parameters + step.parameters, first.buffers + step.buffers)
+    peer.publish(1, schema, first)
+    peer.publish(2, schema, second, step=(1, step))
+    rounded = np.round(second.buffers[-1])  # BatchNorm's count is an integer
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        for round_ in (1, 2):
+            peer.train(peer.command(model, round_=round_, model_version=round_))
+            task = next(federation)
+            task.load_into(model)
+            if round_ == 1:
+                task.submit(model, samples=1)
+    got = read_vectors(model)
+    np.testing.assert_array_equal(got.parameters, second.parameters)
+    assert got.buffers[-1] == rounded
+    assert [peer.fetches.get_nowait().held_version for _ in range(2)] == [0, 1]
+
+
+def test_a_step_that_does_not_lead_to_the_model_is_replaced_by_the_whole(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, schema = read_vectors(model), schema_of(model)
+    second = Vectors(first.parameters * 2, first.buffers)
+    peer.publish(1, schema, first)
+    peer.publish(2, schema, second, step=(1, second))
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        for round_ in (1, 2):
+            peer.train(peer.command(model, round_=round_, model_version=round_))
+            task = next(federation)
+            task.load_into(model)
+            if round_ == 1:
+                task.submit(model, samples=1)
+    np.testing.assert_array_equal(read_vectors(model).parameters, second.parameters)
+    assert [peer.fetches.get_nowait().held_version for _ in range(3)] == [0, 1, 0]
+    assert "in full" in caplog.text
+
+
+def test_a_version_that_is_not_kept_ends_the_task(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+    peer.on_piece = lambda offset: UnknownModel("model 1 is not kept")
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model))
+        with pytest.raises(RoundOver, match="unknown_model"):
+            next(federation).load_into(model)
+
+
+def test_a_round_that_ends_stops_its_download(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+    def end(offset: int) -> FedringError | None:
+        return Unavailable("never") if offset >= 1000 else None
+
+    peer.on_piece = end
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model))
+        task = next(federation)
+        peer.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=1, reason="stopped")))
+        with pytest.raises(RoundOver, match="stopped"):
+            task.load_into(model)
+
+
+def header(model: nn.Module, **fields: Any) -> pb.ModelHeader:
+    """A header that fits, but for the given fields."""
+    schema = schema_of(model)
+    size = 16 + 4 * schema.num_parameters
+    given = {
+        "run_id": "run",
+        "version": 1,
+        "schema_hash": schema.hash,
+        "packets": [pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_WEIGHTS, encoding="fp32", bytes=size)],
+        "total_bytes": size,
+        "payload_digest": hashlib.sha256(b"").digest(),
+    }
+    return pb.ModelHeader(**given | fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"run_id": "other"},
+        {"version": 2},
+        {"base_version": 7},
+        {"packets": []},
+        {"total_bytes": 5},
+        {"packets": [pb.Packet(bytes=1 << 40)], "total_bytes": 1 << 40},
+    ],
+    ids=lambda fields: " ".join(fields),
+)
+def test_a_header_that_cannot_lead_to_the_model_is_refused_before_any_allocation(fields: dict[str, Any]) -> None:
+    model = nn.Linear(3, 2)
+    download = Download("run", 1, schema_of(model), None)
+    download.begin(header(model))
+    with pytest.raises(BadModel):
+        download.begin(header(model, **fields))
+
+
+def test_a_chunk_that_does_not_follow_the_one_before_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    download = Download("run", 1, schema_of(model), None)
+    download.begin(header(model))
+    download.add(pb.Chunk(offset=0, data=b"1234"))
+    for offset, data in ((0, b"5"), (5, b"5"), (4, b"5" * 1000)):
+        with pytest.raises(BadModel):
+            download.add(pb.Chunk(offset=offset, data=data))

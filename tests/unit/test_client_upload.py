@@ -1,0 +1,287 @@
+"""Updates on their way, and what is left of them on disk: broken streams, refusals, kill -9 between any two steps."""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+from torch import nn
+
+from fedring.client import RoundOver, Task, UpdateRefused, connect
+from fedring.client.spool import Spool
+from fedring.codec import decode
+from fedring.rpc.errors import BadUpdate, FedringError, NoSession, Overloaded, TooLarge, Unavailable, UnknownRound
+from fedring.train.state import read_vectors, schema_of, write_vectors
+from fedring.v1 import federation_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.unit.conftest import Peer
+
+SECONDS = 10.0
+HASH = b"h" * 32
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(50, 40)
+
+
+def once(error: FedringError) -> Any:
+    """Answers with `error` the first time, and then never again."""
+    errors = [error]
+    return lambda *args: errors.pop() if errors else None
+
+
+def train(task: Task, model: nn.Module, seed: int) -> NDArray[np.float32]:
+    """Move the model at random; the move."""
+    task.load_into(model)
+    start = read_vectors(model)
+    move = np.random.default_rng(seed).normal(size=start.parameters.size).astype(np.float32)
+    moved = start.parameters + move
+    write_vectors(model, schema_of(model), type(start)(moved, start.buffers))
+    return moved - start.parameters
+
+
+def test_a_broken_upload_goes_on_where_the_server_has_it(peer: "Peer", settings: dict[str, Any]) -> None:
+    model = nn.Linear(1000, 600)  # 2.4 MB: three chunks
+    breaks = [Unavailable("the cable")]
+    peer.on_bytes = lambda received: breaks.pop() if breaks and len(received) > 1 << 20 else None
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model))
+        task = next(federation)
+        train(task, model, 1)
+        task.submit(model, samples=1)
+    assert peer.resumed == [0, 2 << 20]
+    assert peer.accepted.qsize() == 1
+
+
+@pytest.mark.parametrize("error", [NoSession("who?"), Overloaded("later"), Unavailable("gone")])
+def test_what_may_pass_is_tried_again(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module, error: FedringError
+) -> None:
+    peer.on_header = once(error)
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model))
+        task = next(federation)
+        train(task, model, 1)
+        if isinstance(error, NoSession):
+            peer.stop()
+            peer.start()
+        task.submit(model, samples=1)
+    assert peer.accepted.qsize() == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (BadUpdate("no", reason="wrong_schema"), UpdateRefused),
+        (TooLarge("no"), UpdateRefused),
+        (UnknownRound("no", reason="round_closed"), RoundOver),
+    ],
+)
+def test_a_refusal_is_final_and_leaves_the_residual_as_it_was(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module, error: FedringError, kind: type[RoundOver]
+) -> None:
+    residual_file = Path(settings["state_dir"]) / "residual.safetensors"
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model, round_=1, encoding="fp32_sparse"))
+        task = next(federation)
+        train(task, model, 1)
+        task.submit(model, samples=1)
+        before = residual_file.read_bytes()
+
+        peer.on_header = once(error)
+        peer.train(peer.command(model, round_=2, encoding="fp32_sparse"))
+        task = next(federation)
+        train(task, model, 2)
+        with pytest.raises(kind, match=error.reason):
+            task.submit(model, samples=1)
+        assert residual_file.read_bytes() == before
+        assert not (Path(settings["state_dir"]) / "spool").exists()
+    assert peer.failures.qsize() == (kind is UpdateRefused)
+
+
+def test_no_part_of_any_accepted_update_is_lost(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+    """Sent plus left out is what was learned, over rounds of all kinds of encodings, refusals and restarts."""
+    learned = np.zeros(50 * 40 + 40, np.float32)
+    sent = np.zeros_like(learned)
+    for round_, encoding in enumerate(["packed", "fp32_sparse", "sq8", "packed"], start=1):
+        with connect(**settings) as federation:
+            peer.joins.get(timeout=SECONDS)
+            peer.train(peer.command(model, round_=round_, encoding=encoding))
+            task = next(federation)
+            move = train(task, model, round_)
+            if round_ == 3:
+                peer.on_header = once(BadUpdate("not this one"))
+                with pytest.raises(UpdateRefused):
+                    task.submit(model, samples=1)
+                continue
+            task.submit(model, samples=1)
+        learned += move
+        header, payload = peer.accepted.get_nowait()
+        sent += decode(payload, name=header.packets[0].encoding, length=learned.size)
+    residual = load_file(Path(settings["state_dir"]) / "residual.safetensors")["residual"]
+    np.testing.assert_allclose(sent + residual, learned, atol=1e-5)
+    assert np.abs(residual).max() > 0.1
+
+
+def test_a_dense_update_takes_the_whole_residual_along(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    moves = []
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        for round_, encoding in ((1, "fp32_sparse"), (2, "fp32")):
+            peer.train(peer.command(model, round_=round_, encoding=encoding))
+            task = next(federation)
+            moves.append(train(task, model, round_))
+            task.submit(model, samples=1)
+    first, second = (
+        decode(payload, name=header.packets[0].encoding, length=moves[0].size)
+        for header, payload in (peer.accepted.get_nowait(), peer.accepted.get_nowait())
+    )
+    np.testing.assert_allclose(first + second, moves[0] + moves[1], atol=1e-5)
+    assert not (Path(settings["state_dir"]) / "residual.safetensors").exists()
+
+
+def test_an_update_that_is_not_finite_is_not_sent(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model))
+        task = next(federation)
+        task.load_into(model)
+        with torch.no_grad():
+            next(model.parameters()).fill_(float("nan"))
+        with pytest.raises(UpdateRefused, match="non_finite"):
+            task.submit(model, samples=1)
+        assert peer.failures.get(timeout=SECONDS).reason == "non_finite"
+
+
+# ---- what a process that died left behind
+
+
+def leave_behind(peer: "Peer", settings: dict[str, Any], model: nn.Module, *, accepted: bool) -> Path:
+    """The state folder of a client that died while it pushed the update of round 1."""
+    died = Path(settings["state_dir"]).with_name("died")
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model, round_=1, encoding="fp32_sparse"))
+        task = next(federation)
+        train(task, model, 1)
+
+        def copy(header: pb.UpdateHeader) -> FedringError | None:
+            shutil.copytree(settings["state_dir"], died)
+            return None if accepted else UnknownRound("")
+
+        peer.on_header = copy
+        if accepted:
+            task.submit(model, samples=1)
+        else:
+            with pytest.raises(RoundOver):
+                task.submit(model, samples=1)
+    peer.on_header = lambda header: None
+    settings["state_dir"] = died
+    return died
+
+
+def test_a_spooled_update_is_sent_when_its_round_is_asked_for_again(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    state = leave_behind(peer, settings, model, accepted=False)
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model, round_=1, encoding="fp32_sparse"))
+        peer.train(peer.command(model, round_=2, encoding="fp32_sparse"))
+        assert next(federation).round == 2
+    assert peer.accepted.get_nowait()[0].round == 1
+    assert (state / "residual.safetensors").exists()
+    assert not (state / "spool").exists()
+
+
+def test_a_spooled_update_of_a_round_that_is_over_is_dropped(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = leave_behind(peer, settings, model, accepted=False)
+    peer.on_header = once(UnknownRound("round 1 is not open"))
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model, round_=2))
+        assert next(federation).round == 2
+    assert "dropped the spooled update of round 1" in caplog.text
+    assert sorted(path.name for path in state.iterdir()) == ["lock"]
+
+
+def test_an_update_that_was_accepted_unheard_counts_as_accepted(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    state = leave_behind(peer, settings, model, accepted=True)
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model, round_=2))
+        assert next(federation).round == 2
+    assert (state / "residual.safetensors").exists()
+    assert peer.accepted.qsize() == 1
+
+
+def write(spool: Spool, residual: float, *, run: str = "run", round_: int = 1) -> Any:
+    header = pb.UpdateHeader(run_id=run, round=round_, schema_hash=HASH, total_bytes=6)
+    return spool.write(header, [b"abc", b"def"], np.full(4, residual, np.float32))
+
+
+def test_a_spool_can_be_read_back_in_parts(tmp_path: Path) -> None:
+    write(Spool(tmp_path), 1.0)
+    pending = Spool(tmp_path).pending()
+    assert pending is not None
+    with pending.reader() as read:
+        assert read(2, 3) == b"cde"
+    assert pending.header.round == 1
+
+
+@pytest.mark.parametrize("lost", ["header.pb", "payload"])
+def test_a_spool_that_is_not_whole_is_dropped_and_the_residual_kept(tmp_path: Path, lost: str) -> None:
+    spool = Spool(tmp_path)
+    spool.accept(write(spool, 1.0))
+    write(spool, 2.0)
+    (tmp_path / "spool" / lost).unlink()
+    again = Spool(tmp_path)
+    assert again.pending() is None
+    np.testing.assert_array_equal(again.residual("run", HASH), np.full(4, 1.0, np.float32))
+
+
+def test_a_spool_in_the_making_is_worth_nothing(tmp_path: Path) -> None:
+    write(Spool(tmp_path), 1.0)
+    (tmp_path / "spool").rename(tmp_path / "spool.new")
+    assert Spool(tmp_path).pending() is None
+    assert not (tmp_path / "spool.new").exists()
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_death_after_the_residual_moved_keeps_it_whatever_the_server_says_then(tmp_path: Path, taken: bool) -> None:
+    spool = Spool(tmp_path)
+    spool.accept(write(spool, 1.0))
+    write(spool, 2.0, round_=2)
+    (tmp_path / "spool" / "residual").rename(tmp_path / "residual.safetensors")
+    again = Spool(tmp_path)
+    pending = again.pending()
+    assert pending is not None
+    if taken:
+        again.accept(pending)
+    else:
+        again.drop()
+    np.testing.assert_array_equal(again.residual("run", HASH), np.full(4, 2.0, np.float32))
+
+
+@pytest.mark.parametrize(("run", "schema"), [("other", HASH), ("run", b"x" * 32)])
+def test_a_residual_of_another_run_or_model_is_dropped(tmp_path: Path, run: str, schema: bytes) -> None:
+    spool = Spool(tmp_path)
+    spool.accept(write(spool, 1.0))
+    assert Spool(tmp_path).residual(run, schema) is None
+    assert not (tmp_path / "residual.safetensors").exists()

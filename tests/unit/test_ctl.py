@@ -1,0 +1,420 @@
+"""flctl's verbs against a small, scripted, real ControlService."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from safetensors.torch import load_file
+
+from fedring.codec.schema import Entry, Schema, Vectors
+from fedring.ctl.control import Control
+from fedring.ctl.failure import Failure
+from fedring.ctl.main import main
+from fedring.daemon.exits import Exit
+from fedring.rpc.boundary import Boundary
+from fedring.rpc.channel import make_server
+from fedring.rpc.errors import BadRequest, FedringError, NoSuchJob, NotAllowed, Overloaded, Unavailable
+from fedring.v1 import control_pb2 as pb
+from fedring.v1 import control_pb2_grpc as rpc
+from fedring.v1 import federation_pb2 as fb
+
+ENTRIES = (Entry("w", (2, 3), "bfloat16", "parameter"), Entry("seen", (), "int64", "buffer"))
+ROUND = pb.Round(
+    round=7, job_id=1, job_round=1, phase="published", selected=2, delivered=2, model_version=8, seconds=1.5,
+    upload_bytes=3000, download_bytes=5000, eval_correct=9, eval_total=10, eval_loss_sum=2.5,
+    clients=[pb.RoundClient(client_id=name, num_samples=5, upload_bytes=1500) for name in ("ann", "bob")],
+)  # fmt: skip
+
+
+class Script(rpc.ControlServiceServicer):
+    """An fl-server without clients: a job's rounds happen as soon as it is started."""
+
+    def __init__(self) -> None:
+        self.refuse: list[FedringError] = []  # raised by the next calls
+        self.started: list[tuple[str, dict[str, Any]]] = []  # key and job of every call
+        self.jobs: dict[str, pb.Job] = {}
+        self.outcome: tuple[str, str] = ("completed", "")
+        self.break_after = 0  # events after which a stream ends, once
+        self.events: list[pb.Event] = []
+        self.break_with: FedringError | None = None
+        self.more = asyncio.Condition()
+        self.watched = asyncio.Event()
+        self.damage = False
+
+    async def StartJob(self, request: pb.StartJobRequest, context: Any) -> pb.StartReply:
+        return await self._start(request.idempotency_key, json.loads(request.job))
+
+    async def StartRound(self, request: pb.StartRoundRequest, context: Any) -> pb.StartReply:
+        return await self._start(request.idempotency_key, json.loads(request.overrides))
+
+    async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopReply:
+        self._maybe_refuse()
+        return pb.StopReply(job_id=request.job_id or 1, round=7)
+
+    async def StopRound(self, request: pb.StopRoundRequest, context: Any) -> pb.StopReply:
+        return pb.StopReply(job_id=1, round=7)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.Status:
+        return pb.Status(run_id="run", version="1", clients_watching=2, model_version=8, round=ROUND)
+
+    async def ListJobs(self, request: pb.ListRequest, context: Any) -> pb.JobList:
+        return pb.JobList(jobs=self.jobs.values())
+
+    async def ListRounds(self, request: pb.ListRequest, context: Any) -> pb.RoundList:
+        return pb.RoundList(rounds=[ROUND])
+
+    async def ListClients(self, request: pb.ListRequest, context: Any) -> pb.ClientList:
+        training = pb.Client(client_id="ann", state="watching", activity=fb.ACTIVITY_TRAINING, progress=0.5)
+        return pb.ClientList(clients=[training, pb.Client(client_id="bob", state="away")])
+
+    async def ListModels(self, request: pb.ListRequest, context: Any) -> pb.ModelList:
+        return pb.ModelList(models=[pb.Model(version=8, round=7, digest=b"\xab" * 32, parameters=6, accuracy=0.9)])
+
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
+        await context.send_initial_metadata(())
+        place = next((i for i, e in enumerate(self.events) if request.after and e.id > request.after), len(self.events))
+        self.watched.set()
+        while True:
+            async with self.more:
+                while len(self.events) == place:
+                    await self.more.wait()
+            yield self.events[place]
+            place += 1
+            if place == self.break_after:
+                self.break_after = 0
+                if self.break_with:
+                    raise self.break_with
+                return
+
+    async def ExportModel(self, request: fb.FetchModelRequest, context: Any) -> AsyncIterator[fb.ModelBlob]:
+        schema = Schema(ENTRIES)
+        vectors = Vectors(np.arange(6, dtype=np.float32), np.array([2.0**40]))
+        payload = vectors.buffers.tobytes() + vectors.parameters.tobytes()
+        packets = [
+            fb.Packet(vector=fb.VECTOR_BUFFERS, kind=fb.KIND_WEIGHTS, encoding="fp64", bytes=8),
+            fb.Packet(vector=fb.VECTOR_PARAMETERS, kind=fb.KIND_WEIGHTS, encoding="fp32", bytes=24),
+        ]
+        digest = vectors.digest()
+        yield fb.ModelBlob(
+            header=fb.ModelHeader(
+                version=request.version or 8, schema=schema.json, packets=packets, total_bytes=32, model_digest=digest
+            )
+        )
+        if self.damage:
+            payload = payload[:-1] + b"\x01"
+        yield fb.ModelBlob(chunk=fb.Chunk(offset=0, data=payload[:20]))
+        yield fb.ModelBlob(chunk=fb.Chunk(offset=20, data=payload[20:]))
+
+    def _maybe_refuse(self) -> None:
+        if self.refuse:
+            raise self.refuse.pop(0)
+
+    async def _start(self, key: str, job: dict[str, Any]) -> pb.StartReply:
+        self.started.append((key, job))
+        self._maybe_refuse()
+        if already := self.jobs.get(key):
+            return pb.StartReply(job_id=already.job_id, already=True)
+        number = len(self.jobs) + 1
+        state, reason = self.outcome
+        self.jobs[key] = pb.Job(job_id=number, state=state, reason=reason, rounds=1, rounds_done=1)
+        for kind in ("job_started", "round_started", "round_published", "round_evaluated", "job_ended"):
+            round_ = ROUND if kind.startswith("round") else None
+            event = pb.Event(id=len(self.events) + 1, kind=kind, job_id=number, text=f"{kind} now", state=round_)
+            self.events.append(event)
+        async with self.more:
+            self.more.notify_all()
+        return pb.StartReply(job_id=number)
+
+
+class Server:
+    """The script, served on a free port by an event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.run(self._start())
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
+
+    def set_health(self, status: Any) -> None:
+        self.run(self.health.set("", status))
+
+    def stop(self) -> None:
+        self.run(self.server.stop(None))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    async def _start(self) -> None:
+        self.script = Script()
+        self.server = make_server([Boundary()], max_streams=16)
+        rpc.add_ControlServiceServicer_to_server(self.script, self.server)
+        untyped: Any = health
+        self.health = untyped.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        await self.server.start()
+        await self.health.set("", health_pb2.HealthCheckResponse.SERVING)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    served = Server()
+    monkeypatch.setenv("FLCTL_SERVER", served.address)
+    yield served
+    served.stop()
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def flctl(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs flctl; gives its exit code, stdout and stderr."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_start_round_sends_the_keys_and_tells_the_job(server: Server, flctl: Call) -> None:
+    code, out, err = flctl("start-round", "lr=0.1", "encoding=int8", "--output", "json")
+    assert (code, json.loads(out), err) == (0, {"job_id": 1, "already": False}, "")
+    assert server.script.started[0][1] == {"lr": 0.1, "encoding": "int8"}
+
+
+def test_the_same_key_again_starts_nothing(server: Server, flctl: Call) -> None:
+    flctl("start-round", "--key", "nightly")
+    code, out, _ = flctl("start-round", "--key", "nightly", "--output", "json")
+    assert (code, json.loads(out)) == (0, {"job_id": 1, "already": True})
+
+
+def test_every_call_makes_a_key_of_its_own(server: Server, flctl: Call) -> None:
+    flctl("start-round")
+    flctl("start-round")
+    assert len(server.script.jobs) == 2
+
+
+def test_a_call_that_met_no_server_is_retried_with_its_key(server: Server, flctl: Call) -> None:
+    server.script.refuse = [Unavailable("restarting")]
+    assert flctl("start-round")[0] == 0
+    (first, _), (second, _) = server.script.started
+    assert first == second != ""
+
+
+def test_run_prints_one_json_line_an_event(server: Server, flctl: Call, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text("rounds = 3\nlr = 0.5\n")
+    code, out, err = flctl("run", job, "lr=0.25", "--output", "json")
+    kinds = [json.loads(line)["kind"] for line in out.splitlines()]
+    assert (code, err) == (0, "")
+    assert kinds == ["job_started", "round_started", "round_published", "round_evaluated", "job_ended"]
+    assert server.script.started[0][1] == {"rounds": 3, "lr": 0.25}
+
+
+def test_run_prints_plain_lines_where_there_is_no_terminal(server: Server, flctl: Call, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{}")
+    code, out, _ = flctl("run", tmp_path / "job.json")
+    assert code == 0
+    assert out.splitlines()[0] == "job_started now"
+    assert out.splitlines()[-1] == "job 1 completed: 1 rounds, accuracy 90.00 %"
+
+
+def test_run_does_not_wait_if_told_so(server: Server, flctl: Call, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{}")
+    assert flctl("run", tmp_path / "job.json", "--no-wait")[:2] == (0, "job 1 queued\n")
+
+
+def test_a_failed_job_fails_the_call_and_says_why(server: Server, flctl: Call) -> None:
+    server.script.outcome = ("failed", "too_few_clients")
+    code, _, err = flctl("start-round", "--wait")
+    assert (code, err) == (Exit.FAILED, "flctl: job 1 failed: too_few_clients\n")
+
+
+def test_waiting_for_a_job_that_has_ended_ends(server: Server, flctl: Call) -> None:
+    flctl("start-round", "--key", "k")
+    assert flctl("start-round", "--key", "k", "--wait")[0] == 0
+
+
+def test_a_misspelt_key_in_a_file_is_a_configuration_error(flctl: Call, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text("round = 3\n")
+    code, out, err = flctl("run", job)
+    assert (code, out) == (Exit.CONFIG, "")
+    assert "did you mean 'rounds'?" in err
+
+
+def test_a_wrong_value_in_a_file_is_a_configuration_error(flctl: Call, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text("lr = -1.0\n")
+    code, _, err = flctl("run", job)
+    assert code == Exit.CONFIG
+    assert err.startswith(f"flctl: lr (from {job}): ")
+
+
+@pytest.mark.parametrize("override", ["round=3", "lr=-1", "lr"])
+def test_a_wrong_key_or_value_on_the_command_line_is_a_usage_error(flctl: Call, override: str) -> None:
+    code, out, err = flctl("start-round", override)
+    assert (code, out) == (Exit.USAGE, "")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_job_file_that_is_not_there_is_a_configuration_error(flctl: Call, tmp_path: Path) -> None:
+    assert flctl("run", tmp_path / "none.toml")[0] == Exit.CONFIG
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BadRequest("rounds must be positive"), Exit.USAGE),
+        (NotAllowed("operators only"), Exit.NOT_ALLOWED),
+        (Overloaded("the queue is full"), Exit.TRY_AGAIN),
+        (NoSuchJob("no job runs"), Exit.FAILED),
+    ],
+)
+def test_what_the_server_refuses_becomes_an_exit_code(
+    server: Server, flctl: Call, error: FedringError, code: Exit
+) -> None:
+    server.script.refuse = [error]
+    assert flctl("stop") == (code, "", f"flctl: {error}\n")
+
+
+def test_a_server_that_is_not_there_is_one_sentence_and_69(flctl: Call) -> None:
+    code, out, err = flctl("status", "--server", "127.0.0.1:1")
+    assert (code, out, len(err.splitlines())) == (Exit.UNAVAILABLE, "", 1)
+    assert "cannot reach fl-server's control port at 127.0.0.1:1: is it running?" in err
+
+
+def test_another_grpc_server_is_told_apart(flctl: Call, server: Server) -> None:
+    other = server.run(_bare_server())
+    code, _, err = flctl("clients", "--server", other[1])
+    server.run(other[0].stop(None))
+    assert code == Exit.FAILED
+    assert "is not fl-server's control port" in err
+
+
+async def _bare_server() -> tuple[grpc.aio.Server, str]:
+    bare = make_server([], max_streams=4)
+    address = f"127.0.0.1:{bare.add_insecure_port('127.0.0.1:0')}"
+    await bare.start()
+    return bare, address
+
+
+def test_stop_says_what_it_stopped(server: Server, flctl: Call) -> None:
+    assert flctl("stop", "--job", "3")[:2] == (0, "job 3 stopped, and its round 7\n")
+    assert flctl("stop", "--round")[:2] == (0, "round 7 of job 1 ended\n")
+    assert flctl("stop", "--round", "--job", "3")[0] == Exit.USAGE
+
+
+def test_status_as_json_has_the_names_of_the_proto(server: Server, flctl: Call) -> None:
+    code, out, _ = flctl("status", "--output", "json")
+    status = json.loads(out)
+    assert code == 0
+    assert set(status) == {field.name for field in pb.Status.DESCRIPTOR.fields}
+    assert (status["model_version"], status["job"], status["jobs_queued"]) == (8, None, 0)
+    assert status["round"]["clients"][0]["upload_bytes"] == 1500
+    assert status["round"]["server_accuracy"] is None
+
+
+def test_status_as_a_table_is_for_people(server: Server, flctl: Call) -> None:
+    out = flctl("status")[1]
+    assert "7 published, 2 of 2 clients in, accuracy 90.00 %" in out
+    assert "none is running" in out
+
+
+def test_lists_are_one_json_object(server: Server, flctl: Call) -> None:
+    lists = {
+        name: json.loads(flctl(*name.split(), "--output", "json")[1]) for name in ("clients", "rounds", "models list")
+    }
+    assert [client["activity"] for client in lists["clients"]["clients"]] == [
+        "ACTIVITY_TRAINING",
+        "ACTIVITY_UNSPECIFIED",
+    ]
+    assert lists["rounds"]["rounds"][0]["round"] == 7
+    assert lists["models list"]["models"][0]["digest"] == "ab" * 32
+
+
+def test_tables_lose_nothing_where_there_is_no_terminal(server: Server, flctl: Call) -> None:
+    assert "training 50.00 %" in " ".join(flctl("clients")[1].split())
+    assert "1.50 kB" in flctl("rounds")[1]
+    assert "abababababab" in flctl("models", "list")[1]
+
+
+def test_a_round_is_shown_with_its_clients(server: Server, flctl: Call) -> None:
+    out = flctl("rounds", "7")[1]
+    assert "ann" in out
+    assert "bob" in out
+    assert json.loads(flctl("rounds", "7", "--output", "json")[1])["round"] == 7
+    assert flctl("rounds", "6")[0] == flctl("rounds", "8")[0] == Exit.FAILED
+
+
+def test_an_exported_model_has_its_own_dtypes(server: Server, flctl: Call, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "model.safetensors"
+    code, out, _ = flctl("models", "export", "3", "--out", path, "--output", "json")
+    tensors = load_file(path)
+    assert (code, json.loads(out)["version"], json.loads(out)["bytes"]) == (0, 3, path.stat().st_size)
+    assert tensors["w"].dtype == torch.bfloat16
+    assert torch.equal(tensors["w"], torch.arange(6).view(2, 3).bfloat16())
+    assert torch.equal(tensors["seen"], torch.tensor(2**40))
+
+
+def test_a_model_that_was_damaged_on_its_way_is_not_written(server: Server, flctl: Call, tmp_path: Path) -> None:
+    server.script.damage = True
+    code, _, err = flctl("models", "export", "0", "--out", tmp_path / "model.safetensors")
+    assert code == Exit.TRY_AGAIN
+    assert "damaged" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_watch_prints_a_line_an_event(server: Server, flctl: Call) -> None:
+    server.script.break_after, server.script.break_with = 5, NotAllowed("enough")
+
+    async def start_when_watched() -> None:
+        await server.script.watched.wait()
+        await server.script._start("key", {})
+
+    started = asyncio.run_coroutine_threadsafe(start_when_watched(), server.loop)
+    code, out, _ = flctl("watch")
+    started.result(20)
+    assert code == Exit.NOT_ALLOWED
+    assert out.splitlines()[0] == "job_started now"
+    assert len(out.splitlines()) == 5
+
+
+def test_following_a_job_misses_nothing_when_the_stream_breaks(server: Server) -> None:
+    server.script.break_after = 2
+    with Control(server.address) as control:
+        events = control.events()
+        reply = control.start_job({"rounds": 1})
+        server.script.jobs[server.script.started[0][0]].state = "running"
+        kinds = [event.kind for event in control.follow_job(reply.job_id, events)]
+    assert kinds == ["job_started", "round_started", "round_published", "round_evaluated", "job_ended"]
+
+
+def test_following_ends_when_the_events_are_cancelled(server: Server) -> None:
+    with Control(server.address) as control:
+        events = control.events()
+        events.cancel()
+        with pytest.raises(Failure):
+            list(control.follow_job(1, events))
+
+
+def test_health_tells_serving_from_not_serving_from_gone(server: Server, flctl: Call) -> None:
+    code, out, _ = flctl("health", "--listen", server.address, "--output", "json")
+    assert (code, json.loads(out)["ok"]) == (0, True)
+    server.set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert flctl("health", "--listen", server.address)[0] == Exit.FAILED
+    assert flctl("health", "--listen", "127.0.0.1:1", "--timeout", "1")[0] == Exit.UNAVAILABLE

@@ -1,0 +1,137 @@
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedring import vision
+from fedring.data import DataError, Samples, Scale, Split, cifar10, digits, fashion_mnist, load_part, mnist
+
+ROOT = Path(__file__).parents[2]
+DATA = Path(os.environ.get("FEDRING_TEST_DATA", ROOT.parent / "shared" / "data"))
+
+needs_mnist = pytest.mark.skipif(
+    not (DATA / "MNIST").is_dir(), reason="MNIST is not here: set FEDRING_TEST_DATA to a folder that holds MNIST/raw"
+)
+
+
+def stacked(samples: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """All inputs and labels."""
+    assert isinstance(samples, Samples)
+    return samples.batch(torch.arange(len(samples)))
+
+
+def test_digits_are_always_there_and_divided_by_class() -> None:
+    split = digits()
+    (inputs, labels), (test_inputs, test_labels) = stacked(split.train), stacked(split.test)
+    assert inputs.shape == (1437, 1, 8, 8)
+    assert test_inputs.shape == (360, 1, 8, 8)
+    assert inputs.dtype == torch.float32
+    assert torch.cat([inputs, test_inputs]).mean().abs() < 1e-4
+    assert torch.cat([inputs, test_inputs]).std().sub(1).abs() < 1e-4
+    assert set(torch.bincount(test_labels).tolist()) <= {35, 36, 37}
+    assert split.classes == len(set(labels.tolist())) == 10
+
+
+def test_digits_are_the_same_every_time() -> None:
+    assert torch.equal(stacked(digits().test)[0], stacked(digits(None, True).test)[0])
+
+
+@needs_mnist
+def test_mnist_is_read_as_bytes_and_handed_out_normalised() -> None:
+    split = mnist(DATA)
+    assert isinstance(split.train, Samples)
+    assert split.train.inputs.dtype == torch.uint8
+    assert len(split.train) == 60_000
+    inputs, labels = stacked(split.test)
+    assert inputs.shape == (10_000, 1, 28, 28)
+    assert inputs.dtype == torch.float32
+    assert labels.bincount().tolist()[:3] == [980, 1135, 1032]
+    inputs, _ = split.train.batch(torch.randperm(60_000, generator=torch.Generator().manual_seed(0))[:20_000])
+    assert inputs.mean().abs() < 0.01
+    assert inputs.std().sub(1).abs() < 0.01
+
+
+@pytest.mark.parametrize("load", [mnist, fashion_mnist, cifar10])
+def test_data_that_are_not_there_are_named_with_what_to_do(load: Callable[..., Split], tmp_path: Path) -> None:
+    for root in (None, tmp_path):
+        with pytest.raises(DataError, match="set data_root to the folder that holds it") as caught:
+            load(root)
+        assert caught.value.reason == "no_data"
+    assert not any(tmp_path.iterdir())
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+    code = "import sys, fedring.data; sys.exit(bool({'sklearn', 'torchvision'} & set(sys.modules)))"
+    env = {"PYTHONPATH": str(ROOT / "common")}
+    assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
+
+
+def test_torchvision_loads_with_or_without_its_compiled_part() -> None:
+    torchvision = vision.load()
+    assert vision.load() is torchvision
+    assert hasattr(torch.ops.torchvision, "nms")
+    assert torchvision.models.resnet18(weights=None).fc.out_features == 1000
+
+
+def test_a_batch_is_its_samples_one_by_one() -> None:
+    scale = Scale(torch.tensor([100.0]).view(1, 1, 1), torch.tensor([50.0]).view(1, 1, 1))
+    samples = Samples(torch.arange(0, 240, 10, dtype=torch.uint8).view(6, 1, 2, 2), torch.arange(6), scale)
+    inputs, labels = samples.batch(torch.tensor([4, 1]))
+    assert inputs[0].flatten().tolist() == pytest.approx([1.2, 1.4, 1.6, 1.8])
+    assert labels.tolist() == [4, 1]
+    for place, index in enumerate((4, 1)):
+        assert torch.equal(samples[index][0], inputs[place])
+    loaded, _ = next(iter(DataLoader(samples, batch_sampler=[[4, 1]])))
+    assert torch.equal(loaded, inputs)
+
+
+def test_a_subset_keeps_nothing_of_the_rest_alive() -> None:
+    samples = Samples(torch.arange(1000.0).view(1000, 1), torch.arange(1000))
+    subset = samples.subset(np.array([5, 3]))
+    assert subset.labels.tolist() == [5, 3]
+    assert subset.inputs.untyped_storage().nbytes() == 8
+
+
+def test_inputs_without_labels_are_refused() -> None:
+    with pytest.raises(DataError):
+        Samples(torch.zeros(3, 1), torch.zeros(2))
+
+
+@pytest.mark.parametrize("partition", ["iid", "shards", "dirichlet"])
+def test_the_clients_parts_make_up_the_whole_data_set(partition: str) -> None:
+    whole = digits()
+    parts = [load_part(whole, partition, index=i, count=3, alpha=0.3, seed=5) for i in range(3)]
+    for name in ("train", "test"):
+        inputs = torch.cat([stacked(getattr(part, name))[0] for part in parts])
+        expected = stacked(getattr(whole, name))[0]
+        assert sorted(inputs.sum((1, 2, 3)).tolist()) == sorted(expected.sum((1, 2, 3)).tolist())
+    assert [len(stacked(part.test)[1]) for part in parts] == [120, 120, 120]
+    assert parts[0].classes == 10
+
+
+def test_without_a_partition_a_client_keeps_all_it_has() -> None:
+    part = load_part(digits(), "none", index=2, count=3, alpha=1.0, seed=0)
+    assert (len(stacked(part.train)[1]), len(stacked(part.test)[1])) == (1437, 360)
+
+
+def test_any_map_style_dataset_can_be_divided() -> None:
+    whole = TensorDataset(torch.arange(10), torch.arange(10))
+    parts = [load_part(Split(whole, whole, 10), "iid", index=i, count=2, alpha=1.0, seed=0) for i in range(2)]
+    held = [int(part.train[i][0]) for part in parts for i in range(5)]
+    assert sorted(held) == list(range(10))
+    with pytest.raises(DataError) as caught:
+        load_part(Split(whole, whole, 10), "shards", index=0, count=2, alpha=1.0, seed=0)
+    assert caught.value.reason == "no_labels"
+
+
+@pytest.mark.parametrize(("partition", "index", "reason"), [("iid", 2, "bad_part"), ("random", 0, "bad_partition")])
+def test_a_part_that_does_not_exist_is_refused(partition: str, index: int, reason: str) -> None:
+    with pytest.raises(DataError) as caught:
+        load_part(digits(), partition, index=index, count=2, alpha=1.0, seed=0)
+    assert caught.value.reason == reason

@@ -1,0 +1,137 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedring.train.device import pick_device, threads_for
+from fedring.train.errors import SeamError
+from fedring.train.models import cifar_cnn, digits_mlp, mnist_cnn, vector
+from fedring.train.seam import build_model, resolve
+
+TRUSTED = ["fedring", "torchvision", "user_seam", "user_broken"]
+
+
+@pytest.fixture(autouse=True)
+def _user_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "fixtures_user_code"))
+
+
+def refusal(name: str, trusted: list[str] = TRUSTED) -> SeamError:
+    with pytest.raises(SeamError) as caught:
+        resolve(name, trusted)
+    return caught.value
+
+
+def test_a_name_below_a_trusted_module_is_imported() -> None:
+    assert resolve("fedring.train.models:mnist_cnn", ["fedring.train"]) is mnist_cnn
+    assert resolve("user_seam:linear", ["user_seam"])(2, 1)(torch.zeros(1, 2)).shape == (1, 1)
+
+
+def test_a_module_that_only_begins_like_a_trusted_one_is_refused() -> None:
+    error = refusal("user_seam:linear", ["user_sea"])
+    assert error.reason == "not_trusted"
+    assert "user_seam" in str(error)
+    assert "add it to the trusted modules" in str(error)
+
+
+def test_an_untrusted_module_is_not_even_imported() -> None:
+    assert refusal("antigravity:fly", ["fedring"]).reason == "not_trusted"
+    assert "antigravity" not in sys.modules
+
+
+def test_nothing_is_trusted_by_default() -> None:
+    assert refusal("fedring.train.models:mnist_cnn", []).reason == "not_trusted"
+
+
+def test_a_trusted_module_gives_no_way_to_what_it_imported() -> None:
+    error = refusal("user_seam:run")
+    assert error.reason == "not_trusted"
+    assert "subprocess" in str(error)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "user_seam", "user_seam:", ":linear", "user_seam:a.b", "user seam:x", "..x:y", "a:b:c"]
+)
+def test_a_name_of_another_form_is_refused(name: str) -> None:
+    assert refusal(name).reason == "bad_name"
+
+
+def test_a_missing_module_is_named() -> None:
+    error = refusal("fedring.nothing:model")
+    assert error.reason == "no_module"
+    assert "fedring.nothing" in str(error)
+
+
+def test_the_module_that_a_trusted_one_lacks_is_named_with_it() -> None:
+    error = refusal("user_broken:model")
+    assert error.reason == "no_module"
+    assert "a_module_that_is_not_installed" in str(error)
+    assert "user_broken:model" in str(error)
+
+
+def test_the_nearest_attribute_is_suggested() -> None:
+    error = refusal("fedring.train.models:mnist_cn")
+    assert error.reason == "no_attribute"
+    assert "did you mean fedring.train.models:mnist_cnn?" in str(error)
+
+
+def test_a_private_attribute_is_not_there() -> None:
+    assert refusal("user_seam:_private").reason == "no_attribute"
+
+
+def test_a_model_is_a_function_of_its_seed_and_the_global_generator_stays() -> None:
+    before = torch.get_rng_state()
+    first, again, other = (build_model("user_seam:linear", {"inputs": 5}, seed, TRUSTED) for seed in (7, 7, 8))
+    assert torch.equal(torch.get_rng_state(), before)
+    weights = [next(model.parameters()) for model in (first, again, other)]
+    assert weights[0].shape == (3, 5)
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize(("name", "args"), [("user_seam:linear", {"width": 3}), ("user_seam:not_a_model", {})])
+def test_a_model_that_cannot_be_built_is_named(name: str, args: dict[str, int]) -> None:
+    with pytest.raises(SeamError, match=name) as caught:
+        build_model(name, args, 0, TRUSTED)
+    assert caught.value.reason == "no_model"
+
+
+def test_a_torchvision_model_is_named_by_its_own_name() -> None:
+    model = build_model("torchvision:resnet18", {"num_classes": 10}, 0, TRUSTED)
+    assert sum(p.numel() for p in model.parameters()) == 11_181_642
+    assert refusal("torchvision:resnet18", ["fedring"]).reason == "not_trusted"
+    assert "torchvision:resnet18?" in str(refusal("torchvision:resnet_18"))
+
+
+def test_a_job_cannot_make_a_client_fetch_weights() -> None:
+    with pytest.raises(SeamError, match="weights"):
+        build_model("torchvision:resnet18", {"weights": "DEFAULT"}, 0, TRUSTED)
+
+
+def test_the_models_have_the_sizes_they_promise() -> None:
+    sizes = [sum(p.numel() for p in m.parameters()) for m in (mnist_cnn(), cifar_cnn(), digits_mlp(), vector(12))]
+    assert sizes == [1_199_882, 356_810, 4_810, 12]
+    assert mnist_cnn()(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    assert cifar_cnn()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert digits_mlp()(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_reading_a_job_does_not_wait_for_torch() -> None:
+    code = "import sys, fedring.train.job; sys.exit('torch' in sys.modules)"
+    path = str(Path(__file__).parents[2] / "common")
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, check=False).returncode == 0
+
+
+def test_devices_are_checked_before_they_are_used() -> None:
+    assert pick_device("cpu") == torch.device("cpu")
+    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    for name in ("gpu", "cuda:", "cuda:99", "cpu:0", ""):
+        with pytest.raises(SeamError) as caught:
+            pick_device(name)
+        assert caught.value.reason == "no_device"
+
+
+def test_clients_on_one_host_share_its_cores() -> None:
+    assert threads_for(1) >= threads_for(2) >= threads_for(10_000) == 1
