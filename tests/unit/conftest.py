@@ -43,8 +43,8 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.on_piece: Callable[[int], FedringError | None] = lambda offset: None
         self._sessions = 0
         self._outbox: asyncio.Queue[pb.ServerEvent | FedringError]
-        self._partial: dict[bytes, bytearray] = {}
-        self._taken: set[bytes] = set()
+        self._partial: dict[tuple[int, bytes], bytearray] = {}
+        self._taken: set[tuple[int, bytes]] = set()
 
     # ---- what a test does
 
@@ -153,14 +153,15 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         header = (await anext(request_iterator)).header
         if error := self.on_header(header):
             raise error
-        if header.digest in self._taken:
+        name = (header.round, header.digest)
+        if name in self._taken:
             yield pb.UpdateReply(accepted=pb.Accepted(already=True))
             return
-        received = self._partial.setdefault(header.digest, bytearray())
+        received = self._partial.setdefault(name, bytearray())
         self.resumed.append(len(received))
         yield pb.UpdateReply(resume_offset=len(received))
         while len(received) < header.total_bytes:
-            chunk = (await anext(request_iterator)).chunk
+            chunk = (await anext(request_iterator, pb.ClientUpdate())).chunk
             if chunk.offset != len(received):
                 raise BadRequest(reason="bad_chunk")
             received += chunk.data
@@ -168,7 +169,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
                 raise error
         if hashlib.sha256(received).digest() != header.digest:
             raise BadRequest(reason="digest_mismatch")
-        self._taken.add(header.digest)
+        self._taken.add(name)
         self.accepted.put((header, bytes(received)))
         yield pb.UpdateReply(accepted=pb.Accepted())
 
@@ -180,7 +181,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
             rpc.add_ModelBlobServiceServicer_to_server,
             rpc.add_ClientUpdateServiceServicer_to_server,
         ):
-            add(self, server)  # type: ignore[operator]  # three functions of three servicers, which this all is
+            add(self, server)
         self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
         await server.start()
         started.set()

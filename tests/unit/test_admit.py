@@ -1,6 +1,7 @@
 """Admission: a header is judged before any byte of payload, then every byte is read."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ SCHEMA = Schema((Entry("w", (300,), "float32", "parameter"), Entry("m", (3,), "f
 VALUES = np.linspace(-1, 1, 300, dtype=np.float32)
 
 
-def packet(**changes: object) -> pb.Packet:
+def packet(**changes: Any) -> pb.Packet:
     made = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=90, num_samples=5)
-    made.MergeFrom(pb.Packet(**changes))  # type: ignore[arg-type]  # fields by name
+    made.MergeFrom(pb.Packet(**changes))
     return made
 
 
@@ -47,9 +48,15 @@ BAD: dict[str, tuple[str, Callable[[pb.UpdateHeader], object]]] = {
     "a vector without a name": ("bad_packets", lambda h: h.packets.append(pb.Packet(bytes=1, num_samples=1))),
     "an empty packet": ("bad_packets", lambda h: setattr(h.packets[0], "bytes", 0)),
     "another sum": ("bad_packets", lambda h: setattr(h, "total_bytes", 91)),
-    "only buffers": ("bad_packets", lambda h: h.packets[0].MergeFrom(pb.Packet(vector=2, encoding="fp64"))),
+    "only buffers": (
+        "bad_packets",
+        lambda h: h.packets[0].MergeFrom(pb.Packet(vector=pb.VECTOR_BUFFERS, encoding="fp64")),
+    ),
     "weights and deltas": ("mixed_kinds", lambda h: h.packets.append(packet(kind=pb.KIND_WEIGHTS))),
-    "sparse weights": ("mixed_kinds", lambda h: h.packets[0].MergeFrom(packet(kind=1, encoding="packed"))),
+    "sparse weights": (
+        "mixed_kinds",
+        lambda h: h.packets[0].MergeFrom(packet(kind=pb.KIND_WEIGHTS, encoding="packed")),
+    ),
     "an unknown encoding": ("unknown_encoding", lambda h: setattr(h.packets[0], "encoding", "pickle")),
     "exact parameters": ("unknown_encoding", lambda h: setattr(h.packets[0], "encoding", "fp64")),
     "lossy buffers": ("unknown_encoding", lambda h: h.packets.append(packet(vector=pb.VECTOR_BUFFERS))),

@@ -122,7 +122,7 @@ def header(model: nn.Module, **fields: Any) -> pb.ModelHeader:
     """A header that fits, but for the given fields."""
     schema = schema_of(model)
     size = 16 + 4 * schema.num_parameters
-    given = {
+    given: dict[str, Any] = {
         "run_id": "run",
         "version": 1,
         "schema_hash": schema.hash,

@@ -14,7 +14,7 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from safetensors.torch import load_file
 
-from fedring.codec.schema import Entry, Schema, Vectors
+from fedring.codec import Encoding, Entry, Schema, Vectors, encode, encode_buffers
 from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
 from fedring.ctl.main import main
@@ -97,19 +97,24 @@ class Script(rpc.ControlServiceServicer):
     async def ExportModel(self, request: fb.FetchModelRequest, context: Any) -> AsyncIterator[fb.ModelBlob]:
         schema = Schema(ENTRIES)
         vectors = Vectors(np.arange(6, dtype=np.float32), np.array([2.0**40]))
-        payload = vectors.buffers.tobytes() + vectors.parameters.tobytes()
+        buffers, parameters = encode_buffers(vectors.buffers), encode(vectors.parameters, Encoding("fp32"))
+        payload = buffers + parameters
         packets = [
-            fb.Packet(vector=fb.VECTOR_BUFFERS, kind=fb.KIND_WEIGHTS, encoding="fp64", bytes=8),
-            fb.Packet(vector=fb.VECTOR_PARAMETERS, kind=fb.KIND_WEIGHTS, encoding="fp32", bytes=24),
+            fb.Packet(vector=fb.VECTOR_BUFFERS, kind=fb.KIND_WEIGHTS, encoding="fp64", bytes=len(buffers)),
+            fb.Packet(vector=fb.VECTOR_PARAMETERS, kind=fb.KIND_WEIGHTS, encoding="fp32", bytes=len(parameters)),
         ]
         digest = vectors.digest()
         yield fb.ModelBlob(
             header=fb.ModelHeader(
-                version=request.version or 8, schema=schema.json, packets=packets, total_bytes=32, model_digest=digest
+                version=request.version or 8,
+                schema=schema.json,
+                packets=packets,
+                total_bytes=len(payload),
+                model_digest=digest,
             )
         )
         if self.damage:
-            payload = payload[:-1] + b"\x01"
+            payload = payload[:-2] + b"\x01\x01"
         yield fb.ModelBlob(chunk=fb.Chunk(offset=0, data=payload[:20]))
         yield fb.ModelBlob(chunk=fb.Chunk(offset=20, data=payload[20:]))
 

@@ -149,7 +149,13 @@ def test_messages_become_plain_objects() -> None:
 
 def test_figures_are_written_for_people() -> None:
     assert [size(n) for n in (0, 999, 999_499, 999_600, 4_799_528)] == ["0 B", "999 B", "999 kB", "1.00 MB", "4.80 MB"]
-    assert [duration(s) for s in (0.4, 12, 200, 18_060)] == ["0.40 s", "12.0 s", "3 min 20 s", "5 h 1 min"]
+    assert [duration(s) for s in (0.0042, 0.4, 12, 200, 18_060)] == [
+        "4.2 ms",
+        "0.40 s",
+        "12.0 s",
+        "3 min 20 s",
+        "5 h 1 min",
+    ]
     assert (percent(0.98765), percent(None)) == ("98.77 %", "-")
 
 
@@ -184,7 +190,7 @@ def test_plots_are_pictures(tmp_path: Path) -> None:
         {"round": n, "accuracy": n / 4 if n > 1 else None, "upload_bytes": 5, "download_bytes": 9} for n in (1, 2)
     ]
     plot_rounds({"rounds": rounds}, tmp_path / "rounds.png")
-    charts = [Bars("Bytes", f"{n}.png", ["a", "b"], [1.0, 2.0], ["1", "2"], (2.5, "top")) for n in range(3)]
+    charts = [Bars("Bytes", f"{n}.png", ["a", "b"], [1.0, 2.0], ["1", "2"], (2.5, "top"), n / 2) for n in range(3)]
     plot_bars(charts, tmp_path, "all.png")
     pictures = sorted(path.name for path in tmp_path.iterdir() if path.read_bytes().startswith(b"\x89PNG"))
     assert pictures == ["0.png", "1.png", "2.png", "all.png", "rounds.png"]

@@ -9,8 +9,11 @@ with connect(server="fl.example.org:8443", insecure=True) as federation:
         task.submit(model, samples=len(data))
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported; our own log says what matters
 
 if TYPE_CHECKING:
     from fedring.client.config import ClientConfig

@@ -1,7 +1,6 @@
 """The channel to fl-server, and the session that every call on it names."""
 
 import asyncio
-import importlib.metadata
 
 from grpc import StatusCode, aio
 
@@ -11,6 +10,7 @@ from fedring.rpc.channel import open_channel
 from fedring.rpc.errors import reason_of, status_of
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.federation_pb2_grpc import ClientUpdateServiceStub, ModelBlobServiceStub, TrainCmdServiceStub
+from fedring.version import SOFTWARE
 
 PROTOCOL = 1
 SESSION_KEY = "fl-session"
@@ -22,14 +22,6 @@ _FINAL = {
     StatusCode.FAILED_PRECONDITION: Exit.CONFIG,
     StatusCode.PERMISSION_DENIED: Exit.NOT_ALLOWED,
 }
-
-
-def software() -> str:
-    """This program and its version."""
-    try:
-        return f"fedring/{importlib.metadata.version('fedring')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "fedring/unknown"
 
 
 class Connection:
@@ -44,10 +36,11 @@ class Connection:
         self.updates = ClientUpdateServiceStub(self._channel)
         self.session = pb.JoinReply()  # of the newest Join
         self._changed = asyncio.Condition()
+        self._refused = ""  # the last session that a call was refused for
 
     async def join(self, *, wait: bool) -> pb.JoinReply:
         """Open a session; Refused if this client will never get one. With `wait`, be patient with a silent server."""
-        request = pb.JoinRequest(client_id=self.client_id, protocol=PROTOCOL, software=software())
+        request = pb.JoinRequest(client_id=self.client_id, protocol=PROTOCOL, software=SOFTWARE)
         try:
             session = await self.commands.Join(request, timeout=CALL_SECONDS, wait_for_ready=wait)
         except aio.AioRpcError as error:
@@ -67,8 +60,14 @@ class Connection:
         """Names the session."""
         return ((SESSION_KEY, self.session.session_id),)
 
+    @property
+    def stale(self) -> bool:
+        """Whether the server does not know the session any more, so that a new one is needed."""
+        return bool(self._refused) and self._refused == self.session.session_id
+
     async def renewed(self, session_id: str) -> None:
-        """Return when the session is another one than that."""
+        """That session was refused: return when there is another one."""
+        self._refused = session_id
         async with self._changed:
             await self._changed.wait_for(lambda: self.session.session_id not in ("", session_id))
 

@@ -3,8 +3,9 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
-from fedring.client.errors import RoundOver, UpdateRefused
+from fedring.client.errors import Closed, RoundOver, UpdateRefused
 from fedring.client.inbox import Assignment
 from fedring.client.link import Link
 from fedring.client.spool import Residual, Spool, Spooled
@@ -67,7 +68,8 @@ class Delivery:
     def fail(self, assignment: Assignment, reason: str, detail: str) -> None:
         """The server learns that this client has nothing for the round."""
         failure = pb.Failure(round=assignment.command.round, reason=reason, detail=detail[:1000])
-        self._link.call(lambda: self._link.session.report_failure(failure))
+        with suppress(Closed):  # the server learns it from the end of the session
+            self._link.call(lambda: self._link.session.report_failure(failure))
 
     def _was_accepted(self, spooled: Spooled) -> bool:
         """Ask, without sending a byte of the payload."""

@@ -33,8 +33,11 @@ class Refused(Exception):
         self.exit_code = exit_code
 
 
-class Closed(Exception):
-    """The federation was closed; nothing more will come."""
+class Closed(RoundOver):
+    """The federation was closed: nothing more will come, or go."""
+
+    def __init__(self) -> None:
+        super().__init__("closed")
 
 
 class StateInUse(ConfigError):

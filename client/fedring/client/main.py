@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 from fedring.client.config import ClientConfig
-from fedring.client.connection import software
-from fedring.client.errors import Closed, Refused
+from fedring.client.errors import Refused
 from fedring.daemon.config import ConfigError, Loaded, describe, load_config
 from fedring.daemon.exits import Exit
 from fedring.daemon.logs import set_up_logs
 from fedring.daemon.notify import sd_notify
+from fedring.version import SOFTWARE
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,12 @@ Ends with 0 when told to stop, 78 if the configuration is wrong or another clien
 server will not have this client. A server that cannot be reached is tried for ever.
 """
 
-app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 @app.command(help=_HELP)
@@ -54,7 +59,7 @@ def command(
 ) -> None:
     """Parse, compose, run."""
     if version:
-        print(software())
+        print(SOFTWARE)
         raise typer.Exit
     flags = {"server": server, "client_id": client_id, "state_dir": state_dir, "data_root": data_root}
     try:
@@ -106,7 +111,7 @@ def serve(loaded: Loaded[ClientConfig], file: Path | None) -> Exit:
     config = loaded.config
     set_up_logs(config.log_style, config.log_level)
     origin = str(file) if file else "defaults"
-    log.info("%s, server %s, client %s, configuration from %s", software(), config.server, config.client_id, origin)
+    log.info("%s, server %s, client %s, configuration from %s", SOFTWARE, config.server, config.client_id, origin)
     use_threads(config.threads or threads_for(config.clients_on_host))
     trainer = Declared(config)
     federation = Federation(config, on_evaluate=trainer.evaluate, tell=lambda text: sd_notify(f"STATUS={text}"))
@@ -123,7 +128,7 @@ def serve(loaded: Loaded[ClientConfig], file: Path | None) -> Exit:
             signal.signal(number, stop)
         sd_notify("READY=1")
         try:
-            with suppress(Closed, KeyboardInterrupt):
+            with suppress(KeyboardInterrupt):
                 for task in federation:
                     trainer.train(task)
         except Refused as error:

@@ -95,6 +95,8 @@ class Session:
                 async for event in paced(aiter(call), session.lost_after_seconds):
                     if answer := self._handle(event):
                         chores.append(group.create_task(self.report_evaluation(answer)))
+                    if self._connection.stale:
+                        break
             except (aio.AioRpcError, FedringError) as error:
                 lost = error
             finally:

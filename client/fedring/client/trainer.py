@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fedring.client.config import ClientConfig
-from fedring.client.errors import Closed, Refused, RoundOver, WrongModel
+from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.task import Evaluation, Task
 from fedring.data import DataError, Split, load_part
 from fedring.train.device import pick_device
@@ -66,7 +66,7 @@ class Declared:
             self._fail(task, error.reason, str(error))
         except WrongModel as error:
             self._fail(task, "wrong_schema", str(error))
-        except (Closed, Refused):
+        except Refused:
             raise
         except Exception as error:  # the user's code may raise anything
             log.exception("round %d failed", task.round)
@@ -80,7 +80,7 @@ class Declared:
             return evaluate(bench.model, bench.split.test, loss=bench.loss, device=self._device)
         except (SeamError, TrainError, DataError, WrongModel) as error:
             log.error("model %d was not evaluated: %s", evaluation.command.model_version, error)
-        except (RoundOver, Closed, Refused):
+        except (RoundOver, Refused):
             raise
         except Exception:  # the user's code may raise anything
             log.exception("model %d was not evaluated", evaluation.command.model_version)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Annotated, Any
 
 import typer
@@ -42,7 +42,10 @@ def federated(
         raise Failure("--encodings needs names, each once, separated by commas", Exit.USAGE)
     keys = {**preset_job(dataset), **_KEYS, "rounds": rounds, "subset_size": subset}
     root = data_root.absolute() if data_root else None
-    experiments = {name: Experiment(make_job(clients, {**keys, "encoding": name}), clients, root) for name in names}
+    experiments = {
+        name: Experiment(make_job(clients, {**keys, "name": f"bench {name}", "encoding": name}), clients, root)
+        for name in names
+    }
     results = {"dataset": str(dataset), "clients": clients, "rounds": rounds, "subset_size": subset} | _KEYS
     results["encodings"] = [_run(name, experiment, out / name) for name, experiment in experiments.items()]
     results["central"] = _run_centrally(experiments[names[0]]) if central else None
@@ -55,7 +58,7 @@ def federated(
 
 
 def summary(encoding: str, result: Result) -> dict[str, Any]:
-    """What one encoding came to: means over the rounds, bytes and communication per client."""
+    """What one encoding came to: per client and round, mean bytes and median seconds."""
     report = result.report()
     published = [round_ for round_ in result.rounds if round_.phase == "published"]
     return {
@@ -64,9 +67,9 @@ def summary(encoding: str, result: Result) -> dict[str, Any]:
         "accuracies": [row["accuracy"] for row in report["rounds"]],
         "upload_bytes": fmean(figures.upload_per_client(round_) for round_ in published),
         "download_bytes": fmean(figures.download_per_client(round_) for round_ in published),
-        "communication_seconds": fmean(figures.communication_seconds(round_) for round_ in published),
-        "round_seconds": fmean(round_.seconds for round_ in published),
-        "train_seconds_max": fmean(round_.train_seconds_max for round_ in published),
+        "communication_seconds": median(figures.communication_seconds(round_) for round_ in published),
+        "round_seconds": median(round_.seconds for round_ in published),
+        "train_seconds_max": median(round_.train_seconds_max for round_ in published),
         "model_sha256": report["model_sha256"],
     }
 
@@ -102,8 +105,8 @@ def _print(results: Mapping[str, Any]) -> None:
     if results["central"]:
         rows.append(("central", percent(results["central"]["accuracy"]), "-", "-", "-", "-", "-"))
     columns = ("encoding", "accuracy>", "upload/client>", "download/client>", "communication>", "round>", "training>")
-    title = f"{results['dataset']}, {results['clients']} clients, {results['rounds']} rounds; means a round"
-    print_table(title, columns, rows)
+    title = f"{results['dataset']}, {results['clients']} clients, {results['rounds']} rounds"
+    print_table(f"{title}; mean bytes and median times a round", columns, rows)
 
 
 def _plot(results: Mapping[str, Any], directory: Path) -> None:

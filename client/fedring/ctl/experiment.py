@@ -67,7 +67,7 @@ def make_job(clients: int, keys: Mapping[str, Any]) -> Job:
 def run_experiment(experiment: Experiment, directory: Path, show: Show) -> Result:
     """The job has run on daemons that are gone again; state, logs, model.safetensors and report.json are left."""
     _sweep(directory)
-    client: dict[str, Any] = {"data_root": str(experiment.data_root)} if experiment.data_root else {}
+    client = {"data_root": experiment.data_root} if experiment.data_root else {}
     with (
         ended_by_signals(),
         Fleet(directory, clients=[client] * experiment.clients) as fleet,

@@ -87,7 +87,9 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: "0.42 s", "3 min 20 s", "5 h 1 min"."""
+    """Seconds for people: "42 ms", "0.42 s", "3 min 20 s", "5 h 1 min"."""
+    if 0 < seconds < 0.1:
+        return f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

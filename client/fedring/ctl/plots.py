@@ -17,7 +17,7 @@ _DPI = 160
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A bar chart: one bar a name."""
+    """A chart with one bar a name, or one point if its axis does not begin at 0."""
 
     title: str
     file: str  # of its own PNG
@@ -25,13 +25,13 @@ class Bars:
     values: Sequence[float]
     labels: Sequence[str]
     reference: tuple[float, str] | None = None  # a line across, and what it is
-    low: float = 0.0  # where the axis begins
+    low: float = 0.0  # where the axis of values begins
 
 
 def plot_rounds(report: Mapping[str, Any], path: Path) -> None:
     """`path` shows accuracy and bytes per client, round by round."""
     rounds = report["rounds"]
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = _figure(9, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _plot_accuracy(above, [row["round"] for row in rounds], [row["accuracy"] for row in rounds])
     _plot_bytes(below, rounds)
@@ -41,14 +41,20 @@ def plot_rounds(report: Mapping[str, Any], path: Path) -> None:
 def plot_bars(charts: Sequence[Bars], directory: Path, together: str) -> None:
     """Each chart has a PNG of its own in `directory`, and `together` shows them all."""
     for chart in charts:
-        figure = Figure(figsize=(6.4, 4), layout="constrained")
-        _draw_bars(figure.subplots(), chart)
+        figure = _figure(6.4, 4)
+        _draw(figure.subplots(), chart)
         figure.savefig(directory / chart.file, dpi=_DPI)
-    figure = Figure(figsize=(12.8, 4 * ((len(charts) + 1) // 2)), layout="constrained")
-    panels = figure.subplots((len(charts) + 1) // 2, 2, squeeze=False).flat
-    for panel, chart in zip(panels, charts, strict=False):
-        _draw_bars(panel, chart)
+    rows = (len(charts) + 1) // 2
+    figure = _figure(12.8, 4 * rows)
+    for panel, chart in zip(figure.subplots(rows, 2, squeeze=False).flat, charts, strict=False):
+        _draw(panel, chart)
     figure.savefig(directory / together, dpi=_DPI)
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height))
+    figure.set_layout_engine("constrained", w_pad=0.2, h_pad=0.15)
+    return figure
 
 
 def _plot_accuracy(axes: Axes, rounds: Sequence[int], accuracies: Sequence[float | None]) -> None:
@@ -70,8 +76,8 @@ def _plot_bytes(axes: Axes, rounds: Sequence[Mapping[str, Any]]) -> None:
     ):
         places = [row["round"] + shift for row in rounds]
         bars = axes.bar(places, [row[key] for row in rounds], width, color=colour, label=label)
-        if len(rounds) <= 12:
-            axes.bar_label(bars, [size(row[key]) for row in rounds], fontsize=6.5, color=INK, padding=1)
+        labels = [*[""] * (len(rounds) - 1), *[size(row[key]) for row in rounds[-1:]]]
+        axes.bar_label(bars, labels, fontsize=8, color=INK, padding=2)
     _title(axes, "Bytes per client")
     axes.set_xlabel("round", color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -79,19 +85,30 @@ def _plot_bytes(axes: Axes, rounds: Sequence[Mapping[str, Any]]) -> None:
     axes.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
 
 
-def _draw_bars(axes: Axes, chart: Bars) -> None:
-    bars = axes.bar(chart.names, chart.values, 0.62, color=BLUE)
-    axes.bar_label(bars, chart.labels, fontsize=9, color=INK, padding=2)
+def _draw(axes: Axes, chart: Bars) -> None:
     highs: list[float] = [*chart.values, chart.reference[0] if chart.reference else chart.low]
-    axes.set_ylim(chart.low, chart.low + 1.15 * max(max(highs) - chart.low, 1e-9))
+    top = chart.low + 1.15 * max(max(highs) - chart.low, 1e-9)
+    if chart.low:  # a bar's length must stand for its value: where the axis does not begin at 0, points do
+        axes.plot(chart.names, chart.values, "o", color=BLUE, markersize=9)
+        axes.margins(x=0.15)
+        axes.grid(axis="y", color=GREY, alpha=0.4, linewidth=0.6)
+    else:
+        axes.bar(chart.names, chart.values, 0.62, color=BLUE)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+    axes.set_ylim(chart.low, top)
+    for name, value, label in zip(chart.names, chart.values, chart.labels, strict=True):
+        place = (0, 8 if chart.low else 3)
+        axes.annotate(label, (name, value), place, textcoords="offset points", ha="center", fontsize=9, color=INK)
     if chart.reference:
-        value, label = chart.reference
-        axes.axhline(value, color=ORANGE, linewidth=1.5, linestyle="--")
-        axes.annotate(label, (1, value), (0, 4), xycoords=("axes fraction", "data"), textcoords="offset points",
-                      ha="right", fontsize=9, color=INK)  # fmt: skip
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
+        _draw_reference(axes, *chart.reference)
     _title(axes, chart.title)
+
+
+def _draw_reference(axes: Axes, value: float, label: str) -> None:
+    axes.axhline(value, color=ORANGE, linewidth=1.5, linestyle="--")
+    place: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+    axes.annotate(label, (1, value), (0, 4), ha="right", fontsize=9, color=INK, **place)
 
 
 def _title(axes: Axes, text: str) -> None:

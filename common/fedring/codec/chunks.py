@@ -28,13 +28,17 @@ def quantise(values: NDArray[np.float32], chunk: int) -> tuple[NDArray[np.int8],
 def quantised_blocks(values: NDArray[np.float32], chunk: int) -> Iterator[tuple[NDArray[np.int8], NDArray[np.float32]]]:
     """As `quantise`, piece by piece, each of whole chunks; CodecError("non_finite") for NaN or infinity."""
     width = max(1, _BLOCK // chunk) * chunk
+    scratch = np.empty((0, 0), np.float32)
     for start in range(0, values.size, width):
         block = values[start : start + width]
         rows = as_rows(block, chunk)
+        if scratch.shape[1] != rows.shape[1]:
+            scratch = np.empty_like(rows)
         scales = tame(peaks(rows) / np.float32(127), _LIMIT)
-        levels = rows / divisors(scales)
+        levels = np.divide(rows, divisors(scales), out=scratch[: len(rows)])
         np.rint(levels, out=levels)
-        np.clip(levels, -127, 127, out=levels)
+        if (scales == _LIMIT).any():  # no other scale makes a level above 127
+            np.clip(levels, -127, 127, out=levels)
         yield levels.astype(np.int8).reshape(-1)[: block.size], scales
 
 

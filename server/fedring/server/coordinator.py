@@ -13,12 +13,14 @@ from typing import Any
 
 from fedring.server.models import Models
 
+from fedring.codec import CodecError
 from fedring.server import rounds as rd
 from fedring.server.accept import Acceptor, RefusedCommit
 from fedring.server.blobs import Partial, StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.facts import Facts
 from fedring.server.journal import Journal
+from fedring.server.optimize import OptimizerError
 from fedring.server.plan import job_spec, rules_of, train_cmd
 from fedring.server.report import round_message
 from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, UpdateRow
@@ -91,9 +93,7 @@ class Coordinator:
         current = round_ is not None and round_.number == report.round and client in round_.evaluators
         if not current or self.latest is None or self.latest.version != report.model_version:
             return
-        row = EvaluationRow(
-            report.round, report.model_version, client, report.correct, report.total, report.loss_sum
-        )
+        row = EvaluationRow(report.round, report.model_version, client, report.correct, report.total, report.loss_sum)
         await self.facts.db(self.facts.store.add_evaluation, row)
         self.handle(rd.Evaluated(client))
 
@@ -126,7 +126,9 @@ class Coordinator:
         """Go on with the round that a restart interrupted; its clients have time to come back."""
         base = await self.facts.db(self.facts.store.model, row.base_version)
         if base is None:
-            raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, which is gone")
+            raise StorageError(
+                "missing_model", f"round {row.round} starts from model {row.base_version}, which is gone"
+            )
         rules = rules_of(spec, grace=self._config.lost_after_seconds)
         if row.phase == rd.Phase.WAITING:
             self._begin(row, spec, base)
@@ -200,9 +202,9 @@ class Coordinator:
         updates = await self.facts.db(self.facts.store.updates_of, open_.row.round)
         try:
             model = await self.facts.heavy(self.models.next, open_.base, updates, open_.job, open_.row.round)
-        except StorageError as error:
+        except (StorageError, CodecError, OptimizerError) as error:
             log.exception("aggregation of round %d failed", open_.row.round)
-            self.handle(rd.Abandoned(error.reason))
+            self.handle(rd.Abandoned(getattr(error, "reason", "bad_optimizer")))
             return
         seconds = time.monotonic() - open_.started
         stats = self._stats(open_, seconds)
@@ -260,6 +262,7 @@ class Coordinator:
         for row in rows:
             self.models.remember(row)
         self.latest = rows[0] if rows else None
+        self.journal.begin(await self.facts.db(self.facts.store.last_event_id))
 
     async def save_events(self, rows: list[EventRow]) -> None:
         """The events are in the store."""
@@ -267,14 +270,10 @@ class Coordinator:
 
     async def _prune(self) -> None:
         """Let go of what is older than the configuration keeps."""
-        pruned = await self.facts.db(
-            self.facts.store.prune, self._config.keep_models, self._config.keep_update_rounds
-        )
+        pruned = await self.facts.db(self.facts.store.prune, self._config.keep_models, self._config.keep_update_rounds)
         if pruned.rows:
             kept = await self.facts.db(self.facts.store.models, self._config.keep_models)
             self.models.forget(row.version for row in kept)
-            for digest in pruned.blobs:
-                await self.facts.work(self.facts.blobs.delete, digest)
 
     # ---- pieces
 
@@ -384,5 +383,3 @@ class Coordinator:
         missing = sorted(set(open_.row.selected) - open_.accepted.keys())
         if missing:
             log.warning("round %d ends without %s", open_.row.round, ", ".join(missing))
-
-

@@ -39,6 +39,13 @@ class Facts:
         self.blobs.seal_many([partial for partial, _ in batch])
         return self.store.accept_updates([row for _, row in batch])
 
+    def prune(self, keep_models: int, keep_update_rounds: int) -> bool:
+        """Whether anything old was let go. Rows and blobs go in one call of `db`: nothing is sealed in between."""
+        pruned = self.store.prune(keep_models, keep_update_rounds)
+        for digest in pruned.blobs:
+            self.blobs.delete(digest)
+        return bool(pruned.rows or pruned.blobs)
+
     def close(self) -> None:
         """End the threads, then let go of the store and the blobs."""
         for pool in (self._heavy, self.pool, self._db):

@@ -109,9 +109,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
     def _lost(self, session: Session) -> None:
         if self._coordinator.sessions.drop(session):
             self._coordinator.handle(rd.Left(session.client_id))
-            self._coordinator.journal.write(
-                "client_lost", f"{session.client_id} is gone", client_id=session.client_id
-            )
+            self._coordinator.journal.write("client_lost", f"{session.client_id} is gone", client_id=session.client_id)
 
 
 class ModelBlobService(rpc.ModelBlobServiceServicer):

@@ -30,7 +30,9 @@ class Jobs:
 
     async def start(self, spec: Job, key: str) -> tuple[JobRow, bool]:
         """The job, queued, and whether the idempotency key was known already."""
-        wanted = JobRow(0, spec.name, spec.model_dump(mode="json"), spec.rounds, time.time(), idempotency_key=key or None)
+        wanted = JobRow(
+            0, spec.name, spec.model_dump(mode="json"), spec.rounds, time.time(), idempotency_key=key or None
+        )
         row = await self._facts.db(self._store.create_job, wanted)
         self._queued.set()
         return row, row.created_at != wanted.created_at

@@ -33,6 +33,10 @@ class Journal:
         self._watchers: set[asyncio.Queue[pb.Event]] = set()
         self._unsaved: asyncio.Queue[EventRow] = asyncio.Queue()
 
+    def begin(self, last_id: int) -> None:
+        """All ids from now on are above `last_id`, also if the clock was set back."""
+        self._last_id = max(self._last_id, last_id)
+
     def write(
         self, kind: str, text: str, *, job_id: int = 0, client_id: str = "", state: pb.Round | None = None
     ) -> None:

@@ -56,7 +56,9 @@ def fl_server(
     control_listen: Annotated[str | None, typer.Option(help="address for flctl, host:port")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="folder for models, updates and the database")] = None,
     check_config: Annotated[bool, typer.Option("--check-config", help="say whether it could start, and exit")] = False,
-    print_config: Annotated[bool, typer.Option("--print-config", help="print every key and its origin, and exit")] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="print every key and its origin, and exit")
+    ] = False,
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
 ) -> None:
     """The aggregation server: it sends commands to fl-clients, adds up their updates and keeps the models.

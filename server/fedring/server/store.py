@@ -20,7 +20,6 @@ from sqlalchemy import (
     delete,
     func,
     insert,
-    func,
     select,
     tuple_,
     union_all,
@@ -36,6 +35,10 @@ from fedring.server.tables import evaluations, events, jobs, meta, models, round
 Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow)
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
 _BLOB_COLUMNS = (updates.c.digest, models.c.blob, models.c.delta_blob, models.c.residual_blob, models.c.optimizer_blob)
+
+
+KEEP_EVENTS = 10_000
+"""Newest events that a retention run leaves."""
 
 
 class Acceptance(StrEnum):
@@ -83,6 +86,7 @@ class Store(Protocol):
     def evaluation_sum(self, version: int) -> EvaluationRow | None: ...
     def append_events(self, rows: Sequence[EventRow]) -> None: ...
     def events_after(self, event_id: int, limit: int = 1000) -> list[EventRow]: ...
+    def last_event_id(self) -> int: ...
     def prune(self, keep_models: int, keep_update_rounds: int) -> Pruned: ...
     def named_blobs(self) -> set[str]: ...
     def close(self) -> None: ...
@@ -250,6 +254,11 @@ class SqlStore:
         """The events after that id, oldest first."""
         return self._list(select(events).where(events.c.id > event_id).order_by(events.c.id).limit(limit), EventRow)
 
+    def last_event_id(self) -> int:
+        """The id of the newest event, 0 without any."""
+        with self._transaction() as connection:
+            return connection.execute(select(func.max(events.c.id))).scalar() or 0
+
     def prune(self, keep_models: int, keep_update_rounds: int) -> Pruned:
         """Only the newest models, and the updates of open and of the newest ended rounds, are kept.
 
@@ -263,6 +272,8 @@ class SqlStore:
             before = _named(connection)
             kept_models = connection.execute(newest.limit(max(keep_models, 1))).scalars().all()
             removed = connection.execute(delete(updates).where(updates.c.round.in_(old_rounds))).rowcount
+            oldest = select(events.c.id).order_by(events.c.id.desc()).limit(KEEP_EVENTS).subquery()
+            connection.execute(delete(events).where(events.c.id < select(func.min(oldest.c.id)).scalar_subquery()))
             if kept_models:
                 removed += connection.execute(delete(models).where(models.c.version < kept_models[-1])).rowcount
                 older = update(models).where(models.c.version < kept_models[0])

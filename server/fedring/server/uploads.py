@@ -10,7 +10,7 @@ from fedring.server.admit import check_header, check_payload, packets_of
 
 from fedring.codec.errors import CodecError
 from fedring.rpc.chunks import CHUNK_BYTES, paced, wire_bytes
-from fedring.rpc.errors import BadRequest, BadUpdate, NotAllowed, OtherUpdate, Overloaded, TooLarge, UnknownRound
+from fedring.rpc.errors import BadRequest, BadUpdate, Damaged, NotAllowed, OtherUpdate, Overloaded, TooLarge, UnknownRound
 from fedring.server import rounds as rd
 from fedring.server.blobs import FilePartial, StorageError
 from fedring.server.config import ServerConfig
@@ -53,9 +53,11 @@ class ClientUpdateService(rpc.ClientUpdateServiceServicer):
             await self._replace_older(session.client_id)
             partial = await self._open(header)
             try:
-                yield pb.UpdateReply(resume_offset=partial.size)
+                resumed = partial.size
+                yield pb.UpdateReply(resume_offset=resumed)
                 began = time.monotonic()
                 await self._receive(messages, partial, header, traffic)
+                self._check_digest(partial, header, resumed)
                 already = await self._settle(partial, header, open_)
                 traffic.upload_seconds += time.monotonic() - began
             finally:
@@ -134,7 +136,9 @@ class ClientUpdateService(rpc.ClientUpdateServiceServicer):
         while partial.size < header.total_bytes:
             message = await anext(messages, None)
             if message is None:
-                raise BadRequest(f"the stream ended at {partial.size} of {header.total_bytes} bytes", reason="truncated")
+                raise BadRequest(
+                    f"the stream ended at {partial.size} of {header.total_bytes} bytes", reason="truncated"
+                )
             chunk = message.chunk
             traffic.upload_bytes += wire_bytes(message)
             if not 0 < len(chunk.data) <= CHUNK_BYTES or chunk.offset != partial.size:
@@ -153,13 +157,19 @@ class ClientUpdateService(rpc.ClientUpdateServiceServicer):
         except StorageError as error:
             raise Overloaded(str(error), reason=error.reason) from error
 
+    def _check_digest(self, partial: FilePartial, header: pb.UpdateHeader, resumed: int) -> None:
+        if partial.digest == header.digest.hex():
+            return
+        self._coordinator.facts.blobs.abort(partial)
+        if resumed:  # what lay here before may have been damaged by a power loss, or been another's
+            raise Damaged("the part that was here is not of this payload: send it from the start")
+        raise CodecError("digest_mismatch", "the payload is not what its digest says")
+
     async def _settle(self, partial: FilePartial, header: pb.UpdateHeader, open_: OpenRound) -> bool:
         """Check the payload and make it count; whether it did already."""
         schema = self._coordinator.models.schema_of(open_.base)
         packets = packets_of(header)
         try:
-            if partial.digest != header.digest.hex():
-                raise CodecError("digest_mismatch", "the payload is not what its digest says")
             admitted = await self._coordinator.facts.work(check_payload, partial.read, packets, schema)
         except CodecError as error:
             self._coordinator.facts.blobs.abort(partial)

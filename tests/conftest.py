@@ -1,0 +1,26 @@
+"""What all tests share: where MNIST is, and what a missing tool means."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def missing(what: str) -> None:
+    """Skip for lack of `what`; but in CI, where everything is to be there, fail."""
+    if os.environ.get("FEDRING_NO_SKIPS"):
+        pytest.fail(f"{what} is missing")
+    pytest.skip(f"{what} is missing")
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """The folder that holds MNIST/raw."""
+    given = os.environ.get("FEDRING_TEST_DATA")
+    for root in (Path(given),) if given else (ROOT.parent / "shared" / "data", ROOT / "data"):
+        if (root / "MNIST" / "raw").is_dir():
+            return root
+    missing("MNIST (set FEDRING_TEST_DATA to the folder that holds MNIST/raw)")
+    raise AssertionError

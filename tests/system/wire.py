@@ -1,0 +1,162 @@
+"""A client of the wire contract alone: what a stranger writes from the .proto files, and what an attacker does."""
+
+import hashlib
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import numpy as np
+
+from fedring.codec import Encoding, encode
+from fedring.codec.schema import Schema
+from fedring.rpc.errors import reason_of
+from fedring.train.models import vector
+from fedring.train.state import schema_of
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import federation_pb2_grpc as rpc
+
+SIZE = 1000
+CHUNK = 1 << 20
+
+
+def vector_job(**keys: Any) -> dict[str, Any]:
+    """A job on a model that is one vector of SIZE values."""
+    fixed = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "encoding": "fp32"}
+    return {**fixed, "min_clients": 1, "evaluate": False, "deadline_seconds": 60, **keys}
+
+
+def vector_schema() -> Schema:
+    """The schema of that model."""
+    return schema_of(vector(SIZE))
+
+
+class Refused(Exception):
+    """The server's status and reason."""
+
+    def __init__(self, error: grpc.RpcError) -> None:
+        super().__init__(f"{error.code().name} {reason_of(error)}: {error.details()}")
+        self.code: grpc.StatusCode = error.code()
+        self.reason = reason_of(error)
+
+
+class WireClient:
+    """Joins, watches in a thread, and pushes whatever it is told to."""
+
+    def __init__(self, address: str, client_id: str = "wire") -> None:
+        self.client_id = client_id
+        self.channel = grpc.insecure_channel(address)
+        self.commands = rpc.TrainCmdServiceStub(self.channel)
+        self.models = rpc.ModelBlobServiceStub(self.channel)
+        self.updates = rpc.ClientUpdateServiceStub(self.channel)
+        self.joined = self.commands.Join(pb.JoinRequest(client_id=client_id, protocol=1, software="wire"))
+        self.metadata = (("fl-session", self.joined.session_id),)
+        self.events: queue.Queue[pb.ServerEvent] = queue.Queue()
+        self.ended: queue.Queue[grpc.RpcError | None] = queue.Queue()
+        self._beats: queue.Queue[pb.WatchRequest | None] = queue.Queue()
+        self._watch = self.commands.Watch(iter(self._beats.get, None), metadata=self.metadata)
+        self._done = threading.Event()
+        for target in (self._read, self._beat):
+            threading.Thread(target=target, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Vanish."""
+        self._done.set()
+        self._watch.cancel()
+        self.channel.close()
+
+    def say(self, request: pb.WatchRequest) -> None:
+        """Send a message up the Watch stream."""
+        self._beats.put(request)
+
+    def expect(self, kind: str, seconds: float = 20.0) -> Any:
+        """The next event of this kind; the others before it are dropped."""
+        while True:
+            event = self.events.get(timeout=seconds)
+            if event.WhichOneof("event") == kind:
+                return getattr(event, kind)
+
+    def fetch(self, version: int = 0, held: int = 0) -> tuple[pb.ModelHeader, bytes]:
+        """A model as it is sent."""
+        request = pb.FetchModelRequest(version=version, held_version=held)
+        try:
+            messages = list(self.models.FetchModel(request, metadata=self.metadata))
+        except grpc.RpcError as error:
+            raise Refused(error) from error
+        return messages[0].header, b"".join(message.chunk.data for message in messages[1:])
+
+    def header(self, command: pb.TrainCmd, payload: bytes, **changes: Any) -> pb.UpdateHeader:
+        """A header that fits the command and the payload, but for the changes."""
+        packet = pb.Packet(
+            vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=len(payload), num_samples=10
+        )
+        facts: dict[str, Any] = {
+            "run_id": command.run_id,
+            "round": command.round,
+            "client_id": self.client_id,
+            "model_version": command.model_version,
+            "schema_hash": command.schema_hash,
+            "packets": [packet],
+            "total_bytes": len(payload),
+            "digest": hashlib.sha256(payload).digest(),
+            "train_seconds": 0.5,
+        }
+        return pb.UpdateHeader(**{**facts, **changes})
+
+    def push(self, header: pb.UpdateHeader, payload: bytes, *, stop_at: int | None = None) -> pb.UpdateReply | None:
+        """Push as the contract says; with `stop_at` the stream ends after so many bytes. The last reply."""
+        offsets: queue.Queue[int] = queue.Queue()
+
+        def messages() -> Iterator[pb.ClientUpdate]:
+            yield pb.ClientUpdate(header=header)
+            start = offsets.get(timeout=20)
+            end = len(payload) if stop_at is None else stop_at
+            for offset in range(start, end, CHUNK):
+                data = payload[offset : min(offset + CHUNK, end)]
+                yield pb.ClientUpdate(chunk=pb.Chunk(offset=offset, data=data))
+
+        return self.push_raw(messages(), offsets)
+
+    def push_raw(
+        self, messages: Iterable[pb.ClientUpdate], offsets: "queue.Queue[int] | None" = None
+    ) -> pb.UpdateReply | None:
+        """Push these very messages; the last reply."""
+        last = None
+        try:
+            for reply in self.updates.PushUpdate(iter(messages), metadata=self.metadata):
+                last = reply
+                if offsets is not None and reply.WhichOneof("reply") == "resume_offset":
+                    offsets.put(reply.resume_offset)
+        except grpc.RpcError as error:
+            raise Refused(error) from error
+        finally:
+            if offsets is not None:
+                offsets.put(0)  # nobody must wait for an offset that will not come
+        return last
+
+    def _read(self) -> None:
+        try:
+            for event in self._watch:
+                self.events.put(event)
+                if event.WhichOneof("event") == "heartbeat":
+                    self._beats.put(pb.WatchRequest(matched=True))
+            self.ended.put(None)
+        except grpc.RpcError as error:
+            self.ended.put(error)
+
+    def _beat(self) -> None:
+        while not self._done.wait(self.joined.heartbeat_seconds):
+            self._beats.put(pb.WatchRequest(matched=True))
+
+
+def payload_of(values: "np.ndarray[Any, np.dtype[np.float32]]", name: str = "fp32", **keys: Any) -> bytes:
+    """The values, encoded."""
+    return encode(values, Encoding(name, **keys))

@@ -1,0 +1,115 @@
+"""The program fl-client: its options, its checks, its ends."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedring.client.main import app
+from fedring.daemon.exits import Exit
+from fedring.rpc.errors import BadRequest
+from fedring.train.models import digits_mlp
+from fedring.v1 import federation_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.unit.conftest import Peer
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 60.0
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [*arguments])
+    return result.exit_code, result.output
+
+
+def test_file_overrides_and_flags_make_one_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "client.toml"
+    file.write_text('client_id = "of-file"\nserver = "127.0.0.1:1"\nthreads = 3\n')
+    code, output = run(str(file), "threads=5", "--partition", "2/4", "--client-id", "of-flag", "--print-config")
+    assert code == Exit.OK
+    assert 'client_id = "of-flag"  # flag' in output
+    assert f'server = "127.0.0.1:1"  # file {file}' in output
+    assert "threads = 5  # override" in output
+    assert "partition_index = 2  # flag" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["servr=127.0.0.1:1"], "did you mean 'server'"),
+        (["nonsense"], "is neither a configuration file"),
+        (["--partition", "2"], "is not of the form I/N"),
+        (["--partition", "4/4"], "partition_index must be below"),
+        (["--server", "fl.example.org:8443"], "set insecure = true"),
+        (["--check-config", "--data-root", "/does/not/exist"], "data_root /does/not/exist is no folder"),
+        (["--check-config", "--state-dir", "/dev/null/nowhere"], "cannot be written"),
+        (["--check-config", "trainer=fedring.nothing:at_all"], "There is no module fedring.nothing"),
+        (["--check-config", "device=abacus"], "There is no device"),
+    ],
+)
+def test_what_is_wrong_with_the_configuration_is_said_in_one_sentence(arguments: list[str], sentence: str) -> None:
+    code, output = run(*arguments)
+    assert code == Exit.CONFIG
+    assert output.startswith("fl-client: ")
+    assert sentence in output
+
+
+def test_a_good_configuration_is_called_good_and_nothing_is_made(tmp_path: Path) -> None:
+    assert run("--check-config", "--state-dir", str(tmp_path / "new")) == (Exit.OK, "the configuration is good\n")
+    assert not (tmp_path / "new").exists()
+
+
+def start(settings: dict[str, Any], *arguments: str) -> subprocess.Popen[str]:
+    roots = os.pathsep.join(str(ROOT / root) for root in ("server", "client", "common", "protos"))
+    given = [f"{key}={value}" for key, value in settings.items()]
+    return subprocess.Popen(
+        [sys.executable, "-c", "from fedring.client.main import main; main()", *given, *arguments],
+        env=os.environ | {"PYTHONPATH": roots},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_daemon_trains_and_ends_cleanly_on_sigterm(peer: "Peer", settings: dict[str, Any]) -> None:
+    job: dict[str, Any] = {
+        "mode": "federated",
+        "model": "fedring.train.models:digits_mlp",
+        "data": "fedring.data:digits",
+    }
+    job |= {"loss": "fedring.train.losses:cross_entropy", "optimizer": "fedring.train.optimizers:sgd"}
+    with start(settings, "threads=1") as process:
+        try:
+            peer.joins.get(timeout=SECONDS)
+            peer.train(peer.command(digits_mlp(), round_=1, job=pb.JobSpec(**job)))
+            assert peer.accepted.get(timeout=SECONDS)[0].client_id == "alice"
+            long = peer.command(digits_mlp(), round_=2, epochs=1_000_000, lr=1e-6, job=pb.JobSpec(**job))
+            peer.train(long)
+            while peer.reports.get(timeout=SECONDS).activity != pb.ACTIVITY_TRAINING:
+                pass
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=10)
+        finally:
+            process.kill()
+    assert process.returncode == Exit.OK, errors
+    first = json.loads(errors.splitlines()[0])["text"]
+    assert "client alice" in first
+    assert settings["server"] in first
+    assert "Traceback" not in errors
+
+
+def test_the_daemon_ends_with_78_when_it_is_refused(peer: "Peer", settings: dict[str, Any]) -> None:
+    peer.on_join = lambda: BadRequest("install another version", reason="wrong_protocol")
+    with start(settings) as process:
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == Exit.CONFIG
+    assert "wrong_protocol" in errors
+    with pytest.raises(queue.Empty):
+        peer.accepted.get_nowait()

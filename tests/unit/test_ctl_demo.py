@@ -1,0 +1,97 @@
+"""flctl demo and the fleet, with the real daemons."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from fedring.ctl.control import Control
+from fedring.ctl.experiment import Experiment, make_job, run_experiment
+from fedring.ctl.failure import Failure
+from fedring.ctl.fleet import Fleet
+from fedring.ctl.health import check_health
+from fedring.ctl.presets import Dataset, preset_job
+
+
+def _demo(out: Path, *arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "fedring.ctl.main", "demo", "--out", str(out), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _daemons(out: Path) -> list[int]:
+    """The ids of the daemons of a demo, from the locks of their state folders."""
+    return [int(lock.read_text()) for lock in (out / "state").glob("*/lock")]
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_the_demo_trains_and_leaves_its_report_model_plot_and_logs(tmp_path: Path) -> None:
+    demo = _demo(tmp_path, "--clients", "2", "--rounds", "3", "--output", "json")
+    out, err = demo.communicate(timeout=200)
+    assert demo.returncode == 0, err
+    report = json.loads(out)
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert [row["round"] for row in report["rounds"]] == [1, 2, 3]
+    assert report["accuracy"] == report["rounds"][-1]["accuracy"] > 0.85
+    assert all(row["clients"] == 2 and 0 < row["upload_bytes"] < row["download_bytes"] for row in report["rounds"])
+    model = tmp_path / "model.safetensors"
+    assert report["model_sha256"] == hashlib.sha256(model.read_bytes()).hexdigest()
+    assert report["parameters"] == sum(tensor.size for tensor in load_file(model).values()) == 4810
+    assert (tmp_path / "rounds.png").stat().st_size > 10_000
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"server.log", "client-0.log", "client-1.log"}
+    assert len(err.splitlines()) == 4  # a line a round, and the job's end
+    assert all(map(_gone, _daemons(tmp_path)))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_demo_that_is_interrupted_leaves_no_process(tmp_path: Path, number: int, code: int) -> None:
+    demo = _demo(tmp_path, "--clients", "1", "--rounds", "100000")
+    assert demo.stderr is not None
+    assert "round 1 is evaluated" in demo.stderr.readline()
+    daemons = _daemons(tmp_path)
+    demo.send_signal(number)
+    demo.communicate(timeout=60)
+    assert demo.returncode == code
+    assert len(daemons) == 2
+    assert all(map(_gone, daemons))
+
+
+def test_a_daemon_that_dies_early_ends_the_experiment_and_shows_its_log(tmp_path: Path) -> None:
+    experiment = Experiment(make_job(1, preset_job(Dataset.DIGITS)), 1, tmp_path / "none")
+    with pytest.raises(
+        Failure, match=r"(?s)client-0 ended with exit code 78; the end of .*client-0.log:\n.*none is no folder"
+    ):
+        run_experiment(experiment, tmp_path, lambda event: None)
+    assert all(map(_gone, _daemons(tmp_path)))
+
+
+def test_a_fleet_can_be_killed_and_restarted_piece_by_piece(tmp_path: Path) -> None:
+    with Fleet(tmp_path, {"keep_models": 3}, [{}]) as fleet:
+        addresses, first = (fleet.listen, fleet.control), fleet.server.pid
+        with Control(fleet.control) as control:
+            joined = next(event for event in control.watch() if event.kind == "client_joined")
+            assert joined.client_id == "client-0"
+        fleet.kill(0)
+        assert fleet.clients[0].poll() == -signal.SIGKILL
+        fleet.restart_server()
+        assert (fleet.listen, fleet.control) == addresses
+        assert fleet.server.pid != first
+        assert check_health(fleet.listen, 10) == "serving"
+        fleet.restart(0)
+        assert fleet.clients[0].running
+    assert not fleet.server.running
+    assert not fleet.clients[0].running
+    assert re.search("serves clients", fleet.server.log.read_text())
