@@ -39,7 +39,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.models: dict[int, list[tuple[pb.ModelHeader, bytes]]] = {}  # a step first, if there is one
         self.on_join: Callable[[], FedringError | None] = lambda: None
         self.on_header: Callable[[pb.UpdateHeader], FedringError | None] = lambda header: None
-        self.on_bytes: Callable[[bytes], FedringError | None] = lambda received: None
+        self.on_bytes: Callable[[int], FedringError | None] = lambda received: None
         self.on_piece: Callable[[int], FedringError | None] = lambda offset: None
         self._sessions = 0
         self._outbox: asyncio.Queue[pb.ServerEvent | FedringError]
@@ -165,7 +165,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
             if chunk.offset != len(received):
                 raise BadRequest(reason="bad_chunk")
             received += chunk.data
-            if error := self.on_bytes(bytes(received)):
+            if error := self.on_bytes(len(received)):
                 raise error
         if hashlib.sha256(received).digest() != header.digest:
             raise BadRequest(reason="digest_mismatch")

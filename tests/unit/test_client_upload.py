@@ -51,7 +51,7 @@ def train(task: Task, model: nn.Module, seed: int) -> NDArray[np.float32]:
 def test_a_broken_upload_goes_on_where_the_server_has_it(peer: "Peer", settings: dict[str, Any]) -> None:
     model = nn.Linear(1000, 600)  # 2.4 MB: three chunks
     breaks = [Unavailable("the cable")]
-    peer.on_bytes = lambda received: breaks.pop() if breaks and len(received) > 1 << 20 else None
+    peer.on_bytes = lambda received: breaks.pop() if breaks and received > 1 << 20 else None
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
         peer.train(peer.command(model))

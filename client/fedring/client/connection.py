@@ -1,13 +1,15 @@
 """The channel to fl-server, and the session that every call on it names."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from grpc import StatusCode, aio
 
 from fedring.client.errors import Refused
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_channel
-from fedring.rpc.errors import reason_of, status_of
+from fedring.rpc.errors import Unavailable, reason_of, status_of
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.federation_pb2_grpc import ClientUpdateServiceStub, ModelBlobServiceStub, TrainCmdServiceStub
 from fedring.version import SOFTWARE
@@ -22,6 +24,21 @@ _FINAL = {
     StatusCode.FAILED_PRECONDITION: Exit.CONFIG,
     StatusCode.PERMISSION_DENIED: Exit.NOT_ALLOWED,
 }
+
+
+@contextmanager
+def remote_cancellation() -> Iterator[None]:
+    """Inside, a call that the server cancelled raises Unavailable.
+
+    grpc raises CancelledError for it, as if this task itself were to end.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Unavailable("the server cancelled the call") from None
 
 
 class Connection:
@@ -42,7 +59,8 @@ class Connection:
         """Open a session; Refused if this client will never get one. With `wait`, be patient with a silent server."""
         request = pb.JoinRequest(client_id=self.client_id, protocol=PROTOCOL, software=SOFTWARE)
         try:
-            session = await self.commands.Join(request, timeout=CALL_SECONDS, wait_for_ready=wait)
+            with remote_cancellation():
+                session = await self.commands.Join(request, timeout=CALL_SECONDS, wait_for_ready=wait)
         except aio.AioRpcError as error:
             if exit_code := _FINAL.get(status_of(error)):
                 raise Refused(

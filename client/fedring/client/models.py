@@ -7,7 +7,7 @@ from collections.abc import Callable
 from grpc import StatusCode, aio
 
 from fedring.client.backoff import Backoff
-from fedring.client.connection import Connection
+from fedring.client.connection import Connection, remote_cancellation
 from fedring.client.download import Download
 from fedring.client.errors import BadModel, RoundOver
 from fedring.client.held import Model
@@ -56,7 +56,8 @@ class Models:
         while not download.complete:
             session_id = self._connection.session.session_id
             try:
-                await self._stream(download, ended)
+                with remote_cancellation():
+                    await self._stream(download, ended)
                 continue
             except (aio.AioRpcError, FedringError) as error:
                 status = error.status if isinstance(error, FedringError) else status_of(error)

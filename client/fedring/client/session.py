@@ -9,12 +9,12 @@ from typing import Any
 from grpc import StatusCode, aio
 
 from fedring.client.backoff import Backoff
-from fedring.client.connection import CALL_SECONDS, Connection
+from fedring.client.connection import CALL_SECONDS, Connection, remote_cancellation
 from fedring.client.errors import Refused
 from fedring.client.inbox import Inbox
 from fedring.daemon.exits import Exit
 from fedring.rpc.chunks import paced
-from fedring.rpc.errors import FedringError, Superseded, reason_of, status_of
+from fedring.rpc.errors import FedringError, Superseded, Unavailable, reason_of, status_of
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Session:
             try:
                 session = await self._connection.join(wait=wait)
                 lost = await self._watch(session)
-            except aio.AioRpcError as error:
+            except (aio.AioRpcError, FedringError) as error:
                 lost = error
             if self._matched:
                 backoff.reset()
@@ -66,11 +66,13 @@ class Session:
     async def report_evaluation(self, report: pb.EvaluationReport) -> None:
         """Tell the server the counts; a server that does not want them any more is no failure."""
         try:
-            await self._connection.commands.ReportEvaluation(
-                report, metadata=self._connection.metadata, timeout=CALL_SECONDS
-            )
-        except aio.AioRpcError as error:
-            log.warning("the evaluation of model %d was not taken: %s", report.model_version, reason_of(error))
+            with remote_cancellation():
+                await self._connection.commands.ReportEvaluation(
+                    report, metadata=self._connection.metadata, timeout=CALL_SECONDS
+                )
+        except (aio.AioRpcError, FedringError) as error:
+            reason = error.reason if isinstance(error, FedringError) else reason_of(error)
+            log.warning("the evaluation of model %d was not taken: %s", report.model_version, reason)
 
     async def report_failure(self, failure: pb.Failure) -> None:
         """The server learns with the next message, at once if it can be reached, that this round failed here."""
@@ -92,11 +94,12 @@ class Session:
         async with asyncio.TaskGroup() as group:
             chores = [group.create_task(self._beat(call, session))]
             try:
-                async for event in paced(aiter(call), session.lost_after_seconds):
-                    if answer := self._handle(event):
-                        chores.append(group.create_task(self.report_evaluation(answer)))
-                    if self._connection.stale:
-                        break
+                with remote_cancellation():
+                    async for event in paced(aiter(call), session.lost_after_seconds):
+                        if answer := self._handle(event):
+                            chores.append(group.create_task(self.report_evaluation(answer)))
+                        if self._connection.stale:
+                            break
             except (aio.AioRpcError, FedringError) as error:
                 lost = error
             finally:
@@ -159,7 +162,7 @@ class Session:
     def _explain(self, lost: Lost | None) -> tuple[str, str]:
         """A state and its sentence."""
         address = self._connection.address
-        if lost is None:
+        if lost is None or isinstance(lost, Unavailable):
             return "closed", f"fl-server at {address} closed the session; joining again"
         if isinstance(lost, FedringError):
             return "silent", f"fl-server at {address} is silent ({lost}); joining again"

@@ -1,0 +1,59 @@
+"""A large model that clients return unchanged: seconds a round, and the server's memory.
+
+    python tests/bench/big_model.py [--megabytes 100] [--clients 2 8] [--rounds 4]
+
+Every round the model goes down in full (4 bytes a parameter) and comes back as fp32 updates, each of them synced to
+the disk before it is accepted. The first round, in which clients import torch and load data, is not counted.
+"""
+
+import argparse
+import statistics
+from typing import Any
+
+from fleets import fleet_of, peak_bytes, print_line, resident_bytes, run_job
+
+
+def main() -> None:
+    """Print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=100)
+    parser.add_argument("--clients", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--rounds", type=int, default=4, help="rounds to count")
+    args = parser.parse_args()
+    size = int(args.megabytes * 1e6 / 4)
+    rows = {str(count): _measure(count, size, args.rounds) for count in args.clients}
+    print_line({"bench": "big_model", "megabytes": args.megabytes, "clients": rows})
+
+
+def _measure(clients: int, size: int, rounds: int) -> dict[str, Any]:
+    job = {
+        "model": "fedring.train.models:vector",
+        "model_args": {"size": size},
+        "trainer": "trainers:unchanged",
+        "data": "trainers:data",
+        "encoding": "fp32",
+        "rounds": rounds + 1,
+        "min_clients": clients,
+        "min_clients_to_aggregate": clients,
+        "evaluate": False,
+    }
+    with fleet_of([{}] * clients) as (fleet, control):
+        idle = resident_bytes(fleet.server.pid)
+        measured = run_job(control, job)[1:]
+        peak = peak_bytes(fleet.server.pid)
+        client_peak = max(peak_bytes(client.pid) for client in fleet.clients)
+    seconds = [round_.seconds for round_ in measured]
+    return {
+        "round_seconds_median": round(statistics.median(seconds), 3),
+        "round_seconds": [round(value, 3) for value in seconds],
+        "upload_bytes": measured[-1].upload_bytes,
+        "download_bytes": measured[-1].download_bytes,
+        "server_idle_mb": round(idle / 1e6),
+        "server_peak_mb": round(peak / 1e6),
+        "server_growth_models": round((peak - idle) / (4 * size), 2),
+        "client_peak_mb": round(client_peak / 1e6),
+    }
+
+
+if __name__ == "__main__":
+    main()
