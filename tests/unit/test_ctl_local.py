@@ -14,6 +14,7 @@ import pytest
 
 from fedring.ctl.experiment import Result, make_job
 from fedring.ctl.failure import Failure
+from fedring.ctl.guide import EXIT_CODES
 from fedring.ctl.main import main
 from fedring.ctl.output import duration, percent, size, to_dict
 from fedring.ctl.plots import Bars, plot_bars, plot_rounds
@@ -45,6 +46,11 @@ def test_help_explains_every_exit_code(flctl: Call) -> None:
     code, out, _ = flctl("help", "exit-codes")
     assert code == 0
     assert all(f"{code:>4}  " in out for code in Exit)
+
+
+def test_the_manual_has_the_same_exit_codes() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "flctl.md").read_text()
+    assert all(f"| {code:d} | {meaning} |" in manual for code, meaning in EXIT_CODES.items())
 
 
 @pytest.mark.parametrize("verb", [*VERBS, "models export", "bench federated"])

@@ -27,10 +27,11 @@ _FINAL = {
 
 
 @contextmanager
-def remote_cancellation() -> Iterator[None]:
-    """Inside, a call that the server cancelled raises Unavailable.
+def stray_cancellation() -> Iterator[None]:
+    """Inside, a cancellation that nobody asked for raises Unavailable.
 
-    grpc raises CancelledError for it, as if this task itself were to end.
+    Before Python 3.13, a timeout that fires in the instant in which its body ends leaves a cancellation behind, and the
+    next await raises it, as if this task were to end.
     """
     try:
         yield
@@ -38,7 +39,7 @@ def remote_cancellation() -> Iterator[None]:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise Unavailable("the server cancelled the call") from None
+        raise Unavailable("a timeout fired as the call ended") from None
 
 
 class Connection:
@@ -59,8 +60,7 @@ class Connection:
         """Open a session; Refused if this client will never get one. With `wait`, be patient with a silent server."""
         request = pb.JoinRequest(client_id=self.client_id, protocol=PROTOCOL, software=SOFTWARE)
         try:
-            with remote_cancellation():
-                session = await self.commands.Join(request, timeout=CALL_SECONDS, wait_for_ready=wait)
+            session = await self.commands.Join(request, timeout=CALL_SECONDS, wait_for_ready=wait)
         except aio.AioRpcError as error:
             if exit_code := _FINAL.get(status_of(error)):
                 raise Refused(

@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 
 from fedring.client.config import ClientConfig
 from fedring.client.connection import Connection
-from fedring.client.errors import Closed, Refused
+from fedring.client.errors import Closed
 from fedring.client.models import Models
 from fedring.client.session import Session
 from fedring.daemon.notify import watchdog
 
 T = TypeVar("T")
-_POLL_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
 
 
@@ -31,31 +30,26 @@ class Link:
         self._evaluates = evaluates
         self._tell = tell
         self._loop = asyncio.new_event_loop()
-        self._refused: Refused | None = None
+        self._ended_by: Exception | None = None  # None = `close`
         self._main: asyncio.Task[None] | None = None
+        self._gate = threading.Lock()
+        self._open = True  # calls are taken; changed within the gate only
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="fedring-session", daemon=True)
         self._thread.start()
         started.wait()
 
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What `work` returns in the session's thread; Closed if that ends first, Refused if the server ended it."""
-        coroutine = work()
+        """What `work` returns in the session's thread; Closed if `close` ended that first, else what did: Refused."""
+        with self._gate:
+            future = asyncio.run_coroutine_threadsafe(work(), self._loop) if self._open else None
         try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError as error:  # the loop has ended
-            coroutine.close()
-            raise self._end() from error
-        while True:
-            try:
-                return future.result(_POLL_SECONDS)
-            except concurrent.futures.CancelledError as error:
-                raise self._end() from error
-            except TimeoutError:
-                if future.done():
-                    raise
-                if not self._thread.is_alive():  # it ended before it saw the coroutine
-                    raise self._end() from None
+            if future:
+                return future.result()
+        except concurrent.futures.CancelledError:
+            pass
+        self._thread.join()  # it is ending, and then says why
+        raise self._ended_by or Closed
 
     def close(self) -> None:
         """Begin to end the session; may be called from a signal handler."""
@@ -66,12 +60,9 @@ class Link:
         """Return when the session's thread has ended, within a few seconds."""
         self._thread.join(_CLOSE_SECONDS)
 
-    def _end(self) -> Exception:
-        return self._refused or Closed()
-
     def _cancel(self) -> None:
         self.session.inbox.end_all("closed")
-        if self._main:
+        if self._main and not self._main.cancelling():
             self._main.cancel()
 
     def _run(self, started: threading.Event) -> None:
@@ -80,8 +71,10 @@ class Link:
                 runner.run(self._serve(started))
             except asyncio.CancelledError:
                 pass
-            except Refused as error:
-                self._refused = error
+            except Exception as error:  # noqa: BLE001  # Refused, or a fault of ours: the user's thread raises it
+                self._ended_by = error
+            finally:
+                started.set()
 
     async def _serve(self, started: threading.Event) -> None:
         self.connection = Connection(self._config.server, self._config.client_id)
@@ -93,6 +86,9 @@ class Link:
         try:
             await self.session.run()
         finally:
+            with self._gate:
+                self._open = False
+            await asyncio.sleep(0)  # what came through the gate becomes a task, which the runner then cancels
             beat.cancel()
             self.session.inbox.end_all("closed")
             await self.connection.close()

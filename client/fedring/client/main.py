@@ -105,14 +105,13 @@ def parse_partition(text: str | None) -> dict[str, str | None]:
 def serve(loaded: Loaded[ClientConfig], file: Path | None) -> Exit:
     """Take part until told to stop, or refused for good."""
     from fedring.client.federation import Federation
-    from fedring.client.trainer import Declared, use_threads
-    from fedring.train.device import threads_for
+    from fedring.client.trainer import Declared, prepare
 
     config = loaded.config
     set_up_logs(config.log_style, config.log_level)
     origin = str(file) if file else "defaults"
     log.info("%s, server %s, client %s, configuration from %s", SOFTWARE, config.server, config.client_id, origin)
-    use_threads(config.threads or threads_for(config.clients_on_host))
+    prepare(config)
     trainer = Declared(config)
     federation = Federation(config, on_evaluate=trainer.evaluate, tell=lambda text: sd_notify(f"STATUS={text}"))
 

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 from grpc import StatusCode, aio
 
 from fedring.client.backoff import Backoff
-from fedring.client.connection import Connection, remote_cancellation
+from fedring.client.connection import Connection, stray_cancellation
 from fedring.client.download import Download
 from fedring.client.errors import BadModel, RoundOver
 from fedring.client.held import Model
@@ -56,7 +57,7 @@ class Models:
         while not download.complete:
             session_id = self._connection.session.session_id
             try:
-                with remote_cancellation():
+                with stray_cancellation():
                     await self._stream(download, ended)
                 continue
             except (aio.AioRpcError, FedringError) as error:
@@ -66,9 +67,10 @@ class Models:
                     raise RoundOver(ended() or reason, str(error)) from error
             if why := ended():
                 raise RoundOver(why)
-            if status in _REJOIN:
-                await self._rejoin(session_id, ended)
-            await asyncio.sleep(backoff.next())
+            with suppress(Unavailable), stray_cancellation():
+                if status in _REJOIN:
+                    await self._rejoin(session_id, ended)
+                await asyncio.sleep(backoff.next())
         return await asyncio.to_thread(download.finish)
 
     async def _stream(self, download: Download, ended: Callable[[], str]) -> None:

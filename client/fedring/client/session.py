@@ -9,7 +9,7 @@ from typing import Any
 from grpc import StatusCode, aio
 
 from fedring.client.backoff import Backoff
-from fedring.client.connection import CALL_SECONDS, Connection, remote_cancellation
+from fedring.client.connection import CALL_SECONDS, Connection, stray_cancellation
 from fedring.client.errors import Refused
 from fedring.client.inbox import Inbox
 from fedring.daemon.exits import Exit
@@ -52,8 +52,9 @@ class Session:
         while True:
             lost: Lost | None
             try:
-                session = await self._connection.join(wait=wait)
-                lost = await self._watch(session)
+                with stray_cancellation():
+                    session = await self._connection.join(wait=wait)
+                    lost = await self._watch(session)
             except (aio.AioRpcError, FedringError) as error:
                 lost = error
             if self._matched:
@@ -61,12 +62,13 @@ class Session:
             self._matched = False
             wait = lost is not None and _unreachable(lost)
             self._say(*self._explain(lost))
-            await asyncio.sleep(backoff.next())
+            with suppress(Unavailable), stray_cancellation():
+                await asyncio.sleep(backoff.next())
 
     async def report_evaluation(self, report: pb.EvaluationReport) -> None:
         """Tell the server the counts; a server that does not want them any more is no failure."""
         try:
-            with remote_cancellation():
+            with stray_cancellation():
                 await self._connection.commands.ReportEvaluation(
                     report, metadata=self._connection.metadata, timeout=CALL_SECONDS
                 )
@@ -94,12 +96,11 @@ class Session:
         async with asyncio.TaskGroup() as group:
             chores = [group.create_task(self._beat(call, session))]
             try:
-                with remote_cancellation():
-                    async for event in paced(aiter(call), session.lost_after_seconds):
-                        if answer := self._handle(event):
-                            chores.append(group.create_task(self.report_evaluation(answer)))
-                        if self._connection.stale:
-                            break
+                async for event in paced(aiter(call), session.lost_after_seconds):
+                    if answer := self._handle(event):
+                        chores.append(group.create_task(self.report_evaluation(answer)))
+                    if self._connection.stale:
+                        break
             except (aio.AioRpcError, FedringError) as error:
                 lost = error
             finally:
@@ -118,8 +119,10 @@ class Session:
             self._wake.clear()
             try:
                 async with asyncio.timeout(session.lost_after_seconds):
-                    await call.write(self._report())
-                    self._failures = self._failures[1:]
+                    report = self._report()
+                    await call.write(report)
+                    if report.HasField("failure"):
+                        del self._failures[0]
                     async with self._told:
                         self._told.notify_all()
             except (aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):

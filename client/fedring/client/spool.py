@@ -92,7 +92,7 @@ class Spool:
         self.drop()
         return None
 
-    def write(self, header: pb.UpdateHeader, parts: Sequence[bytes], residual: Residual | None) -> Spooled:
+    def write(self, header: pb.UpdateHeader, parts: Sequence[bytes | memoryview], residual: Residual | None) -> Spooled:
         """The update, on disk in the place of any other. No fsync: it need not survive the machine."""
         self.drop()
         new = self._folder / "spool.new"
@@ -149,7 +149,7 @@ class Spool:
         return None
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def _write_all(fd: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

@@ -14,10 +14,10 @@ from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.task import Evaluation, Task
 from fedring.data import DataError, Split, load_part
-from fedring.train.device import pick_device
+from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError, TrainError, TrainingStopped
 from fedring.train.evaluation import Counts, evaluate
-from fedring.train.loop import Loss, OptimizerFactory, train
+from fedring.train.loop import Loss, OptimizerFactory, train, warm_up
 from fedring.train.plan import TrainResult
 from fedring.train.seam import build_model, resolve
 from fedring.train.trainer import Trainer, run_trainer
@@ -163,9 +163,10 @@ def trusted_by(config: ClientConfig) -> list[str]:
     return [*config.trusted, *(module for module in named if module)]
 
 
-def use_threads(count: int) -> None:
-    """Training uses that many threads."""
-    torch.set_num_threads(count)
+def prepare(config: ClientConfig) -> None:
+    """Training uses the configured threads, and what torch loads late is loaded."""
+    torch.set_num_threads(config.threads or threads_for(config.clients_on_host))
+    warm_up(pick_device(config.device))
 
 
 def _size(samples: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from grpc import StatusCode, aio
 
 from fedring.client.backoff import Backoff
-from fedring.client.connection import Connection, remote_cancellation
+from fedring.client.connection import Connection, stray_cancellation
 from fedring.client.errors import RoundOver, UpdateRefused
 from fedring.client.spool import Spooled
 from fedring.rpc.chunks import chunks
@@ -51,7 +51,7 @@ class Upload:
         while True:
             session_id = self._connection.session.session_id
             try:
-                with remote_cancellation():
+                with stray_cancellation():
                     return await self._attempt()
             except (aio.AioRpcError, FedringError) as error:
                 rejoin = self._judge(error)
