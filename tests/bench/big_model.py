@@ -1,6 +1,6 @@
 """A large model that clients return unchanged: seconds a round, and the server's memory.
 
-    python tests/bench/big_model.py [--megabytes 100] [--clients 2 8] [--rounds 4]
+    python -m tests.bench.big_model [--megabytes 100] [--clients 2 8] [--rounds 4]
 
 Every round the model goes down in full (4 bytes a parameter) and comes back as fp32 updates, each of them synced to
 the disk before it is accepted. The first round, in which clients import torch and load data, is not counted.
@@ -10,7 +10,7 @@ import argparse
 import statistics
 from typing import Any
 
-from fleets import fleet_of, peak_bytes, print_line, resident_bytes, run_job
+from tests.bench.fleets import fleet_of, peak_bytes, print_line, resident_bytes, run_job
 
 
 def main() -> None:
@@ -29,8 +29,8 @@ def _measure(clients: int, size: int, rounds: int) -> dict[str, Any]:
     job = {
         "model": "fedring.train.models:vector",
         "model_args": {"size": size},
-        "trainer": "trainers:unchanged",
-        "data": "trainers:data",
+        "trainer": "tests.bench.trainers:unchanged",
+        "data": "tests.bench.trainers:data",
         "encoding": "fp32",
         "rounds": rounds + 1,
         "min_clients": clients,

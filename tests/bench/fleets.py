@@ -12,14 +12,14 @@ from fedring.ctl.control import Control
 from fedring.ctl.fleet import Fleet
 from fedring.v1 import control_pb2 as pb
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 @contextlib.contextmanager
 def fleet_of(clients: Sequence[Mapping[str, Any]], **server: Any) -> Iterator[tuple[Fleet, Control]]:
     """A running fleet whose daemons can import this folder's modules; its state is gone afterwards."""
-    trusted = ["fedring", "torchvision", "trainers"]
-    path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH", ""))))
+    trusted = ["fedring", "torchvision", "tests"]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     with (
         tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder,
         Fleet(

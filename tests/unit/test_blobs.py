@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fedring.daemon.lock import StateInUse, StateLock
 from fedring.server.blobs import FileBlobs, FsyncFailed, StorageError
-from fedring.server.lock import StateLocked, lock_state_dir
 
 
 @pytest.fixture
@@ -151,9 +151,9 @@ def test_after_a_failed_fsync_nothing_is_sealed(blobs: FileBlobs, monkeypatch: p
 
 
 def test_a_state_directory_has_one_owner(tmp_path: Path) -> None:
-    with lock_state_dir(tmp_path / "state"):
-        with pytest.raises(StateLocked, match=f"in use by process {os.getpid()}") as caught:
-            lock_state_dir(tmp_path / "state").__enter__()
+    with StateLock(tmp_path / "state"):
+        with pytest.raises(StateInUse, match=f"in use by process {os.getpid()}") as caught:
+            StateLock(tmp_path / "state")
         assert caught.value.pid == os.getpid()
-    with lock_state_dir(tmp_path / "state"):
+    with StateLock(tmp_path / "state"):
         pass

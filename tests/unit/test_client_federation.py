@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fedring.client import ClientConfig, Federation, Refused, RoundOver, WrongModel, connect
-from fedring.client.errors import StateInUse
 from fedring.codec import decode
 from fedring.daemon.exits import Exit
+from fedring.daemon.lock import StateInUse
 from fedring.rpc.errors import BadRequest, NotAllowed, Superseded
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from fedring.client import RoundOver, Task, UpdateRefused, connect
-from fedring.client.spool import Spool
 from fedring.codec import decode
 from fedring.rpc.errors import BadUpdate, FedringError, NoSession, Overloaded, TooLarge, Unavailable, UnknownRound
 from fedring.train.state import read_vectors, schema_of, write_vectors
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from tests.unit.conftest import Peer
 
 SECONDS = 10.0
-HASH = b"h" * 32
 
 
 @pytest.fixture
@@ -163,9 +161,6 @@ def test_an_update_that_is_not_finite_is_not_sent(peer: "Peer", settings: dict[s
         assert peer.failures.get(timeout=SECONDS).reason == "non_finite"
 
 
-# ---- what a process that died left behind
-
-
 def leave_behind(peer: "Peer", settings: dict[str, Any], model: nn.Module, *, accepted: bool) -> Path:
     """The state folder of a client that died while it pushed the update of round 1."""
     died = Path(settings["state_dir"]).with_name("died")
@@ -229,59 +224,3 @@ def test_an_update_that_was_accepted_unheard_counts_as_accepted(
         assert next(federation).round == 2
     assert (state / "residual.safetensors").exists()
     assert peer.accepted.qsize() == 1
-
-
-def write(spool: Spool, residual: float, *, run: str = "run", round_: int = 1) -> Any:
-    header = pb.UpdateHeader(run_id=run, round=round_, schema_hash=HASH, total_bytes=6)
-    return spool.write(header, [b"abc", b"def"], np.full(4, residual, np.float32))
-
-
-def test_a_spool_can_be_read_back_in_parts(tmp_path: Path) -> None:
-    write(Spool(tmp_path), 1.0)
-    pending = Spool(tmp_path).pending()
-    assert pending is not None
-    with pending.reader() as read:
-        assert read(2, 3) == b"cde"
-    assert pending.header.round == 1
-
-
-@pytest.mark.parametrize("lost", ["header.pb", "payload"])
-def test_a_spool_that_is_not_whole_is_dropped_and_the_residual_kept(tmp_path: Path, lost: str) -> None:
-    spool = Spool(tmp_path)
-    spool.accept(write(spool, 1.0))
-    write(spool, 2.0)
-    (tmp_path / "spool" / lost).unlink()
-    again = Spool(tmp_path)
-    assert again.pending() is None
-    np.testing.assert_array_equal(again.residual("run", HASH), np.full(4, 1.0, np.float32))
-
-
-def test_a_spool_in_the_making_is_worth_nothing(tmp_path: Path) -> None:
-    write(Spool(tmp_path), 1.0)
-    (tmp_path / "spool").rename(tmp_path / "spool.new")
-    assert Spool(tmp_path).pending() is None
-    assert not (tmp_path / "spool.new").exists()
-
-
-@pytest.mark.parametrize("taken", [True, False])
-def test_a_death_after_the_residual_moved_keeps_it_whatever_the_server_says_then(tmp_path: Path, taken: bool) -> None:
-    spool = Spool(tmp_path)
-    spool.accept(write(spool, 1.0))
-    write(spool, 2.0, round_=2)
-    (tmp_path / "spool" / "residual").rename(tmp_path / "residual.safetensors")
-    again = Spool(tmp_path)
-    pending = again.pending()
-    assert pending is not None
-    if taken:
-        again.accept(pending)
-    else:
-        again.drop()
-    np.testing.assert_array_equal(again.residual("run", HASH), np.full(4, 2.0, np.float32))
-
-
-@pytest.mark.parametrize(("run", "schema"), [("other", HASH), ("run", b"x" * 32)])
-def test_a_residual_of_another_run_or_model_is_dropped(tmp_path: Path, run: str, schema: bytes) -> None:
-    spool = Spool(tmp_path)
-    spool.accept(write(spool, 1.0))
-    assert Spool(tmp_path).residual(run, schema) is None
-    assert not (tmp_path / "residual.safetensors").exists()

@@ -69,7 +69,7 @@ class Script(rpc.ControlServiceServicer):
         return pb.JobList(jobs=self.jobs.values())
 
     async def ListRounds(self, request: pb.ListRequest, context: Any) -> pb.RoundList:
-        return pb.RoundList(rounds=[ROUND])
+        return pb.RoundList(rounds=[ROUND] if request.round in (0, ROUND.round) else [])
 
     async def ListClients(self, request: pb.ListRequest, context: Any) -> pb.ClientList:
         training = pb.Client(client_id="ann", state="watching", activity=fb.ACTIVITY_TRAINING, progress=0.5)

@@ -1,6 +1,5 @@
 """How a client's work can end other than well."""
 
-from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 
 
@@ -38,7 +37,3 @@ class Closed(RoundOver):
 
     def __init__(self) -> None:
         super().__init__("closed")
-
-
-class StateInUse(ConfigError):
-    """Another process uses the state folder."""

@@ -14,10 +14,10 @@ from fedring.client.delivery import Delivery
 from fedring.client.errors import Closed, Refused, RoundOver
 from fedring.client.inbox import EvaluationOrder
 from fedring.client.link import Link
-from fedring.client.lock import StateLock
 from fedring.client.spool import Spool
 from fedring.client.task import Evaluation, Task
 from fedring.daemon.config import load_config
+from fedring.daemon.lock import StateLock
 from fedring.train.evaluation import Counts
 from fedring.v1 import federation_pb2 as pb
 

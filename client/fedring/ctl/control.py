@@ -96,9 +96,9 @@ class Control:
         request = pb.ListRequest(limit=limit, job_id=job_id)
         return list(self._call(lambda: self._stub.ListJobs(request, timeout=self._timeout)).jobs)
 
-    def rounds(self, *, job_id: int = 0, limit: int = 0) -> list[pb.Round]:
-        """Rounds, newest first; `job_id` = only of this one, `limit` 0 = 100."""
-        request = pb.ListRequest(limit=limit, job_id=job_id)
+    def rounds(self, *, job_id: int = 0, number: int = 0, limit: int = 0) -> list[pb.Round]:
+        """Rounds, newest first; `job_id` and `number` = only of and this one, `limit` 0 = 100."""
+        request = pb.ListRequest(limit=limit, job_id=job_id, round=number)
         return list(self._call(lambda: self._stub.ListRounds(request, timeout=self._timeout)).rounds)
 
     def clients(self, *, limit: int = 0) -> list[pb.Client]:

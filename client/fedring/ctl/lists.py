@@ -132,10 +132,8 @@ def activity(value: int) -> str:
 
 
 def _find_round(control: Control, round_id: int) -> pb.Round:
-    newest = control.status().round.round
-    for round_ in control.rounds(limit=max(1, newest - round_id + 1)) if round_id <= newest else ():
-        if round_.round == round_id:
-            return round_
+    for round_ in control.rounds(number=round_id):
+        return round_
     raise Failure(f"fl-server at {control.address} knows no round {round_id}: see `flctl rounds`")
 
 

@@ -160,7 +160,7 @@ class FileReader:
 
 
 class FileBlobs:
-    """Blobs in a folder that one process owns (`lock_state_dir`)."""
+    """Blobs in a folder that one process owns (StateLock)."""
 
     def __init__(self, root: Path) -> None:
         self._partial, self._blobs = root / "partial", root / "blobs"

@@ -74,7 +74,11 @@ class ControlService(rpc.ControlServiceServicer):
         return pb.JobList(jobs=[job_message(row) for row in rows if request.job_id in (0, row.job_id)])
 
     async def ListRounds(self, request: pb.ListRequest, context: Any) -> pb.RoundList:
-        rows = await self._facts.db(self._store.rounds, _limit(request), request.job_id)
+        if request.round:
+            row = await self._facts.db(self._store.round, request.round)
+            rows = [row] if row else []
+        else:
+            rows = await self._facts.db(self._store.rounds, _limit(request), request.job_id)
         return pb.RoundList(rounds=[round_message(row) for row in rows])
 
     async def ListClients(self, request: pb.ListRequest, context: Any) -> pb.ClientList:
@@ -99,8 +103,7 @@ class ControlService(rpc.ControlServiceServicer):
         return pb.ModelList(models=await self._facts.db(self._models, _limit(request)))
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
-        await context.send_initial_metadata(())  # the caller knows that it misses nothing from now on
-        async for event in self._coordinator.journal.follow(request.after):
+        async for event in self._coordinator.journal.follow(request.after, lambda: context.send_initial_metadata(())):
             yield event
 
     async def ExportModel(self, request: fed.FetchModelRequest, context: Any) -> AsyncIterator[fed.ModelBlob]:

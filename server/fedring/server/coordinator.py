@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from fedring.server.models import Models
-
 from fedring.codec import CodecError
 from fedring.server import rounds as rd
 from fedring.server.accept import Acceptor, RefusedCommit
@@ -20,6 +18,7 @@ from fedring.server.blobs import Partial, StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.facts import Facts
 from fedring.server.journal import Journal
+from fedring.server.models import Models
 from fedring.server.optimize import OptimizerError
 from fedring.server.plan import job_spec, rules_of, train_cmd
 from fedring.server.report import round_message

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fedring.rpc.chunks import chunks, paced, wire_bytes
-from fedring.rpc.errors import BadRequest, Stalled, Superseded
+from fedring.rpc.errors import BadRequest, FedringError, Stalled, Unavailable
 from fedring.server import rounds as rd
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator
@@ -54,7 +54,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
                     tasks.create_task(part)
         except* (_StreamEnded, Stalled):
             pass  # the client is gone: _lost says so
-        except* Superseded as group:
+        except* FedringError as group:
             raise group.exceptions[0] from None
         finally:
             self._lost(session)
@@ -100,7 +100,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
 
     async def _guard(self, session: Session) -> None:
         await session.closed.wait()
-        raise Superseded(f"a newer session of {session.client_id} took over, or this one did not read")
+        raise session.reason or Unavailable("the session was closed")
 
     def _expire(self, session: Session) -> None:
         if not session.watching:

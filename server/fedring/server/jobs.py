@@ -12,8 +12,8 @@ from fedring.server import rounds as rd
 from fedring.server.blobs import StorageError
 from fedring.server.coordinator import Coordinator
 from fedring.server.rows import JobRow
-from fedring.train.job import Job
 from fedring.train.errors import SeamError
+from fedring.train.job import Job
 
 log = logging.getLogger(__name__)
 

@@ -64,12 +64,16 @@ class Journal:
         if kind not in _TRANSIENT:
             self._unsaved.put_nowait(EventRow(event.id, at, kind, text, job_id, number, client_id))
 
-    async def follow(self, after: int) -> AsyncIterator[pb.Event]:
-        """Every event after the id `after`, as far as it is remembered; 0 = from now on."""
+    async def follow(self, after: int, ready: Callable[[], Awaitable[None]]) -> AsyncIterator[pb.Event]:
+        """Every event after the id `after`, as far as it is remembered; 0 = from now on.
+
+        `ready` is awaited once nothing can be missed any more.
+        """
         queue: asyncio.Queue[pb.Event] = asyncio.Queue(RECENT)
         known = [event for event in self._recent if after and event.id > after]
         self._watchers.add(queue)
         try:
+            await ready()
             for event in known:
                 yield event
             while queue in self._watchers:

@@ -14,16 +14,17 @@ from typing import Annotated
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported; our own log says what matters
 
 import typer
-from fedring.server.models import Models
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from fedring.daemon.config import ConfigError, Loaded, describe, load_config
 from fedring.daemon.exits import Exit
+from fedring.daemon.lock import StateLock
 from fedring.daemon.logs import set_up_logs
 from fedring.daemon.notify import sd_notify, watchdog
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
+from fedring.rpc.errors import Unavailable
 from fedring.server.blobs import FileBlobs, FsyncFailed, StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.control import ControlService
@@ -33,7 +34,7 @@ from fedring.server.facts import Facts
 from fedring.server.federation import ModelBlobService, TrainCmdService
 from fedring.server.jobs import Jobs
 from fedring.server.journal import Journal
-from fedring.server.lock import StateLocked, lock_state_dir
+from fedring.server.models import Models
 from fedring.server.sessions import Sessions
 from fedring.server.store import SqlStore
 from fedring.server.uploads import ClientUpdateService
@@ -85,7 +86,7 @@ def fl_server(
         set_up_logs(loaded.config.log_style, loaded.config.log_level)
         with ExitStack() as stack:
             code = asyncio.run(_serve(loaded, stack, check_only=check_config))
-    except (ConfigError, StateLocked, StoreError, SeamError) as error:
+    except (ConfigError, StoreError, SeamError) as error:
         print(f"fl-server: {error}", file=sys.stderr)
         raise typer.Exit(Exit.CONFIG) from error
     raise typer.Exit(code)
@@ -128,7 +129,7 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     sd_notify("STOPPING=1")
     await status.enter_graceful_shutdown()
     for session in coordinator.sessions:
-        session.closed.set()
+        session.close(Unavailable("the server is stopping"))
     await asyncio.gather(control.stop(config.drain_seconds), public.stop(config.drain_seconds))
     return code
 
@@ -136,7 +137,7 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
 async def _recover(config: ServerConfig, stack: ExitStack) -> tuple[Coordinator, Jobs]:
     """The state as the last process left it, ready to go on."""
     try:
-        stack.enter_context(lock_state_dir(config.state_dir))
+        stack.enter_context(StateLock(config.state_dir))
         blobs = FileBlobs(config.state_dir)
         store = SqlStore(f"sqlite:///{config.state_dir / 'facts.sqlite'}")
     except (OSError, StorageError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedring.rpc.errors import BadRequest, NoSession, Overloaded
+from fedring.rpc.errors import BadRequest, FedringError, NoSession, Overloaded, Superseded
 from fedring.v1 import federation_pb2 as pb
 
 SESSION_KEY = "fl-session"
@@ -27,7 +27,8 @@ class Session:
     software: str
     address: str
     outbox: asyncio.Queue[pb.ServerEvent] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
-    closed: asyncio.Event = field(default_factory=asyncio.Event)  # superseded, or cut off
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    reason: FedringError | None = None  # why it was closed
     watching: bool = False
     matched: bool = False
     activity: int = 0
@@ -39,6 +40,12 @@ class Session:
         try:
             self.outbox.put_nowait(event)
         except asyncio.QueueFull:
+            self.close(Overloaded(f"{self.client_id} does not read what it is sent"))
+
+    def close(self, reason: FedringError) -> None:
+        """End the session's stream with `reason`, if it was not ended already."""
+        if not self.closed.is_set():
+            self.reason = reason
             self.closed.set()
 
 
@@ -59,6 +66,7 @@ class Sessions:
             raise Overloaded(f"{self._limit} clients are here already")
         session = Session(request.client_id, secrets.token_hex(16), request.software[:128], address)
         if older:
+            older.close(Superseded(f"a newer session of {older.client_id} took over"))
             self.drop(older)
         self._by_id[session.session_id] = self._by_client[session.client_id] = session
         return session
@@ -72,8 +80,7 @@ class Sessions:
         return session
 
     def drop(self, session: Session) -> bool:
-        """Close the session; whether it was its client's newest."""
-        session.closed.set()
+        """Forget the session; whether it was its client's newest."""
         self._by_id.pop(session.session_id, None)
         if self._by_client.get(session.client_id) is not session:
             return False

@@ -6,12 +6,20 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fedring.server.admit import check_header, check_payload, packets_of
-
 from fedring.codec.errors import CodecError
 from fedring.rpc.chunks import CHUNK_BYTES, paced, wire_bytes
-from fedring.rpc.errors import BadRequest, BadUpdate, Damaged, NotAllowed, OtherUpdate, Overloaded, TooLarge, UnknownRound
+from fedring.rpc.errors import (
+    BadRequest,
+    BadUpdate,
+    Damaged,
+    NotAllowed,
+    OtherUpdate,
+    Overloaded,
+    TooLarge,
+    UnknownRound,
+)
 from fedring.server import rounds as rd
+from fedring.server.admit import check_header, check_payload, packets_of
 from fedring.server.blobs import FilePartial, StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator, OpenRound

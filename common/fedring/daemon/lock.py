@@ -1,11 +1,20 @@
-"""One client per state folder."""
+"""One process per state folder."""
 
 import fcntl
 import os
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from fedring.client.errors import StateInUse
 from fedring.daemon.config import ConfigError
+
+
+class StateInUse(ConfigError):
+    """Another process holds the folder; `pid` is its id, 0 if unknown."""
+
+    def __init__(self, folder: Path, pid: int) -> None:
+        super().__init__(f"state_dir {folder} is in use by process {pid or 'unknown'}: give each daemon one of its own")
+        self.pid = pid
 
 
 class StateLock:
@@ -20,14 +29,18 @@ class StateLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._fd, 20, 0).decode(errors="replace").strip() or "unknown"
+            holder = os.pread(self._fd, 20, 0).decode(errors="replace").strip()
             os.close(self._fd)
-            raise StateInUse(
-                f"state_dir {folder} is in use by process {holder}: give each client a state_dir of its own"
-            ) from None
+            raise StateInUse(folder, int(holder) if holder.isdigit() else 0) from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         """Let another process use the folder. The file stays: removing it would let two processes in."""
         os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()

@@ -1,0 +1,67 @@
+"""What is on disk between any two steps, and what it means to the process that finds it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedring.client.spool import Spool, Spooled
+from fedring.v1 import federation_pb2 as pb
+
+HASH = b"h" * 32
+
+
+def write(spool: Spool, residual: float, *, run: str = "run", round_: int = 1) -> Spooled:
+    header = pb.UpdateHeader(run_id=run, round=round_, schema_hash=HASH, total_bytes=6)
+    return spool.write(header, [b"abc", b"def"], np.full(4, residual, np.float32))
+
+
+def test_a_spool_can_be_read_back_in_parts(tmp_path: Path) -> None:
+    write(Spool(tmp_path), 1.0)
+    pending = Spool(tmp_path).pending()
+    assert pending is not None
+    with pending.reader() as read:
+        assert read(2, 3) == b"cde"
+    assert pending.header.round == 1
+
+
+@pytest.mark.parametrize("lost", ["header.pb", "payload"])
+def test_a_spool_that_is_not_whole_is_dropped_and_the_residual_kept(tmp_path: Path, lost: str) -> None:
+    spool = Spool(tmp_path)
+    spool.accept(write(spool, 1.0))
+    write(spool, 2.0)
+    (tmp_path / "spool" / lost).unlink()
+    again = Spool(tmp_path)
+    assert again.pending() is None
+    np.testing.assert_array_equal(again.residual("run", HASH), np.full(4, 1.0, np.float32))
+
+
+def test_a_spool_in_the_making_is_worth_nothing(tmp_path: Path) -> None:
+    write(Spool(tmp_path), 1.0)
+    (tmp_path / "spool").rename(tmp_path / "spool.new")
+    assert Spool(tmp_path).pending() is None
+    assert not (tmp_path / "spool.new").exists()
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_death_after_the_residual_moved_keeps_it_whatever_the_server_says_then(tmp_path: Path, taken: bool) -> None:
+    spool = Spool(tmp_path)
+    spool.accept(write(spool, 1.0))
+    write(spool, 2.0, round_=2)
+    (tmp_path / "spool" / "residual").rename(tmp_path / "residual.safetensors")
+    again = Spool(tmp_path)
+    pending = again.pending()
+    assert pending is not None
+    if taken:
+        again.accept(pending)
+    else:
+        again.drop()
+    np.testing.assert_array_equal(again.residual("run", HASH), np.full(4, 2.0, np.float32))
+
+
+@pytest.mark.parametrize(("run", "schema"), [("other", HASH), ("run", b"x" * 32)])
+def test_a_residual_of_another_run_or_model_is_dropped(tmp_path: Path, run: str, schema: bytes) -> None:
+    spool = Spool(tmp_path)
+    spool.accept(write(spool, 1.0))
+    assert Spool(tmp_path).residual(run, schema) is None
+    assert not (tmp_path / "residual.safetensors").exists()
