@@ -83,11 +83,11 @@ def test_the_job_goes_on_after_the_server_was_killed_between_rounds(fleet: Fleet
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The digest of the model that three rounds make when nothing goes wrong."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    with Fleet(folder, TRUSTED, [TRUSTED, TRUSTED], env={"PYTHONPATH": str(HERE)}) as fleet:
-        with Control(fleet.control) as control:
-            _, events = follow(control, job(rounds=3))
-            until(events, "job_ended")
-            return control.models(limit=1)[0].digest
+    fleet = Fleet(folder, TRUSTED, [TRUSTED, TRUSTED], env={"PYTHONPATH": str(HERE)})
+    with fleet, Control(fleet.control) as control:
+        _, events = follow(control, job(rounds=3))
+        until(events, "job_ended")
+        return control.models(limit=1)[0].digest
 
 
 @pytest.mark.parametrize("place", sorted(REGISTERED))

@@ -9,9 +9,10 @@ from grpc import StatusCode, aio
 from fedring.client.errors import Refused
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_channel
+from fedring.rpc.chunks import part_parser, serialize
 from fedring.rpc.errors import Unavailable, reason_of, status_of
 from fedring.v1 import federation_pb2 as pb
-from fedring.v1.federation_pb2_grpc import ClientUpdateServiceStub, ModelBlobServiceStub, TrainCmdServiceStub
+from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 from fedring.version import SOFTWARE
 
 PROTOCOL = 1
@@ -50,8 +51,17 @@ class Connection:
         self.client_id = client_id
         self._channel = open_channel(address)
         self.commands = TrainCmdServiceStub(self._channel)
-        self.models = ModelBlobServiceStub(self._channel)
-        self.updates = ClientUpdateServiceStub(self._channel)
+        # Not by the generated stubs: chunks are made and read without protobuf's copies.
+        self.fetch_model = self._channel.unary_stream(
+            "/fedring.v1.ModelBlobService/FetchModel",
+            request_serializer=serialize,
+            response_deserializer=part_parser(pb.ModelBlob),
+        )
+        self.push_update = self._channel.stream_stream(
+            "/fedring.v1.ClientUpdateService/PushUpdate",
+            request_serializer=serialize,
+            response_deserializer=pb.UpdateReply.FromString,
+        )
         self.session = pb.JoinReply()  # of the newest Join
         self._changed = asyncio.Condition()
         self._refused = ""  # the last session that a call was refused for

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from fedring.client.errors import BadModel, WrongModel
 from fedring.client.held import Model
 from fedring.codec import BUFFERS, CodecError, Schema, Vectors, decode, open_payload, parse_schema
+from fedring.rpc.chunks import Piece
 from fedring.v1 import federation_pb2 as pb
 
 MAX_PACKETS = 1024
@@ -61,7 +62,7 @@ class Download:
             self.received = 0
         self.header = header
 
-    def add(self, chunk: pb.Chunk) -> None:
+    def add(self, chunk: pb.Chunk | Piece) -> None:
         """The next bytes have come."""
         end = self.received + len(chunk.data)
         if self.header is None or chunk.offset != self.received or end > self.header.total_bytes:

@@ -13,8 +13,10 @@ from fedring.client.download import Download
 from fedring.client.errors import BadModel, RoundOver
 from fedring.client.held import Model
 from fedring.codec import Schema
-from fedring.rpc.chunks import paced
+from fedring.rpc.chunks import Piece
 from fedring.rpc.errors import FedringError, Unavailable, reason_of, status_of
+from fedring.rpc.streams import paced
+from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -76,13 +78,13 @@ class Models:
     async def _stream(self, download: Download, ended: Callable[[], str]) -> None:
         """One call: afterwards the download is complete, or has more than it had."""
         session = self._connection.session
-        call = self._connection.models.FetchModel(download.request, metadata=self._connection.metadata)
+        call = self._connection.fetch_model(download.request, metadata=self._connection.metadata)
         try:
             async for part in paced(aiter(call), session.no_progress_seconds):
-                if part.WhichOneof("part") == "header":
+                if isinstance(part, pb.ModelBlob) and part.HasField("header"):
                     download.begin(part.header)
                 else:
-                    download.add(part.chunk)
+                    download.add(part if isinstance(part, Piece) else part.chunk)
                     self._tell(download.share)
                 if why := ended():
                     raise RoundOver(why)

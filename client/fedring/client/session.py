@@ -13,8 +13,8 @@ from fedring.client.connection import CALL_SECONDS, Connection, stray_cancellati
 from fedring.client.errors import Refused
 from fedring.client.inbox import Inbox
 from fedring.daemon.exits import Exit
-from fedring.rpc.chunks import paced
 from fedring.rpc.errors import FedringError, Superseded, Unavailable, reason_of, status_of
+from fedring.rpc.streams import paced
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)

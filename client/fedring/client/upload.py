@@ -76,18 +76,18 @@ class Upload:
 
     async def _attempt(self) -> None:
         header, seconds = self._spooled.header, self._connection.session.no_progress_seconds
-        call = self._connection.updates.PushUpdate(metadata=self._connection.metadata)
+        call = self._connection.push_update(metadata=self._connection.metadata)
         try:
             await _write(call, pb.ClientUpdate(header=header), seconds)
             reply = await _read(call, seconds)
             if reply.WhichOneof("reply") == "accepted":
                 return
             with self._spooled.reader() as read:
-                for chunk in chunks(read, start=reply.resume_offset, total=header.total_bytes):
+                for offset, message in chunks(read, start=reply.resume_offset, total=header.total_bytes):
                     if why := self._ended():
                         raise RoundOver(why)
-                    await _write(call, pb.ClientUpdate(chunk=chunk), seconds)
-                    self._tell(chunk.offset / header.total_bytes)
+                    await _write(call, message, seconds)
+                    self._tell(offset / header.total_bytes)
             await call.done_writing()
             reply = await _read(call, seconds)
             if reply.WhichOneof("reply") != "accepted":
@@ -96,7 +96,7 @@ class Upload:
             call.cancel()
 
 
-async def _write(call: Any, message: pb.ClientUpdate, seconds: float) -> None:
+async def _write(call: Any, message: pb.ClientUpdate | bytes, seconds: float) -> None:
     try:
         async with asyncio.timeout(seconds):
             await call.write(message)

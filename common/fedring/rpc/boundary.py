@@ -9,7 +9,9 @@ import grpc
 from grpc import StatusCode, aio
 
 from fedring.codec.errors import CodecError
+from fedring.rpc.chunks import serialize
 from fedring.rpc.errors import REASON_KEY, BadRequest, FedringError
+from fedring.rpc.streams import METER, Meter
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +34,17 @@ class Boundary(aio.ServerInterceptor):
         inner = getattr(handler, kind)
         sound = _sound_stream if handler.request_streaming else _sound
 
+        meter = Meter()
+
         async def call(request: Any, context: Any) -> Any:
+            METER.set(meter)
             try:
                 return await inner(sound(request), context)
             except Exception as error:  # noqa: BLE001  # this is the one place where all of them end
                 await _abort(error, context, details.method)
 
         async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
+            METER.set(meter)
             try:
                 async for response in inner(sound(request), context):
                     yield response
@@ -47,8 +53,8 @@ class Boundary(aio.ServerInterceptor):
 
         return factory(
             generate if inspect.isasyncgenfunction(inner) else call,
-            request_deserializer=_checked(handler.request_deserializer),
-            response_serializer=handler.response_serializer,
+            request_deserializer=meter.receiving(_checked(handler.request_deserializer)),
+            response_serializer=meter.sending(serialize),
         )
 
 
@@ -63,10 +69,8 @@ async def _sound_stream(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield _sound(message)
 
 
-def _checked(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+def _checked(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """`deserialize` that answers None for bytes that are no message, so that no parser's words get out."""
-    if deserialize is None:
-        return None
 
     def parse(data: bytes) -> Any:
         try:

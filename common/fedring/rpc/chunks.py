@@ -1,40 +1,89 @@
-"""Long payloads as chunks: made from a reader, counted as they travel, never late."""
+"""Long payloads as chunks: cut, put on the wire with one copy, read from it with none.
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TypeVar
+A ModelBlob and a ClientUpdate that carry a chunk are the same bytes, since both have it as field 2:
+
+    0x12 length | 0x08 offset (absent if 0) | 0x12 length data
+
+They are written and, in this form, read here. Everything else is left to protobuf.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
-
-from fedring.rpc.errors import Stalled
-from fedring.v1.federation_pb2 import Chunk
 
 CHUNK_BYTES = 1 << 20
 """Most bytes of data in one chunk; with its header a message stays far below 2 MiB."""
 
-_T = TypeVar("_T")
-_GRPC_PREFIX = 5  # compressed flag and length, before every message on the wire
+_M = TypeVar("_M", bound=Message)
+_CHUNK, _OFFSET, _DATA = 0x12, 0x08, 0x12  # field number << 3 | wire type
 
 
-def chunks(read: Callable[[int, int], bytes | memoryview], *, start: int, total: int) -> Iterator[Chunk]:
-    """The bytes [start, total) of a payload, in order."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A chunk as it came."""
+
+    offset: int
+    data: memoryview
+
+
+def chunks(read: Callable[[int, int], bytes | memoryview], *, start: int, total: int) -> Iterator[tuple[int, bytes]]:
+    """The bytes [start, total) of a payload, in order: each chunk's offset, and the message that carries it."""
     for offset in range(start, total, CHUNK_BYTES):
-        yield Chunk(offset=offset, data=bytes(read(offset, min(CHUNK_BYTES, total - offset))))
+        yield offset, chunk_message(offset, read(offset, min(CHUNK_BYTES, total - offset)))
 
 
-def wire_bytes(message: Message) -> int:
-    """What `message` takes on the stream, with gRPC's own prefix."""
-    return message.ByteSize() + _GRPC_PREFIX
+def chunk_message(offset: int, data: bytes | memoryview) -> bytes:
+    """A serialised ModelBlob or ClientUpdate with a chunk."""
+    head = (bytes((_OFFSET,)) + _varint(offset) if offset else b"") + bytes((_DATA,)) + _varint(len(data))
+    return b"".join((bytes((_CHUNK,)), _varint(len(head) + len(data)), head, data))
 
 
-async def paced(messages: AsyncIterator[_T], seconds: float) -> AsyncIterator[_T]:
-    """The messages of a stream; Stalled when none comes for `seconds`."""
-    while True:
-        try:
-            async with asyncio.timeout(seconds):
-                message = await anext(messages)
-        except StopAsyncIteration:
-            return
-        except TimeoutError as error:
-            raise Stalled(f"nothing came for {seconds:g} s") from error
-        yield message
+def part_parser(kind: type[_M]) -> Callable[[bytes], _M | Piece]:
+    """A deserializer of ModelBlob or ClientUpdate: a Piece for a chunk in the form above, else a message."""
+
+    def parse(data: bytes) -> _M | Piece:
+        return _parse_piece(data) or kind.FromString(data)
+
+    return parse
+
+
+def serialize(message: Any) -> bytes:
+    """The message's bytes, which it may be already."""
+    data: bytes = message if isinstance(message, bytes) else message.SerializeToString()
+    return data
+
+
+def _parse_piece(data: bytes) -> Piece | None:
+    if not data or data[0] != _CHUNK:
+        return None
+    length, at = _read_varint(data, 1)
+    if at + length != len(data) or at == len(data):
+        return None
+    offset = 0
+    if data[at] == _OFFSET:
+        offset, at = _read_varint(data, at + 1)
+    if at >= len(data) or data[at] != _DATA:
+        return None
+    length, at = _read_varint(data, at + 1)
+    return Piece(offset, memoryview(data)[at:]) if at + length == len(data) else None
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The value at `at`, and where it ends; a value that does not end within 9 bytes is no length: -1."""
+    value = 0
+    for shift, byte in enumerate(data[at : at + 9]):
+        value |= (byte & 0x7F) << 7 * shift
+        if byte < 0x80:
+            return value, at + shift + 1
+    return -1, at

@@ -10,10 +10,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from fedring.rpc.errors import OtherUpdate, Overloaded
 from fedring.server.blobs import Partial
 from fedring.server.rows import UpdateRow
+from fedring.server.store import Acceptance
 
-Commit = Callable[[list[tuple[Partial, UpdateRow]]], Awaitable[list[bool]]]
+Commit = Callable[[list[tuple[Partial, UpdateRow]]], Awaitable[list[Acceptance]]]
 
 
 @dataclass(slots=True)
@@ -25,7 +27,7 @@ class _Offer:
 
 
 class Acceptor:
-    """Commits offered updates; `commit` returns for each whether it was known already."""
+    """Commits offered updates; `commit` returns what became of each."""
 
     def __init__(self, commit: Commit) -> None:
         self._commit = commit
@@ -33,7 +35,10 @@ class Acceptor:
         self._lock = asyncio.Lock()
 
     async def accept(self, partial: Partial, row: UpdateRow, may: Callable[[], object]) -> bool:
-        """True or False (known already) once the update is durable; raises what `may` raises if it comes too late."""
+        """Whether the update was known already, once it is durable.
+
+        Raises what `may` raises if it comes too late, and OtherUpdate if another one of the client was faster.
+        """
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._offers.put_nowait(_Offer(partial, row, may, done))
         return await done
@@ -57,7 +62,7 @@ class Acceptor:
         if not offers:
             return
         try:
-            known = await self._commit([(offer.partial, offer.row) for offer in offers])
+            outcomes = await self._commit([(offer.partial, offer.row) for offer in offers])
         except BaseException as error:
             for offer in offers:
                 if not offer.done.done():
@@ -65,12 +70,17 @@ class Acceptor:
             if not isinstance(error, RefusedCommit):
                 raise
             return
-        for offer, already in zip(offers, known, strict=True):
-            if not offer.done.done():
-                offer.done.set_result(already)
+        for offer, outcome in zip(offers, outcomes, strict=True):
+            if offer.done.done():
+                continue
+            if outcome is Acceptance.OTHER:
+                text = f"another update of {offer.row.client_id} was accepted for round {offer.row.round}"
+                offer.done.set_exception(OtherUpdate(text))
+            else:
+                offer.done.set_result(outcome is Acceptance.ALREADY)
 
 
-class RefusedCommit(Exception):
+class RefusedCommit(Overloaded):
     """Nothing of the batch was accepted, but the disk can be trusted: it is full, say."""
 
 

@@ -64,13 +64,22 @@ def check_payload(reader: Reader, packets: Sequence[PacketSpec], schema: Schema)
             if np.abs(decoder.decode(start, stop)).max() > MAX_BUFFER:
                 raise CodecError("out_of_range", f"a buffer beyond {MAX_BUFFER}")
     decoders = _open(reader, packets, "parameters", schema.num_parameters)
-    square = 0.0
-    for start, stop in cut(0, schema.num_parameters, step_of(decoders)):
-        total = np.zeros(stop - start, np.float64)
-        for decoder in decoders:
-            decoder.add(start, stop, total, 1.0)
-        square += float(np.dot(total, total))
-    return Admitted(sqrt(square))
+    spans = cut(0, schema.num_parameters, step_of(decoders))
+    return Admitted(sqrt(sum(_square(decoders, start, stop) for start, stop in spans)))
+
+
+def _square(decoders: Sequence[Decoder], start: int, stop: int) -> float:
+    """The sum of the squared parameters in the range."""
+    if len(decoders) == 1:
+        values = decoders[0].decode(start, stop)
+        with np.errstate(over="ignore"):
+            square = float(np.dot(values, values))
+        if isfinite(square):
+            return square
+    total = np.zeros(stop - start, np.float64)
+    for decoder in decoders:
+        decoder.add(start, stop, total, 1.0)
+    return float(np.dot(total, total))
 
 
 def _packet(packet: pb.Packet) -> tuple[Vector, Kind, str, int]:

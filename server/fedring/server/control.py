@@ -40,7 +40,7 @@ class ControlService(rpc.ControlServiceServicer):
         return await self._start(self._job(request.job), request.idempotency_key)
 
     async def StopRound(self, request: pb.StopRoundRequest, context: Any) -> pb.StopReply:
-        number = self._coordinator.abandon("stopped")
+        number = await self._coordinator.abandon("stopped")
         if not number:
             raise UnknownRound("no round is in progress that could be stopped", reason="no_round")
         running = self._jobs.running
@@ -106,7 +106,7 @@ class ControlService(rpc.ControlServiceServicer):
         async for event in self._coordinator.journal.follow(request.after, lambda: context.send_initial_metadata(())):
             yield event
 
-    async def ExportModel(self, request: fed.FetchModelRequest, context: Any) -> AsyncIterator[fed.ModelBlob]:
+    async def ExportModel(self, request: fed.FetchModelRequest, context: Any) -> AsyncIterator[Any]:
         async for message in stream_model(self._coordinator, request):
             yield message
 

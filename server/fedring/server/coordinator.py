@@ -94,7 +94,8 @@ class Coordinator:
             return
         row = EvaluationRow(report.round, report.model_version, client, report.correct, report.total, report.loss_sum)
         await self.facts.db(self.facts.store.add_evaluation, row)
-        self.handle(rd.Evaluated(client))
+        if self.state.round is not None and self.state.round.number == report.round:  # still
+            self.handle(rd.Evaluated(client))
 
     def failed(self, client: str, failure: pb.Failure) -> None:
         """The client could not do what the round asked."""
@@ -145,13 +146,14 @@ class Coordinator:
             if session.matched:
                 self.matched(session.client_id)
 
-    def abandon(self, reason: str) -> int:
+    async def abandon(self, reason: str) -> int:
         """End the round in progress without a model; its number, 0 if none can be ended."""
-        round_ = self.state.round
-        if round_ is None or round_.phase not in (rd.Phase.WAITING, rd.Phase.TRAINING):
-            return 0
-        self.handle(rd.Abandoned(reason))
-        return round_.number
+        async with self.acceptor.closing():
+            round_ = self.state.round
+            if round_ is None or round_.phase not in (rd.Phase.WAITING, rd.Phase.TRAINING):
+                return 0
+            self.handle(rd.Abandoned(reason))
+            return round_.number
 
     async def run(self) -> None:
         """Do what is due, for ever."""
@@ -174,15 +176,20 @@ class Coordinator:
         open_ = self.open
         if open_ is None:
             raise rd.IllegalEvent(f"{effect} without an open round")
-        match effect:
-            case rd.Start(clients):
-                await self._start(open_, clients)
-            case rd.Aggregate():
-                await self._aggregate(open_)
-            case rd.Abandon(reason):
-                self.handle(rd.Abandoned(reason))
-            case rd.Finish():
-                await self._finish(open_)
+        async with self.acceptor.closing():
+            if rd.due(self.state, time.monotonic()) != effect:
+                return  # an update was accepted, or the round was stopped, just before
+            match effect:
+                case rd.Start(clients):
+                    await self._start(open_, clients)
+                case rd.Aggregate():
+                    self.handle(rd.Closed())
+                case rd.Abandon(reason):
+                    self.handle(rd.Abandoned(reason))
+        if isinstance(effect, rd.Aggregate):
+            await self._aggregate(open_)
+        elif isinstance(effect, rd.Finish):
+            await self._finish(open_)
 
     async def _start(self, open_: OpenRound, clients: frozenset[str]) -> None:
         row = replace(open_.row, phase=rd.Phase.TRAINING, selected=tuple(sorted(clients)))
@@ -195,8 +202,6 @@ class Coordinator:
         self._tell("round_started", text)
 
     async def _aggregate(self, open_: OpenRound) -> None:
-        async with self.acceptor.closing():
-            self.handle(rd.Closed())
         self._tell_missing(open_)
         updates = await self.facts.db(self.facts.store.updates_of, open_.row.round)
         try:
@@ -240,8 +245,9 @@ class Coordinator:
 
     async def _finish_evaluation(self, open_: OpenRound, model: ModelRow) -> None:
         stats = self._stats(open_, open_.row.stats["seconds"])
-        if open_.job.evaluate_on_server:
-            counts = await self.facts.heavy(self.test_set.evaluate, model, open_.job)
+        if open_.job.evaluate_on_server and (
+            counts := await self.facts.heavy(self.test_set.evaluate, model, open_.job)
+        ):
             total = max(counts.total, 1)
             stats |= {"server_accuracy": counts.correct / total, "server_loss": counts.loss_sum / total}
         stats["evaluate_seconds"] = time.monotonic() - open_.started - stats["seconds"]
@@ -295,19 +301,19 @@ class Coordinator:
         self.finished.clear()
         return self.open
 
-    async def _commit(self, batch: list[tuple[Partial, UpdateRow]]) -> list[bool]:
+    async def _commit(self, batch: list[tuple[Partial, UpdateRow]]) -> list[Acceptance]:
         """Make the updates durable, and count them."""
         try:
             outcomes = await self.facts.db(self.facts.commit_updates, batch)
         except StorageError as error:
-            raise RefusedCommit(str(error)) from error
+            raise RefusedCommit(str(error), reason=error.reason) from error
         for (_, row), outcome in zip(batch, outcomes, strict=True):
             if outcome is Acceptance.NEW and self.open is not None:
                 self.open.accepted[row.client_id] = row
                 self.handle(rd.Delivered(row.client_id))
                 text = f"{row.client_id} delivered {row.num_samples} samples, {row.total_bytes} bytes"
                 self._tell("update_accepted", text, client=row.client_id)
-        return [outcome is Acceptance.ALREADY for outcome in outcomes]
+        return outcomes
 
     def _send_command(self, open_: OpenRound, client: str) -> None:
         if session := self.sessions.get(client):

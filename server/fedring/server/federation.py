@@ -6,8 +6,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fedring.rpc.chunks import chunks, paced, wire_bytes
+from fedring.rpc.chunks import chunks
 from fedring.rpc.errors import BadRequest, FedringError, Stalled, Unavailable
+from fedring.rpc.streams import METER, paced, wire_bytes
 from fedring.server import rounds as rd
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator
@@ -118,23 +119,25 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
     def __init__(self, coordinator: Coordinator, config: ServerConfig) -> None:
         self._coordinator, self._config = coordinator, config
 
-    async def FetchModel(self, request: pb.FetchModelRequest, context: Any) -> AsyncIterator[pb.ModelBlob]:
+    async def FetchModel(self, request: pb.FetchModelRequest, context: Any) -> AsyncIterator[Any]:
         session = self._coordinator.sessions.of(context)
         traffic = self._coordinator.traffic(session.client_id)
         began = time.monotonic()
-        async for message in stream_model(self._coordinator, request):
-            traffic.download_bytes += wire_bytes(message)
-            yield message
-        traffic.download_seconds += time.monotonic() - began
+        try:
+            async for message in stream_model(self._coordinator, request):
+                yield message
+        finally:
+            traffic.download_bytes += METER.get().sent
+            traffic.download_seconds += time.monotonic() - began
 
 
-async def stream_model(coordinator: Coordinator, request: pb.FetchModelRequest) -> AsyncIterator[pb.ModelBlob]:
-    """The header and the chunks that answer `request`."""
+async def stream_model(coordinator: Coordinator, request: pb.FetchModelRequest) -> AsyncIterator[Any]:
+    """The header, and the chunks as bytes, that answer `request`."""
     with await coordinator.facts.work(coordinator.models.offer, request) as offer:
         yield pb.ModelBlob(header=offer.header)
         start = request.offset if request.payload_digest == offer.header.payload_digest else 0
-        for chunk in chunks(offer.read, start=min(start, offer.header.total_bytes), total=offer.header.total_bytes):
-            yield pb.ModelBlob(chunk=chunk)
+        for _, message in chunks(offer.read, start=start, total=offer.header.total_bytes):
+            yield message
 
 
 class _StreamEnded(Exception):

@@ -40,8 +40,9 @@ class Jobs:
     async def stop(self, job_id: int) -> tuple[int, int]:
         """End the job (0 = the running one) and its round; returns both their numbers."""
         if self.running is not None and job_id in (0, self.running.job_id):
-            self._stopped.add(self.running.job_id)
-            return self.running.job_id, self._coordinator.abandon("stopped")
+            running = self.running.job_id
+            self._stopped.add(running)
+            return running, await self._coordinator.abandon("stopped")
         row = await self._facts.db(self._store.job, job_id)
         if row is None or row.state != "queued":
             raise NoSuchJob(f"job {job_id} is neither running nor queued" if job_id else "no job is running")
@@ -95,10 +96,14 @@ class Jobs:
             else:
                 await self._coordinator.start_round(row, spec, done + 1)
             interrupted = None
+            if row.job_id in self._stopped:  # while the round was being opened
+                await self._coordinator.abandon("stopped")
             await self._coordinator.finished.wait()
             last = self._coordinator.last
             done += 1
             abandoned = abandoned + 1 if last is not None and last.phase == rd.Phase.ABANDONED else 0
+            if abandoned and row.job_id in self._stopped:
+                return "stopped", ""
             if last is not None and abandoned >= min(spec.max_abandoned, row.rounds):
-                return ("stopped", "") if row.job_id in self._stopped else ("failed", last.reason)
+                return "failed", last.reason
         return "completed", ""

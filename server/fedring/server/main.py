@@ -37,7 +37,7 @@ from fedring.server.journal import Journal
 from fedring.server.models import Models
 from fedring.server.sessions import Sessions
 from fedring.server.store import SqlStore
-from fedring.server.uploads import ClientUpdateService
+from fedring.server.uploads import ClientUpdateService, add_update_service
 from fedring.train.errors import SeamError
 from fedring.v1 import control_pb2_grpc, federation_pb2_grpc
 from fedring.version import SOFTWARE, VERSION
@@ -107,7 +107,7 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     public = make_server([Boundary()], max_streams=4 * config.max_clients)
     federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(TrainCmdService(coordinator, config, SOFTWARE), public)
     federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(ModelBlobService(coordinator, config), public)
-    federation_pb2_grpc.add_ClientUpdateServiceServicer_to_server(ClientUpdateService(coordinator, config), public)
+    add_update_service(ClientUpdateService(coordinator, config), public)
     control = make_server([Boundary()], max_streams=64)
     control_pb2_grpc.add_ControlServiceServicer_to_server(
         ControlService(coordinator, jobs, config.job, VERSION), control

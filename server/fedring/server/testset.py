@@ -1,10 +1,12 @@
 """The server's own evaluation of a model, on the whole test set of its job."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from fedring.data import DataError
 from fedring.server.blobs import Blobs
 from fedring.server.config import ServerConfig
 from fedring.server.modelfile import ModelReader
@@ -14,6 +16,8 @@ from fedring.train.evaluation import Counts, evaluate
 from fedring.train.job import Job
 from fedring.train.seam import build_model, resolve
 from fedring.train.state import write_vectors
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +35,17 @@ class TestSet:
         self._blobs, self._config = blobs, config
         self._loaded: _Loaded | None = None
 
-    def evaluate(self, row: ModelRow, job: Job) -> Counts:
-        """The counts of the model on the test samples."""
-        loaded = self.load(job)
-        with self._blobs.reader(row.blob) as blob:
-            reader = ModelReader(blob)
-            write_vectors(loaded.model, reader.schema, reader.vectors())
-        return evaluate(loaded.model, loaded.samples, loss=loaded.loss, device=pick_device("auto"))
+    def evaluate(self, row: ModelRow, job: Job) -> Counts | None:
+        """The counts of the model on the test samples; None, with a line in the log, if that fails."""
+        try:
+            loaded = self.load(job)
+            with self._blobs.reader(row.blob) as blob:
+                reader = ModelReader(blob)
+                write_vectors(loaded.model, reader.schema, reader.vectors())
+            return evaluate(loaded.model, loaded.samples, loss=loaded.loss, device=pick_device("auto"))
+        except Exception:  # the user's model and loss may raise anything, and the round has its model already
+            log.exception("model %d was not evaluated here", row.version)
+            return None
 
     def load(self, job: Job) -> _Loaded:
         """What the job is evaluated with; SeamError or DataError if it cannot be had."""
@@ -48,5 +56,10 @@ class TestSet:
     def _load(self, job: Job) -> _Loaded:
         trusted = self._config.trusted
         model = build_model(job.model, job.model_args, job.seed, trusted)
-        split = resolve(job.data, trusted)(self._config.data_root)
-        return _Loaded(job, model, split.test, resolve(job.loss, trusted))
+        data, loss = resolve(job.data, trusted), resolve(job.loss, trusted)
+        try:
+            return _Loaded(job, model, data(self._config.data_root, False).test, loss)
+        except DataError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error

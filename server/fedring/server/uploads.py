@@ -4,10 +4,14 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
+from grpc import aio
+
 from fedring.codec.errors import CodecError
-from fedring.rpc.chunks import CHUNK_BYTES, paced, wire_bytes
+from fedring.rpc.chunks import CHUNK_BYTES, Piece, part_parser, serialize
 from fedring.rpc.errors import (
     BadRequest,
     BadUpdate,
@@ -18,21 +22,30 @@ from fedring.rpc.errors import (
     TooLarge,
     UnknownRound,
 )
+from fedring.rpc.streams import METER, paced
 from fedring.server import rounds as rd
 from fedring.server.admit import check_header, check_payload, packets_of
 from fedring.server.blobs import FilePartial, StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator, OpenRound
 from fedring.server.rows import UpdateRow
-from fedring.server.sessions import Traffic
+from fedring.server.sessions import Session
 from fedring.v1 import federation_pb2 as pb
-from fedring.v1 import federation_pb2_grpc as rpc
 
+SERVICE = "fedring.v1.ClientUpdateService"
 INLINE_BYTES = 1 << 16
 """Chunks up to this size are written by the event loop itself: a thread would cost more."""
 
 
-class ClientUpdateService(rpc.ClientUpdateServiceServicer):
+def add_update_service(service: "ClientUpdateService", server: aio.Server) -> None:
+    """The server serves PushUpdate, with chunks that are read without a copy."""
+    handler = grpc.stream_stream_rpc_method_handler(
+        service.PushUpdate, request_deserializer=part_parser(pb.ClientUpdate), response_serializer=serialize
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"PushUpdate": handler}),))
+
+
+class ClientUpdateService:
     """PushUpdate, and what makes it safe to repeat."""
 
     def __init__(self, coordinator: Coordinator, config: ServerConfig) -> None:
@@ -41,35 +54,41 @@ class ClientUpdateService(rpc.ClientUpdateServiceServicer):
         self._uploads: dict[str, asyncio.Task[Any]] = {}
 
     async def PushUpdate(
-        self, request_iterator: AsyncIterator[pb.ClientUpdate], context: Any
+        self, request_iterator: AsyncIterator[pb.ClientUpdate | Piece], context: Any
     ) -> AsyncIterator[pb.UpdateReply]:
         session = self._coordinator.sessions.of(context)
-        messages = paced(request_iterator, self._config.no_progress_seconds)
-        first = await anext(messages, pb.ClientUpdate())
-        if not first.HasField("header"):
+        traffic = self._coordinator.traffic(session.client_id)
+        began = time.monotonic()
+        try:
+            messages = paced(request_iterator, self._config.no_progress_seconds)
+            async for reply in self._push(session, messages):
+                yield reply
+        finally:
+            traffic.upload_bytes += METER.get().received
+            traffic.upload_seconds += time.monotonic() - began
+
+    async def _push(
+        self, session: Session, messages: AsyncIterator[pb.ClientUpdate | Piece]
+    ) -> AsyncIterator[pb.UpdateReply]:
+        first = await anext(messages, None)
+        if not isinstance(first, pb.ClientUpdate) or not first.HasField("header"):
             raise BadRequest("the first message must be a header")
         header = first.header
         if header.client_id != session.client_id:
             raise NotAllowed(f"{session.client_id} cannot speak for another client", reason="wrong_client")
-        traffic = self._coordinator.traffic(session.client_id)
-        traffic.upload_bytes += wire_bytes(first)
         if await self._accepted_before(header):
             yield pb.UpdateReply(accepted=pb.Accepted(already=True))
             return
         open_ = self._check(header)
-        async with self._slots:
-            await self._replace_older(session.client_id)
+        async with self._slots, self._only_one(session.client_id):
             partial = await self._open(header)
             try:
                 resumed = partial.size
                 yield pb.UpdateReply(resume_offset=resumed)
-                began = time.monotonic()
-                await self._receive(messages, partial, header, traffic)
+                await self._receive(messages, partial, header)
                 self._check_digest(partial, header, resumed)
                 already = await self._settle(partial, header, open_)
-                traffic.upload_seconds += time.monotonic() - began
             finally:
-                self._uploads.pop(session.client_id, None)
                 partial.close()
         yield pb.UpdateReply(accepted=pb.Accepted(already=already))
 
@@ -112,15 +131,20 @@ class ClientUpdateService(rpc.ClientUpdateServiceServicer):
             raise UnknownRound(f"{header.client_id} was not selected for round {header.round}", reason="not_selected")
         return open_
 
-    async def _replace_older(self, client_id: str) -> None:
-        """End an upload of the same client whose stream is dead but does not know it yet."""
-        older = self._uploads.get(client_id)
-        if older is not None:
+    @asynccontextmanager
+    async def _only_one(self, client_id: str) -> AsyncIterator[None]:
+        """Inside, no other upload of the client runs: an older one, whose stream is dead, has been ended."""
+        while (older := self._uploads.get(client_id)) is not None:
             older.cancel()
             await asyncio.wait([older])
         task = asyncio.current_task()
-        if task is not None:
-            self._uploads[client_id] = task
+        if task is None:
+            raise RuntimeError("an upload runs in no task")
+        self._uploads[client_id] = task
+        try:
+            yield
+        finally:
+            del self._uploads[client_id]
 
     async def _open(self, header: pb.UpdateHeader) -> FilePartial:
         name = f"{header.round}-{header.client_id}-{header.digest.hex()[:16]}"
@@ -138,7 +162,7 @@ class ClientUpdateService(rpc.ClientUpdateServiceServicer):
         return partial
 
     async def _receive(
-        self, messages: AsyncIterator[pb.ClientUpdate], partial: FilePartial, header: pb.UpdateHeader, traffic: Traffic
+        self, messages: AsyncIterator[pb.ClientUpdate | Piece], partial: FilePartial, header: pb.UpdateHeader
     ) -> None:
         """All bytes of the payload are in `partial`."""
         while partial.size < header.total_bytes:
@@ -147,8 +171,7 @@ class ClientUpdateService(rpc.ClientUpdateServiceServicer):
                 raise BadRequest(
                     f"the stream ended at {partial.size} of {header.total_bytes} bytes", reason="truncated"
                 )
-            chunk = message.chunk
-            traffic.upload_bytes += wire_bytes(message)
+            chunk = message if isinstance(message, Piece) else message.chunk
             if not 0 < len(chunk.data) <= CHUNK_BYTES or chunk.offset != partial.size:
                 raise BadRequest(f"expected 1 to {CHUNK_BYTES} bytes at {partial.size}", reason="bad_chunk")
             if partial.size + len(chunk.data) > header.total_bytes:
@@ -156,7 +179,7 @@ class ClientUpdateService(rpc.ClientUpdateServiceServicer):
                 raise TooLarge(f"more than the declared {header.total_bytes} bytes")
             await self._write(partial, chunk.data)
 
-    async def _write(self, partial: FilePartial, data: bytes) -> None:
+    async def _write(self, partial: FilePartial, data: bytes | memoryview) -> None:
         try:
             if len(data) <= INLINE_BYTES:
                 partial.write(data)

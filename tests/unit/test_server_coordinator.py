@@ -1,0 +1,265 @@
+"""The coordinator with a real store and real blobs: what happens at the same time does no harm."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedring.codec import Encoding, encode
+from fedring.rpc.errors import OtherUpdate, Overloaded, UnknownRound
+from fedring.server import rounds as rd
+from fedring.server.blobs import FileBlobs, FilePartial, Partial, StorageError
+from fedring.server.config import ServerConfig
+from fedring.server.coordinator import Coordinator
+from fedring.server.facts import Facts
+from fedring.server.jobs import Jobs
+from fedring.server.journal import Journal
+from fedring.server.models import Models
+from fedring.server.packets import lay_out
+from fedring.server.rows import RoundRow, UpdateRow
+from fedring.server.sessions import Session, Sessions
+from fedring.server.store import Acceptance, SqlStore
+from fedring.train.job import Job
+from fedring.v1 import federation_pb2 as pb
+
+SIZE = 8
+ONES = np.ones(SIZE, np.float32)
+
+
+def spec(**keys: Any) -> Job:
+    fixed = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "evaluate": False, "min_clients": 1}
+    return Job.model_validate({**fixed, **keys})
+
+
+class GatedStore(SqlStore):
+    """A store that says when a transaction has begun, and ends it when it may."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"sqlite:///{path}")
+        self.entered, self.may = threading.Event(), threading.Event()
+        self.may.set()
+
+    def update_round(self, row: RoundRow) -> None:
+        self._pass()
+        super().update_round(row)
+
+    def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
+        self._pass()
+        return super().accept_updates(rows)
+
+    def _pass(self) -> None:
+        self.entered.set()
+        self.may.wait(20)
+
+    def close_gate(self) -> None:
+        self.entered.clear()
+        self.may.clear()
+
+
+class FullBlobs(FileBlobs):
+    """Blobs on a disk that may be full."""
+
+    full = False
+
+    def seal_many(self, partials: Sequence[Partial]) -> list[str]:
+        if self.full:
+            for partial in partials:
+                partial.close()
+            raise StorageError("disk_full", "no space left on device")
+        return super().seal_many(partials)
+
+
+class Host:
+    """A coordinator, its jobs, and clients that are here."""
+
+    def __init__(self, root: Path) -> None:
+        self.store, self.blobs = GatedStore(root / "facts.sqlite"), FullBlobs(root)
+        self.config = ServerConfig(state_dir=root)
+        self.facts = Facts(self.store, self.blobs, threads=1)
+        models = Models(self.blobs, self.facts.pool, self.config, self.store.run_id)
+        self.coordinator = Coordinator(self.facts, models, Sessions(10), Journal(), self.config)
+        self.jobs = Jobs(self.coordinator)
+        self._names = iter(range(1000))
+
+    def join(self, client: str) -> Session:
+        session = self.coordinator.sessions.join(pb.JoinRequest(client_id=client), "test")
+        self.coordinator.handle(rd.Joined(client))
+        session.matched = True
+        self.coordinator.matched(client)
+        return session
+
+    async def entered(self) -> None:
+        """The transaction has begun."""
+        assert await asyncio.to_thread(self.store.entered.wait, 20)
+
+    async def command(self, session: Session) -> pb.TrainCmd:
+        """The client's next command."""
+        async with asyncio.timeout(20):
+            while True:
+                event = await session.outbox.get()
+                if event.WhichOneof("event") == "train":
+                    return event.train
+
+    def update(self, command: pb.TrainCmd, client: str, factor: float = 1.0) -> tuple[FilePartial, UpdateRow]:
+        """An update, received and checked."""
+        payload = encode(ONES * np.float32(factor), Encoding("fp32"))
+        partial = self.blobs.open_partial(f"update-{next(self._names)}")
+        partial.write(payload)
+        packets = lay_out([("parameters", "delta", "fp32", len(payload))])
+        size, digest = len(payload), partial.digest
+        return partial, UpdateRow(command.round, client, digest, packets, 1, size, 0.1, 1.0, time.time())
+
+    def offer(self, update: tuple[FilePartial, UpdateRow]) -> "asyncio.Task[bool]":
+        partial, row = update
+
+        def may() -> None:
+            round_ = self.coordinator.state.round
+            if round_ is None or round_.number != row.round or round_.phase is not rd.Phase.TRAINING:
+                raise UnknownRound("closed", reason="round_closed")
+
+        return asyncio.get_running_loop().create_task(self.coordinator.acceptor.accept(partial, row, may))
+
+    async def ended(self, job_id: int) -> str:
+        """The state in which the job ended."""
+        async with asyncio.timeout(20):
+            async for event in self.coordinator.journal.follow(1, _nothing):
+                if event.kind == "job_ended" and event.job_id == job_id:
+                    break
+        row = await self.facts.db(self.store.job, job_id)
+        assert row is not None
+        return row.state
+
+
+async def _nothing() -> None:
+    pass
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[Host]:
+    host = Host(tmp_path)
+    await host.coordinator.recover()
+    async with asyncio.TaskGroup() as tasks:
+        parts = (host.coordinator.run(), host.coordinator.acceptor.run(), host.jobs.run())
+        running = [tasks.create_task(part) for part in parts]
+        yield host
+        assert not any(task.done() for task in running)
+        host.store.may.set()
+        for task in running:
+            task.cancel()
+    host.facts.close()
+
+
+async def test_a_round_goes_from_the_command_to_the_model(host: Host) -> None:
+    session = host.join("a")
+    job, _ = await host.jobs.start(spec(), "")
+    command = await host.command(session)
+    assert not await host.offer(host.update(command, "a"))
+    assert await host.ended(job.job_id) == "completed"
+    assert host.coordinator.latest is not None
+    assert host.coordinator.latest.round == command.round
+
+
+async def test_a_stop_while_the_round_starts_ends_it(host: Host) -> None:
+    host.store.close_gate()
+    job, _ = await host.jobs.start(spec(max_abandoned=5, rounds=5), "")
+    host.join("a")
+    await host.entered()  # the row says "training", nobody knows it yet
+    stop = asyncio.create_task(host.jobs.stop(job.job_id))
+    await asyncio.sleep(0)  # it is on its way
+    host.store.may.set()
+    assert (await stop)[1] == 1
+    assert await host.ended(job.job_id) == "stopped"
+
+
+async def test_a_stop_while_an_update_is_being_accepted_comes_after_it(host: Host) -> None:
+    sessions = [host.join(client) for client in ("a", "b")]
+    job, _ = await host.jobs.start(spec(min_clients=2), "")
+    command = [await host.command(session) for session in sessions][0]
+    host.store.close_gate()
+    offer = host.offer(host.update(command, "a"))
+    await host.entered()
+    stop = asyncio.create_task(host.jobs.stop(job.job_id))
+    await asyncio.sleep(0)
+    host.store.may.set()
+    assert not await offer
+    assert (await stop)[1] == command.round
+    assert await host.ended(job.job_id) == "stopped"
+    late = host.offer(host.update(command, "b"))
+    with pytest.raises(UnknownRound):
+        await late
+
+
+async def test_a_deadline_that_falls_into_an_acceptance_counts_it(host: Host) -> None:
+    sessions = [host.join(client) for client in ("a", "b")]
+    job, _ = await host.jobs.start(spec(min_clients=2, deadline_seconds=0.2), "")
+    command = [await host.command(session) for session in sessions][0]
+    host.store.close_gate()
+    offer = host.offer(host.update(command, "a"))
+    await host.entered()
+    async with asyncio.timeout(20):
+        while rd.due(host.coordinator.state, time.monotonic()) is None:
+            await asyncio.sleep(0.01)
+    host.store.may.set()
+    assert not await offer
+    assert await host.ended(job.job_id) == "completed"
+
+
+async def test_a_stop_while_the_round_is_being_opened_ends_it(host: Host) -> None:
+    host.store.close_gate()
+    opened = asyncio.create_task(host.facts.heavy(host.store.may.wait, 20))  # the first model is not made before
+    job, _ = await host.jobs.start(spec(rounds=3), "")
+    async with asyncio.timeout(20):
+        while host.jobs.running is None:
+            await asyncio.sleep(0.01)
+    assert await host.jobs.stop(job.job_id) == (job.job_id, 0)
+    host.store.may.set()
+    await opened
+    assert await host.ended(job.job_id) == "stopped"
+
+
+async def test_a_stop_in_the_last_round_of_many_is_a_stop(host: Host) -> None:
+    session = host.join("a")
+    job, _ = await host.jobs.start(spec(rounds=2), "")
+    await host.offer(host.update(await host.command(session), "a"))
+    await host.command(session)
+    await host.jobs.stop(job.job_id)
+    assert await host.ended(job.job_id) == "stopped"
+
+
+async def test_of_two_updates_of_one_client_the_second_is_refused(host: Host) -> None:
+    session = host.join("a")
+    host.join("b")
+    await host.jobs.start(spec(min_clients=2), "")
+    command = await host.command(session)
+    first, second = (host.offer(host.update(command, "a", factor)) for factor in (1, 2))
+    assert not await first
+    with pytest.raises(OtherUpdate):
+        await second
+
+
+async def test_a_full_disk_refuses_the_update_and_nothing_else(host: Host) -> None:
+    session = host.join("a")
+    job, _ = await host.jobs.start(spec(), "")
+    command = await host.command(session)
+    host.blobs.full = True
+    with pytest.raises(Overloaded) as refused:
+        await host.offer(host.update(command, "a"))
+    assert refused.value.reason == "disk_full"
+    host.blobs.full = False
+    assert not await host.offer(host.update(command, "a"))
+    assert await host.ended(job.job_id) == "completed"
+
+
+async def test_an_evaluation_that_comes_when_its_round_is_over_is_forgotten(host: Host) -> None:
+    session = host.join("a")
+    job, _ = await host.jobs.start(spec(evaluate=True, evaluate_seconds=0.1), "")
+    command = await host.command(session)
+    await host.offer(host.update(command, "a"))
+    assert await host.ended(job.job_id) == "completed"
+    await host.coordinator.evaluated("a", pb.EvaluationReport(round=command.round, model_version=2, total=1))
+    assert await host.facts.db(host.store.evaluations, 2) == []
