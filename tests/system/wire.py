@@ -70,6 +70,7 @@ class WireClient:
     def close(self) -> None:
         """Vanish."""
         self._done.set()
+        self._beats.put(None)
         self._watch.cancel()
         self.channel.close()
 

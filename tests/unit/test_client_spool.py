@@ -1,5 +1,6 @@
 """What is on disk between any two steps, and what it means to the process that finds it."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -25,22 +26,24 @@ def test_a_spool_can_be_read_back_in_parts(tmp_path: Path) -> None:
     assert pending.header.round == 1
 
 
-@pytest.mark.parametrize("lost", ["header.pb", "payload"])
-def test_a_spool_that_is_not_whole_is_dropped_and_the_residual_kept(tmp_path: Path, lost: str) -> None:
+@pytest.mark.parametrize("size", [1, 7, 30, -1])
+def test_a_spool_that_is_not_whole_is_dropped_and_the_residual_kept(tmp_path: Path, size: int) -> None:
     spool = Spool(tmp_path)
     spool.accept(write(spool, 1.0))
     write(spool, 2.0)
-    (tmp_path / "spool" / lost).unlink()
+    update = tmp_path / "update"
+    os.truncate(update, size if size > 0 else update.stat().st_size + size)
     again = Spool(tmp_path)
     assert again.pending() is None
+    assert update.stat().st_size == 0
     np.testing.assert_array_equal(again.residual("run", HASH), np.full(4, 1.0, np.float32))
 
 
-def test_a_spool_in_the_making_is_worth_nothing(tmp_path: Path) -> None:
-    write(Spool(tmp_path), 1.0)
-    (tmp_path / "spool").rename(tmp_path / "spool.new")
+def test_nothing_is_pending_before_the_first_update_and_after_an_accepted_one(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    assert spool.pending() is None
+    spool.accept(write(spool, 1.0))
     assert Spool(tmp_path).pending() is None
-    assert not (tmp_path / "spool.new").exists()
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -48,7 +51,7 @@ def test_a_death_after_the_residual_moved_keeps_it_whatever_the_server_says_then
     spool = Spool(tmp_path)
     spool.accept(write(spool, 1.0))
     write(spool, 2.0, round_=2)
-    (tmp_path / "spool" / "residual").rename(tmp_path / "residual.safetensors")
+    (tmp_path / "update.residual").rename(tmp_path / "residual.safetensors")
     again = Spool(tmp_path)
     pending = again.pending()
     assert pending is not None

@@ -101,7 +101,7 @@ def test_a_refusal_is_final_and_leaves_the_residual_as_it_was(
         with pytest.raises(kind, match=error.reason):
             task.submit(model, samples=1)
         assert residual_file.read_bytes() == before
-        assert not (Path(settings["state_dir"]) / "spool").exists()
+        assert (Path(settings["state_dir"]) / "update").stat().st_size == 0
     assert peer.failures.qsize() == (kind is UpdateRefused)
 
 
@@ -198,7 +198,7 @@ def test_a_spooled_update_is_sent_when_its_round_is_asked_for_again(
             peer.train(peer.command(model, round_=2, encoding="fp32_sparse"))
             assert task.result(SECONDS).round == 2
     assert (state / "residual.safetensors").exists()
-    assert not (state / "spool").exists()
+    assert (state / "update").stat().st_size == 0
 
 
 def test_a_spooled_update_of_a_round_that_is_over_is_dropped(

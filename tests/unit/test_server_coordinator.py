@@ -21,9 +21,9 @@ from fedring.server.jobs import Jobs
 from fedring.server.journal import Journal
 from fedring.server.models import Models
 from fedring.server.packets import lay_out
-from fedring.server.rows import RoundRow, UpdateRow
+from fedring.server.rows import ModelRow, RoundRow, UpdateRow
 from fedring.server.sessions import Session, Sessions
-from fedring.server.store import Acceptance, SqlStore
+from fedring.server.store import Acceptance, Pruned, SqlStore
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
@@ -36,29 +36,59 @@ def spec(**keys: Any) -> Job:
     return Job.model_validate({**fixed, **keys})
 
 
-class GatedStore(SqlStore):
-    """A store that says when a transaction has begun, and ends it when it may."""
+class Gate:
+    """Says when a thread has come to a place, and lets it go on when it may; open at first."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
+        self._place = ""
+        self._here, self._open = threading.Event(), threading.Event()
+
+    def close(self, place: str) -> None:
+        self._place = place
+        self._here.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        self._place = ""
+        self._open.set()
+
+    def pass_(self, place: str) -> None:
+        if place == self._place:
+            self._here.set()
+            self._open.wait(20)
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._here.wait, 20)
+
+
+class GatedStore(SqlStore):
+    """A store whose transactions can be held up."""
+
+    def __init__(self, path: Path, gate: Gate) -> None:
         super().__init__(f"sqlite:///{path}")
-        self.entered, self.may = threading.Event(), threading.Event()
-        self.may.set()
+        self._gate = gate
 
     def update_round(self, row: RoundRow) -> None:
-        self._pass()
+        self._gate.pass_("update_round")
         super().update_round(row)
 
     def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
-        self._pass()
+        self._gate.pass_("accept_updates")
         return super().accept_updates(rows)
 
-    def _pass(self) -> None:
-        self.entered.set()
-        self.may.wait(20)
+    def prune(self, keep_models: int, keep_update_rounds: int) -> Pruned:
+        self._gate.pass_("prune")
+        return super().prune(keep_models, keep_update_rounds)
 
-    def close_gate(self) -> None:
-        self.entered.clear()
-        self.may.clear()
+
+class GatedModels(Models):
+    """Models that take their time to be built."""
+
+    gate: Gate
+
+    def fitting(self, latest: ModelRow | None, job: Job) -> ModelRow:
+        self.gate.pass_("fitting")
+        return super().fitting(latest, job)
 
 
 class FullBlobs(FileBlobs):
@@ -78,10 +108,12 @@ class Host:
     """A coordinator, its jobs, and clients that are here."""
 
     def __init__(self, root: Path) -> None:
-        self.store, self.blobs = GatedStore(root / "facts.sqlite"), FullBlobs(root)
+        self.gate = Gate()
+        self.store, self.blobs = GatedStore(root / "facts.sqlite", self.gate), FullBlobs(root)
         self.config = ServerConfig(state_dir=root)
         self.facts = Facts(self.store, self.blobs, threads=1)
-        models = Models(self.blobs, self.facts.pool, self.config, self.store.run_id)
+        models = GatedModels(self.blobs, self.facts.pool, self.config, self.store.run_id)
+        models.gate = self.gate
         self.coordinator = Coordinator(self.facts, models, Sessions(10), Journal(), self.config)
         self.jobs = Jobs(self.coordinator)
         self._names = iter(range(1000))
@@ -92,10 +124,6 @@ class Host:
         session.matched = True
         self.coordinator.matched(client)
         return session
-
-    async def entered(self) -> None:
-        """The transaction has begun."""
-        assert await asyncio.to_thread(self.store.entered.wait, 20)
 
     async def command(self, session: Session) -> pb.TrainCmd:
         """The client's next command."""
@@ -148,7 +176,7 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
         running = [tasks.create_task(part) for part in parts]
         yield host
         assert not any(task.done() for task in running)
-        host.store.may.set()
+        host.gate.open()
         for task in running:
             task.cancel()
     host.facts.close()
@@ -165,13 +193,13 @@ async def test_a_round_goes_from_the_command_to_the_model(host: Host) -> None:
 
 
 async def test_a_stop_while_the_round_starts_ends_it(host: Host) -> None:
-    host.store.close_gate()
+    host.gate.close("update_round")
     job, _ = await host.jobs.start(spec(max_abandoned=5, rounds=5), "")
     host.join("a")
-    await host.entered()  # the row says "training", nobody knows it yet
+    await host.gate.reached()  # the row says "training", nobody knows it yet
     stop = asyncio.create_task(host.jobs.stop(job.job_id))
     await asyncio.sleep(0)  # it is on its way
-    host.store.may.set()
+    host.gate.open()
     assert (await stop)[1] == 1
     assert await host.ended(job.job_id) == "stopped"
 
@@ -179,13 +207,13 @@ async def test_a_stop_while_the_round_starts_ends_it(host: Host) -> None:
 async def test_a_stop_while_an_update_is_being_accepted_comes_after_it(host: Host) -> None:
     sessions = [host.join(client) for client in ("a", "b")]
     job, _ = await host.jobs.start(spec(min_clients=2), "")
-    command = [await host.command(session) for session in sessions][0]
-    host.store.close_gate()
+    command, _ = [await host.command(session) for session in sessions]
+    host.gate.close("accept_updates")
     offer = host.offer(host.update(command, "a"))
-    await host.entered()
+    await host.gate.reached()
     stop = asyncio.create_task(host.jobs.stop(job.job_id))
     await asyncio.sleep(0)
-    host.store.may.set()
+    host.gate.open()
     assert not await offer
     assert (await stop)[1] == command.round
     assert await host.ended(job.job_id) == "stopped"
@@ -197,28 +225,24 @@ async def test_a_stop_while_an_update_is_being_accepted_comes_after_it(host: Hos
 async def test_a_deadline_that_falls_into_an_acceptance_counts_it(host: Host) -> None:
     sessions = [host.join(client) for client in ("a", "b")]
     job, _ = await host.jobs.start(spec(min_clients=2, deadline_seconds=0.2), "")
-    command = [await host.command(session) for session in sessions][0]
-    host.store.close_gate()
+    command, _ = [await host.command(session) for session in sessions]
+    host.gate.close("accept_updates")
     offer = host.offer(host.update(command, "a"))
-    await host.entered()
-    async with asyncio.timeout(20):
-        while rd.due(host.coordinator.state, time.monotonic()) is None:
-            await asyncio.sleep(0.01)
-    host.store.may.set()
+    await host.gate.reached()
+    state, now = host.coordinator.state, time.monotonic()
+    await asyncio.sleep(rd.wake_at(state, now) - now + 0.05)
+    assert rd.due(state, time.monotonic()) == rd.Abandon("too_few_clients")
+    host.gate.open()
     assert not await offer
     assert await host.ended(job.job_id) == "completed"
 
 
 async def test_a_stop_while_the_round_is_being_opened_ends_it(host: Host) -> None:
-    host.store.close_gate()
-    opened = asyncio.create_task(host.facts.heavy(host.store.may.wait, 20))  # the first model is not made before
+    host.gate.close("fitting")
     job, _ = await host.jobs.start(spec(rounds=3), "")
-    async with asyncio.timeout(20):
-        while host.jobs.running is None:
-            await asyncio.sleep(0.01)
+    await host.gate.reached()
     assert await host.jobs.stop(job.job_id) == (job.job_id, 0)
-    host.store.may.set()
-    await opened
+    host.gate.open()
     assert await host.ended(job.job_id) == "stopped"
 
 
@@ -255,11 +279,18 @@ async def test_a_full_disk_refuses_the_update_and_nothing_else(host: Host) -> No
     assert await host.ended(job.job_id) == "completed"
 
 
-async def test_an_evaluation_that_comes_when_its_round_is_over_is_forgotten(host: Host) -> None:
+async def test_an_evaluation_that_comes_as_its_round_ends_does_no_harm(host: Host) -> None:
     session = host.join("a")
     job, _ = await host.jobs.start(spec(evaluate=True, evaluate_seconds=0.1), "")
     command = await host.command(session)
+    host.gate.close("prune")
     await host.offer(host.update(command, "a"))
+    await host.gate.reached()
+    report = pb.EvaluationReport(round=command.round, model_version=2, total=1)
+    evaluated = asyncio.create_task(host.coordinator.evaluated("a", report))
+    await asyncio.sleep(0)  # it is on its way
+    host.gate.open()
+    await evaluated
     assert await host.ended(job.job_id) == "completed"
-    await host.coordinator.evaluated("a", pb.EvaluationReport(round=command.round, model_version=2, total=1))
-    assert await host.facts.db(host.store.evaluations, 2) == []
+    await host.coordinator.evaluated("a", report)
+    assert len(await host.facts.db(host.store.evaluations, 2)) == 1

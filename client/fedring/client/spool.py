@@ -1,20 +1,19 @@
 """What outlives the process: the residual, and an update that is not accepted yet.
 
     residual.safetensors    what past updates left out, changed only by an accepted update
-    spool/header.pb         an UpdateHeader
-    spool/payload           its payload
-    spool/residual          what this update leaves out, if its encoding leaves out anything,
-    spool/no_residual       or else a sign that it sends all that past updates left out
-    spool.new/              a spool in the making; worth nothing
+    update                  magic "SP" | version u8 | leaves u8 | length u32 | UpdateHeader | payload; empty = none
+    update.residual         what this update leaves out, if `leaves` is 1; if it is 0, the update sends all that past
+                            updates left out
 
 An update is spooled before its first byte is sent. When it is accepted, its residual takes the old one's place and
-then the spool goes; when it is not, only the spool goes. A process may die between any two of these steps.
+then the update goes; when it is not, only the update goes. A process may die between any two of these steps, and
+within the writing of a file: one that is shorter than its header says is no update.
 """
 
 import contextlib
 import logging
 import os
-import shutil
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,19 +32,25 @@ _KEY = "residual"
 Residual = NDArray[np.float32]  # [num_parameters]
 
 
+_PREFIX = struct.Struct("<2sBBI")
+_MAGIC, _VERSION = b"SP", 1
+
+
 @dataclass(frozen=True, slots=True)
 class Spooled:
     """A finished update on disk."""
 
     header: pb.UpdateHeader
-    payload: Path
+    leaves: bool  # whether its encoding leaves something out
+    path: Path
+    start: int  # of the payload in the file
 
     @contextlib.contextmanager
     def reader(self) -> Iterator["PayloadReader"]:
         """Inside, parts of the payload can be read."""
-        fd = os.open(self.payload, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            yield PayloadReader(fd)
+            yield PayloadReader(fd, self.start)
         finally:
             os.close(fd)
 
@@ -55,10 +60,11 @@ class PayloadReader:
     """An open payload."""
 
     fd: int
+    start: int
 
     def __call__(self, offset: int, size: int) -> bytes:
         """The `size` bytes at `offset`."""
-        return os.pread(self.fd, size, offset)
+        return os.pread(self.fd, size, self.start + offset)
 
 
 class Spool:
@@ -67,9 +73,9 @@ class Spool:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._residual_file = folder / "residual.safetensors"
-        self._spool = folder / "spool"
+        self._update_file = folder / "update"
+        self._left_file = folder / "update.residual"
         self._cached: tuple[str, bytes, Residual | None] | None = None  # run, schema hash, residual
-        shutil.rmtree(folder / "spool.new", ignore_errors=True)
 
     def residual(self, run_id: str, schema_hash: bytes) -> Residual | None:
         """What past updates of this run and schema left out, [num_parameters] float32; one of others is dropped."""
@@ -79,58 +85,61 @@ class Spool:
 
     def pending(self) -> Spooled | None:
         """The update that is not accepted yet; a damaged one is dropped."""
-        if not self._spool.exists():
-            return None
-        payload = self._spool / "payload"
         try:
-            header = pb.UpdateHeader.FromString((self._spool / "header.pb").read_bytes())
-            if payload.stat().st_size == header.total_bytes:
-                return Spooled(header, payload)
-        except (OSError, DecodeError):
-            pass  # a kill in the middle of a removal leaves less than a whole
+            with self._update_file.open("rb") as file:
+                prefix = file.read(_PREFIX.size)
+                if not prefix:
+                    return None
+                magic, version, leaves, length = _PREFIX.unpack(prefix)
+                header = pb.UpdateHeader.FromString(file.read(length))
+                start = _PREFIX.size + length
+                if (magic, version) == (_MAGIC, _VERSION) and start + header.total_bytes == os.fstat(file.fileno()).st_size:
+                    return Spooled(header, bool(leaves), self._update_file, start)
+        except FileNotFoundError:
+            return None
+        except (OSError, struct.error, DecodeError):
+            pass  # a kill in the middle of the writing leaves less than a whole
         log.warning("dropped a spooled update that is not whole")
         self.drop()
         return None
 
     def write(self, header: pb.UpdateHeader, parts: Sequence[bytes | memoryview], residual: Residual | None) -> Spooled:
         """The update, on disk in the place of any other. No fsync: it need not survive the machine."""
-        self.drop()
-        new = self._folder / "spool.new"
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(mode=0o700)
-        with (new / "payload").open("wb", buffering=0) as file:
-            for part in parts:
-                _write_all(file.fileno(), part)
         if residual is not None:
+            self.drop()  # the old update must never meet the new residual
             metadata = {"run": header.run_id, "schema": header.schema_hash.hex()}
-            save_file({_KEY: residual}, new / "residual", metadata)
-        else:
-            (new / "no_residual").touch()
-        (new / "header.pb").write_bytes(header.SerializeToString())
-        new.rename(self._spool)
-        return Spooled(header, self._spool / "payload")
+            save_file({_KEY: residual}, self._left_file, metadata)
+        head = header.SerializeToString()
+        prefix = _PREFIX.pack(_MAGIC, _VERSION, residual is not None, len(head))
+        # Written in place: the file is made once, not for every round.
+        with self._update_file.open("wb", buffering=0) as file:
+            for part in (prefix + head, *parts):
+                _write_all(file.fileno(), part)
+        return Spooled(header, residual is not None, self._update_file, len(prefix) + len(head))
 
     def accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
         """The update is the server's: what it left out is from now on the residual, also after a power loss.
 
         Give `residual`, the one that was written, to spare a later reading of it.
         """
-        left = self._spool / "residual"
-        if left.exists():
-            _sync(left)
-            left.rename(self._residual_file)
+        if not spooled.leaves:
+            if self._residual_file.exists():
+                self._residual_file.unlink()
+                _sync(self._folder)
+                self._cached = None
+        elif self._left_file.exists():  # else it took its place before a kill
+            _sync(self._left_file)
+            self._left_file.rename(self._residual_file)
             _sync(self._folder)
             key = (spooled.header.run_id, spooled.header.schema_hash)
             self._cached = None if residual is None else (*key, residual)
-        elif (self._spool / "no_residual").exists() and self._residual_file.exists():
-            self._residual_file.unlink()
-            _sync(self._folder)
-            self._cached = None
         self.drop()
 
     def drop(self) -> None:
         """No update is spooled; the residual is as it was before there was one."""
-        shutil.rmtree(self._spool, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(self._update_file, 0)
+        self._left_file.unlink(missing_ok=True)
 
     def _load(self, run_id: str, schema_hash: bytes) -> Residual | None:
         if not self._residual_file.exists():

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource
@@ -105,12 +105,15 @@ def check_keys(model: type[BaseModel], table: Mapping[str, Any], *, where: str, 
             near = difflib.get_close_matches(key, model.model_fields, 1, 0.5)
             hint = f"; did you mean {prefix + near[0]!r}?" if near else f"; valid keys: {', '.join(model.model_fields)}"
             raise ConfigError(f"unknown key {prefix + key!r} in {where}{hint}")
-        if (
-            isinstance(value, Mapping)
-            and isinstance(field.annotation, type)
-            and issubclass(field.annotation, BaseModel)
-        ):
-            check_keys(field.annotation, value, where=where, prefix=f"{prefix}{key}.")
+        inner = _table_of(field.annotation)
+        if inner and isinstance(value, Mapping):
+            check_keys(inner, value, where=where, prefix=f"{prefix}{key}.")
+
+
+def _table_of(annotation: Any) -> type[BaseModel] | None:
+    """The model that a key of this type holds, also if it may be absent."""
+    kinds = get_args(annotation) or (annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def explain(error: ValidationError, origins: Mapping[str, str]) -> str:

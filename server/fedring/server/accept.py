@@ -11,10 +11,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from fedring.rpc.errors import OtherUpdate, Overloaded
-from fedring.server.blobs import Partial
+from fedring.server.blobs import FilePartial, MemoryPartial
 from fedring.server.rows import UpdateRow
 from fedring.server.store import Acceptance
 
+Partial = FilePartial | MemoryPartial
 Commit = Callable[[list[tuple[Partial, UpdateRow]]], Awaitable[list[Acceptance]]]
 
 

@@ -132,6 +132,34 @@ class FilePartial:
         self.size += len(data)
 
 
+class MemoryPartial:
+    """A payload that is small enough to wait in memory for its row."""
+
+    def __init__(self) -> None:
+        self.payload = bytearray()
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        return len(self.payload)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the bytes so far, in hex."""
+        return hashlib.sha256(self.payload).hexdigest()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`."""
+        self.payload += data
+
+    def read(self, offset: int, size: int) -> bytes:
+        """The `size` bytes at `offset`."""
+        return bytes(self.payload[offset : offset + size])
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 class FileReader:
     """A blob's file. It is read, not mapped: mapped pages would count as the daemon's memory."""
 

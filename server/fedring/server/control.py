@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -117,7 +117,7 @@ class ControlService(rpc.ControlServiceServicer):
             if not isinstance(table, dict):
                 raise ConfigError("a job must be one JSON object")
             check_keys(Job, table, where="the job")
-            job = Job.model_validate(merge(self._defaults.model_dump(), table))
+            job = Job.model_validate(merge(_defaults_for(table, self._defaults), table))
             if job.server_optimizer:
                 ServerOptimizer(job.server_optimizer.name, job.server_optimizer.args)
             return job
@@ -136,6 +136,18 @@ class ControlService(rpc.ControlServiceServicer):
             summed = self._store.evaluation_sum(row.version)
             messages.append(model_message(row, summed.correct / summed.total if summed and summed.total else None))
         return messages
+
+
+def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
+    """The defaults; without the arguments of their model or optimizer if `table` names another one."""
+    known = defaults.model_dump()
+    if table.get("model", defaults.model) != defaults.model:
+        del known["model_args"]
+    optimizer = table.get("server_optimizer")
+    if isinstance(optimizer, dict) and defaults.server_optimizer is not None:
+        if optimizer.get("name", defaults.server_optimizer.name) != defaults.server_optimizer.name:
+            del known["server_optimizer"]
+    return known
 
 
 def _limit(request: pb.ListRequest) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 
 from fedring.codec import CodecError
 from fedring.server import rounds as rd
-from fedring.server.accept import Acceptor, RefusedCommit
-from fedring.server.blobs import Partial, StorageError
+from fedring.server.accept import Acceptor, Partial, RefusedCommit
+from fedring.server.blobs import StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.facts import Facts
 from fedring.server.journal import Journal

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from fedring.server.blobs import FileBlobs, Partial
+from fedring.server.blobs import FileBlobs, FilePartial, MemoryPartial
 from fedring.server.rows import UpdateRow
 from fedring.server.store import Acceptance, Store
 
@@ -34,9 +34,9 @@ class Facts:
         """What `function`, one piece of computing or file access, returns."""
         return await _run(self.pool, lambda: function(*args, **kwargs))
 
-    def commit_updates(self, batch: list[tuple[Partial, UpdateRow]]) -> list[Acceptance]:
-        """What became of each update: its bytes are sealed first, then all rows are committed at once."""
-        self.blobs.seal_many([partial for partial, _ in batch])
+    def commit_updates(self, batch: list[tuple[FilePartial | MemoryPartial, UpdateRow]]) -> list[Acceptance]:
+        """What became of each update: the files are sealed first, then all rows are committed at once."""
+        self.blobs.seal_many([partial for partial, _ in batch if isinstance(partial, FilePartial)])
         return self.store.accept_updates([row for _, row in batch])
 
     def prune(self, keep_models: int, keep_update_rounds: int) -> bool:

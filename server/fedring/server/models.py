@@ -109,7 +109,7 @@ class Models:
         with self._blobs.reader(base.blob) as blob:
             reader = ModelReader(blob)
             contributions = [
-                Contribution(row.client_id, row.num_samples, row.packets, self._blobs.range_reader(row.digest))
+                Contribution(row.client_id, row.num_samples, row.packets, self._reader(row))
                 for row in updates
             ]
             new = aggregate(reader, contributions, self._blobs, self._executor, plan)
@@ -173,6 +173,9 @@ class Models:
                 packets.append(pb.Packet(vector=vector, kind=pb.KIND_WEIGHTS, encoding=name, bytes=size))
                 pieces += [(len(head), _reader_of(head)), (width * count, read)]
         return packets, pieces
+
+    def _reader(self, row: UpdateRow) -> Callable[[int, int], bytes]:
+        return self._blobs.range_reader(row.blob) if row.blob else _reader_of(row.payload)
 
     def _row(self, new: NewModel, schema: Schema, *, version: int, number: int, base: int) -> ModelRow:
         return ModelRow(

@@ -44,7 +44,7 @@ class UpdateRow:
 
     round: int
     client_id: str
-    digest: str  # of the payload: the blob's name
+    digest: str  # of the payload
     packets: tuple[PacketSpec, ...]
     num_samples: int
     total_bytes: int
@@ -52,6 +52,8 @@ class UpdateRow:
     norm: float
     accepted_at: float
     metrics: dict[str, float] = field(default_factory=dict)
+    blob: str = ""  # the payload's blob, or, for a small one, empty:
+    payload: bytes = b""  # it lies in the row, which costs one sync for many instead of one each
 
 
 @dataclass(frozen=True, slots=True)

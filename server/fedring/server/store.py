@@ -34,7 +34,7 @@ from fedring.server.tables import evaluations, events, jobs, meta, models, round
 
 Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow)
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
-_BLOB_COLUMNS = (updates.c.digest, models.c.blob, models.c.delta_blob, models.c.residual_blob, models.c.optimizer_blob)
+_BLOB_COLUMNS = (updates.c.blob, models.c.blob, models.c.delta_blob, models.c.residual_blob, models.c.optimizer_blob)
 
 
 KEEP_EVENTS = 10_000
@@ -75,6 +75,7 @@ class Store(Protocol):
     def rounds(self, limit: int = 100, job_id: int = 0) -> list[RoundRow]: ...
     def open_round(self) -> RoundRow | None: ...
     def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]: ...
+    def accepted_digest(self, number: int, client_id: str) -> str: ...
     def updates_of(self, number: int) -> list[UpdateRow]: ...
     def update_counts(self) -> dict[str, int]: ...
     def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None: ...
@@ -190,6 +191,12 @@ class SqlStore:
             crashpoint("before_row_commit")
         crashpoint("after_row_commit")
         return outcome
+
+    def accepted_digest(self, number: int, client_id: str) -> str:
+        """The digest of the client's accepted update in the round, empty if there is none."""
+        mine = (updates.c.round == number) & (updates.c.client_id == client_id)
+        with self._transaction() as connection:
+            return connection.execute(select(updates.c.digest).where(mine)).scalar() or ""
 
     def updates_of(self, number: int) -> list[UpdateRow]:
         """The round's accepted updates in client-id order."""

@@ -12,6 +12,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     Table,
     Text,
@@ -111,6 +112,8 @@ updates = Table(
     _column("norm", _FLOAT),
     _column("accepted_at", _FLOAT),
     _column("metrics", _Json),
+    _column("blob", Text),
+    _column("payload", LargeBinary),
     sqlite_strict=True,
 )
 models = Table(

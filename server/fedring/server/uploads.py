@@ -24,8 +24,9 @@ from fedring.rpc.errors import (
 )
 from fedring.rpc.streams import METER, paced
 from fedring.server import rounds as rd
+from fedring.server.accept import Partial
 from fedring.server.admit import check_header, check_payload, packets_of
-from fedring.server.blobs import FilePartial, StorageError
+from fedring.server.blobs import FilePartial, MemoryPartial, StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator, OpenRound
 from fedring.server.rows import UpdateRow
@@ -33,8 +34,8 @@ from fedring.server.sessions import Session
 from fedring.v1 import federation_pb2 as pb
 
 SERVICE = "fedring.v1.ClientUpdateService"
-INLINE_BYTES = 1 << 16
-"""Chunks up to this size are written by the event loop itself: a thread would cost more."""
+SMALL_BYTES = 1 << 16
+"""Payloads up to this size are kept in their rows, and handled by the event loop itself: a thread would cost more."""
 
 
 def add_update_service(service: "ClientUpdateService", server: aio.Server) -> None:
@@ -94,17 +95,16 @@ class ClientUpdateService:
 
     async def _accepted_before(self, header: pb.UpdateHeader) -> bool:
         """Whether this very update counts already; OtherUpdate if another one does."""
-        open_ = self._coordinator.open
-        if header.run_id != self._coordinator.facts.store.run_id:
+        open_, facts = self._coordinator.open, self._coordinator.facts
+        if header.run_id != facts.store.run_id:
             return False
         if open_ is not None and header.round == open_.row.round:
-            known = open_.accepted.get(header.client_id)
+            known = open_.accepted[header.client_id].digest if header.client_id in open_.accepted else ""
         else:
-            rows = await self._coordinator.facts.db(self._coordinator.facts.store.updates_of, header.round)
-            known = next((row for row in rows if row.client_id == header.client_id), None)
-        if known is not None and known.digest != header.digest.hex():
+            known = await facts.db(facts.store.accepted_digest, header.round, header.client_id)
+        if known and known != header.digest.hex():
             raise OtherUpdate(f"another update of {header.client_id} was accepted for round {header.round}")
-        return known is not None
+        return bool(known)
 
     def _check(self, header: pb.UpdateHeader) -> OpenRound:
         """The open round that the header fits; refuses it before any byte of payload."""
@@ -146,23 +146,28 @@ class ClientUpdateService:
         finally:
             del self._uploads[client_id]
 
-    async def _open(self, header: pb.UpdateHeader) -> FilePartial:
-        name = f"{header.round}-{header.client_id}-{header.digest.hex()[:16]}"
-        if len(name) > 200:
-            name = f"{header.round}-{hashlib.sha256(header.client_id.encode()).hexdigest()}"
+    async def _open(self, header: pb.UpdateHeader) -> Partial:
+        """Where the payload goes: a small one waits in memory, another goes on in the file that may be here."""
+        if header.total_bytes <= SMALL_BYTES:
+            return MemoryPartial()
+        facts = self._coordinator.facts
+        digest = hashlib.sha256(header.client_id.encode() + header.digest).hexdigest()
+        name = f"{header.round}-{digest}"
         try:
-            partial = await self._coordinator.facts.work(self._coordinator.facts.blobs.open_partial, name)
+            partial = await facts.work(facts.blobs.open_partial, name)
             if partial.size > header.total_bytes:
                 partial.close()
-                partial = await self._coordinator.facts.work(
-                    self._coordinator.facts.blobs.open_partial, name, fresh=True
-                )
+                partial = await facts.work(facts.blobs.open_partial, name, fresh=True)
         except StorageError as error:
             raise Overloaded(str(error), reason=error.reason) from error
         return partial
 
+    def _abort(self, partial: Partial) -> None:
+        if isinstance(partial, FilePartial):
+            self._coordinator.facts.blobs.abort(partial)
+
     async def _receive(
-        self, messages: AsyncIterator[pb.ClientUpdate | Piece], partial: FilePartial, header: pb.UpdateHeader
+        self, messages: AsyncIterator[pb.ClientUpdate | Piece], partial: Partial, header: pb.UpdateHeader
     ) -> None:
         """All bytes of the payload are in `partial`."""
         while partial.size < header.total_bytes:
@@ -175,35 +180,35 @@ class ClientUpdateService:
             if not 0 < len(chunk.data) <= CHUNK_BYTES or chunk.offset != partial.size:
                 raise BadRequest(f"expected 1 to {CHUNK_BYTES} bytes at {partial.size}", reason="bad_chunk")
             if partial.size + len(chunk.data) > header.total_bytes:
-                self._coordinator.facts.blobs.abort(partial)
+                self._abort(partial)
                 raise TooLarge(f"more than the declared {header.total_bytes} bytes")
             await self._write(partial, chunk.data)
 
-    async def _write(self, partial: FilePartial, data: bytes | memoryview) -> None:
+    async def _write(self, partial: Partial, data: bytes | memoryview) -> None:
         try:
-            if len(data) <= INLINE_BYTES:
+            if isinstance(partial, MemoryPartial):
                 partial.write(data)
             else:
                 await self._coordinator.facts.work(partial.write, data)
         except StorageError as error:
             raise Overloaded(str(error), reason=error.reason) from error
 
-    def _check_digest(self, partial: FilePartial, header: pb.UpdateHeader, resumed: int) -> None:
+    def _check_digest(self, partial: Partial, header: pb.UpdateHeader, resumed: int) -> None:
         if partial.digest == header.digest.hex():
             return
-        self._coordinator.facts.blobs.abort(partial)
+        self._abort(partial)
         if resumed:  # what lay here before may have been damaged by a power loss, or been another's
             raise Damaged("the part that was here is not of this payload: send it from the start")
         raise CodecError("digest_mismatch", "the payload is not what its digest says")
 
-    async def _settle(self, partial: FilePartial, header: pb.UpdateHeader, open_: OpenRound) -> bool:
+    async def _settle(self, partial: Partial, header: pb.UpdateHeader, open_: OpenRound) -> bool:
         """Check the payload and make it count; whether it did already."""
         schema = self._coordinator.models.schema_of(open_.base)
         packets = packets_of(header)
         try:
             admitted = await self._coordinator.facts.work(check_payload, partial.read, packets, schema)
         except CodecError as error:
-            self._coordinator.facts.blobs.abort(partial)
+            self._abort(partial)
             text = f"an update of {header.client_id} was refused: {error}"
             self._coordinator.journal.write("update_refused", text, client_id=header.client_id)
             raise

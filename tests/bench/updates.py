@@ -1,0 +1,67 @@
+"""Many clients with a small model: accepted, durable updates a second.
+
+    python -m tests.bench.updates [--clients 100] [--processes 2] [--parameters 10000] [--rounds 20]
+
+Every client fetches every model and pushes every update; the rate counts the whole time of the rounds.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.bench.fleets import fleet_of, peak_bytes, print_line, run_job
+
+
+def main() -> None:
+    """Print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=100)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--parameters", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    job = {
+        "model": "fedring.train.models:vector",
+        "model_args": {"size": args.parameters},
+        "encoding": "fp32",
+        "min_clients": args.clients,
+        "min_clients_to_aggregate": args.clients,
+        "evaluate": False,
+    }
+    share = args.clients // args.processes
+    with fleet_of([]) as (fleet, control):
+        hosts = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.bench.host", fleet.listen, __import__("os").environ.get("CDIR") or str(Path(fleet.directory) / "clients")]
+                + [str(index * share), str(share), str(args.parameters)]
+            )
+            for index in range(args.processes)
+        ]
+        try:
+            run_job(control, {**job, "rounds": 2})  # all are here, and warm
+            began = time.monotonic()
+            rounds = run_job(control, {**job, "rounds": args.rounds})
+            seconds = time.monotonic() - began
+        finally:
+            for host in hosts:
+                host.kill()
+                host.wait()
+        peak = peak_bytes(fleet.server.pid)
+    updates = sum(round_.delivered for round_ in rounds)
+    print_line(
+        {
+            "bench": "updates",
+            "clients": args.clients,
+            "parameters": args.parameters,
+            "updates": updates,
+            "updates_per_second": round(updates / seconds, 1),
+            "round_seconds": round(seconds / len(rounds), 3),
+            "server_peak_mb": round(peak / 1e6),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,419 @@
+"""Jobs on a real fl-server: queued, started, stopped, failed, and what becomes of their models."""
+
+import json
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fedring.ctl.control import Control
+from fedring.ctl.failure import Failure
+from fedring.ctl.fleet import Fleet
+from fedring.data import digits
+from fedring.rpc.errors import reason_of
+from fedring.train.evaluation import evaluate
+from fedring.train.losses import cross_entropy
+from fedring.train.models import vector
+from fedring.train.seam import build_model
+from fedring.v1 import control_pb2 as pb
+from fedring.v1 import control_pb2_grpc as rpc
+from fedring.v1 import federation_pb2 as fed
+from tests.system.wire import SIZE, Refused, WireClient, payload_of, vector_job
+
+ONES = np.ones(SIZE, np.float32)
+KEPT = 4
+DEFAULTS = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "encoding": "fp32", "epochs": 3}
+Clients = Callable[..., list[WireClient]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One fl-server for all tests of this file."""
+    job = {**DEFAULTS, "min_clients": 1, "evaluate": False, "lr": 0.25}
+    with Fleet(tmp_path_factory.mktemp("jobs"), {"keep_models": KEPT, "job": job}) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def control(server: Fleet) -> Iterator[Control]:
+    """flctl's connection; at the end no job is left."""
+    with Control(server.control) as control:
+        yield control
+        for job in control.jobs():
+            if job.state in ("queued", "running"):
+                with suppress(Failure):  # it may end by itself before it is told to
+                    control.stop_job(job.job_id)
+                for _ in control.follow_job(job.job_id) if job.state == "running" else ():
+                    pass
+
+
+@pytest.fixture
+def clients(server: Fleet, control: Control) -> Iterator[Clients]:
+    """Opens clients, by their names; at the end the server knows that they are gone."""
+    opened: list[WireClient] = []
+
+    def open_(*names: str) -> list[WireClient]:
+        new = [WireClient(server.listen, name) for name in names or ("a",)]
+        opened.extend(new)
+        return new
+
+    yield open_
+    events = control.events()
+    here = {client.client_id for client in control.clients() if client.state == "watching"}
+    for client in opened:
+        client.close()
+    while here:
+        here -= {next(event.client_id for event in events if event.kind == "client_lost")}
+    events.cancel()
+
+
+def run(control: Control, **keys: Any) -> tuple[int, Iterator[pb.Event]]:
+    """A job that was started, and its events."""
+    events = control.events()
+    job_id = control.start_job(vector_job(**keys)).job_id
+    return job_id, control.follow_job(job_id, events)
+
+
+def deliver(client: WireClient, values: "np.ndarray[Any, np.dtype[np.float32]]" = ONES) -> fed.TrainCmd:
+    """The client's next command, answered with `values`."""
+    command: fed.TrainCmd = client.expect("train")
+    payload = payload_of(values)
+    client.push(client.header(command, payload), payload)
+    return command
+
+
+def outcome(control: Control, job_id: int, events: Iterator[pb.Event]) -> pb.Job:
+    """The job, once it has ended."""
+    for _ in events:
+        pass
+    return control.job(job_id)
+
+
+def parameters(client: WireClient, version: int = 0) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """The parameters of a model of `vector`, as they are sent."""
+    header, payload = client.fetch(version)
+    assert [packet.encoding for packet in header.packets] == ["fp32"]
+    return np.frombuffer(payload[16:], "<f4")
+
+
+class TestQueue:
+    def test_a_second_job_runs_after_the_first(self, control: Control, clients: Clients) -> None:
+        (client,) = clients()
+        first, _ = run(control, rounds=2)
+        second, events = run(control, name="later")
+        assert (control.job(second).state, control.status().jobs_queued) == ("queued", 1)
+        commands = [deliver(client) for _ in range(3)]
+        assert [command.job.job_id for command in commands] == [first, first, second]
+        assert [command.job_round for command in commands] == [1, 2, 1]
+        assert outcome(control, second, events).state == "completed"
+        assert control.job(first).rounds_done == 2
+        assert control.status().jobs_queued == 0
+
+    def test_a_round_takes_the_servers_defaults_and_what_is_set_over_them(
+        self, control: Control, clients: Clients
+    ) -> None:
+        (client,) = clients()
+        events = control.events()
+        job_id = control.start_round({"momentum": 0.5}).job_id
+        command = deliver(client)
+        assert (command.epochs, command.lr, command.momentum, command.job.rounds) == (3, 0.25, 0.5, 1)
+        assert outcome(control, job_id, control.follow_job(job_id, events)).state == "completed"
+
+    def test_a_job_may_set_some_keys_of_a_default_table(self, control: Control, clients: Clients) -> None:
+        (client,) = clients()
+        _, events = run(control, model_args={"size": 5})
+        command = client.expect("train")
+        assert json.loads(command.job.model_args) == {"size": 5}
+        control.stop_job()
+        assert [event.kind for event in events][-1] == "job_ended"
+
+    def test_the_same_key_starts_nothing_twice(self, control: Control) -> None:
+        first = control.start_job(vector_job(), key="once")
+        again = control.start_job(vector_job(rounds=9), key="once")
+        assert (first.already, again.already) == (False, True)
+        assert again.job_id == first.job_id
+        assert control.start_round({}, key="once").job_id == first.job_id
+        assert control.job(first.job_id).rounds == 1
+
+
+class TestStop:
+    def test_a_stopped_round_is_abandoned_and_the_job_goes_on(self, control: Control, clients: Clients) -> None:
+        (client,) = clients()
+        job_id, events = run(control, rounds=2)
+        command = client.expect("train")
+        reply = control.stop_round()
+        assert (reply.job_id, reply.round) == (job_id, command.round)
+        ended = client.expect("round_ended")
+        assert (ended.round, ended.reason) == (command.round, "stopped")
+        assert deliver(client).job_round == 2
+        job = outcome(control, job_id, events)
+        assert (job.state, job.rounds_done) == ("completed", 1)
+        second, first = control.rounds(job_id=job_id)
+        assert (first.phase, first.reason, list(first.missing)) == ("abandoned", "stopped", ["a"])
+        assert (second.phase, second.reason) == ("published", "")
+
+    def test_a_running_job_is_stopped_with_its_round(self, control: Control, clients: Clients) -> None:
+        (client,) = clients()
+        job_id, events = run(control, rounds=5)
+        deliver(client)
+        command = client.expect("train")
+        reply = control.stop_job()
+        assert (reply.job_id, reply.round) == (job_id, command.round)
+        assert outcome(control, job_id, events).state == "stopped"
+        assert control.job(job_id).rounds_done == 1
+
+    def test_a_queued_job_is_stopped_before_it_runs(self, control: Control, clients: Clients) -> None:
+        (client,) = clients()
+        first, events = run(control)
+        queued = control.start_job(vector_job()).job_id
+        assert control.stop_job(queued).round == 0
+        assert control.job(queued).state == "stopped"
+        deliver(client)
+        assert outcome(control, first, events).state == "completed"
+        assert control.rounds(job_id=queued) == []
+
+    def test_what_does_not_run_cannot_be_stopped(self, control: Control) -> None:
+        with pytest.raises(Failure, match="no job is running"):
+            control.stop_job()
+        with pytest.raises(Failure, match="no round is in progress"):
+            control.stop_round()
+        with pytest.raises(Failure, match="job 9999 is neither running nor queued"):
+            control.stop_job(9999)
+
+
+class TestBadJobs:
+    @pytest.mark.parametrize(
+        ("text", "sentence"),
+        [
+            ('{"epoch": 3}', "unknown key 'epoch' in the job; did you mean 'epochs'?"),
+            ('{"server_optimizer": {"nam": "SGD"}}', "did you mean 'server_optimizer.name'?"),
+            ('{"lr": -1}', "lr: Input should be greater than 0"),
+            ('{"lr": NaN}', "lr: "),
+            ('{"encoding": "zip"}', "encoding: Input should be 'fp32', "),
+            ('{"min_clients_to_aggregate": 3}', "min_clients_to_aggregate must be at most min_clients"),
+            ('{"server_optimizer": {"name": "LBFGS"}}', "'LBFGS' does not treat each value by itself"),
+            ('{"server_optimizer": {"name": "SGD", "args": {"lr": "x"}}}', "lr = 'x' is not a number"),
+            ('{"server_optimizer": {"name": "Adam", "args": {"momentum": 1}}}', "Adam takes no momentum"),
+            ("[1]", "a job must be one JSON object"),
+            ("{", "Expecting property name"),
+        ],
+    )
+    def test_a_bad_job_is_refused_in_one_sentence(self, server: Fleet, text: str, sentence: str) -> None:
+        with grpc.insecure_channel(server.control) as channel:
+            with pytest.raises(grpc.RpcError) as refused:
+                rpc.ControlServiceStub(channel).StartJob(pb.StartJobRequest(job=text), timeout=20)
+            error: Any = refused.value
+            assert (error.code(), reason_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "bad_job")
+            assert sentence in error.details()
+            assert "\n" not in error.details()
+
+    @pytest.mark.parametrize(
+        ("keys", "sentence"),
+        [
+            ({"model": "fedring.train.models:mnist_cn"}, "mnist_cn"),
+            ({"model": "fedring.no_such_module:model"}, "There is no module fedring.no_such_module"),
+            ({"model": "os:system", "model_args": {"command": "true"}}, "only fedring, torchvision is trusted here"),
+            ({"model_args": {"size": "x"}}, "The model fedring.train.models:vector cannot be built with"),
+            ({"evaluate_on_server": True, "data": "fedring.data:mnist"}, "data_root"),
+        ],
+    )
+    def test_a_job_that_cannot_run_fails_in_one_sentence(
+        self, control: Control, keys: dict[str, Any], sentence: str
+    ) -> None:
+        job_id, events = run(control, **keys)
+        job = outcome(control, job_id, events)
+        assert job.state == "failed"
+        assert sentence in job.reason
+        assert "\n" not in job.reason
+        assert control.rounds(job_id=job_id) == []
+
+
+class TestRounds:
+    def test_a_barrier_that_stays_closed_abandons_the_round(self, control: Control, clients: Clients) -> None:
+        clients()
+        job_id, events = run(control, min_clients=2, barrier_timeout_seconds=0.3, max_abandoned=2, rounds=5)
+        job = outcome(control, job_id, events)
+        assert (job.state, job.reason) == ("failed", "barrier_timeout")
+        rounds = control.rounds(job_id=job_id)
+        assert [(round_.phase, round_.reason) for round_ in rounds] == [("abandoned", "barrier_timeout")] * 2
+
+    def test_too_few_results_make_no_model(self, control: Control, clients: Clients) -> None:
+        a, b = clients("a", "b")
+        job_id, events = run(control, min_clients=2, min_clients_to_aggregate=2)
+        before = control.status().model_version
+        command = deliver(a)
+        failure = fed.Failure(round=command.round, reason="no_data", detail="the folder is gone")
+        b.say(fed.WatchRequest(matched=True, failure=failure))
+        assert outcome(control, job_id, events).reason == "too_few_clients"
+        (round_,) = control.rounds(job_id=job_id)
+        assert (round_.delivered, list(round_.missing), round_.model_version) == (1, ["b"], 0)
+        assert control.status().model_version in (before, before + 1)  # a first one, if there was none
+
+    def test_a_deadline_closes_the_round_with_what_is_there(self, control: Control, clients: Clients) -> None:
+        a, b = clients("a", "b")
+        job_id, events = run(control, min_clients=2, deadline_seconds=1.0)
+        deliver(a)
+        assert 0 < b.expect("train").deadline_seconds <= 1
+        assert outcome(control, job_id, events).state == "completed"
+        (round_,) = control.rounds(job_id=job_id)
+        assert (round_.delivered, list(round_.missing)) == (1, ["b"])
+        assert 1 <= round_.seconds < 5
+
+    @pytest.mark.parametrize("keys", [{"sample_clients": 2}, {"sample_ratio": 0.4}])
+    def test_as_many_clients_are_drawn_as_wanted(
+        self, control: Control, clients: Clients, keys: dict[str, Any]
+    ) -> None:
+        several = clients("a", "b", "c", "d")
+        job_id, events = run(control, min_clients=4, rounds=6, **keys)
+        groups = []
+        for _ in range(6):
+            commands = drawn(several, 2)
+            assert len({command.round for command in commands.values()}) == 1
+            groups.append(frozenset(commands))
+            for client in several:
+                if command := commands.get(client.client_id):
+                    client.push(client.header(command, payload_of(ONES)), payload_of(ONES))
+        assert outcome(control, job_id, events).state == "completed"
+        assert [round_.selected for round_ in control.rounds(job_id=job_id)] == [2] * 6
+        assert len(set(groups)) > 1  # not always the same ones
+
+    def test_a_job_with_another_model_begins_a_new_line(self, control: Control, clients: Clients) -> None:
+        (client,) = clients()
+        job_id, events = run(control)
+        command = deliver(client)
+        outcome(control, job_id, events)
+        job_id, events = run(control, model_args={"size": 7})
+        other = client.expect("train")
+        assert other.schema_hash != command.schema_hash
+        assert other.model_version == command.model_version + 2
+        np.testing.assert_array_equal(parameters(client, other.model_version), np.zeros(7))
+        payload = payload_of(ONES[:7])
+        client.push(client.header(other, payload), payload)
+        outcome(control, job_id, events)
+        np.testing.assert_array_equal(parameters(client), ONES[:7])
+
+    def test_only_the_newest_models_are_kept(self, control: Control, clients: Clients) -> None:
+        (client,) = clients()
+        job_id, events = run(control, rounds=KEPT + 2)
+        for _ in range(KEPT + 2):
+            deliver(client)
+        outcome(control, job_id, events)
+        versions = [model.version for model in control.models()]
+        assert versions == list(range(versions[0], versions[0] - KEPT, -1))
+        for version in versions:
+            client.fetch(version)
+        with pytest.raises(Refused, match="unknown_model"):
+            client.fetch(versions[-1] - 1)
+        rounds = control.rounds(job_id=job_id)
+        assert len(rounds) == KEPT + 2  # what happened is not forgotten
+
+
+def drawn(clients: list[WireClient], count: int) -> dict[str, fed.TrainCmd]:
+    """The commands of the next `count` clients that get one, by their names."""
+    commands: dict[str, fed.TrainCmd] = {}
+    while len(commands) < count:
+        for client in clients:
+            with suppress(queue.Empty):
+                event = client.events.get(timeout=0.01)
+                if event.HasField("train"):
+                    commands[client.client_id] = event.train
+    return commands
+
+
+class TestServerOptimizer:
+    STEPS = (1.0, 0.5, -0.25)
+    KEYS = {"server_optimizer": {"name": "SGD", "args": {"lr": 1.0, "momentum": 0.9}}, "rounds": 3}  # noqa: RUF012
+
+    def test_momentum_is_that_of_the_formula_and_survives_a_restart(
+        self, server: Fleet, control: Control, clients: Clients
+    ) -> None:
+        (client,) = clients()
+        ends = []
+        for size, restart in ((SIZE + 1, False), (SIZE + 2, True)):
+            job_id, events = run(control, model_args={"size": size}, **self.KEYS)
+            velocity = expected = np.float32(0)
+            for number, step in enumerate(self.STEPS):
+                deliver(client, np.full(size, step, np.float32))
+                version = client.expect("round_ended").model_version
+                velocity = np.float32(0.9) * velocity + np.float32(step)
+                expected = expected + velocity
+                values = parameters(client, version)
+                np.testing.assert_allclose(values, np.full(size, expected), rtol=1e-6)
+                if restart and number == 1:
+                    client.close()
+                    server.restart_server()
+                    (client,) = clients()
+            ends.append(values[0])
+            assert outcome(control, job_id, events).state == "completed"
+        assert ends[0] == ends[1]
+
+
+class TestEvaluation:
+    def test_the_server_counts_on_its_own_test_set(self, control: Control, clients: Clients) -> None:
+        (client,) = clients()
+        events = control.events()
+        keys = {"model": "fedring.train.models:digits_mlp", "evaluate_on_server": True, "seed": 5}
+        job_id = control.start_job(keys).job_id  # the default model's arguments are not for this one
+        command: fed.TrainCmd = client.expect("train")
+        payload = payload_of(np.zeros(4810, np.float32))
+        client.push(client.header(command, payload), payload)
+        outcome(control, job_id, control.follow_job(job_id, events))
+        (round_,) = control.rounds(job_id=job_id)
+        first = build_model("fedring.train.models:digits_mlp", {}, 5, ["fedring"])
+        counts = evaluate(first, digits().test, loss=cross_entropy, device=torch.device("cpu"))
+        assert round_.server_accuracy == counts.correct / counts.total
+        assert round_.server_loss == pytest.approx(counts.loss_sum / counts.total, rel=1e-5)
+
+
+class TestEvents:
+    def test_a_watcher_sees_all_of_a_job_in_order_also_afterwards(self, control: Control, clients: Clients) -> None:
+        (client,) = clients()
+        job_id, events = run(control, rounds=2)
+        for _ in range(2):
+            deliver(client)
+        seen = list(events)
+        a_round = ["round_started", "update_accepted", "round_published", "round_evaluated"]
+        assert [event.kind for event in seen] == ["job_started", *a_round, *a_round, "job_ended"]
+        ids = [event.id for event in seen]
+        assert ids == sorted(set(ids))
+        assert {event.job_id for event in seen} == {job_id}
+        for place in (0, 3, len(seen) - 2):
+            later = control.events(after=ids[place])
+            assert [next(iter(later)) for _ in seen[place + 1 :]] == seen[place + 1 :]
+            later.cancel()
+
+    def test_an_event_of_a_round_carries_the_round(self, control: Control, clients: Clients) -> None:
+        (client,) = clients()
+        _, events = run(control)
+        deliver(client)
+        states = {event.kind: event.state for event in events if event.HasField("state")}
+        assert (states["round_started"].phase, states["round_started"].delivered) == ("training", 0)
+        assert states["update_accepted"].delivered == 1
+        assert states["round_published"].phase == "published"
+        assert states["round_published"].upload_bytes > 4 * SIZE
+        assert states["round_evaluated"].model_version == states["round_published"].model_version
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "state dict"])
+def test_given_weights_are_the_first_model_of_an_empty_store_only(tmp_path: Path, kind: str) -> None:
+    given, other = vector(SIZE), vector(SIZE)
+    torch.nn.init.constant_(given.get_parameter("values"), 3.0)
+    path = tmp_path / "init"
+    save_file(given.state_dict(), path) if kind == "safetensors" else torch.save(given.state_dict(), path)
+    with Fleet(tmp_path, {"init_path": str(path)}) as fleet, Control(fleet.control) as control:
+        control.start_job(vector_job(rounds=2))
+        with WireClient(fleet.listen) as client:
+            command = deliver(client)
+            np.testing.assert_array_equal(parameters(client, command.model_version), 3 * ONES)
+            client.expect("round_ended")
+        save_file(other.state_dict(), path)
+        fleet.restart_server()
+        with WireClient(fleet.listen) as client:
+            np.testing.assert_array_equal(parameters(client, client.expect("train").model_version), 4 * ONES)

@@ -1,0 +1,150 @@
+"""Laws of the source tree that no other tool checks."""
+
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor import FileDescriptor
+
+from fedring.rpc.chunks import CHUNK_BYTES, chunk_message
+from fedring.v1 import control_pb2, federation_pb2
+
+ROOT = Path(__file__).parents[2]
+SOURCE_ROOTS = [ROOT / name for name in ("server", "client", "common", "protos")]
+SOURCES = [path for root in SOURCE_ROOTS for path in sorted(root.rglob("*.py")) if "_pb2" not in path.name]
+PROTOS = sorted((ROOT / "protos").rglob("*.proto"))
+MAX_MESSAGE = 2 << 20
+MAX_LINES = 400
+
+FORBIDDEN = {
+    "pickle": r"\bpickle\b(?!\.UnpicklingError)",
+    "eval or exec": r"(?<![\w.])(eval|exec)\(",
+    "yaml.load": r"\byaml\.(unsafe_|full_)?load\(",
+    "allow_pickle": r"allow_pickle\s*=\s*True",
+    "torch.load without weights_only": r"(?<!safetensors\.)\btorch\.load\((?![^\n]*weights_only=True)",
+    "marshal or shelve": r"\bimport (marshal|shelve|dill|cloudpickle|joblib)\b",
+}
+ALLOWED = {("common/fedring/train/files.py", "pickle"): ["import pickle"]}
+"""It only names the exception class pickle.UnpicklingError, which torch.load raises."""
+
+
+def test_no_source_root_takes_the_namespace_for_itself() -> None:
+    assert [root for root in SOURCE_ROOTS if not (root / "fedring").is_dir()] == []
+    assert list(ROOT.glob("*/fedring/__init__.py")) == []
+
+
+def test_every_part_is_typed() -> None:
+    parts = {path.parent for path in SOURCES if path.parent.parent.name == "fedring"}
+    assert sorted(part for part in parts if not (part / "py.typed").is_file()) == []
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_nothing_that_comes_from_outside_is_executed(name: str) -> None:
+    found = []
+    for path in SOURCES:
+        allowed = ALLOWED.get((str(path.relative_to(ROOT)), name), [])
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if re.search(FORBIDDEN[name], line) and line.strip() not in allowed:
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("pickle", "import pickle"),
+        ("pickle", "pickle.loads(data)"),
+        ("eval or exec", "x = eval(text)"),
+        ("torch.load without weights_only", "torch.load(path)"),
+        ("torch.load without weights_only", "torch.load(path, weights_only=False)"),
+        ("allow_pickle", "np.load(path, allow_pickle=True)"),
+        ("yaml.load", "yaml.load(text)"),
+    ],
+)
+def test_what_is_forbidden_would_be_found(name: str, line: str) -> None:
+    assert re.search(FORBIDDEN[name], line)
+
+
+def test_torchs_own_eval_mode_is_no_eval() -> None:
+    assert not re.search(FORBIDDEN["eval or exec"], "model.to(device).eval()")
+
+
+def test_every_file_can_be_read_in_one_sitting() -> None:
+    files = [*SOURCES, *(ROOT / "tests").rglob("*.py"), *PROTOS]
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > MAX_LINES} == {}
+
+
+def fields(text: str) -> Iterator[tuple[str, str, bool]]:
+    """Each field of each message: its message, its name, and whether a comment is above it or at its end."""
+    message, commented = "", False
+    for line in text.splitlines():
+        code, slashes, _ = line.partition("//")
+        code = code.strip()
+        if opened := re.match(r"message (\w+) \{", code):
+            message = opened[1]
+            code = code[opened.end() :]
+        if found := re.search(r"[\w.>]+ (\w+) = \d+;", code):
+            yield message, found[1], commented or bool(slashes)
+            commented = False
+        elif slashes:
+            commented = True
+        elif not code.startswith("oneof"):
+            commented = False
+
+
+@pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.stem)
+def test_every_field_on_the_wire_is_explained(path: Path) -> None:
+    silent = [f"{message}.{name}" for message, name, commented in fields(path.read_text()) if not commented]
+    assert silent == []
+
+
+@pytest.mark.parametrize("file", [federation_pb2.DESCRIPTOR, control_pb2.DESCRIPTOR], ids=lambda file: file.name)
+def test_no_field_escapes_the_reading_of_the_protos(file: FileDescriptor) -> None:
+    known = {(message.name, field.name) for message in file.message_types_by_name.values() for field in message.fields}
+    text = (ROOT / "protos" / file.name).read_text()
+    found = {(message, name) for message, name, _ in fields(re.sub(r"enum \w+ \{[^}]*\}", "", text))}
+    assert found == known
+
+
+def test_no_chunk_makes_a_message_longer_than_two_mebibytes() -> None:
+    longest = chunk_message(2**62, bytes(CHUNK_BYTES))
+    assert CHUNK_BYTES < len(longest) + 5 <= MAX_MESSAGE
+    for kind in (federation_pb2.ModelBlob, federation_pb2.ClientUpdate):
+        chunk = kind.FromString(longest).chunk
+        assert (chunk.offset, len(chunk.data)) == (2**62, CHUNK_BYTES)
+
+
+def test_every_kind_of_event_is_documented() -> None:
+    server = "".join(path.read_text() for path in (ROOT / "server").rglob("*.py"))
+    written = set(re.findall(r"""(?:journal\.write|_tell)\(\s*"(\w+)",""", server))
+    comment = re.search(
+        r"message Event \{(.*?)string kind", (ROOT / "protos" / control_pb2.DESCRIPTOR.name).read_text(), re.S
+    )
+    assert comment is not None
+    assert set(re.findall(r'"(\w+)"', comment[1])) == written
+
+
+def tracked(*patterns: str) -> list[str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no git checkout")
+    output = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    return output.stdout.split()
+
+
+def test_generated_code_is_not_kept() -> None:
+    assert tracked("*_pb2*") == []
+
+
+def test_what_is_installed_is_pinned_without_naming_a_place() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines), lines
+    assert lines == sorted(lines, key=str.lower)
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
+    wanted = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
+    names = {re.split(r"[\[<>=!~ ]", requirement)[0].lower() for requirement in wanted}
+    assert names - pinned == set()

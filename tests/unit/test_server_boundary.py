@@ -1,0 +1,107 @@
+"""The boundary: a caller sees a status, one sentence and a reason, and never a traceback."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from google.protobuf.empty_pb2 import Empty
+from grpc import StatusCode, aio
+
+from fedring.codec.errors import CodecError
+from fedring.rpc.boundary import Boundary
+from fedring.rpc.channel import make_server
+from fedring.rpc.errors import Overloaded, reason_of
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import federation_pb2_grpc as rpc
+
+
+class Service(rpc.TrainCmdServiceServicer):
+    """Raises what it is told to, by the client's name."""
+
+    async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
+        await self._fail(request.client_id, context)
+        return pb.JoinReply(session_id="s")
+
+    async def Watch(
+        self, request_iterator: AsyncIterator[pb.WatchRequest], context: Any
+    ) -> AsyncIterator[pb.ServerEvent]:
+        yield pb.ServerEvent(heartbeat=pb.Heartbeat())
+        async for request in request_iterator:
+            await self._fail(request.failure.reason, context)
+
+    async def ReportEvaluation(self, request: pb.EvaluationReport, context: Any) -> pb.EvaluationAck:
+        return pb.EvaluationAck()
+
+    async def _fail(self, how: str, context: Any) -> None:
+        match how:
+            case "refuse":
+                raise Overloaded("try again", reason="busy")
+            case "codec":
+                raise CodecError("truncated", "3 of 4 bytes")
+            case "fault":
+                raise ZeroDivisionError("a secret of ours")
+            case "abort":
+                await context.abort(StatusCode.NOT_FOUND, "as meant")
+
+
+EXPECTED = [
+    ("refuse", StatusCode.RESOURCE_EXHAUSTED, "busy", "try again"),
+    ("codec", StatusCode.INVALID_ARGUMENT, "truncated", "truncated: 3 of 4 bytes"),
+    ("fault", StatusCode.INTERNAL, "internal", "internal error"),
+    ("abort", StatusCode.NOT_FOUND, "not_found", "as meant"),
+]
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    server = make_server([Boundary()], max_streams=10)
+    rpc.add_TrainCmdServiceServicer_to_server(Service(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(("how", "code", "reason", "text"), EXPECTED)
+async def test_a_calls_error_becomes_a_status(
+    address: str, how: str, code: StatusCode, reason: str, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with aio.insecure_channel(address) as channel:
+        with pytest.raises(aio.AioRpcError) as refused:
+            await rpc.TrainCmdServiceStub(channel).Join(pb.JoinRequest(client_id=how))
+    assert (refused.value.code(), reason_of(refused.value), refused.value.details()) == (code, reason, text)
+    assert ("ZeroDivisionError" in caplog.text) == (how == "fault")  # the log has it, the caller not
+
+
+@pytest.mark.parametrize(("how", "code", "reason", "text"), EXPECTED)
+async def test_a_streams_error_becomes_a_status(
+    address: str, how: str, code: StatusCode, reason: str, text: str
+) -> None:
+    async with aio.insecure_channel(address) as channel:
+        requests = iter([pb.WatchRequest(failure=pb.Failure(reason=how))])
+        events = rpc.TrainCmdServiceStub(channel).Watch(requests)
+        with pytest.raises(aio.AioRpcError) as refused:
+            [event async for event in events]
+    assert (refused.value.code(), reason_of(refused.value), refused.value.details()) == (code, reason, text)
+
+
+async def test_a_good_call_passes(address: str) -> None:
+    async with aio.insecure_channel(address) as channel:
+        reply = await rpc.TrainCmdServiceStub(channel).Join(pb.JoinRequest(client_id="fine"))
+    assert reply.session_id == "s"
+
+
+async def test_bytes_that_are_no_message_are_a_bad_request(address: str) -> None:
+    async with aio.insecure_channel(address) as channel:
+        join: Any = channel.unary_unary("/fedring.v1.TrainCmdService/Join")
+        with pytest.raises(aio.AioRpcError) as refused:
+            await join(b"\xff\xff")
+    assert (refused.value.code(), reason_of(refused.value)) == (StatusCode.INVALID_ARGUMENT, "bad_request")
+
+
+async def test_a_call_that_does_not_exist_is_unimplemented(address: str) -> None:
+    async with aio.insecure_channel(address) as channel:
+        call: Any = channel.unary_unary("/fedring.v1.TrainCmdService/Leave")
+        with pytest.raises(aio.AioRpcError) as refused:
+            await call(Empty().SerializeToString())
+    assert refused.value.code() is StatusCode.UNIMPLEMENTED

@@ -1,0 +1,88 @@
+"""fl-server's configuration: layers, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from fedring.daemon.config import ConfigError, Loaded, describe, load_config
+from fedring.server.config import ServerConfig
+from fedring.server.main import load
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("lisen=1:1", "unknown key 'lisen' in override; did you mean 'listen'?"),
+        ("job.epoch=3", "unknown key 'job.epoch' in override; did you mean 'job.epochs'?"),
+        ("job.server_optimizer.nam=1", "did you mean 'job.server_optimizer.name'?"),
+        ("qqqq=1", "unknown key 'qqqq' in override; valid keys: listen, "),
+        ("keep_models=0", "keep_models (from override): Input should be greater than 0"),
+        ("job.lr=-1", "job.lr (from override): Input should be greater than 0"),
+        ("listen=here", "'here' is not host:port"),
+        ("listen=0.0.0.0:8443", "'0.0.0.0:8443' can be reached from other hosts in plaintext: set insecure = true"),
+        ("lost_after_seconds=1", "lost_after_seconds must be above heartbeat_seconds"),
+        ("=3", "'=3' is not of the form key=value"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(ServerConfig, overrides=[override])
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_later_layer_wins_and_each_value_knows_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "server.toml"
+    path.write_text("keep_models = 1\nthreads = 1\n[job]\nrounds = 1\nepochs = 1\nlr = 1.0\n")
+    monkeypatch.setenv("FEDRING_SERVER_THREADS", "2")
+    monkeypatch.setenv("FEDRING_SERVER_JOB__ROUNDS", "2")
+    loaded = load([str(path), "job.lr=3", "drain_seconds=3"], {"state_dir": Path("x"), "listen": None})
+    config = loaded.config
+    assert (config.keep_models, config.threads, config.drain_seconds, config.state_dir) == (1, 2, 3, Path("x"))
+    assert (config.job.epochs, config.job.rounds, config.job.lr) == (1, 2, 3.0)
+    lines = describe(loaded).splitlines()
+    assert f"keep_models = 1  # file {path}" in lines
+    assert "job.rounds = 2  # environment" in lines
+    assert "job.lr = 3.0  # override" in lines
+    assert 'state_dir = "x"  # flag' in lines
+    assert 'listen = "127.0.0.1:8443"  # default' in lines
+
+
+def test_json_says_the_same_as_toml(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"keep_models": 3, "job": {"rounds": 5}}')
+    (tmp_path / "a.toml").write_text("keep_models = 3\njob.rounds = 5\n")
+    first, second = (load([str(tmp_path / name)], {}).config for name in ("a.json", "a.toml"))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.toml", "a = = 1", "is not valid TOML"),
+        ("a.json", "{", "is not valid JSON"),
+        ("a.json", "[1]", "must hold a table of keys, not a list"),
+        ("a.toml", "[jop]\nrounds = 1", "unknown key 'jop'"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, name: str, text: str, sentence: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=sentence) as refused:
+        load([str(tmp_path / name)], {})
+    assert name in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read nowhere\.toml: No such file"):
+        load(["nowhere.toml"], {})
+
+
+def test_an_unknown_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDRING_SERVER_KEEP_MODEL", "3")
+    with pytest.raises(ConfigError, match=r"FEDRING_SERVER_KEEP_MODEL; did you mean 'keep_models'\?"):
+        load([], {})
+
+
+def test_loopback_is_allowed_in_plaintext_and_others_when_the_operator_says_so() -> None:
+    for address in ("127.0.0.1:0", "localhost:1", "[::1]:5", "unix:/tmp/x.sock"):
+        assert ServerConfig(listen=address).listen == address
+    assert isinstance(load_config(ServerConfig, overrides=["listen=0.0.0.0:1", "insecure=true"]), Loaded)

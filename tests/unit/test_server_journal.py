@@ -1,0 +1,102 @@
+"""The journal: every event once, in order, to every watcher that keeps up."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from itertools import pairwise
+
+import pytest
+
+from fedring.rpc.errors import Overloaded
+from fedring.server.journal import RECENT, Journal, rfc3339
+from fedring.server.rows import EventRow
+from fedring.v1 import control_pb2 as pb
+
+
+async def nothing() -> None:
+    pass
+
+
+async def some(events: AsyncIterator[pb.Event], count: int) -> list[str]:
+    async with asyncio.timeout(10):
+        return [(await anext(events)).text for _ in range(count)]
+
+
+def test_ids_rise_also_when_the_clock_was_set_back() -> None:
+    journal = Journal()
+    tomorrow = int((time.time() + 86400) * 1e6)
+    journal.begin(tomorrow)
+    for _ in range(3):
+        journal.write("job_started", "go")
+    assert [event.id - tomorrow for event in journal._recent] == [1, 2, 3]
+
+
+def test_ids_rise_within_one_microsecond() -> None:
+    journal = Journal()
+    for _ in range(1000):
+        journal.write("job_started", "go")
+    assert all(before.id < after.id for before, after in pairwise(journal._recent))
+
+
+async def test_a_watcher_gets_what_it_missed_and_what_comes_without_a_gap() -> None:
+    journal = Journal()
+    for number in range(3):
+        journal.write("job_started", f"{number}")
+
+    async def ready() -> None:  # the caller is told that it watches, and something happens at that moment
+        journal.write("job_started", "3")
+
+    events = journal.follow(journal._recent[0].id, ready)
+    assert await some(events, 3) == ["1", "2", "3"]
+    journal.write("job_started", "4")
+    assert await some(events, 1) == ["4"]
+
+
+async def test_a_watcher_of_now_gets_nothing_old() -> None:
+    journal = Journal()
+    journal.write("job_started", "old")
+
+    async def ready() -> None:
+        journal.write("job_started", "new")
+
+    assert await some(journal.follow(0, ready), 1) == ["new"]
+
+
+async def test_a_watcher_that_reads_too_slowly_is_told_so_and_holds_nobody_up() -> None:
+    journal = Journal()
+    events = journal.follow(0, nothing)
+    first = asyncio.create_task(some(events, 1))
+    await asyncio.sleep(0)  # it follows
+    for number in range(RECENT + 2):
+        journal.write("job_started", f"{number}")
+    assert await first == ["0"]
+    with pytest.raises(Overloaded, match="too slowly"):
+        async for _ in events:
+            pass
+
+
+async def test_events_are_stored_in_order_but_for_those_that_rows_tell() -> None:
+    journal = Journal()
+    stored: list[EventRow] = []
+    done = asyncio.Event()
+
+    async def append(rows: list[EventRow]) -> None:
+        stored.extend(rows)
+        done.set()
+
+    journal.write("client_joined", "a is here", client_id="a")
+    journal.write("update_accepted", "a delivered", client_id="a")
+    journal.write("round_published", "done", job_id=3, state=pb.Round(round=7))
+    saving = asyncio.create_task(journal.save(append))
+    await done.wait()
+    saving.cancel()
+    assert [(row.kind, row.job_id, row.round, row.client_id) for row in stored] == [
+        ("client_joined", 0, 0, "a"),
+        ("round_published", 3, 7, ""),
+    ]
+    assert [row.id for row in stored] == sorted({row.id for row in stored})
+
+
+def test_times_are_rfc_3339_in_utc() -> None:
+    assert rfc3339(0.5) == "1970-01-01T00:00:00.500+00:00"
+    assert rfc3339(None) == ""

@@ -1,0 +1,199 @@
+"""Model versions as they are offered: whole, or as the steps that lead to them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fedring.codec import Encoding, Vectors, decode, encode
+from fedring.rpc.errors import UnknownModel
+from fedring.server.blobs import FileBlobs
+from fedring.server.config import ServerConfig
+from fedring.server.facts import Facts
+from fedring.server.modelfile import ModelReader
+from fedring.server.models import MAX_STEPS, Models
+from fedring.server.packets import lay_out
+from fedring.server.rows import ModelRow, UpdateRow
+from fedring.server.store import SqlStore
+from fedring.train.errors import SeamError
+from fedring.train.files import load_model
+from fedring.train.job import Job
+from fedring.train.models import digits_mlp, vector
+from fedring.train.state import read_vectors
+from fedring.v1 import federation_pb2 as pb
+
+SIZE = 5000
+
+
+def spec(**keys: Any) -> Job:
+    fixed = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "download_encoding": "uniform"}
+    return Job.model_validate({**fixed, **keys})
+
+
+class Versions:
+    """Models that follow each other, each from one update."""
+
+    def __init__(self, root: Path, **settings: Any) -> None:
+        self.blobs = FileBlobs(root)
+        self.facts = Facts(SqlStore("sqlite://"), self.blobs, threads=1)
+        self.models = Models(self.blobs, self.facts.pool, ServerConfig(state_dir=root, **settings), "run-1")
+        self.rows: list[ModelRow] = []
+        self._random = np.random.default_rng(3)
+
+    def first(self, job: Job) -> ModelRow:
+        """The model that a job starts from."""
+        row = self.models.fitting(self.rows[-1] if self.rows else None, job)
+        if row not in self.rows:
+            self.models.remember(row)
+            self.rows.append(row)
+        return row
+
+    def next(self, job: Job) -> ModelRow:
+        """One more version."""
+        values = self._random.standard_normal(SIZE).astype(np.float32)
+        partial = self.blobs.open_partial("update")
+        partial.write(encode(values, Encoding("fp32")))
+        packets = lay_out([("parameters", "delta", "fp32", partial.size)])
+        update = UpdateRow(1, "a", partial.digest, packets, 1, partial.size, 0.1, 1.0, 2.0)
+        self.blobs.seal(partial)
+        row = self.models.next(self.rows[-1], [update], job, len(self.rows))
+        self.models.remember(row)
+        self.rows.append(row)
+        return row
+
+    def header(self, version: int = 0, held: int = 0) -> pb.ModelHeader:
+        with self.models.offer(pb.FetchModelRequest(version=version, held_version=held)) as offer:
+            assert offer.header.total_bytes == sum(packet.bytes for packet in offer.header.packets)
+            return offer.header
+
+    def values(self, row: ModelRow) -> Vectors:
+        with self.blobs.reader(row.blob) as blob:
+            return ModelReader(blob).vectors()
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Iterator[Versions]:
+    versions = Versions(tmp_path)
+    yield versions
+    versions.facts.close()
+
+
+@pytest.fixture
+def chain(versions: Versions) -> Versions:
+    """Versions 1 to 10, each with the step that leads to it."""
+    versions.first(spec())
+    for _ in range(9):
+        versions.next(spec())
+    return versions
+
+
+def test_who_holds_an_older_version_gets_the_steps_from_it(chain: Versions) -> None:
+    whole = chain.header(10).total_bytes
+    for held in (9, 8, 10 - 5):
+        header = chain.header(10, held)
+        assert header.base_version == held
+        assert len(header.packets) == 10 - held
+        assert header.total_bytes < whole
+
+
+def test_the_steps_lead_to_the_very_model(chain: Versions) -> None:
+    values = chain.values(chain.rows[6]).parameters
+    with chain.models.offer(pb.FetchModelRequest(version=10, held_version=7)) as offer:
+        at = 0
+        for packet in offer.header.packets:
+            values = values + decode(offer.read(at, packet.bytes), name=packet.encoding, length=SIZE)
+            at += packet.bytes
+        digest = Vectors(values, np.empty(0)).digest()
+        assert digest == offer.header.model_digest
+
+
+def test_any_range_of_an_offer_can_be_read(chain: Versions) -> None:
+    for held in (0, 6):
+        with chain.models.offer(pb.FetchModelRequest(version=9, held_version=held)) as offer:
+            total = offer.header.total_bytes
+            payload = offer.read(0, total)
+            assert len(payload) == total
+            pieces = [offer.read(start, min(777, total - start)) for start in range(0, total, 777)]
+            assert b"".join(pieces) == payload
+
+
+@pytest.mark.parametrize("held", [0, 10, 11, 777])
+def test_who_holds_nothing_of_use_gets_the_model_itself(chain: Versions, held: int) -> None:
+    header = chain.header(10, held)
+    assert header.base_version == 0
+    assert [packet.kind for packet in header.packets] == [pb.KIND_WEIGHTS]
+
+
+def test_more_steps_than_fit_into_an_answer_are_not_sent(chain: Versions) -> None:
+    assert chain.header(MAX_STEPS + 1, 1).base_version == 1
+    assert chain.header(MAX_STEPS + 2, 1).base_version == 0
+
+
+def test_steps_that_are_longer_than_the_model_are_not_sent(versions: Versions) -> None:
+    dense = spec(download_encoding="fp16")
+    versions.first(dense)
+    for _ in range(3):
+        versions.next(dense)
+    assert versions.header(4, 3).base_version == 3
+    assert versions.header(4, 1).base_version == 0
+
+
+def test_steps_over_a_version_that_is_gone_are_not_sent(chain: Versions) -> None:
+    chain.models.forget([7, 8, 10])
+    assert chain.header(8, 7).base_version == 7
+    assert chain.header(10, 8).base_version == 0
+    with pytest.raises(UnknownModel, match="model 9 is not kept"):
+        chain.header(9)
+
+
+def test_the_newest_is_meant_when_no_version_is_named(chain: Versions) -> None:
+    assert chain.header().version == 10
+
+
+def test_there_is_no_model_before_the_first_job(versions: Versions) -> None:
+    with pytest.raises(UnknownModel, match="there is no model yet"):
+        versions.header()
+
+
+def test_another_kind_of_model_begins_a_new_line(chain: Versions) -> None:
+    other = chain.first(spec(model_args={"size": 7}))
+    assert (other.version, other.base_version, other.parameters) == (11, 0, 7)
+    assert chain.header(11, 10).base_version == 0
+    assert chain.header(10, 9).base_version == 9  # the old one can still be had
+
+
+def test_the_same_kind_of_model_goes_on(chain: Versions) -> None:
+    assert chain.first(spec(seed=7, lr=3.0)).version == 10
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "state dict"])
+def test_given_weights_are_the_first_model_of_an_empty_store(tmp_path: Path, kind: str) -> None:
+    given = digits_mlp(8)
+    path = tmp_path / "init"
+    save_file(given.state_dict(), path) if kind == "safetensors" else torch.save(given.state_dict(), path)
+    versions = Versions(tmp_path, init_path=path)
+    row = versions.first(spec(model="fedring.train.models:digits_mlp", model_args={"hidden": 8}))
+    np.testing.assert_array_equal(versions.values(row).parameters, read_vectors(given).parameters)
+    later = versions.first(spec())
+    assert not versions.values(later).parameters.any()  # only for an empty store
+    versions.facts.close()
+
+
+def test_given_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    torch.save(vector(3).state_dict(), tmp_path / "init.pt")
+    versions = Versions(tmp_path, init_path=tmp_path / "init.pt")
+    with pytest.raises(SeamError, match=r"init\.pt does not fit the model: values is \[3\] in the file and \[5000\]"):
+        versions.first(spec())
+    versions.facts.close()
+
+
+def test_a_blob_of_the_store_is_a_model_file_that_people_can_load(chain: Versions, tmp_path: Path) -> None:
+    with chain.blobs.reader(chain.rows[-1].blob) as blob:
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(blob.read(0, blob.size))
+    loaded = read_vectors(load_model(path, vector(SIZE)))
+    np.testing.assert_array_equal(loaded.parameters, chain.values(chain.rows[-1]).parameters)

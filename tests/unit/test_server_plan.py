@@ -1,0 +1,79 @@
+"""A job's keys reach the state machine and the wire, every one of them."""
+
+import json
+
+from fedring.server.plan import job_spec, rules_of, train_cmd
+from fedring.server.rounds import Rules
+from fedring.train.job import Job
+
+JOB = Job(
+    name="n",
+    rounds=7,
+    model="m:m",
+    model_args={"hidden": 3},
+    data="d:d",
+    loss="l:l",
+    optimizer="o:o",
+    trainer="t:t",
+    partition="dirichlet",
+    alpha=0.25,
+    subset_size=11,
+    epochs=2,
+    batch_size=5,
+    lr=0.125,
+    momentum=0.5,
+    mu=0.75,
+    seed=9,
+    encoding="packed",
+    chunk=64,
+    keep_ratio=0.5,
+    step=2.0,
+    min_clients=4,
+    barrier="joined",
+    barrier_timeout_seconds=1.5,
+    sample_ratio=0.5,
+    sample_clients=3,
+    min_clients_to_aggregate=2,
+    close_at_minimum=True,
+    deadline_seconds=2.5,
+    evaluate_seconds=3.5,
+)
+
+
+def test_the_rules_are_the_jobs() -> None:
+    expected = Rules(
+        min_clients=4,
+        barrier="joined",
+        barrier_timeout=1.5,
+        sample_ratio=0.5,
+        sample_clients=3,
+        min_to_aggregate=2,
+        close_at_minimum=True,
+        deadline=2.5,
+        grace=6.0,
+        evaluate_timeout=3.5,
+        seed=9,
+    )
+    assert rules_of(JOB, grace=6.0) == expected
+
+
+def test_a_client_is_told_all_that_the_job_says_of_training() -> None:
+    spec = job_spec(JOB, 12)
+    assert {field.name for field, _ in spec.ListFields()} == {field.name for field in spec.DESCRIPTOR.fields}
+    assert json.loads(spec.model_args) == {"hidden": 3}
+    assert (spec.job_id, spec.mode, spec.rounds, spec.alpha, spec.seed) == (12, "federated", 7, 0.25, 9)
+
+
+def test_a_command_carries_the_rounds_hyperparameters() -> None:
+    command = train_cmd(JOB, job_spec(JOB, 12), number=30, job_round=3)
+    assert (command.round, command.job_round, command.job.job_id) == (30, 3, 12)
+    assert (command.subset_size, command.epochs, command.batch_size) == (11, 2, 5)
+    assert (command.lr, command.momentum, command.mu) == (0.125, 0.5, 0.75)
+    encoding = command.encoding
+    assert (encoding.name, encoding.chunk, encoding.keep_ratio, encoding.step) == ("packed", 64, 0.5, 2.0)
+
+
+def test_the_seed_differs_from_round_to_round_and_is_the_same_in_the_same_job_again() -> None:
+    first, second = (train_cmd(JOB, job_spec(JOB, 1), number=n, job_round=n).seed for n in (1, 2))
+    again = train_cmd(JOB, job_spec(JOB, 2), number=51, job_round=1).seed
+    assert first == again != second

@@ -1,0 +1,73 @@
+"""Sessions: at most one per client, and nobody waits for a client that does not read."""
+
+import pytest
+
+from fedring.rpc.errors import BadRequest, NoSession, Overloaded, Superseded
+from fedring.server.sessions import OUTBOX, SESSION_KEY, Session, Sessions
+from fedring.v1 import federation_pb2 as pb
+
+
+class Call:
+    """What of a call's context is looked at."""
+
+    def __init__(self, *metadata: tuple[str, str]) -> None:
+        self._metadata = metadata
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...] | None:
+        return self._metadata or None
+
+
+def join(sessions: Sessions, client: str) -> Session:
+    return sessions.join(pb.JoinRequest(client_id=client, software="x" * 1000), "ipv4:127.0.0.1:5")
+
+
+def test_a_call_is_of_the_session_that_it_names() -> None:
+    sessions = Sessions(3)
+    session = join(sessions, "a")
+    assert sessions.of(Call(("other", "x"), (SESSION_KEY, session.session_id))) is session
+    assert sessions.get("a") is session
+    assert len(session.software) == 128
+    for call in (Call(), Call((SESSION_KEY, "made up"))):
+        with pytest.raises(NoSession):
+            sessions.of(call)
+
+
+def test_the_newest_session_of_a_client_wins() -> None:
+    sessions = Sessions(1)
+    older, newer = join(sessions, "a"), join(sessions, "a")
+    assert older.closed.is_set()
+    assert isinstance(older.reason, Superseded)
+    with pytest.raises(NoSession):
+        sessions.of(Call((SESSION_KEY, older.session_id)))
+    assert not sessions.drop(older)  # its end is not the client's
+    assert sessions.get("a") is newer
+    assert sessions.drop(newer)
+    assert len(sessions) == 0
+
+
+def test_no_more_clients_than_allowed_are_here() -> None:
+    sessions = Sessions(2)
+    first = join(sessions, "b")
+    join(sessions, "a")
+    with pytest.raises(Overloaded, match="2 clients"):
+        join(sessions, "c")
+    sessions.drop(first)
+    join(sessions, "c")
+    assert [session.client_id for session in sessions] == ["a", "c"]
+
+
+@pytest.mark.parametrize("client", ["", "a/b", "a\n", "ä", "x" * 129])
+def test_a_bad_name_is_refused(client: str) -> None:
+    with pytest.raises(BadRequest, match="client_id"):
+        join(Sessions(1), client)
+
+
+def test_a_client_that_does_not_read_is_cut_off() -> None:
+    session = join(Sessions(1), "a")
+    for _ in range(OUTBOX):
+        session.send(pb.ServerEvent(heartbeat=pb.Heartbeat()))
+    assert not session.closed.is_set()
+    session.send(pb.ServerEvent(heartbeat=pb.Heartbeat()))
+    assert isinstance(session.reason, Overloaded)
+    session.close(Superseded())
+    assert isinstance(session.reason, Overloaded)  # the first reason stays

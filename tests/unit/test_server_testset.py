@@ -1,0 +1,81 @@
+"""The server's own test set: whatever the user's code does, the server lives on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedring.data import DataError
+from fedring.server.blobs import FileBlobs
+from fedring.server.config import ServerConfig
+from fedring.server.facts import Facts
+from fedring.server.models import Models
+from fedring.server.store import SqlStore
+from fedring.server.testset import TestSet as Subject  # pytest would collect it
+from fedring.train.errors import SeamError
+from fedring.train.job import Job
+
+CODE = """
+from torch import nn
+
+def data(root, download):
+    assert not download
+    raise ValueError("the disk is not mounted")
+
+def not_a_split(root, download):
+    return 3
+
+def wrong(outputs, labels):
+    raise RuntimeError("no such loss")
+"""
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Subject, Models]]:
+    (tmp_path / "user_testset.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = ServerConfig(state_dir=tmp_path, trusted=["fedring", "user_testset"])
+    facts = Facts(SqlStore("sqlite://"), FileBlobs(tmp_path), threads=1)
+    yield Subject(facts.blobs, config), Models(facts.blobs, facts.pool, config, "run-1")
+    facts.close()
+
+
+def spec(**keys: Any) -> Job:
+    return Job.model_validate({"evaluate_on_server": True, **keys})
+
+
+def test_the_whole_test_set_is_counted(parts: tuple[Subject, Models]) -> None:
+    subject, models = parts
+    counts = subject.evaluate(models.fitting(None, spec()), spec())
+    assert counts is not None
+    assert counts.total == 360
+    assert 0 < counts.correct < 120  # it has learned nothing yet
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"data": "user_testset:data"}, "The data cannot be loaded: ValueError: the disk is not mounted."),
+        ({"data": "user_testset:not_a_split"}, "The data cannot be loaded: AttributeError"),
+        ({"data": "fedring.data:mnist"}, "data_root"),
+    ],
+)
+def test_a_job_whose_test_data_cannot_be_had_is_told_so(
+    parts: tuple[Subject, Models], keys: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(DataError, match=sentence):
+        parts[0].load(spec(**keys))
+
+
+def test_a_loss_that_does_not_exist_is_told_at_once(parts: tuple[Subject, Models]) -> None:
+    with pytest.raises(SeamError, match="user_testset"):
+        parts[0].load(spec(loss="user_testset:wrnog"))
+
+
+def test_an_evaluation_that_fails_costs_only_its_numbers(
+    parts: tuple[Subject, Models], caplog: pytest.LogCaptureFixture
+) -> None:
+    subject, models = parts
+    assert subject.evaluate(models.fitting(None, spec()), spec(loss="user_testset:wrong")) is None
+    assert "no such loss" in caplog.text
