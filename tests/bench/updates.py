@@ -9,7 +9,6 @@ import argparse
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from tests.bench.fleets import fleet_of, peak_bytes, print_line, run_job
 
@@ -32,11 +31,9 @@ def main() -> None:
     }
     share = args.clients // args.processes
     with fleet_of([]) as (fleet, control):
+        command = [sys.executable, "-m", "tests.bench.host", fleet.listen, str(fleet.directory / "clients")]
         hosts = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.bench.host", fleet.listen, __import__("os").environ.get("CDIR") or str(Path(fleet.directory) / "clients")]
-                + [str(index * share), str(share), str(args.parameters)]
-            )
+            subprocess.Popen([*command, str(index * share), str(share), str(args.parameters)])
             for index in range(args.processes)
         ]
         try:

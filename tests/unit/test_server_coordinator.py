@@ -140,7 +140,7 @@ class Host:
         partial.write(payload)
         packets = lay_out([("parameters", "delta", "fp32", len(payload))])
         size, digest = len(payload), partial.digest
-        return partial, UpdateRow(command.round, client, digest, packets, 1, size, 0.1, 1.0, time.time())
+        return partial, UpdateRow(command.round, client, digest, packets, 1, size, 0.1, 1.0, time.time(), blob=digest)
 
     def offer(self, update: tuple[FilePartial, UpdateRow]) -> "asyncio.Task[bool]":
         partial, row = update

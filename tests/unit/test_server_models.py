@@ -58,7 +58,7 @@ class Versions:
         partial = self.blobs.open_partial("update")
         partial.write(encode(values, Encoding("fp32")))
         packets = lay_out([("parameters", "delta", "fp32", partial.size)])
-        update = UpdateRow(1, "a", partial.digest, packets, 1, partial.size, 0.1, 1.0, 2.0)
+        update = UpdateRow(1, "a", partial.digest, packets, 1, partial.size, 0.1, 1.0, 2.0, blob=partial.digest)
         self.blobs.seal(partial)
         row = self.models.next(self.rows[-1], [update], job, len(self.rows))
         self.models.remember(row)

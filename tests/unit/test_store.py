@@ -33,7 +33,7 @@ def a_round(store: SqlStore, job: JobRow, *, ended: bool = False) -> RoundRow:
 
 def an_update(number: int, client: str, digest: str = "ab") -> UpdateRow:
     packets = (PacketSpec("parameters", "delta", "uniform", 0, 90), PacketSpec("buffers", "delta", "fp64", 90, 10))
-    return UpdateRow(number, client, digest * 32, packets, 64, 100, 1.5, 2.5, 3.5, {"loss": 0.25})
+    return UpdateRow(number, client, digest * 32, packets, 64, 100, 1.5, 2.5, 3.5, {"loss": 0.25}, blob=digest * 32)
 
 
 def a_model(version: int, *, number: int = 0, residual: str = "", optimizer: str = "") -> ModelRow:

@@ -37,7 +37,8 @@ class Delivery:
             self.fail(assignment, error.reason, error.detail)
             raise
         except RoundOver as error:
-            if not isinstance(error, Undecided) and error.reason != "closed":
+            assignment.idle = isinstance(error, Undecided) or error.reason == "interrupted"
+            if not assignment.idle and error.reason != "closed":
                 self._spool.drop()
             raise
         finally:

@@ -14,6 +14,7 @@ class Assignment:
     command: pb.TrainCmd
     deadline: float  # seconds, monotonic
     over: str = ""  # why the round ended; empty = it has not
+    idle: bool = False  # its update could not be brought to an end: it is to be offered again
     failure: pb.Failure | None = None  # what the server was told if this client could not do it
 
     @property
@@ -50,6 +51,10 @@ class Inbox:
         current = self.current
         if current and current.key == (command.run_id, command.round):
             current.deadline = deadline
+            if current.idle:
+                current.idle = False
+                self._round = current
+                self._filled.set()
             return current
         if current and not current.over:
             current.over = "next_round"

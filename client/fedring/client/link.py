@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from fedring.client.config import ClientConfig
 from fedring.client.connection import Connection
-from fedring.client.errors import Closed
+from fedring.client.errors import Closed, RoundOver
 from fedring.client.models import Models
 from fedring.client.session import Session
 from fedring.daemon.notify import watchdog
@@ -38,6 +38,8 @@ class Link:
         started = threading.Event()
         self._end = asyncio.run_coroutine_threadsafe(self._serve(started), self._loop)
         started.wait()
+        if not hasattr(self, "session"):
+            raise self._end.exception() or Closed
 
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What `work` returns in the session's thread; Closed if `close` ended that first, else what did: Refused."""
@@ -53,6 +55,8 @@ class Link:
         finally:
             with self._gate:
                 self._calls -= {future}
+        if self._open:  # nobody asked for that cancellation
+            raise RoundOver("interrupted", "the session lost a call")
         try:
             error = self._end.exception()  # it is ending, and then says why
         except concurrent.futures.CancelledError:
@@ -96,7 +100,7 @@ class Link:
 
 
 def _session_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all sessions of this process. More than one would be slow: grpc.aio wakes all for each event."""
+    """The event loop of all sessions of this process: of several, grpc.aio would wake every one for each event."""
     with _making:
         return _made_loop()
 

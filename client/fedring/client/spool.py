@@ -93,7 +93,9 @@ class Spool:
                 magic, version, leaves, length = _PREFIX.unpack(prefix)
                 header = pb.UpdateHeader.FromString(file.read(length))
                 start = _PREFIX.size + length
-                if (magic, version) == (_MAGIC, _VERSION) and start + header.total_bytes == os.fstat(file.fileno()).st_size:
+                if (magic, version) == (_MAGIC, _VERSION) and start + header.total_bytes == os.fstat(
+                    file.fileno()
+                ).st_size:
                     return Spooled(header, bool(leaves), self._update_file, start)
         except FileNotFoundError:
             return None

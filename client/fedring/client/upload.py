@@ -23,7 +23,6 @@ _FINAL = {
     StatusCode.OUT_OF_RANGE,
     StatusCode.UNIMPLEMENTED,
 }
-_GRPC_EXHAUSTED = "resource_exhausted"  # a limit of gRPC's own: the same message will break it again
 
 
 class Undecided(RoundOver):
@@ -70,7 +69,7 @@ class Upload:
         status, reason, detail = status_of(error), reason_of(error), error.details() or ""
         if status is UnknownRound.status:
             raise RoundOver(self._ended() or reason, detail) from error
-        if status in _FINAL or reason in (TooLarge.reason, _GRPC_EXHAUSTED):
+        if status in _FINAL or reason == TooLarge.reason:
             raise UpdateRefused(reason, detail) from error
         return status in (StatusCode.UNAUTHENTICATED, StatusCode.ABORTED)
 

@@ -10,7 +10,7 @@ from grpc import StatusCode, aio
 
 from fedring.codec.errors import CodecError
 from fedring.rpc.chunks import serialize
-from fedring.rpc.errors import REASON_KEY, BadRequest, FedringError
+from fedring.rpc.errors import REASON_KEY, BadRequest, FedringError, Gone
 from fedring.rpc.streams import METER, Meter
 
 log = logging.getLogger(__name__)
@@ -87,6 +87,8 @@ async def _abort(error: Exception, context: Any, method: str) -> NoReturn:
     if isinstance(error, CodecError):
         log.warning("%s refused: %s", method, error, extra={"reason": error.reason})
         await context.abort(StatusCode.INVALID_ARGUMENT, str(error), ((REASON_KEY, error.reason),))
+    if isinstance(error, Gone):
+        await context.abort(error.status, str(error))
     if isinstance(error, FedringError):
         log.warning("%s refused: %s: %s", method, error.reason, error, extra={"reason": error.reason})
         await context.abort(error.status, str(error), ((REASON_KEY, error.reason),))

@@ -78,6 +78,12 @@ class Superseded(FedringError):
     status, reason = StatusCode.ABORTED, "superseded"
 
 
+class Gone(FedringError):
+    """The caller is not there any more; nobody is told."""
+
+    status, reason = StatusCode.CANCELLED, "gone"
+
+
 class Stalled(FedringError):
     """No byte came for too long."""
 

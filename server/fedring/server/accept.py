@@ -36,8 +36,9 @@ class Acceptor:
         self._lock = asyncio.Lock()
 
     async def accept(self, partial: Partial, row: UpdateRow, may: Callable[[], object]) -> bool:
-        """Whether the update was known already, once it is durable.
+        """Whether the update was known already, once it is durable. The partial is the acceptor's from now on.
 
+        It is committed also if the caller goes away: its client will ask again, and learn that it counts.
         Raises what `may` raises if it comes too late, and OtherUpdate if another one of the client was faster.
         """
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -89,7 +90,8 @@ def _still(offer: _Offer) -> bool:
     try:
         offer.may()
     except Exception as error:  # noqa: BLE001  # handed to the one who waits
+        offer.partial.close()
         if not offer.done.done():
             offer.done.set_exception(error)
         return False
-    return not offer.done.done()
+    return True

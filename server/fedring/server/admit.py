@@ -24,6 +24,9 @@ MAX_METRICS = 32
 MAX_BUFFER = 1e200
 """Beyond this a weighted sum could leave float64."""
 
+MAX_NORM = 1e30
+"""Beyond this a mean could leave float32, and one client could abandon every round."""
+
 _VECTORS: dict[int, Vector] = {pb.VECTOR_PARAMETERS: "parameters", pb.VECTOR_BUFFERS: "buffers"}
 _KINDS: dict[int, Kind] = {pb.KIND_WEIGHTS: "weights", pb.KIND_DELTA: "delta"}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -65,7 +68,10 @@ def check_payload(reader: Reader, packets: Sequence[PacketSpec], schema: Schema)
                 raise CodecError("out_of_range", f"a buffer beyond {MAX_BUFFER}")
     decoders = _open(reader, packets, "parameters", schema.num_parameters)
     spans = cut(0, schema.num_parameters, step_of(decoders))
-    return Admitted(sqrt(sum(_square(decoders, start, stop) for start, stop in spans)))
+    norm = sqrt(sum(_square(decoders, start, stop) for start, stop in spans))
+    if norm > MAX_NORM:
+        raise CodecError("out_of_range", f"a norm of {norm:.3g}, beyond {MAX_NORM:g}")
+    return Admitted(norm)
 
 
 def _square(decoders: Sequence[Decoder], start: int, stop: int) -> float:

@@ -69,6 +69,7 @@ class Blobs(Protocol):
     def range_reader(self, digest: str) -> Callable[[int, int], bytes]: ...
     def delete(self, digest: str) -> None: ...
     def partials(self) -> list[str]: ...
+    def drop_partials(self, prefix: str) -> None: ...
     def sweep(self, keep: Collection[str], keep_partials: Collection[str] = ()) -> int: ...
 
 
@@ -270,6 +271,12 @@ class FileBlobs:
     def partials(self) -> list[str]:
         """The names of all partials, open or not."""
         return sorted(path.name for path in self._partial.iterdir())
+
+    def drop_partials(self, prefix: str) -> None:
+        """No partial whose name begins so is left; one that is open is, as a file without a name."""
+        for name in self.partials():
+            if name.startswith(prefix):
+                (self._partial / name).unlink(missing_ok=True)
 
     def sweep(self, keep: Collection[str], keep_partials: Collection[str] = ()) -> int:
         """Remove all blobs and closed partials but those to keep; returns how many.

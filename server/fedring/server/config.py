@@ -32,7 +32,7 @@ class ServerConfig(BaseSettings):
     no_progress_seconds: Seconds = Field(30.0, description="longest pause within an upload or a download")
 
     max_clients: PositiveInt = Field(1000, description="sessions at once")
-    max_uploads: PositiveInt = Field(128, description="uploads at once; 4 MiB of memory each at most")
+    max_transfers: PositiveInt = Field(128, description="uploads, and downloads, at once; 4 MiB of memory each at most")
     max_update_bytes: NonNegativeInt = Field(0, description="longest update; 0 = twice the dense model")
     threads: PositiveInt = Field(2, description="threads for checking and adding updates")
     keep_models: PositiveInt = Field(10, description="newest model versions to keep")

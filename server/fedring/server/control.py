@@ -11,17 +11,19 @@ from pydantic import ValidationError
 from fedring.daemon.config import ConfigError, check_keys, explain, merge
 from fedring.rpc.errors import BadRequest, UnknownRound
 from fedring.server.coordinator import Coordinator
-from fedring.server.federation import stream_model
+from fedring.server.federation import model_messages
 from fedring.server.jobs import Jobs
 from fedring.server.journal import rfc3339
 from fedring.server.optimize import ServerOptimizer
-from fedring.server.report import job_message, model_message, round_message
+from fedring.server.report import event_message, job_message, model_message, round_message
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed
 
 MOST_ROWS = 1000
+MAX_ID = 2**63 - 1
+"""The largest number that the store can be asked for."""
 
 
 class ControlService(rpc.ControlServiceServicer):
@@ -47,7 +49,7 @@ class ControlService(rpc.ControlServiceServicer):
         return pb.StopReply(job_id=running.job_id if running else 0, round=number)
 
     async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopReply:
-        job_id, number = await self._jobs.stop(request.job_id)
+        job_id, number = await self._jobs.stop(min(request.job_id, MAX_ID))
         return pb.StopReply(job_id=job_id, round=number)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.Status:
@@ -75,10 +77,10 @@ class ControlService(rpc.ControlServiceServicer):
 
     async def ListRounds(self, request: pb.ListRequest, context: Any) -> pb.RoundList:
         if request.round:
-            row = await self._facts.db(self._store.round, request.round)
+            row = await self._facts.db(self._store.round, min(request.round, MAX_ID))
             rows = [row] if row else []
         else:
-            rows = await self._facts.db(self._store.rounds, _limit(request), request.job_id)
+            rows = await self._facts.db(self._store.rounds, _limit(request), min(request.job_id, MAX_ID))
         return pb.RoundList(rounds=[round_message(row) for row in rows])
 
     async def ListClients(self, request: pb.ListRequest, context: Any) -> pb.ClientList:
@@ -103,11 +105,16 @@ class ControlService(rpc.ControlServiceServicer):
         return pb.ModelList(models=await self._facts.db(self._models, _limit(request)))
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
-        async for event in self._coordinator.journal.follow(request.after, lambda: context.send_initial_metadata(())):
+        after, oldest = min(request.after, MAX_ID), self._coordinator.journal.oldest
+        if 0 < after < oldest:
+            for event in await self._facts.db(self._stored_events, after, oldest):
+                yield event
+            after = max(after, oldest - 1)
+        async for event in self._coordinator.journal.follow(after, lambda: context.send_initial_metadata(())):
             yield event
 
     async def ExportModel(self, request: fed.FetchModelRequest, context: Any) -> AsyncIterator[Any]:
-        async for message in stream_model(self._coordinator, request):
+        for message in model_messages(self._coordinator.models.offer(request), request):
             yield message
 
     def _job(self, text: str) -> Job:
@@ -130,6 +137,12 @@ class ControlService(rpc.ControlServiceServicer):
         row, already = await self._jobs.start(spec, key[:128])
         return pb.StartReply(job_id=row.job_id, already=already)
 
+    def _stored_events(self, after: int, before: int) -> list[pb.Event]:
+        """The events between these ids, with the rounds that have ended since."""
+        rows = [row for row in self._store.events_after(after, MOST_ROWS) if row.id < before]
+        rounds = {row.round: self._store.round(row.round) for row in rows if row.round}
+        return [event_message(row, rounds.get(row.round)) for row in rows]
+
     def _models(self, limit: int) -> list[pb.Model]:
         messages = []
         for row in self._store.models(limit):
@@ -143,10 +156,10 @@ def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
     known = defaults.model_dump()
     if table.get("model", defaults.model) != defaults.model:
         del known["model_args"]
-    optimizer = table.get("server_optimizer")
-    if isinstance(optimizer, dict) and defaults.server_optimizer is not None:
-        if optimizer.get("name", defaults.server_optimizer.name) != defaults.server_optimizer.name:
-            del known["server_optimizer"]
+    named = table.get("server_optimizer")
+    usual = defaults.server_optimizer
+    if usual is not None and isinstance(named, dict) and named.get("name", usual.name) != usual.name:
+        del known["server_optimizer"]
     return known
 
 

@@ -7,9 +7,8 @@ must survive is in the store before anybody is told.
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
-from typing import Any
 
 from fedring.codec import CodecError
 from fedring.server import rounds as rd
@@ -19,6 +18,7 @@ from fedring.server.config import ServerConfig
 from fedring.server.facts import Facts
 from fedring.server.journal import Journal
 from fedring.server.models import Models
+from fedring.server.openround import OpenRound, progress_text
 from fedring.server.optimize import OptimizerError
 from fedring.server.plan import job_spec, rules_of, train_cmd
 from fedring.server.report import round_message
@@ -32,21 +32,9 @@ from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+_PROGRESS_SECONDS = 0.5
 RECOVERY_SECONDS = 30.0
 """Time that clients have to come back after the server was restarted within a round."""
-
-
-@dataclass(slots=True)
-class OpenRound:
-    """What the shell knows of the round in progress beyond the state machine."""
-
-    row: RoundRow
-    job: Job
-    command: pb.TrainCmd
-    base: ModelRow
-    started: float = 0.0  # monotonic, when the command went out
-    accepted: dict[str, UpdateRow] = field(default_factory=dict)
-    traffic: dict[str, Traffic] = field(default_factory=dict)
 
 
 class Coordinator:
@@ -61,12 +49,13 @@ class Coordinator:
         self.open: OpenRound | None = None
         self.last: RoundRow | None = None  # that ended
         self.latest: ModelRow | None = None
+        self.recovering = False  # a round of before waits to be resumed
         self.acceptor = Acceptor(self._commit)
         self.finished = asyncio.Event()  # set whenever no round is open
         self.finished.set()
         self._config = config
         self._wake = asyncio.Event()
-        self._last_progress = ""
+        self._last_progress, self._last_told = "", 0.0
 
     # ---- events
 
@@ -99,7 +88,11 @@ class Coordinator:
 
     def failed(self, client: str, failure: pb.Failure) -> None:
         """The client could not do what the round asked."""
-        self.handle(rd.Failed(client, failure.round)) if self.state.round else None
+        before = self.state.round
+        if before is not None:
+            self.handle(rd.Failed(client, failure.round))
+        if self.state.round == before:
+            return  # of another round, or told again
         text = f"{client} could not train: {failure.reason[:64]}: {failure.detail[:1000]}"
         self.journal.write("client_failed", text, client_id=client)
 
@@ -206,12 +199,12 @@ class Coordinator:
         updates = await self.facts.db(self.facts.store.updates_of, open_.row.round)
         try:
             model = await self.facts.heavy(self.models.next, open_.base, updates, open_.job, open_.row.round)
-        except (StorageError, CodecError, OptimizerError) as error:
+        except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # the last is torch's
             log.exception("aggregation of round %d failed", open_.row.round)
             self.handle(rd.Abandoned(getattr(error, "reason", "bad_optimizer")))
             return
         seconds = time.monotonic() - open_.started
-        stats = self._stats(open_, seconds)
+        stats = open_.stats(seconds)
         ended = replace(
             open_.row, phase=rd.Phase.PUBLISHED, model_version=model.version, ended_at=time.time(), stats=stats
         )
@@ -228,7 +221,7 @@ class Coordinator:
     async def _finish(self, open_: OpenRound) -> None:
         round_ = self.state.round
         if round_ is not None and round_.phase is rd.Phase.ABANDONED:
-            stats = self._stats(open_, time.monotonic() - open_.started if open_.started else 0.0)
+            stats = open_.stats(time.monotonic() - open_.started if open_.started else 0.0)
             open_.row = replace(
                 open_.row, phase=rd.Phase.ABANDONED, reason=round_.reason, ended_at=time.time(), stats=stats
             )
@@ -239,12 +232,13 @@ class Coordinator:
         elif self.latest is not None:
             await self._finish_evaluation(open_, self.latest)
         self.open, self.last = None, open_.row
+        await self.facts.db(self.facts.blobs.drop_partials, f"{open_.row.round}-")
         await self._prune()
         self.handle(rd.Finished())
         self.finished.set()
 
     async def _finish_evaluation(self, open_: OpenRound, model: ModelRow) -> None:
-        stats = self._stats(open_, open_.row.stats["seconds"])
+        stats = open_.stats(open_.row.stats["seconds"])
         if open_.job.evaluate_on_server and (
             counts := await self.facts.heavy(self.test_set.evaluate, model, open_.job)
         ):
@@ -268,15 +262,19 @@ class Coordinator:
             self.models.remember(row)
         self.latest = rows[0] if rows else None
         self.journal.begin(await self.facts.db(self.facts.store.last_event_id))
+        await self.facts.db(self.facts.store.end_orphans)
+        self.recovering = await self.facts.db(self.facts.store.open_round) is not None
 
     async def save_events(self, rows: list[EventRow]) -> None:
         """The events are in the store."""
-        await self.facts.db(self.facts.store.append_events, rows)
+        try:
+            await self.facts.db(self.facts.store.append_events, rows)
+        except StorageError as error:
+            log.error("%d events were not stored: %s", len(rows), error)
 
     async def _prune(self) -> None:
         """Let go of what is older than the configuration keeps."""
-        pruned = await self.facts.db(self.facts.store.prune, self._config.keep_models, self._config.keep_update_rounds)
-        if pruned.rows:
+        if await self.facts.db(self.facts.prune, self._config.keep_models, self._config.keep_update_rounds):
             kept = await self.facts.db(self.facts.store.models, self._config.keep_models)
             self.models.forget(row.version for row in kept)
 
@@ -298,6 +296,7 @@ class Coordinator:
         command.schema_hash = bytes.fromhex(base.schema_hash)
         command.max_update_bytes = self._config.max_update_bytes or 2 * base.bytes + (1 << 20)
         self.open = OpenRound(row, spec, command, base)
+        self.recovering = False
         self.finished.clear()
         return self.open
 
@@ -341,50 +340,32 @@ class Coordinator:
             if session := self.sessions.get(client):
                 session.send(pb.ServerEvent(round_ended=ended))
 
-    def _stats(self, open_: OpenRound, seconds: float) -> dict[str, Any]:
-        clients = {}
-        for client in sorted(open_.traffic.keys() | open_.accepted.keys()):
-            moved, update = open_.traffic.get(client, Traffic()), open_.accepted.get(client)
-            clients[client] = {
-                "num_samples": update.num_samples if update else 0,
-                "train_seconds": update.train_seconds if update else 0.0,
-                "encoding": update.packets[0].encoding if update else "",
-                "upload_bytes": moved.upload_bytes,
-                "download_bytes": moved.download_bytes,
-                "upload_seconds": moved.upload_seconds,
-                "download_seconds": moved.download_seconds,
-            }
-        return {"seconds": seconds, "clients": clients}
-
-    def message(self) -> control.Round | None:
-        """The round in progress for operators, or None."""
+    def message(self, *, clients: bool = True) -> control.Round | None:
+        """The round in progress for operators, or None; without `clients`, what each of them did is left out."""
         if self.open is None or self.state.round is None:
             return None
         row = replace(self.open.row, phase=self.state.round.phase)
-        if not row.stats:
-            row = replace(row, stats=self._stats(self.open, 0.0))
+        if not clients:
+            row = replace(row, stats={})
+        elif not row.stats:
+            row = replace(row, stats=self.open.stats(0.0))
         return round_message(row, delivered=len(self.state.round.delivered))
 
     def _tell(self, kind: str, text: str, *, client: str = "") -> None:
         if self.open is None:
             return
-        self.journal.write(kind, text, job_id=self.open.row.job_id, client_id=client, state=self.message())
+        state = self.message(clients=not client)  # of one client's event, the others are no part
+        self.journal.write(kind, text, job_id=self.open.row.job_id, client_id=client, state=state)
 
     def _tell_progress(self) -> None:
-        """Log what an open barrier or round waits for, once per change."""
-        round_ = self.state.round
-        text = ""
-        if round_ is not None and round_.phase is rd.Phase.WAITING:
-            have, expected = len(rd.ready(self.state, round_.rules)), round_.rules.min_clients
-            text = f"round {round_.number} waits: ready={have}/{expected} (barrier {round_.rules.barrier})"
-        elif round_ is not None and round_.phase is rd.Phase.TRAINING:
-            have, expected = len(round_.delivered), len(round_.selected)
-            text = f"round {round_.number}: ready={have}/{expected} (min={round_.rules.min_to_aggregate})"
-        if text and text != self._last_progress:
+        """Log what an open barrier or round waits for, once per change and at most every half second."""
+        text, now = progress_text(self.state), time.monotonic()
+        if text and text != self._last_progress and now - self._last_told > _PROGRESS_SECONDS:
             log.info("%s", text)
-        self._last_progress = text
+            self._last_progress, self._last_told = text, now
 
     def _tell_missing(self, open_: OpenRound) -> None:
-        missing = sorted(set(open_.row.selected) - open_.accepted.keys())
-        if missing:
+        """Log who was waited for in vain: the selected, or at a closed barrier those who are here but not ready."""
+        expected = set(open_.row.selected) or {session.client_id for session in self.sessions if not session.matched}
+        if missing := sorted(expected - open_.accepted.keys()):
             log.warning("round %d ends without %s", open_.row.round, ", ".join(missing))

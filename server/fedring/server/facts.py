@@ -55,4 +55,9 @@ class Facts:
 
 
 async def _run(executor: Executor, function: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(executor, function)
+    future = asyncio.get_running_loop().run_in_executor(executor, function)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])  # it may use what the caller is about to close
+        raise

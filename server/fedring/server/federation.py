@@ -3,15 +3,16 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fedring.rpc.chunks import chunks
-from fedring.rpc.errors import BadRequest, FedringError, Stalled, Unavailable
+from fedring.rpc.errors import BadRequest, FedringError, Gone, Stalled, Unavailable
 from fedring.rpc.streams import METER, paced, wire_bytes
 from fedring.server import rounds as rd
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator
+from fedring.server.models import Offer
 from fedring.server.sessions import Session
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
@@ -53,8 +54,8 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
                 parts = (self._listen(session, request_iterator), self._speak(session, context), self._guard(session))
                 for part in parts:
                     tasks.create_task(part)
-        except* (_StreamEnded, Stalled):
-            pass  # the client is gone: _lost says so
+        except* (Gone, Stalled):
+            pass  # _lost says so
         except* FedringError as group:
             raise group.exceptions[0] from None
         finally:
@@ -80,17 +81,13 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
                 )
             if request.HasField("failure"):
                 self._coordinator.failed(session.client_id, request.failure)
-        raise _StreamEnded
+        raise Gone("the client closed its side")
 
     async def _speak(self, session: Session, context: Any) -> None:
         heartbeat = pb.ServerEvent(heartbeat=pb.Heartbeat())
         event = heartbeat
         while True:
-            try:
-                async with asyncio.timeout(self._config.lost_after_seconds):
-                    await context.write(event)
-            except TimeoutError:
-                raise Stalled(f"{session.client_id} does not read") from None
+            await write(context, event, self._config.lost_after_seconds)
             if event is not heartbeat:
                 self._coordinator.traffic(session.client_id).download_bytes += wire_bytes(event)
             try:
@@ -110,7 +107,9 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
     def _lost(self, session: Session) -> None:
         if self._coordinator.sessions.drop(session):
             self._coordinator.handle(rd.Left(session.client_id))
-            self._coordinator.journal.write("client_lost", f"{session.client_id} is gone", client_id=session.client_id)
+            if session.matched:
+                text = f"{session.client_id} is gone"
+                self._coordinator.journal.write("client_lost", text, client_id=session.client_id)
 
 
 class ModelBlobService(rpc.ModelBlobServiceServicer):
@@ -118,27 +117,38 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
 
     def __init__(self, coordinator: Coordinator, config: ServerConfig) -> None:
         self._coordinator, self._config = coordinator, config
+        self._slots = asyncio.Semaphore(config.max_transfers)
 
-    async def FetchModel(self, request: pb.FetchModelRequest, context: Any) -> AsyncIterator[Any]:
+    async def FetchModel(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
+        self, request: pb.FetchModelRequest, context: Any
+    ) -> None:
         session = self._coordinator.sessions.of(context)
-        traffic = self._coordinator.traffic(session.client_id)
+        traffic, meter = self._coordinator.traffic(session.client_id), METER.get()
         began = time.monotonic()
         try:
-            async for message in stream_model(self._coordinator, request):
-                yield message
+            async with self._slots:
+                for message in model_messages(self._coordinator.models.offer(request), request):
+                    await write(context, message, self._config.no_progress_seconds)
         finally:
-            traffic.download_bytes += METER.get().sent
+            traffic.download_bytes += meter.sent
             traffic.download_seconds += time.monotonic() - began
 
 
-async def stream_model(coordinator: Coordinator, request: pb.FetchModelRequest) -> AsyncIterator[Any]:
-    """The header, and the chunks as bytes, that answer `request`."""
-    with await coordinator.facts.work(coordinator.models.offer, request) as offer:
+def model_messages(offer: Offer, request: pb.FetchModelRequest) -> Iterator[pb.ModelBlob | bytes]:
+    """The header, and the chunks as bytes, that answer `request`; the offer is closed at the end."""
+    with offer:
         yield pb.ModelBlob(header=offer.header)
         start = request.offset if request.payload_digest == offer.header.payload_digest else 0
         for _, message in chunks(offer.read, start=start, total=offer.header.total_bytes):
             yield message
 
 
-class _StreamEnded(Exception):
-    """The client closed its side."""
+async def write(context: Any, message: Any, seconds: float) -> None:
+    """The message is on its way; Stalled if the caller reads nothing for so long, Gone if it is not there."""
+    try:
+        async with asyncio.timeout(seconds):
+            await context.write(message)
+    except TimeoutError:
+        raise Stalled(f"the caller read nothing for {seconds:g} s") from None
+    except Exception as error:  # grpc has no public name for a write to a stream that is dead
+        raise Gone("the caller went away") from error

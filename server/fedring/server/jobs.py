@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from fedring.data import DataError
 from fedring.rpc.errors import NoSuchJob
 from fedring.server import rounds as rd
-from fedring.server.blobs import StorageError
+from fedring.server.blobs import FsyncFailed, StorageError
 from fedring.server.coordinator import Coordinator
 from fedring.server.rows import JobRow
 from fedring.train.errors import SeamError
@@ -42,6 +42,7 @@ class Jobs:
         if self.running is not None and job_id in (0, self.running.job_id):
             running = self.running.job_id
             self._stopped.add(running)
+            await self._facts.db(self._store.set_job_state, running, "stopped")  # also if the server dies now
             return running, await self._coordinator.abandon("stopped")
         row = await self._facts.db(self._store.job, job_id)
         if row is None or row.state != "queued":
@@ -63,6 +64,8 @@ class Jobs:
             finally:
                 self.running = None
             await self._facts.db(self._store.set_job_state, row.job_id, state, reason)
+            await self._facts.db(self._store.end_orphans)
+            self._coordinator.recovering = False
             text = f"job {row.job_id} ({row.name}) is {state}" + (f": {reason}" if reason else "")
             self._coordinator.journal.write("job_ended", text, job_id=row.job_id)
 
@@ -81,8 +84,13 @@ class Jobs:
         self._coordinator.journal.write("job_started", text, job_id=row.job_id)
         try:
             return await self._run_rounds(row, spec)
+        except FsyncFailed:
+            raise
         except (SeamError, DataError, StorageError) as error:
             return "failed", str(error)
+        except Exception as error:  # the job names the user's code, which may raise anything
+            log.exception("job %d failed", row.job_id)
+            return "failed", f"{type(error).__name__}: {error}"
 
     async def _run_rounds(self, row: JobRow, spec: Job) -> tuple[str, str]:
         abandoned = 0

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 RECENT = 4096
 """Events that a late watcher can still be told."""
 
+_LEVELS = {"update_accepted": logging.DEBUG, "update_refused": logging.WARNING, "client_failed": logging.WARNING}
 _TRANSIENT = frozenset({"update_accepted"})  # the updates' own rows say it
 
 
@@ -24,14 +25,19 @@ def rfc3339(seconds: float | None) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds") if seconds else ""
 
 
+def printable(text: str) -> str:
+    """`text` without what could break a log or a terminal: part of it comes from clients."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
 class Journal:
     """Events in order, with ids that rise, also across restarts: microseconds since 1970, or one above the last."""
 
     def __init__(self) -> None:
         self._last_id = 0
         self._recent: deque[pb.Event] = deque(maxlen=RECENT)
-        self._watchers: set[asyncio.Queue[pb.Event]] = set()
-        self._unsaved: asyncio.Queue[EventRow] = asyncio.Queue()
+        self._watchers: set[asyncio.Queue[pb.Event | None]] = set()
+        self._unsaved: asyncio.Queue[EventRow] = asyncio.Queue(RECENT)
 
     def begin(self, last_id: int) -> None:
         """All ids from now on are above `last_id`, also if the clock was set back."""
@@ -43,7 +49,13 @@ class Journal:
         """Log the event, tell it to all watchers, and queue it for the store."""
         number = state.round if state else 0
         at = time.time()
-        log.info("%s", text, extra={"event": kind, "job": job_id, "round": number, "client": client_id})
+        text = printable(text)
+        log.log(
+            _LEVELS.get(kind, logging.INFO),
+            "%s",
+            text,
+            extra={"event": kind, "job": job_id, "round": number, "client": client_id},
+        )
         self._last_id = max(self._last_id + 1, int(at * 1e6))
         event = pb.Event(
             id=self._last_id,
@@ -61,15 +73,20 @@ class Journal:
                 self._watchers.discard(queue)
             else:
                 queue.put_nowait(event)
-        if kind not in _TRANSIENT:
+        if kind not in _TRANSIENT and not self._unsaved.full():
             self._unsaved.put_nowait(EventRow(event.id, at, kind, text, job_id, number, client_id))
+
+    @property
+    def oldest(self) -> int:
+        """The id of the oldest event that is remembered here; older ones are in the store."""
+        return self._recent[0].id if self._recent else self._last_id + 1
 
     async def follow(self, after: int, ready: Callable[[], Awaitable[None]]) -> AsyncIterator[pb.Event]:
         """Every event after the id `after`, as far as it is remembered; 0 = from now on.
 
         `ready` is awaited once nothing can be missed any more.
         """
-        queue: asyncio.Queue[pb.Event] = asyncio.Queue(RECENT)
+        queue: asyncio.Queue[pb.Event | None] = asyncio.Queue(RECENT)
         known = [event for event in self._recent if after and event.id > after]
         self._watchers.add(queue)
         try:
@@ -77,15 +94,24 @@ class Journal:
             for event in known:
                 yield event
             while queue in self._watchers:
-                yield await queue.get()
+                if (news := await queue.get()) is None:
+                    return
+                yield news
             raise Overloaded("the watcher reads too slowly")
         finally:
             self._watchers.discard(queue)
 
+    def close(self) -> None:
+        """No more is told to watchers; those that read have been told everything."""
+        for queue in self._watchers:
+            if not queue.full():
+                queue.put_nowait(None)
+
+    def unsaved(self) -> list[EventRow]:
+        """What was not stored yet, which the caller stores."""
+        return [self._unsaved.get_nowait() for _ in range(self._unsaved.qsize())]
+
     async def save(self, append: Callable[[list[EventRow]], Awaitable[None]]) -> None:
         """Keep storing what was written, in batches, until cancelled."""
         while True:
-            rows = [await self._unsaved.get()]
-            while not self._unsaved.empty():
-                rows.append(self._unsaved.get_nowait())
-            await append(rows)
+            await append([await self._unsaved.get(), *self.unsaved()])

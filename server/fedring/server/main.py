@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +29,6 @@ from fedring.server.blobs import FileBlobs, FsyncFailed, StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.control import ControlService
 from fedring.server.coordinator import Coordinator
-from fedring.server.database import StoreError
 from fedring.server.facts import Facts
 from fedring.server.federation import ModelBlobService, TrainCmdService
 from fedring.server.jobs import Jobs
@@ -86,7 +85,7 @@ def fl_server(
         set_up_logs(loaded.config.log_style, loaded.config.log_level)
         with ExitStack() as stack:
             code = asyncio.run(_serve(loaded, stack, check_only=check_config))
-    except (ConfigError, StoreError, SeamError) as error:
+    except (ConfigError, StorageError, FsyncFailed, SeamError) as error:
         print(f"fl-server: {error}", file=sys.stderr)
         raise typer.Exit(Exit.CONFIG) from error
     raise typer.Exit(code)
@@ -103,7 +102,7 @@ def load(arguments: list[str], flags: Mapping[str, object]) -> Loaded[ServerConf
 
 async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: bool) -> int:
     config = loaded.config
-    coordinator, jobs = await _recover(config, stack)
+    coordinator, jobs = await _recover(config, stack, sweep=not check_only)
     public = make_server([Boundary()], max_streams=4 * config.max_clients)
     federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(TrainCmdService(coordinator, config, SOFTWARE), public)
     federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(ModelBlobService(coordinator, config), public)
@@ -125,16 +124,19 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     origins = sorted(set(loaded.origins.values())) or ["defaults"]
     log.info("%s serves clients at %s and flctl at %s, configured by %s", SOFTWARE, *addresses.values(), origins)
     print(json.dumps(addresses), flush=True)
-    code = await _until_stopped(coordinator, jobs)
-    sd_notify("STOPPING=1")
-    await status.enter_graceful_shutdown()
-    for session in coordinator.sessions:
-        session.close(Unavailable("the server is stopping"))
-    await asyncio.gather(control.stop(config.drain_seconds), public.stop(config.drain_seconds))
-    return code
+
+    async def drain(seconds: float) -> None:
+        sd_notify("STOPPING=1")
+        await status.enter_graceful_shutdown()
+        coordinator.journal.close()
+        for session in coordinator.sessions:
+            session.close(Unavailable("the server is stopping"))
+        await asyncio.gather(control.stop(seconds), public.stop(seconds))
+
+    return await _until_stopped(coordinator, jobs, drain, config.drain_seconds)
 
 
-async def _recover(config: ServerConfig, stack: ExitStack) -> tuple[Coordinator, Jobs]:
+async def _recover(config: ServerConfig, stack: ExitStack, *, sweep: bool) -> tuple[Coordinator, Jobs]:
     """The state as the last process left it, ready to go on."""
     try:
         stack.enter_context(StateLock(config.state_dir))
@@ -146,8 +148,7 @@ async def _recover(config: ServerConfig, stack: ExitStack) -> tuple[Coordinator,
     stack.callback(facts.close)
     open_round = await facts.db(store.open_round)
     resumable = _resumable(facts, open_round.round) if open_round else []
-    swept = await facts.db(blobs.sweep, await facts.db(store.named_blobs), resumable)
-    if swept:
+    if sweep and (swept := await facts.db(blobs.sweep, await facts.db(store.named_blobs), resumable)):
         log.info("swept %d files that nothing names", swept)
     models = Models(blobs, facts.pool, config, store.run_id)
     coordinator = Coordinator(facts, models, Sessions(config.max_clients), Journal(), config)
@@ -168,8 +169,10 @@ def _bind(server: aio.Server, address: str) -> str:
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
 
-async def _until_stopped(coordinator: Coordinator, jobs: Jobs) -> int:
-    """Serve until a signal comes, or something ends that must not."""
+async def _until_stopped(
+    coordinator: Coordinator, jobs: Jobs, drain: Callable[[float], Awaitable[None]], drain_seconds: float
+) -> int:
+    """Serve until a signal comes, or something ends that must not; calls in progress end while all still works."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -188,12 +191,20 @@ async def _until_stopped(coordinator: Coordinator, jobs: Jobs) -> int:
             running = [tasks.create_task(part) for part in parts]
             await stop.wait()
             log.info("stopping")
+            await drain(drain_seconds)
             for task in running:
                 task.cancel()
     except* FsyncFailed as group:
         # The kernel may have dropped pages: only a restart, which reads the disk, can be trusted.
         log.critical("the disk failed: %s", group.exceptions[0])
         code = Exit.FAILED
+    except* Exception as group:  # a fault, or a disk that is full: a restart recovers from what is stored
+        log.critical("cannot go on: %s", group.exceptions[0], exc_info=group.exceptions[0])
+        code = Exit.FAILED
+    if code is not Exit.OK:
+        await drain(0)
+    else:
+        await coordinator.save_events(coordinator.journal.unsaved())
     return code
 
 

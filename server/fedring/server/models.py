@@ -109,8 +109,7 @@ class Models:
         with self._blobs.reader(base.blob) as blob:
             reader = ModelReader(blob)
             contributions = [
-                Contribution(row.client_id, row.num_samples, row.packets, self._reader(row))
-                for row in updates
+                Contribution(row.client_id, row.num_samples, row.packets, self._reader(row)) for row in updates
             ]
             new = aggregate(reader, contributions, self._blobs, self._executor, plan)
             return self._row(new, reader.schema, version=base.version + 1, number=number, base=base.version)

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from fedring.server.journal import rfc3339
-from fedring.server.rows import JobRow, ModelRow, RoundRow
+from fedring.server.rows import EventRow, JobRow, ModelRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 
 
@@ -64,4 +64,18 @@ def model_message(row: ModelRow, accuracy: float | None) -> pb.Model:
         bytes=row.bytes,
         created_at=rfc3339(row.created_at),
         accuracy=accuracy,
+    )
+
+
+def event_message(row: EventRow, round_: RoundRow | None) -> pb.Event:
+    """An event of before, with its round as that has ended."""
+    return pb.Event(
+        id=row.id,
+        at=rfc3339(row.at),
+        kind=row.kind,
+        job_id=row.job_id,
+        round=row.round,
+        client_id=row.client_id,
+        text=row.text,
+        state=round_message(round_) if round_ is not None and round_.ended_at else None,
     )

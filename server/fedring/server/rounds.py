@@ -225,7 +225,7 @@ def apply(state: State, event: Event, now: float) -> State:
         case Matched(client):
             return _member(state, client, Presence.MATCHED, now)
         case Left(client):
-            return _member(state, client, Presence.AWAY, now) if client in state.members else state
+            return _left(state, client, now)
         case Opened(number, rules):
             _require(state.round is None, event, state)
             return replace(state, round=Round(number, rules, Phase.WAITING, now))
@@ -237,10 +237,14 @@ def apply(state: State, event: Event, now: float) -> State:
             return State(MappingProxyType(missing | dict(state.members)), replace(round_, since=now))
         case Finished():
             _require(state.round is not None and state.round.phase not in OPEN, event, state)
-            return replace(state, round=None)
+            here = {c: m for c, m in state.members.items() if m.presence is not Presence.AWAY}
+            return State(MappingProxyType(here), None)
     if state.round is None:
         raise IllegalEvent(f"{event} without a round")
-    return replace(state, round=_apply_to_round(state.round, event, now))
+    after = _apply_to_round(state.round, event, now)
+    # Who was chosen may have left in the meantime, and is forgotten.
+    gone = dict.fromkeys((after.selected | after.evaluators) - state.members.keys(), Member(Presence.AWAY, now))
+    return State(MappingProxyType({**gone, **state.members}) if gone else state.members, after)
 
 
 def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
@@ -349,6 +353,16 @@ def _deadline(round_: Round) -> float:
 
 def _member(state: State, client: str, presence: Presence, now: float) -> State:
     return replace(state, members=MappingProxyType({**state.members, client: Member(presence, now)}))
+
+
+def _left(state: State, client: str, now: float) -> State:
+    """The client is away, and remembered only if the round may wait for it: clients come and go without end."""
+    if client not in state.members:
+        return state
+    if state.round is not None and client in state.round.selected | state.round.evaluators:
+        return _member(state, client, Presence.AWAY, now)
+    rest = {other: member for other, member in state.members.items() if other != client}
+    return replace(state, members=MappingProxyType(rest))
 
 
 def _require(legal: bool, event: Event, state: State) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedring.rpc.errors import BadRequest, FedringError, NoSession, Overloaded, Superseded
+from fedring.server.journal import printable
 from fedring.v1 import federation_pb2 as pb
 
 SESSION_KEY = "fl-session"
@@ -64,7 +65,7 @@ class Sessions:
         older = self._by_client.get(request.client_id)
         if older is None and len(self._by_client) >= self._limit:
             raise Overloaded(f"{self._limit} clients are here already")
-        session = Session(request.client_id, secrets.token_hex(16), request.software[:128], address)
+        session = Session(request.client_id, secrets.token_hex(16), printable(request.software[:128]), address)
         if older:
             older.close(Superseded(f"a newer session of {older.client_id} took over"))
             self.drop(older)

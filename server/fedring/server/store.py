@@ -4,6 +4,7 @@ Every method is one transaction and returns when it is durable. All are called
 from one thread. A row never names a blob that is not on disk: seal first.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -74,6 +75,7 @@ class Store(Protocol):
     def round(self, number: int) -> RoundRow | None: ...
     def rounds(self, limit: int = 100, job_id: int = 0) -> list[RoundRow]: ...
     def open_round(self) -> RoundRow | None: ...
+    def end_orphans(self) -> None: ...
     def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]: ...
     def accepted_digest(self, number: int, client_id: str) -> str: ...
     def updates_of(self, number: int) -> list[UpdateRow]: ...
@@ -168,6 +170,14 @@ class SqlStore:
         """The newest round that has not ended: where a restarted server goes on."""
         query = select(rounds).where(rounds.c.ended_at.is_(None)).order_by(rounds.c.round.desc())
         return self._first(query, RoundRow)
+
+    def end_orphans(self) -> None:
+        """No round is open but those of the running job."""
+        running = select(jobs.c.job_id).where(jobs.c.state == "running")
+        orphans = rounds.c.ended_at.is_(None) & rounds.c.job_id.not_in(running.scalar_subquery())
+        ended = {"phase": "abandoned", "reason": "job_ended", "ended_at": time.time()}
+        with self._transaction() as connection:
+            connection.execute(update(rounds).where(orphans).values(ended))
 
     def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
         """What became of each update; the new ones are durable, all in one transaction."""

@@ -3,14 +3,15 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 from grpc import aio
 
 from fedring.codec.errors import CodecError
+from fedring.codec.schema import Schema
 from fedring.rpc.chunks import CHUNK_BYTES, Piece, part_parser, serialize
 from fedring.rpc.errors import (
     BadRequest,
@@ -20,6 +21,7 @@ from fedring.rpc.errors import (
     OtherUpdate,
     Overloaded,
     TooLarge,
+    Unavailable,
     UnknownRound,
 )
 from fedring.rpc.streams import METER, paced
@@ -28,7 +30,8 @@ from fedring.server.accept import Partial
 from fedring.server.admit import check_header, check_payload, packets_of
 from fedring.server.blobs import FilePartial, MemoryPartial, StorageError
 from fedring.server.config import ServerConfig
-from fedring.server.coordinator import Coordinator, OpenRound
+from fedring.server.coordinator import Coordinator
+from fedring.server.openround import OpenRound
 from fedring.server.rows import UpdateRow
 from fedring.server.sessions import Session
 from fedring.v1 import federation_pb2 as pb
@@ -51,26 +54,27 @@ class ClientUpdateService:
 
     def __init__(self, coordinator: Coordinator, config: ServerConfig) -> None:
         self._coordinator, self._config = coordinator, config
-        self._slots = asyncio.Semaphore(config.max_uploads)
+        self._slots = asyncio.Semaphore(config.max_transfers)
         self._uploads: dict[str, asyncio.Task[Any]] = {}
 
     async def PushUpdate(
         self, request_iterator: AsyncIterator[pb.ClientUpdate | Piece], context: Any
     ) -> AsyncIterator[pb.UpdateReply]:
         session = self._coordinator.sessions.of(context)
-        traffic = self._coordinator.traffic(session.client_id)
+        traffic, meter = self._coordinator.traffic(session.client_id), METER.get()
         began = time.monotonic()
         try:
             messages = paced(request_iterator, self._config.no_progress_seconds)
-            async for reply in self._push(session, messages):
-                yield reply
+            async with aclosing(self._push(session, messages)) as replies:
+                async for reply in replies:
+                    yield reply
         finally:
-            traffic.upload_bytes += METER.get().received
+            traffic.upload_bytes += meter.received
             traffic.upload_seconds += time.monotonic() - began
 
     async def _push(
         self, session: Session, messages: AsyncIterator[pb.ClientUpdate | Piece]
-    ) -> AsyncIterator[pb.UpdateReply]:
+    ) -> AsyncGenerator[pb.UpdateReply, None]:
         first = await anext(messages, None)
         if not isinstance(first, pb.ClientUpdate) or not first.HasField("header"):
             raise BadRequest("the first message must be a header")
@@ -83,20 +87,21 @@ class ClientUpdateService:
         open_ = self._check(header)
         async with self._slots, self._only_one(session.client_id):
             partial = await self._open(header)
-            try:
+            with ExitStack() as undo:
+                undo.callback(partial.close)
                 resumed = partial.size
                 yield pb.UpdateReply(resume_offset=resumed)
                 await self._receive(messages, partial, header)
                 self._check_digest(partial, header, resumed)
-                already = await self._settle(partial, header, open_)
-            finally:
-                partial.close()
+                row = await self._admit(partial, header, self._coordinator.models.schema_of(open_.base))
+                undo.pop_all()  # the acceptor takes the partial over
+            already = await self._coordinator.acceptor.accept(partial, row, lambda: self._require_open(header))
         yield pb.UpdateReply(accepted=pb.Accepted(already=already))
 
     async def _accepted_before(self, header: pb.UpdateHeader) -> bool:
         """Whether this very update counts already; OtherUpdate if another one does."""
         open_, facts = self._coordinator.open, self._coordinator.facts
-        if header.run_id != facts.store.run_id:
+        if header.run_id != facts.store.run_id or header.round >= 2**63:
             return False
         if open_ is not None and header.round == open_.row.round:
             known = open_.accepted[header.client_id].digest if header.client_id in open_.accepted else ""
@@ -121,6 +126,8 @@ class ClientUpdateService:
 
     def _require_open(self, header: pb.UpdateHeader) -> OpenRound:
         open_, round_ = self._coordinator.open, self._coordinator.state.round
+        if self._coordinator.recovering:
+            raise Unavailable("the server has just started: try again")
         if header.run_id != self._coordinator.facts.store.run_id:
             raise UnknownRound("the update belongs to another run")
         if open_ is None or round_ is None or header.round != round_.number:
@@ -134,9 +141,11 @@ class ClientUpdateService:
     @asynccontextmanager
     async def _only_one(self, client_id: str) -> AsyncIterator[None]:
         """Inside, no other upload of the client runs: an older one, whose stream is dead, has been ended."""
-        while (older := self._uploads.get(client_id)) is not None:
+        if (older := self._uploads.get(client_id)) is not None:
             older.cancel()
             await asyncio.wait([older])
+        if client_id in self._uploads:
+            raise Overloaded(f"an older upload of {client_id} has not ended yet")
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("an upload runs in no task")
@@ -151,8 +160,8 @@ class ClientUpdateService:
         if header.total_bytes <= SMALL_BYTES:
             return MemoryPartial()
         facts = self._coordinator.facts
-        digest = hashlib.sha256(header.client_id.encode() + header.digest).hexdigest()
-        name = f"{header.round}-{digest}"
+        # One file per client and round, whatever the digest: a client cannot fill the disk with beginnings.
+        name = f"{header.round}-{hashlib.sha256(header.client_id.encode()).hexdigest()[:32]}"
         try:
             partial = await facts.work(facts.blobs.open_partial, name)
             if partial.size > header.total_bytes:
@@ -176,6 +185,7 @@ class ClientUpdateService:
                 raise BadRequest(
                     f"the stream ended at {partial.size} of {header.total_bytes} bytes", reason="truncated"
                 )
+            self._require_open(header)  # an upload does not outlive its round
             chunk = message if isinstance(message, Piece) else message.chunk
             if not 0 < len(chunk.data) <= CHUNK_BYTES or chunk.offset != partial.size:
                 raise BadRequest(f"expected 1 to {CHUNK_BYTES} bytes at {partial.size}", reason="bad_chunk")
@@ -201,18 +211,21 @@ class ClientUpdateService:
             raise Damaged("the part that was here is not of this payload: send it from the start")
         raise CodecError("digest_mismatch", "the payload is not what its digest says")
 
-    async def _settle(self, partial: Partial, header: pb.UpdateHeader, open_: OpenRound) -> bool:
-        """Check the payload and make it count; whether it did already."""
-        schema = self._coordinator.models.schema_of(open_.base)
+    async def _admit(self, partial: Partial, header: pb.UpdateHeader, schema: Schema) -> UpdateRow:
+        """The row of an update of which every byte is good."""
         packets = packets_of(header)
         try:
-            admitted = await self._coordinator.facts.work(check_payload, partial.read, packets, schema)
+            if isinstance(partial, MemoryPartial):
+                admitted = check_payload(partial.read, packets, schema)
+            else:
+                admitted = await self._coordinator.facts.work(check_payload, partial.read, packets, schema)
         except CodecError as error:
             self._abort(partial)
             text = f"an update of {header.client_id} was refused: {error}"
             self._coordinator.journal.write("update_refused", text, client_id=header.client_id)
             raise
-        row = UpdateRow(
+        small = isinstance(partial, MemoryPartial)
+        return UpdateRow(
             round=header.round,
             client_id=header.client_id,
             digest=header.digest.hex(),
@@ -223,5 +236,6 @@ class ClientUpdateService:
             norm=admitted.norm,
             accepted_at=time.time(),
             metrics=dict(header.metrics),
+            blob="" if small else header.digest.hex(),
+            payload=partial.read(0, partial.size) if small else b"",
         )
-        return await self._coordinator.acceptor.accept(partial, row, lambda: self._require_open(header))
