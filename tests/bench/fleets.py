@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedring.ctl.control import Control
+from fedring.ctl.experiment import ended_by_signals
 from fedring.ctl.fleet import Fleet
 from fedring.v1 import control_pb2 as pb
 
@@ -21,6 +22,7 @@ def fleet_of(clients: Sequence[Mapping[str, Any]], **server: Any) -> Iterator[tu
     trusted = ["fedring", "torchvision", "tests"]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     with (
+        ended_by_signals(),
         tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder,
         Fleet(
             Path(folder),

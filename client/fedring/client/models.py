@@ -15,7 +15,7 @@ from fedring.client.held import Model
 from fedring.codec import Schema
 from fedring.rpc.chunks import Piece
 from fedring.rpc.errors import FedringError, Unavailable, reason_of, status_of
-from fedring.rpc.streams import paced
+from fedring.rpc.streams import Paced
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ _AGAIN = {
     StatusCode.UNKNOWN,
     StatusCode.INTERNAL,
 }
+_SMALL_BYTES = 1 << 20  # a model that is put together sooner than a thread is found for it
 _REJOIN = {StatusCode.UNAUTHENTICATED, StatusCode.ABORTED}
 
 
@@ -73,6 +74,8 @@ class Models:
                 if status in _REJOIN:
                     await self._rejoin(session_id, ended)
                 await asyncio.sleep(backoff.next())
+        if download.received <= _SMALL_BYTES:
+            return download.finish()
         return await asyncio.to_thread(download.finish)
 
     async def _stream(self, download: Download, ended: Callable[[], str]) -> None:
@@ -80,7 +83,7 @@ class Models:
         session = self._connection.session
         call = self._connection.fetch_model(download.request, metadata=self._connection.metadata)
         try:
-            async for part in paced(aiter(call), session.no_progress_seconds):
+            async for part in Paced(aiter(call), session.no_progress_seconds):
                 if isinstance(part, pb.ModelBlob) and part.HasField("header"):
                     download.begin(part.header)
                 else:

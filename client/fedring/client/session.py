@@ -14,7 +14,7 @@ from fedring.client.errors import Refused
 from fedring.client.inbox import Inbox
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import FedringError, Superseded, Unavailable, reason_of, status_of
-from fedring.rpc.streams import paced
+from fedring.rpc.streams import Paced
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Session:
         async with asyncio.TaskGroup() as group:
             chores = [group.create_task(self._beat(call, session))]
             try:
-                async for event in paced(aiter(call), session.lost_after_seconds):
+                async for event in Paced(aiter(call), session.lost_after_seconds):
                     if answer := self._handle(event):
                         chores.append(group.create_task(self.report_evaluation(answer)))
                     if self._connection.stale:

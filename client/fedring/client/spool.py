@@ -75,6 +75,7 @@ class Spool:
         self._residual_file = folder / "residual.safetensors"
         self._update_file = folder / "update"
         self._left_file = folder / "update.residual"
+        self._empty = False  # known to hold no update
         self._cached: tuple[str, bytes, Residual | None] | None = None  # run, schema hash, residual
 
     def residual(self, run_id: str, schema_hash: bytes) -> Residual | None:
@@ -85,6 +86,8 @@ class Spool:
 
     def pending(self) -> Spooled | None:
         """The update that is not accepted yet; a damaged one is dropped."""
+        if self._empty:
+            return None
         try:
             with self._update_file.open("rb") as file:
                 prefix = file.read(_PREFIX.size)
@@ -109,8 +112,10 @@ class Spool:
         """The update, on disk in the place of any other. No fsync: it need not survive the machine."""
         if residual is not None:
             self.drop()  # the old update must never meet the new residual
+            self._empty = False
             metadata = {"run": header.run_id, "schema": header.schema_hash.hex()}
             save_file({_KEY: residual}, self._left_file, metadata)
+        self._empty = False
         head = header.SerializeToString()
         prefix = _PREFIX.pack(_MAGIC, _VERSION, residual is not None, len(head))
         # Written in place: the file is made once, not for every round.
@@ -139,9 +144,12 @@ class Spool:
 
     def drop(self) -> None:
         """No update is spooled; the residual is as it was before there was one."""
+        if self._empty:
+            return
         with contextlib.suppress(FileNotFoundError):
             os.truncate(self._update_file, 0)
         self._left_file.unlink(missing_ok=True)
+        self._empty = True
 
     def _load(self, run_id: str, schema_hash: bytes) -> Residual | None:
         if not self._residual_file.exists():

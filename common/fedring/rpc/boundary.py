@@ -32,7 +32,7 @@ class Boundary(aio.ServerInterceptor):
             return None
         kind, factory = _FACTORY[handler.request_streaming, handler.response_streaming]
         inner = getattr(handler, kind)
-        sound = _sound_stream if handler.request_streaming else _sound
+        sound = _SoundStream if handler.request_streaming else _sound
 
         meter = Meter()
 
@@ -64,9 +64,12 @@ def _sound(message: Any) -> Any:
     return message
 
 
-async def _sound_stream(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for message in messages:
-        yield _sound(message)
+class _SoundStream(AsyncIterator[Any]):
+    def __init__(self, messages: AsyncIterator[Any]) -> None:
+        self._messages = messages
+
+    async def __anext__(self) -> Any:
+        return _sound(await anext(self._messages))
 
 
 def _checked(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

@@ -50,14 +50,15 @@ def wire_bytes(message: Message) -> int:
     return message.ByteSize() + _GRPC_PREFIX
 
 
-async def paced(messages: AsyncIterator[_T], seconds: float) -> AsyncIterator[_T]:
+class Paced(AsyncIterator[_T]):
     """The messages of a stream; Stalled when none comes for `seconds`."""
-    while True:
+
+    def __init__(self, messages: AsyncIterator[_T], seconds: float) -> None:
+        self._messages, self._seconds = messages, seconds
+
+    async def __anext__(self) -> _T:
         try:
-            async with asyncio.timeout(seconds):
-                message = await anext(messages)
-        except StopAsyncIteration:
-            return
+            async with asyncio.timeout(self._seconds):
+                return await anext(self._messages)
         except TimeoutError as error:
-            raise Stalled(f"nothing came for {seconds:g} s") from error
-        yield message
+            raise Stalled(f"nothing came for {self._seconds:g} s") from error

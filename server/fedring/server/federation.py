@@ -8,7 +8,7 @@ from typing import Any
 
 from fedring.rpc.chunks import chunks
 from fedring.rpc.errors import BadRequest, FedringError, Gone, Stalled, Unavailable
-from fedring.rpc.streams import METER, paced, wire_bytes
+from fedring.rpc.streams import METER, Paced, wire_bytes
 from fedring.server import rounds as rd
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator
@@ -70,7 +70,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
         return pb.EvaluationAck()
 
     async def _listen(self, session: Session, requests: AsyncIterator[pb.WatchRequest]) -> None:
-        async for request in paced(requests, self._config.lost_after_seconds):
+        async for request in Paced(requests, self._config.lost_after_seconds):
             session.last_seen = time.time()
             session.activity, session.progress = request.activity, request.progress
             if request.matched and not session.matched:

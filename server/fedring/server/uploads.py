@@ -24,7 +24,7 @@ from fedring.rpc.errors import (
     Unavailable,
     UnknownRound,
 )
-from fedring.rpc.streams import METER, paced
+from fedring.rpc.streams import METER, Paced
 from fedring.server import rounds as rd
 from fedring.server.accept import Partial
 from fedring.server.admit import check_header, check_payload, packets_of
@@ -64,7 +64,7 @@ class ClientUpdateService:
         traffic, meter = self._coordinator.traffic(session.client_id), METER.get()
         began = time.monotonic()
         try:
-            messages = paced(request_iterator, self._config.no_progress_seconds)
+            messages = Paced(request_iterator, self._config.no_progress_seconds)
             async with aclosing(self._push(session, messages)) as replies:
                 async for reply in replies:
                     yield reply

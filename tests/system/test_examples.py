@@ -1,0 +1,124 @@
+"""What the documentation shows is what happens."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from fedring.ctl.control import Control
+from fedring.ctl.fleet import Fleet
+from fedring.train.job import Job
+from tests.conftest import ROOT
+
+EXAMPLES = ROOT / "docs" / "examples"
+CONFIGS = sorted((ROOT / "deploy" / "config").glob("*.toml"))
+CHECKS = {"server": "fedring.server.main", "client": "fedring.client.main"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One fl-server for all tests of this file."""
+    with Fleet(tmp_path_factory.mktemp("examples")) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def control(server: Fleet) -> Iterator[Control]:
+    with Control(server.control) as control:
+        yield control
+
+
+def run(*arguments: str | Path, cwd: Path) -> "subprocess.Popen[str]":
+    """A module, or a script, as its documentation says, with its output in a pipe."""
+    path = [str(ROOT / name) for name in ("docs/examples", "server", "client", "common", "protos")]
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={"PYTHONPATH": ":".join(path), "PATH": "/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture
+def three_ways_in(server: Fleet, tmp_path: Path) -> Iterator[dict[str, "subprocess.Popen[str]"]]:
+    """A client for each example, as docs/clients.md starts it but for the server's port."""
+    commands: dict[str, list[str | Path]] = {
+        "ward-7": ["-m", "fedring.client.main", EXAMPLES / "declared.toml", f"server={server.listen}"],
+        "ward-8": ["-m", "fedring.client.main", EXAMPLES / "trainer.toml", f"server={server.listen}"],
+        "own-loop": [EXAMPLES / "own_loop.py", server.listen],
+    }
+    with ExitStack() as stack:
+        processes = {}
+        for name, command in commands.items():
+            (tmp_path / name).mkdir()
+            processes[name] = stack.enter_context(run(*command, cwd=tmp_path / name))
+            stack.callback(processes[name].kill)
+        yield processes
+
+
+def test_each_way_in_takes_part_in_a_round(control: Control, three_ways_in: dict[str, "subprocess.Popen[str]"]) -> None:
+    events = control.events()
+    job_id = control.start_round({"min_clients": 3, "rounds": 1}).job_id
+    for _ in control.follow_job(job_id, events):
+        pass
+    assert control.job(job_id).state == "completed"
+    (round_,) = control.rounds(job_id=job_id)
+    assert {client.client_id: client.num_samples for client in round_.clients} == {
+        "own-loop": 1437,  # all training samples
+        "ward-7": 719,  # a half of them
+        "ward-8": 718,
+    }
+    assert round_.eval_total == 360 + 180 + 180  # all test samples, and two halves
+    for name, process in three_ways_in.items():
+        process.terminate()
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 0, f"{name}:\n{output}"
+
+
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem in CHECKS], ids=lambda path: path.stem)
+def test_a_configuration_that_is_shipped_can_be_used(path: Path, tmp_path: Path) -> None:
+    ports = ["listen=127.0.0.1:0", "control_listen=127.0.0.1:0"] if path.stem == "server" else []
+    with run("-m", CHECKS[path.stem], path, "--check-config", *ports, cwd=tmp_path) as check:
+        output, _ = check.communicate(timeout=60)
+    assert (check.returncode, "the configuration is good" in output) == (0, True), output
+
+
+def test_the_job_that_is_shipped_is_taken_as_it_is(server: Fleet, control: Control, tmp_path: Path) -> None:
+    path = ROOT / "deploy" / "config" / "job.toml"
+    options = ["--no-wait", "--server", server.control, "--output", "json"]
+    with run("-m", "fedring.ctl.main", "run", path, *options, cwd=tmp_path) as flctl:
+        output, _ = flctl.communicate(timeout=60)
+    assert flctl.returncode == 0, output
+    job = control.job(int(json.loads(output)["job_id"]))
+    table = tomllib.loads(path.read_text())
+    assert Job.model_validate(json.loads(job.spec)) == Job.model_validate(table)
+    control.stop_job(job.job_id)
+
+
+def test_every_configuration_that_is_shipped_is_tested() -> None:
+    assert {path.stem for path in CONFIGS} == {*CHECKS, "job"}
+
+
+def test_the_page_of_all_keys_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    assert reference.TARGET.read_text(encoding="utf-8") == reference.render()
+
+
+def test_the_pages_show_the_examples_that_are_there() -> None:
+    page = (ROOT / "docs" / "clients.md").read_text()
+    declared = (EXAMPLES / "declared.toml").read_text().partition("\n")[2]
+    assert declared in page
+    for path in EXAMPLES.iterdir():
+        assert path.name in page or path.name.startswith("__"), path
