@@ -30,7 +30,7 @@ SECTIONS = (
         "Jobs",
         Job,
         "Keys of a job: of `flctl run JOB.toml`, of `flctl start-round key=value`, and of fl-server's `[job]`. What a "
-        "job does not set is taken from the server's `[job]`.",
+        "job does not set is taken from the server's `[job]`, but for the arguments of another model or optimizer.",
     ),
     ("Server optimizer", ServerOptimizer, "Keys of the table `[server_optimizer]` in a job."),
 )

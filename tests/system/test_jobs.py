@@ -1,34 +1,25 @@
-"""Jobs on a real fl-server: queued, started, stopped, failed, and what becomes of their models."""
+"""Jobs on a real fl-server: queued, started, stopped, sampled, watched, failed."""
 
 import json
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
 from fedring.ctl.fleet import Fleet
-from fedring.data import digits
 from fedring.rpc.errors import reason_of
-from fedring.train.evaluation import evaluate
-from fedring.train.losses import cross_entropy
-from fedring.train.models import vector
-from fedring.train.seam import build_model
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed
-from tests.system.wire import SIZE, Refused, WireClient, payload_of, vector_job
+from tests.system.wire import SIZE, WireClient, deliver, outcome, payload_of, run, vector_job
 
 ONES = np.ones(SIZE, np.float32)
-KEPT = 4
 DEFAULTS = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "encoding": "fp32", "epochs": 3}
 Clients = Callable[..., list[WireClient]]
 
@@ -37,7 +28,7 @@ Clients = Callable[..., list[WireClient]]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One fl-server for all tests of this file."""
     job = {**DEFAULTS, "min_clients": 1, "evaluate": False, "lr": 0.25}
-    with Fleet(tmp_path_factory.mktemp("jobs"), {"keep_models": KEPT, "job": job}) as fleet:
+    with Fleet(tmp_path_factory.mktemp("jobs"), {"job": job}) as fleet:
         yield fleet
 
 
@@ -52,55 +43,6 @@ def control(server: Fleet) -> Iterator[Control]:
                     control.stop_job(job.job_id)
                 for _ in control.follow_job(job.job_id) if job.state == "running" else ():
                     pass
-
-
-@pytest.fixture
-def clients(server: Fleet, control: Control) -> Iterator[Clients]:
-    """Opens clients, by their names; at the end the server knows that they are gone."""
-    opened: list[WireClient] = []
-
-    def open_(*names: str) -> list[WireClient]:
-        new = [WireClient(server.listen, name) for name in names or ("a",)]
-        opened.extend(new)
-        return new
-
-    yield open_
-    events = control.events()
-    here = {client.client_id for client in control.clients() if client.state == "watching"}
-    for client in opened:
-        client.close()
-    while here:
-        here -= {next(event.client_id for event in events if event.kind == "client_lost")}
-    events.cancel()
-
-
-def run(control: Control, **keys: Any) -> tuple[int, Iterator[pb.Event]]:
-    """A job that was started, and its events."""
-    events = control.events()
-    job_id = control.start_job(vector_job(**keys)).job_id
-    return job_id, control.follow_job(job_id, events)
-
-
-def deliver(client: WireClient, values: "np.ndarray[Any, np.dtype[np.float32]]" = ONES) -> fed.TrainCmd:
-    """The client's next command, answered with `values`."""
-    command: fed.TrainCmd = client.expect("train")
-    payload = payload_of(values)
-    client.push(client.header(command, payload), payload)
-    return command
-
-
-def outcome(control: Control, job_id: int, events: Iterator[pb.Event]) -> pb.Job:
-    """The job, once it has ended."""
-    for _ in events:
-        pass
-    return control.job(job_id)
-
-
-def parameters(client: WireClient, version: int = 0) -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """The parameters of a model of `vector`, as they are sent."""
-    header, payload = client.fetch(version)
-    assert [packet.encoding for packet in header.packets] == ["fp32"]
-    return np.frombuffer(payload[16:], "<f4")
 
 
 class TestQueue:
@@ -284,36 +226,6 @@ class TestRounds:
         assert [round_.selected for round_ in control.rounds(job_id=job_id)] == [2] * 6
         assert len(set(groups)) > 1  # not always the same ones
 
-    def test_a_job_with_another_model_begins_a_new_line(self, control: Control, clients: Clients) -> None:
-        (client,) = clients()
-        job_id, events = run(control)
-        command = deliver(client)
-        outcome(control, job_id, events)
-        job_id, events = run(control, model_args={"size": 7})
-        other = client.expect("train")
-        assert other.schema_hash != command.schema_hash
-        assert other.model_version == command.model_version + 2
-        np.testing.assert_array_equal(parameters(client, other.model_version), np.zeros(7))
-        payload = payload_of(ONES[:7])
-        client.push(client.header(other, payload), payload)
-        outcome(control, job_id, events)
-        np.testing.assert_array_equal(parameters(client), ONES[:7])
-
-    def test_only_the_newest_models_are_kept(self, control: Control, clients: Clients) -> None:
-        (client,) = clients()
-        job_id, events = run(control, rounds=KEPT + 2)
-        for _ in range(KEPT + 2):
-            deliver(client)
-        outcome(control, job_id, events)
-        versions = [model.version for model in control.models()]
-        assert versions == list(range(versions[0], versions[0] - KEPT, -1))
-        for version in versions:
-            client.fetch(version)
-        with pytest.raises(Refused, match="unknown_model"):
-            client.fetch(versions[-1] - 1)
-        rounds = control.rounds(job_id=job_id)
-        assert len(rounds) == KEPT + 2  # what happened is not forgotten
-
 
 def drawn(clients: list[WireClient], count: int) -> dict[str, fed.TrainCmd]:
     """The commands of the next `count` clients that get one, by their names."""
@@ -325,51 +237,6 @@ def drawn(clients: list[WireClient], count: int) -> dict[str, fed.TrainCmd]:
                 if event.HasField("train"):
                     commands[client.client_id] = event.train
     return commands
-
-
-class TestServerOptimizer:
-    STEPS = (1.0, 0.5, -0.25)
-    KEYS = {"server_optimizer": {"name": "SGD", "args": {"lr": 1.0, "momentum": 0.9}}, "rounds": 3}  # noqa: RUF012
-
-    def test_momentum_is_that_of_the_formula_and_survives_a_restart(
-        self, server: Fleet, control: Control, clients: Clients
-    ) -> None:
-        (client,) = clients()
-        ends = []
-        for size, restart in ((SIZE + 1, False), (SIZE + 2, True)):
-            job_id, events = run(control, model_args={"size": size}, **self.KEYS)
-            velocity = expected = np.float32(0)
-            for number, step in enumerate(self.STEPS):
-                deliver(client, np.full(size, step, np.float32))
-                version = client.expect("round_ended").model_version
-                velocity = np.float32(0.9) * velocity + np.float32(step)
-                expected = expected + velocity
-                values = parameters(client, version)
-                np.testing.assert_allclose(values, np.full(size, expected), rtol=1e-6)
-                if restart and number == 1:
-                    client.close()
-                    server.restart_server()
-                    (client,) = clients()
-            ends.append(values[0])
-            assert outcome(control, job_id, events).state == "completed"
-        assert ends[0] == ends[1]
-
-
-class TestEvaluation:
-    def test_the_server_counts_on_its_own_test_set(self, control: Control, clients: Clients) -> None:
-        (client,) = clients()
-        events = control.events()
-        keys = {"model": "fedring.train.models:digits_mlp", "evaluate_on_server": True, "seed": 5}
-        job_id = control.start_job(keys).job_id  # the default model's arguments are not for this one
-        command: fed.TrainCmd = client.expect("train")
-        payload = payload_of(np.zeros(4810, np.float32))
-        client.push(client.header(command, payload), payload)
-        outcome(control, job_id, control.follow_job(job_id, events))
-        (round_,) = control.rounds(job_id=job_id)
-        first = build_model("fedring.train.models:digits_mlp", {}, 5, ["fedring"])
-        counts = evaluate(first, digits().test, loss=cross_entropy, device=torch.device("cpu"))
-        assert round_.server_accuracy == counts.correct / counts.total
-        assert round_.server_loss == pytest.approx(counts.loss_sum / counts.total, rel=1e-5)
 
 
 class TestEvents:
@@ -398,21 +265,3 @@ class TestEvents:
         assert states["round_published"].phase == "published"
         assert states["round_published"].upload_bytes > 4 * SIZE
         assert states["round_evaluated"].model_version == states["round_published"].model_version
-
-
-@pytest.mark.parametrize("kind", ["safetensors", "state dict"])
-def test_given_weights_are_the_first_model_of_an_empty_store_only(tmp_path: Path, kind: str) -> None:
-    given, other = vector(SIZE), vector(SIZE)
-    torch.nn.init.constant_(given.get_parameter("values"), 3.0)
-    path = tmp_path / "init"
-    save_file(given.state_dict(), path) if kind == "safetensors" else torch.save(given.state_dict(), path)
-    with Fleet(tmp_path, {"init_path": str(path)}) as fleet, Control(fleet.control) as control:
-        control.start_job(vector_job(rounds=2))
-        with WireClient(fleet.listen) as client:
-            command = deliver(client)
-            np.testing.assert_array_equal(parameters(client, command.model_version), 3 * ONES)
-            client.expect("round_ended")
-        save_file(other.state_dict(), path)
-        fleet.restart_server()
-        with WireClient(fleet.listen) as client:
-            np.testing.assert_array_equal(parameters(client, client.expect("train").model_version), 4 * ONES)

@@ -12,9 +12,11 @@ import numpy as np
 
 from fedring.codec import Encoding, encode
 from fedring.codec.schema import Schema
+from fedring.ctl.control import Control
 from fedring.rpc.errors import reason_of
 from fedring.train.models import vector
 from fedring.train.state import schema_of
+from fedring.v1 import control_pb2
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
@@ -161,3 +163,32 @@ class WireClient:
 def payload_of(values: "np.ndarray[Any, np.dtype[np.float32]]", name: str = "fp32", **keys: Any) -> bytes:
     """The values, encoded."""
     return encode(values, Encoding(name, **keys))
+
+
+def run(control: Control, **keys: Any) -> tuple[int, Iterator[control_pb2.Event]]:
+    """A job that was started, and its events."""
+    events = control.events()
+    job_id = control.start_job(vector_job(**keys)).job_id
+    return job_id, control.follow_job(job_id, events)
+
+
+def deliver(client: WireClient, values: "np.ndarray[Any, np.dtype[np.float32]] | None" = None) -> pb.TrainCmd:
+    """The client's next command, answered with `values`, by default ones."""
+    command: pb.TrainCmd = client.expect("train")
+    payload = payload_of(np.ones(SIZE, np.float32) if values is None else values)
+    client.push(client.header(command, payload), payload)
+    return command
+
+
+def outcome(control: Control, job_id: int, events: Iterator[control_pb2.Event]) -> control_pb2.Job:
+    """The job, once it has ended."""
+    for _ in events:
+        pass
+    return control.job(job_id)
+
+
+def parameters(client: WireClient, version: int = 0) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """The parameters of a model of `vector`, as they are sent."""
+    header, payload = client.fetch(version)
+    assert [packet.encoding for packet in header.packets] == ["fp32"]
+    return np.frombuffer(payload[16:], "<f4")

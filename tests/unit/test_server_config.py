@@ -84,5 +84,5 @@ def test_an_unknown_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_loopback_is_allowed_in_plaintext_and_others_when_the_operator_says_so() -> None:
     for address in ("127.0.0.1:0", "localhost:1", "[::1]:5", "unix:/tmp/x.sock"):
-        assert ServerConfig(listen=address).listen == address
+        assert ServerConfig.model_validate({"listen": address}).listen == address
     assert isinstance(load_config(ServerConfig, overrides=["listen=0.0.0.0:1", "insecure=true"]), Loaded)

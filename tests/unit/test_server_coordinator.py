@@ -110,7 +110,7 @@ class Host:
     def __init__(self, root: Path) -> None:
         self.gate = Gate()
         self.store, self.blobs = GatedStore(root / "facts.sqlite", self.gate), FullBlobs(root)
-        self.config = ServerConfig(state_dir=root)
+        self.config = ServerConfig.model_validate({"state_dir": root})
         self.facts = Facts(self.store, self.blobs, threads=1)
         models = GatedModels(self.blobs, self.facts.pool, self.config, self.store.run_id)
         models.gate = self.gate

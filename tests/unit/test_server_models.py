@@ -40,7 +40,9 @@ class Versions:
     def __init__(self, root: Path, **settings: Any) -> None:
         self.blobs = FileBlobs(root)
         self.facts = Facts(SqlStore("sqlite://"), self.blobs, threads=1)
-        self.models = Models(self.blobs, self.facts.pool, ServerConfig(state_dir=root, **settings), "run-1")
+        self.models = Models(
+            self.blobs, self.facts.pool, ServerConfig.model_validate({"state_dir": root, **settings}), "run-1"
+        )
         self.rows: list[ModelRow] = []
         self._random = np.random.default_rng(3)
 
@@ -105,7 +107,8 @@ def test_the_steps_lead_to_the_very_model(chain: Versions) -> None:
     with chain.models.offer(pb.FetchModelRequest(version=10, held_version=7)) as offer:
         at = 0
         for packet in offer.header.packets:
-            values = values + decode(offer.read(at, packet.bytes), name=packet.encoding, length=SIZE)
+            step = decode(offer.read(at, packet.bytes), name=packet.encoding, length=SIZE)
+            values = values + step.astype(np.float32)
             at += packet.bytes
         digest = Vectors(values, np.empty(0)).digest()
         assert digest == offer.header.model_digest

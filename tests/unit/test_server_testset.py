@@ -35,7 +35,7 @@ def wrong(outputs, labels):
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Subject, Models]]:
     (tmp_path / "user_testset.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)
-    config = ServerConfig(state_dir=tmp_path, trusted=["fedring", "user_testset"])
+    config = ServerConfig.model_validate({"state_dir": tmp_path, "trusted": ["fedring", "user_testset"]})
     facts = Facts(SqlStore("sqlite://"), FileBlobs(tmp_path), threads=1)
     yield Subject(facts.blobs, config), Models(facts.blobs, facts.pool, config, "run-1")
     facts.close()

@@ -15,6 +15,7 @@ from fedring.client.errors import Refused
 from fedring.daemon.config import ConfigError, Loaded, describe, load_config
 from fedring.daemon.exits import Exit
 from fedring.daemon.logs import set_up_logs
+from fedring.daemon.memory import bound_arenas
 from fedring.daemon.notify import sd_notify
 from fedring.version import SOFTWARE
 
@@ -139,6 +140,7 @@ def serve(loaded: Loaded[ClientConfig], file: Path | None) -> Exit:
 
 def main() -> None:
     """The program."""
+    bound_arenas()
     app()
 
 

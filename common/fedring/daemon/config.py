@@ -82,9 +82,10 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             value = json.loads(text)
         except ValueError:
             value = text
-        for part in reversed(key.split(".")):
+        first, *inner = key.split(".")
+        for part in reversed(inner):
             value = {part: value}
-        table = merge(table, value)
+        table = merge(table, {first: value})
     return table
 
 
@@ -135,7 +136,7 @@ def describe(loaded: Loaded[C]) -> str:
 
 
 def _environment(model: type[BaseSettings]) -> dict[str, Any]:
-    prefix = model.model_config["env_prefix"]
+    prefix = model.model_config.get("env_prefix", "")
     for name in os.environ:
         key = name.removeprefix(prefix).lower().partition("__")[0]
         if name.startswith(prefix) and key not in model.model_fields:

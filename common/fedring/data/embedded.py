@@ -18,7 +18,7 @@ _FOLDS = 5  # one sample in five is a test sample
 
 def digits(root: Path | None = None, download: bool = False) -> Split:
     """1,437 training and 360 test samples, [1, 8, 8] float32 with mean 0 and deviation 1; needs no `root`."""
-    with as_file(files(__package__) / "digits.npz") as path, np.load(path, allow_pickle=False) as archive:
+    with as_file(files("fedring.data") / "digits.npz") as path, np.load(path, allow_pickle=False) as archive:
         values, labels = archive["images"], archive["labels"]
     inputs = torch.from_numpy(values.astype(np.float32)).view(-1, 1, 8, 8)
     inputs = (inputs - inputs.mean()) / inputs.std()

@@ -26,7 +26,8 @@ _FACTORY = {
 class Boundary(aio.ServerInterceptor):
     """Turns what a handler raises into one status, and lets nothing else out."""
 
-    async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], details: Any) -> Any:
+    async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
+        details = handler_call_details
         handler = await continuation(details)
         if handler is None:
             return None

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported; our own log says what matters
 
@@ -21,6 +21,7 @@ from fedring.daemon.config import ConfigError, Loaded, describe, load_config
 from fedring.daemon.exits import Exit
 from fedring.daemon.lock import StateLock
 from fedring.daemon.logs import set_up_logs
+from fedring.daemon.memory import bound_arenas
 from fedring.daemon.notify import sd_notify, watchdog
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
@@ -111,7 +112,8 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     control_pb2_grpc.add_ControlServiceServicer_to_server(
         ControlService(coordinator, jobs, config.job, VERSION), control
     )
-    status = health.aio.HealthServicer()
+    untyped: Any = health  # its stubs know no `aio`
+    status = untyped.aio.HealthServicer()
     for server in (public, control):
         health_pb2_grpc.add_HealthServicer_to_server(status, server)
     addresses = {"listen": _bind(public, config.listen), "control": _bind(control, config.control_listen)}
@@ -210,6 +212,7 @@ async def _until_stopped(
 
 def main() -> None:
     """Run the daemon; what the console script calls."""
+    bound_arenas()
     app()
 
 
