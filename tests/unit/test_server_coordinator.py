@@ -155,16 +155,12 @@ class Host:
     async def ended(self, job_id: int) -> str:
         """The state in which the job ended."""
         async with asyncio.timeout(20):
-            async for event in self.coordinator.journal.follow(1, _nothing):
+            async for event in self.coordinator.journal.follow(1):
                 if event.kind == "job_ended" and event.job_id == job_id:
                     break
         row = await self.facts.db(self.store.job, job_id)
         assert row is not None
         return row.state
-
-
-async def _nothing() -> None:
-    pass
 
 
 @pytest.fixture

@@ -13,10 +13,6 @@ from fedring.server.rows import EventRow
 from fedring.v1 import control_pb2 as pb
 
 
-async def nothing() -> None:
-    pass
-
-
 async def some(events: AsyncIterator[pb.Event], count: int) -> list[str]:
     async with asyncio.timeout(10):
         return [(await anext(events)).text for _ in range(count)]
@@ -43,10 +39,8 @@ async def test_a_watcher_gets_what_it_missed_and_what_comes_without_a_gap() -> N
     for number in range(3):
         journal.write("job_started", f"{number}")
 
-    async def ready() -> None:  # the caller is told that it watches, and something happens at that moment
-        journal.write("job_started", "3")
-
-    events = journal.follow(journal._recent[0].id, ready)
+    events = journal.follow(journal._recent[0].id)
+    journal.write("job_started", "3")  # before the first is read
     assert await some(events, 3) == ["1", "2", "3"]
     journal.write("job_started", "4")
     assert await some(events, 1) == ["4"]
@@ -56,15 +50,14 @@ async def test_a_watcher_of_now_gets_nothing_old() -> None:
     journal = Journal()
     journal.write("job_started", "old")
 
-    async def ready() -> None:
-        journal.write("job_started", "new")
-
-    assert await some(journal.follow(0, ready), 1) == ["new"]
+    events = journal.follow(0)
+    journal.write("job_started", "new")
+    assert await some(events, 1) == ["new"]
 
 
 async def test_a_watcher_that_reads_too_slowly_is_told_so_and_holds_nobody_up() -> None:
     journal = Journal()
-    events = journal.follow(0, nothing)
+    events = journal.follow(0)
     first = asyncio.create_task(some(events, 1))
     await asyncio.sleep(0)  # it follows
     for number in range(RECENT + 2):

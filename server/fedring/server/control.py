@@ -106,11 +106,15 @@ class ControlService(rpc.ControlServiceServicer):
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
         after, oldest = min(request.after, MAX_ID), self._coordinator.journal.oldest
+        replayed = []
         if 0 < after < oldest:
-            for event in await self._facts.db(self._stored_events, after, oldest):
-                yield event
-            after = max(after, oldest - 1)
-        async for event in self._coordinator.journal.follow(after, lambda: context.send_initial_metadata(())):
+            replayed = await self._facts.db(self._stored_events, after, oldest)
+            after = oldest - 1
+        news = self._coordinator.journal.follow(after)
+        await context.send_initial_metadata(())  # the caller knows that it misses nothing from now on
+        for event in replayed:
+            yield event
+        async for event in news:
             yield event
 
     async def ExportModel(self, request: fed.FetchModelRequest, context: Any) -> AsyncIterator[Any]:

@@ -81,16 +81,15 @@ class Journal:
         """The id of the oldest event that is remembered here; older ones are in the store."""
         return self._recent[0].id if self._recent else self._last_id + 1
 
-    async def follow(self, after: int, ready: Callable[[], Awaitable[None]]) -> AsyncIterator[pb.Event]:
-        """Every event after the id `after`, as far as it is remembered; 0 = from now on.
-
-        `ready` is awaited once nothing can be missed any more.
-        """
+    def follow(self, after: int) -> AsyncIterator[pb.Event]:
+        """Every event after the id `after`, as far as it is remembered, and all from this call on; 0 = only those."""
         queue: asyncio.Queue[pb.Event | None] = asyncio.Queue(RECENT)
         known = [event for event in self._recent if after and event.id > after]
         self._watchers.add(queue)
+        return self._told(known, queue)
+
+    async def _told(self, known: list[pb.Event], queue: asyncio.Queue[pb.Event | None]) -> AsyncIterator[pb.Event]:
         try:
-            await ready()
             for event in known:
                 yield event
             while queue in self._watchers:
