@@ -37,6 +37,7 @@ class Session:
         self._failures: list[pb.Failure] = []
         self._wake = asyncio.Event()
         self._told = asyncio.Condition()
+        self._call: Any = None  # the newest Watch stream
 
     def begin(self, activity: "pb.Activity.ValueType") -> None:
         """From now on heartbeats say that the client does this; may be called from any thread."""
@@ -84,14 +85,18 @@ class Session:
         self._wake.set()
 
     async def flush(self, seconds: float) -> None:
-        """Return when the server was told all failures, or it took too long."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds), self._told:
-                await self._told.wait_for(lambda: not self._failures)
+        """Return when the server has read all failures, or it took too long; the stream is at its end then."""
+        with suppress(TimeoutError, aio.AioRpcError, asyncio.InvalidStateError):
+            async with asyncio.timeout(seconds):
+                async with self._told:
+                    await self._told.wait_for(lambda: not self._failures)
+                if self._call is not None:  # a cancelled stream may lose what was written last
+                    await self._call.done_writing()
+                    await self._call.code()
 
     async def _watch(self, session: pb.JoinReply) -> Lost | None:
         """Follow one Watch stream to its end; what ended it, None if the server did without a word."""
-        call = self._connection.commands.Watch(metadata=self._connection.metadata)
+        call = self._call = self._connection.commands.Watch(metadata=self._connection.metadata)
         lost: Lost | None = None
         async with asyncio.TaskGroup() as group:
             chores = [group.create_task(self._beat(call, session))]
