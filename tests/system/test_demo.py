@@ -22,7 +22,12 @@ from fedring.ctl.presets import Dataset, preset_job
 
 def _demo(out: Path, *arguments: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "fedring.ctl.main", "demo", "--out", str(out), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A test run in the background of a shell ignores SIGINT, and so would its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _daemons(out: Path) -> list[int]:
