@@ -2,8 +2,9 @@
 
 import pytest
 
+from fedring.rpc.contract import SESSION_KEY
 from fedring.rpc.errors import BadRequest, NoSession, Overloaded, Superseded
-from fedring.server.sessions import OUTBOX, SESSION_KEY, Session, Sessions
+from fedring.server.sessions import OUTBOX, Session, Sessions
 from fedring.v1 import federation_pb2 as pb
 
 

@@ -10,13 +10,12 @@ from fedring.client.errors import Refused
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_channel
 from fedring.rpc.chunks import part_parser, serialize
+from fedring.rpc.contract import PROTOCOL, SESSION_KEY
 from fedring.rpc.errors import Unavailable, reason_of, status_of
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 from fedring.version import SOFTWARE
 
-PROTOCOL = 1
-SESSION_KEY = "fl-session"
 CALL_SECONDS = 10.0
 """Deadline of a call that moves no payload."""
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fedring.rpc.chunks import chunks
+from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import BadRequest, FedringError, Gone, Stalled, Unavailable
 from fedring.rpc.streams import METER, Paced, wire_bytes
 from fedring.server import rounds as rd
@@ -16,8 +17,6 @@ from fedring.server.models import Offer
 from fedring.server.sessions import Session
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
-
-PROTOCOL = 1
 
 
 class TrainCmdService(rpc.TrainCmdServiceServicer):

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedring.rpc.contract import SESSION_KEY
 from fedring.rpc.errors import BadRequest, FedringError, NoSession, Overloaded, Superseded
 from fedring.server.journal import printable
 from fedring.v1 import federation_pb2 as pb
 
-SESSION_KEY = "fl-session"
 OUTBOX = 64
 """Events that may wait for one client; one that reads none of them for so long is cut off."""
 
