@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt protos/generate.py protos/fedring/v1/federation.proto protos/fedring/v1/control.proto
+$(STAMP): pyproject.toml constraints.txt protos/generate.py $(wildcard protos/fedring/v1/*.proto)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch

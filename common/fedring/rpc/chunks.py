@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from fedring.rpc.varint import read_varint, varint
+
 CHUNK_BYTES = 1 << 20
 """Most bytes of data in one chunk; with its header a message stays far below 2 MiB."""
 
@@ -36,8 +38,8 @@ def chunks(read: Callable[[int, int], bytes | memoryview], *, start: int, total:
 
 def chunk_message(offset: int, data: bytes | memoryview) -> bytes:
     """A serialised ModelBlob or ClientUpdate with a chunk."""
-    head = (bytes((_OFFSET,)) + _varint(offset) if offset else b"") + bytes((_DATA,)) + _varint(len(data))
-    return b"".join((bytes((_CHUNK,)), _varint(len(head) + len(data)), head, data))
+    head = (bytes((_OFFSET,)) + varint(offset) if offset else b"") + bytes((_DATA,)) + varint(len(data))
+    return b"".join((bytes((_CHUNK,)), varint(len(head) + len(data)), head, data))
 
 
 def part_parser(kind: type[_M]) -> Callable[[bytes], _M | Piece]:
@@ -58,32 +60,13 @@ def serialize(message: Any) -> bytes:
 def _parse_piece(data: bytes) -> Piece | None:
     if not data or data[0] != _CHUNK:
         return None
-    length, at = _read_varint(data, 1)
+    length, at = read_varint(data, 1)
     if at + length != len(data) or at == len(data):
         return None
     offset = 0
     if data[at] == _OFFSET:
-        offset, at = _read_varint(data, at + 1)
+        offset, at = read_varint(data, at + 1)
     if at >= len(data) or data[at] != _DATA:
         return None
-    length, at = _read_varint(data, at + 1)
+    length, at = read_varint(data, at + 1)
     return Piece(offset, memoryview(data)[at:]) if at + length == len(data) else None
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The value at `at`, and where it ends; a value that does not end within 9 bytes is no length: -1."""
-    value = 0
-    for shift, byte in enumerate(data[at : at + 9]):
-        value |= (byte & 0x7F) << 7 * shift
-        if byte < 0x80:
-            return value, at + shift + 1
-    return -1, at

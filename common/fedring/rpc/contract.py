@@ -5,3 +5,6 @@ PROTOCOL = 1
 
 SESSION_KEY = "fl-session"
 """The metadata key that names the session in every call but Join."""
+
+SMALL_BYTES = 1 << 16
+"""Most bytes of what travels in one message with its header: a SmallModel, the payload of a SmallUpdate."""

@@ -45,9 +45,9 @@ METER: ContextVar[Meter] = ContextVar("METER")
 """The meter of the call that the running handler serves."""
 
 
-def wire_bytes(message: Message) -> int:
+def wire_bytes(message: Message | bytes) -> int:
     """What a small message takes on the wire; of a large one, count the bytes that were sent."""
-    return message.ByteSize() + _GRPC_PREFIX
+    return (len(message) if isinstance(message, bytes) else message.ByteSize()) + _GRPC_PREFIX
 
 
 class Paced(AsyncIterator[_T]):

@@ -1,0 +1,54 @@
+"""Every way in which a collective can fail. All of them end the generation, on every rank."""
+
+from grpc import StatusCode
+
+from fedring.rpc.errors import FedringError
+
+
+class RingError(FedringError, RuntimeError):
+    """The generation has failed: no collective of it will work any more."""
+
+    status, reason = StatusCode.ABORTED, "ring_failed"
+
+    def __init__(self, detail: str = "", *, rank: int | None = None) -> None:
+        super().__init__(detail)
+        self.rank = rank  # the one that is lost or at fault, if it is known
+
+
+class PeerLost(RingError):
+    """A rank has died, is frozen, or cannot be reached."""
+
+    status, reason = StatusCode.UNAVAILABLE, "peer_lost"
+
+
+class CollectiveTimeout(RingError):
+    """A rank did not send what was waited for in time."""
+
+    status, reason = StatusCode.DEADLINE_EXCEEDED, "timeout"
+
+
+class Mismatch(RingError):
+    """Ranks run different operations under one key."""
+
+    status, reason = StatusCode.FAILED_PRECONDITION, "mismatch"
+
+
+class BadFrame(RingError):
+    """A peer sent what no peer of ours sends."""
+
+    status, reason = StatusCode.INVALID_ARGUMENT, "bad_frame"
+
+
+class Overrun(RingError):
+    """Peers are too far ahead: what they sent for operations that this rank has not started fills its memory."""
+
+    status, reason = StatusCode.RESOURCE_EXHAUSTED, "overrun"
+
+
+class NotSupported(FedringError, NotImplementedError):
+    """This collective cannot do what it was asked for; the group lives on."""
+
+    status, reason = StatusCode.UNIMPLEMENTED, "not_supported"
+
+
+BY_REASON = {kind.reason: kind for kind in (PeerLost, CollectiveTimeout, Mismatch, BadFrame, Overrun)}

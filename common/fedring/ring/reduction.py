@@ -1,0 +1,108 @@
+"""Reductions of bytes that hold numbers: what `allreduce` does to the parts that arrive."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedring.ring.errors import NotSupported
+
+_NUMPY: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "avg": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+_TORCH: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+_HALF = (torch.float16, torch.bfloat16)  # numpy has no bfloat16, and is slow with float16
+_DTYPES: dict[torch.dtype, Any] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.bool: np.bool_,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """An operator on values of one dtype."""
+
+    op: str  # a key of _NUMPY
+    dtype: torch.dtype
+    wire: torch.dtype | None = None  # float32 values travel as this half type, and are added as float32
+
+    def __post_init__(self) -> None:
+        floating = self.dtype.is_floating_point
+        if self.op not in _NUMPY or (self.dtype not in _DTYPES and self.dtype not in _HALF):
+            raise NotSupported(f"there is no {self.op} of {self.dtype} over the ring")
+        if (self.op == "avg" and not floating) or (self.op in ("band", "bor", "bxor") and floating):
+            raise NotSupported(f"there is no {self.op} of {self.dtype}")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value in memory."""
+        return self.dtype.itemsize
+
+    @property
+    def wire_itemsize(self) -> int:
+        """Bytes of a value on the wire."""
+        return (self.wire or self.dtype).itemsize
+
+    def combine(self, target: memoryview, data: memoryview) -> None:
+        """`target` (bytes of dtype) takes in `data` (bytes of the wire's dtype): target = op(target, data)."""
+        if self.wire is None and self.dtype not in _HALF:
+            kind = _DTYPES[self.dtype]
+            values = np.frombuffer(target, kind)
+            with np.errstate(all="ignore"):
+                _NUMPY[self.op](values, np.frombuffer(data, kind), out=values)
+            return
+        into = _in_place(target, self.dtype)
+        _TORCH[self.op](into, _tensor(data, self.wire or self.dtype).to(self.dtype), out=into)
+
+    def finish(self, target: memoryview, size: int) -> None:
+        """A sum of `size` ranks becomes what was asked for, and what the wire's dtype can hold."""
+        if self.op == "avg":
+            _in_place(target, self.dtype).div_(size)
+        if self.wire is not None:
+            values = _in_place(target, self.dtype)
+            values.copy_(values.to(self.wire))
+
+    def outgoing(self, source: memoryview) -> bytes | memoryview:
+        """`source` (bytes of dtype) as it travels."""
+        if self.wire is None:
+            return source
+        return _in_place(source, self.dtype).to(self.wire).view(torch.uint8).numpy().data
+
+    def store(self, target: memoryview, data: memoryview) -> None:
+        """`target` (bytes of dtype) holds the values of `data` (bytes of the wire's dtype)."""
+        if self.wire is None:
+            target[:] = data
+        else:
+            _in_place(target, self.dtype).copy_(_tensor(data, self.wire))
+
+
+def _in_place(memory: memoryview, dtype: torch.dtype) -> Tensor:
+    """The values in `memory`, of which there may be none (which torch.frombuffer refuses)."""
+    return torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
+
+
+def _tensor(data: memoryview, dtype: torch.dtype) -> Tensor:
+    """The values in read-only `data`, copied: torch has no tensors that must not be written."""
+    return _in_place(memoryview(bytearray(data)), dtype)

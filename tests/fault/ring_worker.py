@@ -1,0 +1,75 @@
+"""A rank of its own process: allreduces in a loop until one fails; says what happens as JSON lines.
+
+python ring_worker.py RANK OPTIONS COUNT        members come on stdin, as one line of JSON
+"""
+
+import ctypes
+import faulthandler
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from fedring.ring import collectives
+from fedring.ring.endpoint import Endpoint
+from fedring.ring.errors import RingError
+from fedring.ring.group import Group
+from fedring.ring.options import RingOptions
+from fedring.ring.reduction import Reduction
+
+TIMEOUT = 120.0
+
+
+def say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main() -> None:
+    rank, options, count = int(sys.argv[1]), RingOptions.model_validate_json(sys.argv[2]), int(sys.argv[3])
+    faulthandler.dump_traceback_later(2 * TIMEOUT, exit=True)
+    endpoint = Endpoint(options)
+    say(address=endpoint.address)
+    members = json.loads(sys.stdin.readline())
+    group = endpoint.group("world", rank=rank, members=members)
+    try:
+        endpoint.wait_until_matched(group, timeout=TIMEOUT)
+        loop(group, count)
+    except RingError as error:
+        say(error=type(error).__name__, rank=error.rank, detail=str(error), at=time.time())
+    endpoint.close()
+    say(closed=True)
+
+
+def loop(group: Group, count: int) -> None:
+    """Until an operation fails, or a line says "stop"; "idle" waits for one, "hold N" holds the lock of Python."""
+    while True:
+        say(sum=allreduce(group, count))
+        word, _, seconds = sys.stdin.readline().strip().partition(" ")
+        if word == "stop":
+            return
+        if word == "run":
+            while True:
+                allreduce(group, count)
+        if word == "idle":
+            receive = group.start(
+                "idle", collectives.receive((group.rank + 1) % group.size, memoryview(bytearray(8))), timeout=TIMEOUT
+            )
+            receive.wait()
+        if word == "hold":
+            ctypes.PyDLL(None).sleep(int(seconds))  # unlike time.sleep, with the interpreter's lock
+
+
+def allreduce(group: Group, count: int) -> float:
+    """The sum over all ranks of ones: their number."""
+    values = torch.ones(count)
+    program = collectives.allreduce(
+        group.rank, group.size, memoryview(values.view(torch.uint8).numpy()), Reduction("sum", torch.float32)
+    )
+    group.start(f"allreduce of {count}", program, timeout=TIMEOUT).wait()
+    return float(values.mean())
+
+
+if __name__ == "__main__":
+    main()

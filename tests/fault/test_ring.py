@@ -1,0 +1,131 @@
+"""Ranks that are killed, frozen or cut off in the middle of an allreduce: every survivor knows within seconds."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+WORKER = Path(__file__).with_name("ring_worker.py")
+SOURCES = os.pathsep.join(str(ROOT / part) for part in ("server", "client", "common", "protos"))
+PATIENCE = 60.0
+NOTICED = 5.0
+SMALL, LARGE = 1000, 3_000_000  # values: both ways through the algorithm, the second with full streams
+OVER_TCP = {"shared_memory": False}
+
+
+class Rank:
+    """A worker process, and the lines that it says."""
+
+    def __init__(self, rank: int, options: dict[str, Any], count: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), json.dumps(options), str(count)],
+            env={**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def hear(self, key: str) -> dict[str, Any]:
+        """The next line with this key."""
+        while key not in (line := self._lines.get(timeout=PATIENCE)):
+            assert "error" not in line, line
+        return line
+
+    def end(self) -> None:
+        self.process.kill()  # a stopped process dies, too
+        self.process.wait()
+        self._reader.join()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream
+            stream.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self._lines.put(json.loads(line))
+
+
+@pytest.fixture
+def ended() -> Iterator[ExitStack]:
+    """Ends what is put in."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def ring(ended: ExitStack, size: int, count: int = SMALL, **options: Any) -> list[Rank]:
+    """Ranks that have done one allreduce."""
+    ranks = [Rank(rank, {**OVER_TCP, **options}, count) for rank in range(size)]
+    for rank in ranks:
+        ended.callback(rank.end)
+    members = json.dumps([rank.hear("address")["address"] for rank in ranks])
+    for rank in ranks:
+        rank.tell(members)
+    assert [rank.hear("sum")["sum"] for rank in ranks] == [size] * size
+    return ranks
+
+
+def survivors_name(lost: int, ranks: Sequence[Rank], since: float) -> None:
+    """Every other rank has raised PeerLost, has named the rank, and has left."""
+    for rank in ranks[:lost] + ranks[lost + 1 :]:
+        heard = rank.hear("error")
+        print(f"noticed after {heard['at'] - since:.2f} s: {heard['detail']}")
+        assert (heard["error"], heard["rank"]) == ("PeerLost", lost)
+        assert heard["at"] - since < NOTICED
+        rank.hear("closed")
+        assert rank.process.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize(("size", "count", "shared_memory"), [(3, SMALL, False), (4, LARGE, False), (3, LARGE, True)])
+def test_a_killed_rank_is_named_by_all_others(ended: ExitStack, size: int, count: int, shared_memory: bool) -> None:
+    ranks = ring(ended, size, count, shared_memory=shared_memory)
+    for rank in ranks:
+        rank.tell("run")
+    ranks[1].process.send_signal(signal.SIGKILL)
+    survivors_name(1, ranks, time.time())
+
+
+@pytest.mark.parametrize(("size", "count", "word"), [(4, SMALL, "run"), (3, LARGE, "run"), (3, SMALL, "idle")])
+def test_a_frozen_rank_is_named_by_all_others_and_raises_when_it_wakes(
+    ended: ExitStack, size: int, count: int, word: str
+) -> None:
+    ranks = ring(ended, size, count)
+    for rank in ranks:
+        rank.tell(word)
+    ranks[2].process.send_signal(signal.SIGSTOP)
+    survivors_name(2, ranks, time.time())
+    ranks[2].process.send_signal(signal.SIGCONT)
+    assert ranks[2].hear("error")["error"] == "PeerLost"
+    ranks[2].hear("closed")
+    assert ranks[2].process.wait(PATIENCE) == 0
+
+
+def test_a_rank_that_holds_pythons_lock_for_long_is_not_lost(ended: ExitStack) -> None:
+    ranks = ring(ended, 3, LARGE)
+    ranks[0].tell("hold 8")
+    for rank in ranks[1:]:
+        rank.tell("again")
+    for rank in ranks:
+        assert rank.hear("sum")["sum"] == 3
+        rank.tell("stop")
+        rank.hear("closed")
+        assert rank.process.wait(PATIENCE) == 0

@@ -1,0 +1,1 @@
+"""What the ring's tests run in processes of their own."""

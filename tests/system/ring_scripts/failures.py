@@ -1,0 +1,171 @@
+"""What goes wrong goes wrong on every rank, with a name."""
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, GradBucket, Store
+from torch.nn.parallel import DistributedDataParallel
+
+from fedring.ring import Endpoint, PeerLost, RingError, join, leave
+from tests.system.ring_scripts.ranks import error_of
+
+Errors = dict[str, Any]
+
+
+def another_shape(rank: int, size: int) -> Errors:
+    return error_of(lambda: dist.all_reduce(torch.ones(4 if rank == 1 else 3)))
+
+
+def another_large_shape(rank: int, size: int) -> Errors:
+    return error_of(lambda: dist.all_reduce(torch.ones(700_000 + rank)))
+
+
+def another_dtype(rank: int, size: int) -> Errors:
+    dtype = torch.float32 if rank else torch.int32
+    return error_of(lambda: dist.all_reduce(torch.ones(3, dtype=dtype)))
+
+
+def another_collective(rank: int, size: int) -> Errors:
+    """The root of a broadcast waits for nobody: it hears of it in the next collective."""
+
+    def body() -> None:
+        tensor = torch.ones(3)
+        if rank == 0:
+            dist.broadcast(tensor, 0)
+        else:
+            dist.all_reduce(tensor)
+        dist.barrier()
+
+    return error_of(body)
+
+
+def nothing_against_something(rank: int, size: int) -> Errors:
+    return error_of(lambda: dist.all_reduce(torch.ones(0 if rank == 0 else 5)))
+
+
+def a_rank_that_does_not_come(rank: int, size: int) -> Errors:
+    """Rank 1 waits for a message instead, and hears of the failure."""
+    if rank != 1:
+        return error_of(lambda: dist.all_reduce(torch.ones(3)))
+    dist.group.WORLD.set_timeout(timedelta(seconds=60))  # type: ignore[union-attr]
+    return error_of(lambda: dist.recv(torch.ones(3), 0))
+
+
+def a_barrier_that_is_not_reached(rank: int, size: int) -> Errors:
+    if rank != 1:
+        return error_of(lambda: dist.barrier(timeout=timedelta(seconds=1)))
+    return error_of(lambda: dist.recv(torch.ones(3), 0))
+
+
+def a_message_that_nobody_sends(rank: int, size: int) -> Errors:
+    if rank == 0:
+        return error_of(lambda: dist.recv(torch.ones(3)))
+    dist.group.WORLD.set_timeout(timedelta(seconds=60))  # type: ignore[union-attr]
+    return error_of(lambda: dist.recv(torch.ones(3), 0))
+
+
+def a_wait_that_ends_early(rank: int, size: int) -> Errors:
+    if rank == 1:
+        return error_of(lambda: dist.recv(torch.ones(3), 0))
+    work: Any = dist.all_reduce(torch.ones(3), async_op=True)
+    return error_of(lambda: work.wait(timedelta(seconds=0.5)))
+
+
+def a_failing_callback(rank: int, size: int) -> Errors:
+    work: Any = dist.all_reduce(torch.ones(3), async_op=True)
+    failed = work.get_future().then(lambda done: done.value()[7])
+    after = failed.then(lambda done: done.value() + 1)
+    error = error_of(after.wait)
+    dist.barrier()  # the group lives on
+    return error
+
+
+def failing_backward(rank: int, size: int, *, hook: bool) -> Errors:
+    """DDP in C++ meets a group that has failed; with a hook, and with its own all_reduce."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    if hook:
+        model.register_comm_hook(None, _sum)
+    loss = model(torch.ones(3, 4)).sum()
+    if rank == 1:
+        dist.group.WORLD.abort()  # type: ignore[union-attr]
+        return {"kind": "PeerLost"}
+    return error_of(loss.backward)
+
+
+def a_failing_hook(rank: int, size: int) -> Errors:
+    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def fail(done: Any) -> torch.Tensor:
+            raise LookupError("the hook has failed")
+
+        work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(fail)
+        return future
+
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    model.register_comm_hook(None, hook)
+    return error_of(model(torch.ones(3, 4)).sum().backward)
+
+
+def what_is_not_supported(rank: int, size: int) -> list[Errors]:
+    errors = [
+        error_of(lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)),
+        error_of(lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BXOR)),
+        error_of(lambda: dist.all_reduce(torch.ones(3).to_sparse())),
+        error_of(lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint16))),
+    ]
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)  # the group lives on
+    return [*errors, {"sum": tensor.sum().item()}]
+
+
+def generations(rank: int, size: int, *, folder: str) -> list[Any]:
+    """Groups that follow each other in one process, from a thread that is not the main one; one loses a member."""
+    results: list[Any] = []
+
+    def body() -> None:
+        store = FileStore(f"{folder}/addresses", size)
+        for generation in range(1, 5):
+            ranks = size if generation < 4 else size - 1
+            results.append(_generation(store, generation, rank, size, ranks=ranks))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    return results
+
+
+def _generation(store: Store, generation: int, rank: int, size: int, *, ranks: int) -> Any:
+    """All `size` ranks say where they are; then `ranks` of them come."""
+    endpoint = Endpoint(generation=generation)
+    store.set(f"{generation}/{rank}", endpoint.address)
+    members = [store.get(f"{generation}/{other}").decode() for other in range(size)]
+    if rank >= ranks:
+        endpoint.close()
+        return "stayed away"
+    try:
+        join(endpoint, rank=rank, members=members, timeout=10 if ranks == size else 1)
+        tensor = torch.full((1000,), float(generation))
+        dist.all_reduce(tensor)
+        if generation == 1:
+            assert error_of(lambda: join(endpoint, rank=rank, members=members, timeout=1))["kind"] == "RingError"
+            dist.all_reduce(torch.ones(1))  # the group lives on
+        if generation == 2 and rank == 0:
+            endpoint.fail(PeerLost("rank 1 is lost", rank=1))
+        if generation == 2:
+            return error_of(lambda: dist.recv(tensor, (rank + 1) % size))
+        return tensor[0].item()
+    except RingError as error:
+        return type(error).__name__
+    finally:
+        leave()
+        leave()  # again does nothing
+        assert not dist.is_initialized()
+
+
+def _sum(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future

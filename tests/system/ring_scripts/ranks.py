@@ -1,0 +1,97 @@
+"""Runs a function as the ranks of a group, each in a process of its own that has torch imported already."""
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_SECONDS = 100  # for all of a run; then each process says where it hangs
+_PRELOAD = ["torch.nn.parallel", "torch._dynamo", "grpc", "pydantic_settings", "google.protobuf"]  # slow to import
+
+Body = Callable[[int, int], Any]  # of the rank and the number of ranks; what it returns must be JSON
+
+
+class RankFailed(AssertionError):
+    """A rank has raised, hung or died; the text says how each ended."""
+
+
+def run(body: Body, size: int, folder: Path, *, backend: str = "fedring", timeout: float = 30) -> list[Any]:
+    """What `body` returned on each rank; RankFailed if one has raised or hung.
+
+    `body` is a module's function, or a partial of one; it finds the default group ready, unless `backend` is empty.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    processes = [
+        context.Process(target=_rank, args=(body, rank, size, folder), kwargs={"backend": backend, "timeout": timeout})
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + _SECONDS + 10
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    if any(process.exitcode for process in processes):
+        ends = [f"rank {rank} ended with {one.exitcode}" for rank, one in enumerate(processes)]
+        raise RankFailed("\n".join([*ends, *(path.read_text() for path in sorted(folder.glob("*.err")))]))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def error_of(body: Callable[[], Any]) -> dict[str, Any]:
+    """The error that `body` raises, as JSON: its kind, its text, and the rank that it names."""
+    try:
+        body()
+    except Exception as error:  # noqa: BLE001  # whatever it is, the test looks at it
+        return {"kind": type(error).__name__, "text": str(error), "rank": getattr(error, "rank", None)}
+    return {"kind": "", "text": "", "rank": None}
+
+
+def _rank(body: Body, rank: int, size: int, folder: Path, *, backend: str, timeout: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import fedring.ring  # noqa: F401  # registers the backend
+
+    with (folder / f"{rank}.err").open("w") as errors:
+        faulthandler.dump_traceback_later(_SECONDS, exit=True, file=errors)
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".torch.distributed.* deprecated", FutureWarning)  # torch, of what we test
+        torch.set_num_threads(1)
+        try:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            if backend:
+                store = f"file://{folder / 'store'}"
+                wait = timedelta(seconds=timeout)
+                dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=wait)
+            result = body(rank, size)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            (folder / f"{rank}.json").write_text(json.dumps(result))
+        except BaseException:  # noqa: BLE001  # the test shows it
+            traceback.print_exc(file=errors)
+            errors.flush()
+            os._exit(1)  # at once: the others hear of it, and nothing waits for them
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def sum_of_ones(rank: int, size: int, *, init_method: str) -> float:
+    """How many ranks meet there."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("fedring", init_method=init_method, rank=rank, world_size=size)
+    one = torch.ones(())
+    dist.all_reduce(one)
+    return one.item()

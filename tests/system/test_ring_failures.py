@@ -1,0 +1,78 @@
+"""Mistakes and failures over the ring: every rank raises, in time, and says who is to blame."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.ring_scripts import failures, ranks
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        failures.another_shape,
+        failures.another_large_shape,
+        failures.another_dtype,
+        failures.another_collective,
+        failures.nothing_against_something,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_ranks_that_run_different_collectives_all_hear_of_it(body: ranks.Body, tmp_path: Path) -> None:
+    errors = ranks.run(body, 3, tmp_path)
+    assert [error["kind"] for error in errors] == ["Mismatch"] * 3, errors
+
+
+@pytest.mark.parametrize(
+    ("body", "late"),
+    [
+        (failures.a_rank_that_does_not_come, 1),
+        (failures.a_barrier_that_is_not_reached, 1),
+        (failures.a_wait_that_ends_early, 1),
+        (failures.a_message_that_nobody_sends, None),
+    ],
+    ids=["all_reduce", "barrier", "wait", "message"],
+)
+def test_a_timeout_names_the_rank_that_is_late(body: ranks.Body, late: int | None, tmp_path: Path) -> None:
+    errors = ranks.run(body, 2, tmp_path, timeout=2)
+    assert [error["kind"] for error in errors] == ["CollectiveTimeout"] * 2, errors
+    assert errors[0]["rank"] == late
+
+
+def test_an_error_in_a_callback_reaches_whoever_waits(tmp_path: Path) -> None:
+    errors = ranks.run(failures.a_failing_callback, 2, tmp_path)
+    assert [error["kind"] for error in errors] == ["IndexError"] * 2, errors
+
+
+def test_an_error_in_a_hook_reaches_the_training_loop(tmp_path: Path) -> None:
+    errors = ranks.run(failures.a_failing_hook, 2, tmp_path)
+    for error in errors:
+        assert (error["kind"], error["text"]) == ("LookupError", "the hook has failed"), errors
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["as it is", "with a hook"])
+def test_a_failed_group_ends_ddps_backward(hook: bool, tmp_path: Path) -> None:
+    errors = ranks.run(partial(failures.failing_backward, hook=hook), 3, tmp_path)
+    for rank in (0, 2):
+        assert errors[rank]["kind"] == ("RingError" if hook else "RuntimeError"), errors  # C++ loses the kind
+        assert "rank 1 has aborted" in errors[rank]["text"], errors
+
+
+def test_what_is_not_supported_is_said_and_the_group_lives_on(tmp_path: Path) -> None:
+    for errors in ranks.run(failures.what_is_not_supported, 2, tmp_path):
+        *refusals, after = errors
+        assert [error["kind"] for error in refusals] == ["NotSupported"] * 4, errors
+        assert after == {"sum": 6.0}
+
+
+def test_generations_follow_each_other_in_one_process(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    results: list[Any] = ranks.run(partial(failures.generations, folder=str(folder)), 3, tmp_path / "run", backend="")
+    for rank, (first, second, third, fourth) in enumerate(results):
+        assert (first, third) == (3.0, 9.0)
+        assert second["kind"] == "PeerLost"
+        assert second["rank"] == 1
+        assert fourth == ("stayed away" if rank == 2 else "PeerLost")

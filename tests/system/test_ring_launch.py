@@ -1,0 +1,78 @@
+"""The ways to start: torchrun, the environment, an address; and scripts that forget to stop."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT
+from tests.system.ring_scripts import ranks
+
+SCRIPT = str(Path(__file__).parent / "ring_scripts" / "plain.py")
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("common", "protos")),
+    "GRPC_VERBOSITY": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONFAULTHANDLER": "1",  # torchrun ends hanging workers with a signal
+}
+
+
+def results(output: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return sorted(lines, key=lambda line: int(line["rank"]))
+
+
+def check(found: list[dict[str, Any]], size: int) -> None:
+    assert [one["rank"] for one in found] == list(range(size))
+    assert {one["backend"] for one in found} == {"fedring"}
+    assert {one["total"] for one in found} == {size * (size - 1) / 2}
+    assert len({one["digest"] for one in found}) == 1
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_torchrun_launches_an_unmodified_script() -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    run = subprocess.run(
+        [*launch, "--nproc-per-node", "2", SCRIPT],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == 0, run.stderr
+    check(results(run.stdout), 2)
+
+
+def test_scripts_that_forget_to_destroy_the_group_end_all_the_same() -> None:
+    environment = os.environ | ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, "--forget"],
+            env=environment | {"RANK": str(rank), "WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ends = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], [error for _, error in ends]
+    check(results("".join(output for output, _ in ends)), 2)
+
+
+def test_an_address_is_enough(tmp_path: Path) -> None:
+    body = partial(ranks.sum_of_ones, init_method=f"tcp://127.0.0.1:{free_port()}")
+    assert ranks.run(body, 3, tmp_path, backend="") == [3.0] * 3

@@ -1,0 +1,129 @@
+"""One member of a gloo group, as a program: python -m tests.unit.group_member RANK SIZE FOLDER."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+
+from fedring.client.hooks import Compressed, make_hook
+from fedring.data import Samples
+from fedring.train.group import Course, GroupTraining, Watcher
+from fedring.train.losses import cross_entropy
+from fedring.train.parallel import DataParallel
+from fedring.train.plan import Plan
+from fedring.train.replica import Replica, all_equal, synchronize
+
+SIZE = 70
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def samples() -> Samples:
+    generator = torch.Generator().manual_seed(1)
+    return Samples(torch.randn(SIZE, 6, generator=generator), torch.randint(3, (SIZE,), generator=generator))
+
+
+def course(plan: Plan, **table: Any) -> Course:
+    parsed = DataParallel.model_validate(table)
+    return Course(samples(), plan, parsed, cross_entropy, torch.device("cpu"), total_epochs=plan.epochs)
+
+
+def replica_of(model: nn.Module, momentum: float = 0.9) -> Replica:
+    return Replica(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum))
+
+
+def train(replica: Replica, where: Course, watcher: Watcher | None = None) -> GroupTraining:
+    hook = make_hook(where.table, where.plan, replica.model.named_parameters(), ["tests"])
+    if isinstance(hook, Compressed):
+        hook.enter(0, replica.progress.steps)
+    training = GroupTraining(replica, where, hook, watcher or Watcher())
+    training.run()
+    return training
+
+
+def told(replica: Replica, training: GroupTraining, **more: Any) -> dict[str, Any]:
+    """What a test wants to know."""
+    buffers = [float(buffer.double().sum()) for buffer in replica.model.buffers()]
+    return {
+        "digest": replica.digest().hex(),
+        "steps": replica.progress.steps,
+        "weights": [float(p.detach().double().sum()) for p in replica.model.parameters()],
+        "buffers": buffers,
+        "usage": training.usage.metrics,
+        "momentum": [
+            float(s["momentum_buffer"].sum())
+            for s in replica.optimizer.state.values()
+            if s.get("momentum_buffer") is not None
+        ],
+        **more,
+    }
+
+
+def plain(rank: int, **table: Any) -> dict[str, Any]:
+    """Two epochs from equal beginnings."""
+    replica = replica_of(net(), 0.0 if table.get("hook") == "dgc" else 0.9)
+    where = course(Plan(epochs=2, batch_size=8, seed=5, momentum=0.9), **table)
+    return told(replica, train(replica, where), equal=all_equal(replica))
+
+
+def newcomer(rank: int) -> dict[str, Any]:
+    """All but rank 0 begin with another model, without momentum, in the middle of what rank 0 has done."""
+    model = net()
+    replica = replica_of(model)
+    if rank == 0:
+        for _ in range(3):
+            replica.optimizer.zero_grad()
+            model(samples().inputs).sum().backward()
+            replica.optimizer.step()
+        replica.progress.steps, replica.progress.taken = 3, 24
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(rank)
+    source = synchronize(replica)
+    again = synchronize(replica)
+    training = train(replica, course(Plan(epochs=1, batch_size=8, seed=5)))
+    return told(replica, training, source=source, again=again, equal=all_equal(replica))
+
+
+SCENARIOS: dict[str, Any] = {
+    "none": lambda rank: plain(rank),
+    "fp16": lambda rank: plain(rank, hook="fp16"),
+    "bf16": lambda rank: plain(rank, hook="bf16"),
+    "dgc": lambda rank: plain(rank, hook="dgc", ratio=0.05),
+    "accumulated": lambda rank: plain(rank, accumulation_steps=2),
+    "own": lambda rank: plain(rank, hook="tests.unit.group_member:own_hook"),
+    "late buffers": lambda rank: plain(rank, buffers="before_evaluation"),
+    "some buffers": lambda rank: plain(rank, buffers=1),
+    "newcomer": newcomer,
+}
+
+
+def own_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A user's hook: the sum in the place of the mean."""
+    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+    future: torch.futures.Future[Any] = work.get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+def main() -> None:
+    """Play all scenarios, and leave what they tell in FOLDER/RANK.json."""
+    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    told_of = {name: play(rank) for name, play in SCENARIOS.items()}
+    dist.barrier()
+    dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(told_of))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""The backend's process group: several ranks in one process, each with an endpoint of its own."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from logging.handlers import QueueHandler
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from fedring.ring import (
+    CollectiveTimeout,
+    Endpoint,
+    Mismatch,
+    NotSupported,
+    PeerLost,
+    RingError,
+    RingOptions,
+    RingProcessGroup,
+    allgather_bytes,
+    traffic,
+)
+from fedring.ring.world import World
+
+Make = Callable[..., list[RingProcessGroup]]
+WAIT = timedelta(seconds=20)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes the ranks of a group; they leave it together at the end."""
+    made: list[RingProcessGroup] = []
+
+    def make_(size: int, **options: Any) -> list[RingProcessGroup]:
+        endpoints = [Endpoint(RingOptions(**options), generation=3) for _ in range(size)]
+        members = [endpoint.address for endpoint in endpoints]
+        groups = [
+            RingProcessGroup(World(endpoint, members), HashStore(), range(size), name="0", timeout=WAIT)
+            for endpoint in endpoints
+        ]
+        for group in groups:
+            group.use(group.world.endpoint.options)
+            group.world.endpoint.wait_until_matched(group.ring, timeout=10)
+        made.extend(groups)
+        return groups
+
+    yield make_
+    with ThreadPoolExecutor(max(1, len(made))) as pool:
+        list(pool.map(lambda group: group.shutdown(), made))
+
+
+def test_options_are_taken_as_torch_gives_them_and_as_people_write_them(make: Make) -> None:
+    groups = make(2)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    for arguments in (([torch.tensor([1.0])], options), (torch.tensor([1.0]), dist.ReduceOp.MAX)):
+        works = [group.allreduce(*arguments) for group in groups]
+        assert all(work.wait() for work in works)
+        assert works[0].result()[0].item() == 1.0
+    works = [group.allreduce([torch.tensor([2.0])]) for group in groups]
+    assert [work.get_future().wait()[0].item() for work in works] == [4.0, 4.0]
+    tensors = [torch.tensor([float(rank)]) for rank in range(2)]
+    for work in [group.broadcast(tensor, 1) for group, tensor in zip(groups, tensors, strict=True)]:
+        work.wait()
+    assert tensors[0].item() == 1.0
+
+
+def test_a_timeout_among_the_options_is_the_operations_own(make: Make) -> None:
+    first, _ = make(2)
+    options = dist.BarrierOptions()
+    options.timeout = timedelta(milliseconds=300)
+    with pytest.raises(CollectiveTimeout) as caught:
+        first.barrier(options).wait()
+    assert caught.value.rank == 1
+
+
+def test_names_and_store_are_the_groups(make: Make) -> None:
+    (group,) = make(1)
+    group._set_group_name("seven")
+    group._set_group_desc("for tests")
+    assert (group.group_name, group.group_desc, group.name(), group._get_backend_name()) == (
+        "seven",
+        "for tests",
+        "fedring",
+        "fedring",
+    )
+    assert (group.rank(), group.size()) == (0, 1)
+    assert isinstance(group.get_group_store(), HashStore)
+
+
+def test_a_group_of_one_needs_no_streams(make: Make) -> None:
+    (group,) = make(1)
+    tensor, output = torch.tensor([3.0, 5.0]), torch.empty(2)
+    group.allreduce(tensor).wait()
+    group.reduce([tensor], 0).wait()
+    group.reduce_scatter_single(output, tensor).wait()
+    group.barrier().wait()
+    assert group.allgather_bytes(b"me").collect() == [b"me"]
+    assert tensor.tolist() == output.tolist() == [3.0, 5.0]
+    assert group.world.endpoint.traffic.sent_frames == 0
+
+
+def test_a_callback_runs_elsewhere_and_keeps_nobody_waiting(make: Make) -> None:
+    groups = make(2)
+    works = [group.allreduce(torch.ones(2)) for group in groups]
+    for work in works:
+        work.wait()
+    release = threading.Event()
+    blocked = [work.get_future().then(lambda done: release.wait(10)) for work in works]  # attached after the end
+    later = [group.allreduce(torch.ones(2)).get_future() for group in groups]
+    assert [future.wait()[0].tolist() for future in later] == [[2.0, 2.0]] * 2
+    assert not any(future.done() for future in blocked)
+    release.set()
+    assert all(future.wait() for future in blocked)
+
+
+def test_what_callbacks_start_matches_whatever_their_order(make: Make) -> None:
+    groups = make(2)
+    started = [[group.allreduce(torch.full((3,), float(number))) for number in range(6)] for group in groups]
+    nested: list[dict[int, Any]] = [{}, {}]
+    for rank, group in enumerate(groups):
+
+        def again(done: Any, group: RingProcessGroup = group) -> Tensor:
+            result: Tensor = group.allreduce(done.value()[0] + 1).get_future().wait()[0]
+            return result
+
+        for number in range(6) if rank else range(5, -1, -1):
+            nested[rank][number] = started[rank][number].get_future().then(again)
+    for number in range(6):
+        assert [nested[rank][number].wait().tolist() for rank in range(2)] == [[4.0 * number + 2] * 3] * 2
+
+
+def test_a_failed_future_raises_for_everyone_who_looks(make: Make) -> None:
+    groups = make(2)
+    work = groups[0].barrier()
+    groups[1].abort()
+    future = work.get_future()
+    for look in (future.wait, future.value, future.then(lambda done: done.value()).wait, work.wait):
+        with pytest.raises(RingError, match="rank 1 has aborted"):
+            look()
+    assert not work.is_success()
+    assert work.is_completed()
+    with pytest.raises(RingError, match="rank 1 has aborted"):
+        str(torch.futures.collect_all([future]).wait()[0].value())
+
+
+def test_a_callbacks_error_is_logged_if_nobody_can_wait_for_it(make: Make) -> None:
+    (group,) = make(1)
+    records: queue.Queue[logging.LogRecord] = queue.Queue()
+    handler = QueueHandler(records)
+    logging.getLogger("fedring.ring.futures").addHandler(handler)
+
+    def fail(done: Any) -> None:
+        raise LookupError("from a callback")
+
+    group.allreduce(torch.ones(1)).get_future().add_done_callback(fail)
+    assert "from a callback" in records.get(timeout=10).getMessage()
+    logging.getLogger("fedring.ring.futures").removeHandler(handler)
+
+
+def test_messages_of_bytes_arrive_in_rank_order(make: Make) -> None:
+    groups = make(3)
+    gathers = [group.allgather_bytes(b"x" * rank, limit=10) for rank, group in enumerate(groups)]
+    for gather in gathers:
+        gather.wait(10)
+        assert [bytes(one) for one in gather.collect()] == [b"", b"x", b"xx"]
+    with pytest.raises(ValueError, match="limit"):
+        groups[0].allgather_bytes(b"xxx", limit=2)
+
+
+def test_other_groups_do_not_gather_bytes() -> None:
+    with pytest.raises(NotSupported, match="fedring"):
+        allgather_bytes(b"")
+    assert traffic().sent_bytes >= 0
+
+
+def test_messages_from_any_rank_time_out_with_a_reason(make: Make) -> None:
+    first, _ = make(2)
+    receipt = first.recv_anysource([torch.empty(1)], 4)
+    assert not receipt.is_completed()
+    with pytest.raises(CollectiveTimeout, match="tag 4"):
+        receipt.wait(timedelta(milliseconds=100))
+
+
+def test_operations_of_other_shapes_end_both_sides(make: Make) -> None:
+    groups = make(2)
+    works = [group.allreduce(torch.ones(count)) for group, count in zip(groups, (2, 3), strict=True)]
+    for work in works:
+        with pytest.raises(Mismatch):
+            work.wait()
+
+
+def test_a_rank_that_leaves_is_missed_by_name(make: Make) -> None:
+    first, second, third = make(3)
+    works = [group.allreduce(torch.ones(3)) for group in (first, second)]
+    third.shutdown()
+    for work in works:
+        with pytest.raises(PeerLost) as caught:
+            work.wait()
+        assert caught.value.rank == 2
+
+
+def test_half_precision_travels_if_the_group_says_so(make: Make) -> None:
+    groups = make(2, wire_dtype="bf16")
+    tensors = [torch.full((1000,), 1 + 2**-12) for _ in groups]
+    for work in [group.allreduce(tensor) for group, tensor in zip(groups, tensors, strict=True)]:
+        work.wait()
+    assert tensors[0].tolist() == tensors[1].tolist() == [2.0] * 1000
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda group: group.allgather([[torch.empty(3)] * 2], [torch.empty(4)]),
+        lambda group: group.allgather([[torch.empty(3)]], [torch.empty(3)]),
+        lambda group: group.all_gather_single(torch.empty(7), torch.empty(3)),
+        lambda group: group.reduce_scatter_single(torch.empty(2), torch.empty(3)),
+        lambda group: group.all_to_all_single(torch.empty(3), torch.empty(3), [], []),
+        lambda group: group.all_to_all_single(torch.empty(3), torch.empty(3), [1, 1], [1, 2]),
+        lambda group: group.allreduce([torch.empty(1), torch.empty(1, dtype=torch.int32)]),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent(
+    wrong: Callable[[RingProcessGroup], Any], make: Make
+) -> None:
+    groups = make(2)
+    with pytest.raises(ValueError, match=r"fit|ranks|fill|times|split|dtype"):
+        wrong(groups[0])
+    for work in [group.allreduce(torch.ones(1)) for group in groups]:
+        work.wait()  # the group lives on
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_cuda_tensors_are_staged_through_host_memory(make: Make) -> None:
+    groups = make(2)
+    tensors = [torch.full((1000,), float(rank + 1), device="cuda") for rank in range(2)]
+    futures = [group.allreduce(tensor).get_future() for group, tensor in zip(groups, tensors, strict=True)]
+    assert [future.wait()[0].device.type for future in futures] == ["cuda", "cuda"]
+    assert all(tensor.eq(3).all() for tensor in tensors)

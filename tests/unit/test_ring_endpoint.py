@@ -1,0 +1,380 @@
+"""What a peer may send, and what becomes of it: the right sum, a drop, or an error that names the rank."""
+
+import gc
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from tests.ring_endpoints import SECONDS, Impostor, World, allreduce, memory, start, world
+
+from fedring.ring import collectives
+from fedring.ring.endpoint import Endpoint
+from fedring.ring.errors import BadFrame, CollectiveTimeout, Mismatch, Overrun, PeerLost, RingError
+from fedring.ring.frames import MAX_PAYLOAD, read
+from fedring.ring.group import group_id
+from fedring.ring.operation import Operation
+from fedring.ring.options import RingOptions
+from fedring.rpc.errors import reason_of
+from fedring.v1 import peer_pb2 as pb
+
+GENERATION = 5
+WHAT = "allreduce torch.float32 4"
+SIGNATURE = zlib.crc32(WHAT.encode())
+TWOS = memory(torch.full((4,), 2.0)).tobytes()
+
+
+class Pair:
+    """Rank 0, which is an endpoint, and rank 1, which is not."""
+
+    def __init__(self, options: RingOptions | None = None) -> None:
+        self.impostor = Impostor(generation=GENERATION)
+        self.endpoint = Endpoint(options, generation=GENERATION)
+        self.world = World([self.endpoint], [self.impostor.address])
+        self.group = self.world.groups[0]
+        self.call = self.impostor.dial(self.endpoint.address)
+        self.values = torch.ones(4)
+
+    def allreduce(self) -> Operation:
+        """The sum of the endpoint's ones and what the impostor says."""
+        return allreduce(self.group, self.values)
+
+    def answer(self, payload: bytes = TWOS, **head: Any) -> None:
+        self.impostor.say(payload, **{"key": "0", "signature": SIGNATURE, **head})
+
+    def close(self) -> None:
+        self.endpoint.close()
+        self.impostor.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+def threes(pair: Pair, operation: Operation) -> None:
+    """The operation has ended with the right sum."""
+    assert operation.wait(SECONDS)
+    assert pair.values.tolist() == [3.0] * 4
+
+
+def test_a_peer_that_speaks_the_protocol_takes_part(pair: Pair) -> None:
+    operation = pair.allreduce()
+    pair.answer()
+    threes(pair, operation)
+    hello, data = (read(pair.impostor.heard.get(timeout=SECONDS)) for _ in range(2))
+    assert (hello.head.kind, hello.head.sequence) == (pb.FRAME_KIND_HELLO, 0)
+    assert (data.head.kind, data.head.sequence, data.head.signature) == (pb.FRAME_KIND_DATA, 1, SIGNATURE)
+    assert bytes(data.payload) == memory(torch.ones(4)).tobytes()
+
+
+def test_a_repeated_frame_is_dropped(pair: Pair) -> None:
+    operation = pair.allreduce()
+    pair.answer(bytes(16), sequence=0)
+    pair.answer()
+    threes(pair, operation)
+    assert pair.endpoint.traffic.dropped_frames == 1
+
+
+def test_a_frame_of_another_generation_is_dropped(pair: Pair) -> None:
+    operation = pair.allreduce()
+    pair.answer(bytes(16), generation=GENERATION - 1, sequence=1)
+    pair.answer()
+    threes(pair, operation)
+    assert pair.endpoint.traffic.dropped_frames == 1
+
+
+def test_a_missing_frame_ends_the_generation(pair: Pair) -> None:
+    operation = pair.allreduce()
+    pair.answer(sequence=2)
+    with pytest.raises(BadFrame, match="frame 2 came where 1 was due") as raised:
+        operation.wait(SECONDS)
+    assert raised.value.rank == 1
+
+
+def test_a_part_that_comes_twice_ends_the_generation(pair: Pair) -> None:
+    pair.answer()
+    pair.answer()
+    until(lambda: pair.endpoint.traffic.received_frames == 3)
+    with pytest.raises(BadFrame, match="twice"):
+        pair.allreduce().wait(SECONDS)
+
+
+@pytest.mark.parametrize("payload", [b"", TWOS[:-1], TWOS + b"!"])
+def test_a_payload_of_another_size_is_a_mismatch(pair: Pair, payload: bytes) -> None:
+    operation = pair.allreduce()
+    pair.answer(payload)
+    with pytest.raises(Mismatch, match="rank 1 sent") as raised:
+        operation.wait(SECONDS)
+    assert raised.value.rank == 1
+
+
+def test_another_operation_under_the_same_key_is_a_mismatch(pair: Pair) -> None:
+    operation = pair.allreduce()
+    pair.answer(signature=1)
+    with pytest.raises(Mismatch, match="rank 1 runs another operation"):
+        operation.wait(SECONDS)
+    assert pair.values.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("message", [b"", b"rubbish", b"\x0a\x02\x08\x02"])
+def test_bytes_that_are_no_frame_end_the_generation(pair: Pair, message: bytes) -> None:
+    operation = pair.allreduce()
+    pair.impostor.say_bytes(message)
+    with pytest.raises(BadFrame, match="rank 1") as raised:
+        operation.wait(SECONDS)
+    assert raised.value.rank == 1
+
+
+@pytest.mark.parametrize("size", [MAX_PAYLOAD + 1, 8 << 20])
+def test_a_frame_larger_than_the_limits_ends_the_generation(pair: Pair, size: int) -> None:
+    operation = pair.allreduce()
+    pair.answer(bytes(size))
+    with pytest.raises((BadFrame, PeerLost), match="rank 1"):
+        operation.wait(SECONDS)
+
+
+def test_a_stream_of_another_generation_is_refused(pair: Pair) -> None:
+    stale = Impostor(generation=GENERATION - 1)
+    call = stale.dial(pair.endpoint.address)
+    with pytest.raises(grpc.RpcError) as raised:
+        call.result(SECONDS)
+    assert call.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert reason_of(raised.value) == "stale_generation"
+    stale.close()
+    operation = pair.allreduce()
+    pair.answer()
+    threes(pair, operation)
+
+
+def test_a_stranger_can_neither_add_nor_abort(pair: Pair) -> None:
+    stranger = Impostor(generation=GENERATION)
+    call = stranger.dial(pair.endpoint.address)
+    operation = pair.allreduce()
+    stranger.say(b"stop", kind=pb.FRAME_KIND_ABORT, reason="peer_lost")
+    stranger.say(bytes(16), key="0", signature=SIGNATURE)
+    assert call.result(SECONDS) == b""
+    pair.answer()
+    threes(pair, operation)
+    stranger.close()
+
+
+def test_what_comes_before_the_group_exists_waits_for_it() -> None:
+    impostor, endpoint = Impostor(generation=GENERATION), Endpoint(generation=GENERATION)
+    impostor.dial(endpoint.address)
+    impostor.say(TWOS, key="0", signature=SIGNATURE)
+    until(lambda: endpoint.traffic.received_frames == 2)
+    pair_world = World([endpoint], [impostor.address])
+    values = torch.ones(4)
+    assert allreduce(pair_world.groups[0], values).wait(SECONDS)
+    assert values.tolist() == [3.0] * 4
+    endpoint.close()
+    impostor.close()
+
+
+def test_frames_of_an_unknown_group_and_of_unknown_operations_are_bounded() -> None:
+    for group in (group_id("world"), 12345):
+        pair = Pair(RingOptions(max_early_bytes=1 << 20))
+        for number in range(17):
+            pair.impostor.say(bytes(1 << 16), key=f"later {number}", group=group)
+        receive = start(pair.group, collectives.receive(1, memoryview(bytearray(1))))
+        with pytest.raises(Overrun):
+            receive.wait(SECONDS)
+        pair.close()
+
+
+def test_frames_without_payload_take_memory_too() -> None:
+    pair = Pair(RingOptions(max_early_bytes=1 << 20))
+    for number in range(1100):
+        pair.impostor.say(key=f"later {number}")
+    receive = start(pair.group, collectives.receive(1, memoryview(bytearray(1))))
+    with pytest.raises(Overrun):
+        receive.wait(SECONDS)
+    pair.close()
+
+
+def test_a_rank_that_has_sent_all_and_left_is_not_missed(pair: Pair) -> None:
+    pair.answer()
+    pair.impostor.say(kind=pb.FRAME_KIND_LEAVING)
+    assert pair.call.result(SECONDS) == b""
+    receive = start(pair.group, collectives.receive(1, memory(pair.values)), what=WHAT)
+    assert receive.wait(SECONDS)
+    assert pair.values.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_rank_that_leaves_while_others_wait_for_it_is_lost(pair: Pair, begun: bool) -> None:
+    program = collectives.receive(1, memory(pair.values))
+    operation = start(pair.group, program) if begun else None
+    pair.impostor.say(kind=pb.FRAME_KIND_LEAVING)
+    assert pair.call.result(SECONDS) == b""
+    with pytest.raises(PeerLost, match="rank 1 has left") as raised:
+        (operation or start(pair.group, program)).wait(SECONDS)
+    assert raised.value.rank == 1
+
+
+def test_sending_to_a_rank_that_has_left_is_an_error(pair: Pair) -> None:
+    pair.impostor.say(kind=pb.FRAME_KIND_LEAVING)
+    assert pair.call.result(SECONDS) == b""
+    with pytest.raises(PeerLost, match="rank 1 has left"):
+        start(pair.group, collectives.send(1, memory(pair.values))).wait(SECONDS)
+
+
+def test_a_rank_whose_stream_ends_without_a_word_is_lost(pair: Pair) -> None:
+    operation = pair.allreduce()
+    pair.impostor.close()
+    with pytest.raises(PeerLost, match="rank 1 is lost") as raised:
+        operation.wait(SECONDS)
+    assert raised.value.rank == 1
+
+
+def test_with_frame_checksum_a_flipped_bit_is_an_error_and_so_is_a_missing_checksum() -> None:
+    for damage in (True, False):
+        pair = Pair(RingOptions(frame_checksum=True))
+        operation = pair.allreduce()
+        if damage:
+            message = bytearray(pair.impostor.checked(TWOS, key="0", signature=SIGNATURE))
+            message[-1] ^= 1
+            pair.impostor.say_bytes(bytes(message))
+        else:
+            pair.answer()
+        with pytest.raises(BadFrame, match="corrupted" if damage else "without a checksum"):
+            operation.wait(SECONDS)
+        pair.close()
+
+
+def test_mismatched_operations_raise_on_every_rank() -> None:
+    with world(3) as ring:
+        lengths = (4, 4, 5)
+        running = [allreduce(group, torch.ones(n)) for group, n in zip(ring.groups, lengths, strict=True)]
+        for operation in running:
+            with pytest.raises(Mismatch):
+                operation.wait(SECONDS)
+
+
+def test_a_rank_that_does_not_come_in_time_is_named_on_every_rank() -> None:
+    with world(4) as ring:
+        late = [allreduce(group, torch.ones(1_000_000), timeout=0.5) for group in ring.groups[1:]]
+        for operation in late:
+            with pytest.raises(CollectiveTimeout, match="rank 0 sent nothing") as raised:
+                operation.wait(SECONDS)
+            assert raised.value.rank == 0
+
+
+def test_a_neighbour_that_never_comes_is_named() -> None:
+    absent = Endpoint()
+    absent.close()
+    pair_world = World([Endpoint()], [absent.address])
+    with pytest.raises(PeerLost, match=r"rank 1 did not come within 0.1 s .*refused") as raised:
+        pair_world.endpoints[0].wait_until_matched(pair_world.groups[0], timeout=0.1)
+    assert raised.value.rank == 1
+    pair_world.close()
+
+
+def test_closing_before_anybody_came_does_not_hang() -> None:
+    absent = Endpoint()
+    absent.close()
+    begin = time.monotonic()
+    World([Endpoint()], [absent.address]).close()
+    assert time.monotonic() - begin < 10
+
+
+def test_leaving_flushes_what_was_sent() -> None:
+    with world(2) as ring:
+        sent, came = torch.randn(3_000_000), torch.zeros(3_000_000)
+        sending = start(ring.groups[0], collectives.send(1, memory(sent)))
+        sending.wait(SECONDS)
+        leaving = threading.Thread(target=ring.endpoints[0].close)
+        leaving.start()
+        assert start(ring.groups[1], collectives.receive(0, memory(came))).wait(SECONDS)
+        leaving.join(SECONDS)
+        assert torch.equal(sent, came)
+
+
+def test_after_a_failure_nothing_writes_to_the_tensors(pair: Pair) -> None:
+    operation = pair.allreduce()
+    pair.endpoint.fail(PeerLost("rank 1 is lost", rank=1))
+    with pytest.raises(PeerLost):
+        operation.wait(SECONDS)
+    pair.answer()
+    until(lambda: pair.endpoint.traffic.received_frames == 2)
+    assert pair.values.tolist() == [1.0] * 4
+
+
+def test_after_a_failure_nothing_reads_the_tensors() -> None:
+    deaf = Impostor(generation=GENERATION)
+    deaf.listening.clear()
+    endpoint = Endpoint(generation=GENERATION)
+    group = World([endpoint], [deaf.address]).groups[0]
+    data = bytearray(b"good" * (16 << 20))
+    operation = start(group, collectives.send(1, memoryview(data)))
+    deaf.reached.wait(SECONDS)
+    endpoint.fail(RingError("stop"))
+    with pytest.raises(RingError, match="stop"):
+        operation.wait(SECONDS)
+    data[:] = b"evil" * (16 << 20)
+    deaf.listening.set()
+    kinds = []
+    while not kinds or kinds[-1] != pb.FRAME_KIND_ABORT:
+        frame = read(deaf.heard.get(timeout=SECONDS))
+        kinds.append(frame.head.kind)
+        assert b"evil" not in bytes(frame.payload)
+    assert len(kinds) < 16
+    endpoint.close()
+    deaf.close()
+
+
+def test_operations_after_the_end_raise(pair: Pair) -> None:
+    pair.endpoint.close()
+    with pytest.raises(RingError, match="has left"):
+        pair.allreduce().wait(SECONDS)
+
+
+def test_two_groups_of_one_name_are_refused(pair: Pair) -> None:
+    with pytest.raises(RingError, match="world"):
+        pair.endpoint.group("world", rank=0, members=pair.group.members)
+
+
+def test_generations_leave_neither_threads_nor_files_behind() -> None:
+    def generation(number: int) -> None:
+        with world(3, generation=number) as ring:
+            tensors = [torch.ones(20_000) for _ in range(3)]
+            for operation in [allreduce(group, one) for group, one in zip(ring.groups, tensors, strict=True)]:
+                assert operation.wait(SECONDS)
+
+    def held() -> tuple[int, int]:
+        gc.collect()  # gRPC's objects refer to each other
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+    for number in range(3):
+        generation(number)
+    before = held()
+    for number in range(20):
+        generation(number)
+    until(lambda: held()[0] <= before[0] and held()[1] <= before[1] + 3)
+
+
+def test_the_sequence_of_frames_begins_again_after_2_to_the_32(pair: Pair) -> None:
+    last = 0xFFFFFFFF
+    link = pair.endpoint._links[pair.impostor.address]
+    until(lambda: link._sequence == 1)
+    link._sequence = last
+    for _ in range(2):
+        start(pair.group, collectives.send(1, memory(torch.ones(4)))).wait(SECONDS)
+    sequences = [read(pair.impostor.heard.get(timeout=SECONDS)).head.sequence for _ in range(3)]
+    assert sequences == [0, last, 0]
+
+
+def until(condition: Any) -> None:
+    """Return once the condition holds."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)

@@ -1,0 +1,71 @@
+"""Frames at the limits of what a frame may be."""
+
+import numpy as np
+import pytest
+
+from fedring.ring.causal import MAX_KEY, Scope, inside, next_key
+from fedring.ring.errors import BadFrame
+from fedring.ring.frames import MAX_MESSAGE, MAX_PAYLOAD, read, write
+from fedring.v1 import peer_pb2 as pb
+
+MAX_U32 = 2**32 - 1
+
+
+def largest_head() -> pb.Head:
+    numbers = dict.fromkeys(("sequence", "group", "generation", "signature", "tag", "part"), MAX_U32)
+    return pb.Head(kind=pb.FRAME_KIND_DATA, key="k" * MAX_KEY, slot=MAX_U32, length=MAX_U32, **numbers)
+
+
+def test_the_largest_head_fits() -> None:
+    head = largest_head()
+    assert read(write(head, b"payload", checksum=True)).head.key == head.key
+
+
+def test_a_payload_of_the_largest_size_passes_and_one_byte_more_does_not() -> None:
+    message = write(largest_head(), bytes(MAX_PAYLOAD))
+    assert len(message) < MAX_MESSAGE
+    assert len(read(message).payload) == MAX_PAYLOAD
+    with pytest.raises(BadFrame, match="not laid out"):
+        read(write(largest_head(), bytes(MAX_PAYLOAD + 1)))
+
+
+@pytest.mark.parametrize("length", [0, 1, 127, 128, 16_383, 16_384])
+def test_values_lie_aligned_in_what_is_received(length: int) -> None:
+    payload = read(write(pb.Head(key="17/0.1"), bytes(length))).payload
+    message = payload.obj
+    assert isinstance(message, bytes)
+    start = len(message) - length
+    assert start % 16 == 0
+    assert np.frombuffer(payload, np.uint8).size == length
+
+
+def test_a_head_longer_than_any_of_ours_is_refused() -> None:
+    packed = pb.Head(key="k" * 200).SerializeToString()
+    message = b"\x0a" + bytes((len(packed) & 0x7F | 0x80, len(packed) >> 7)) + packed + b"\x12\x00\x1a\x00"
+    assert pb.Frame.FromString(message).head.key == "k" * 200
+    with pytest.raises(BadFrame, match="not laid out"):
+        read(message)
+
+
+def test_a_head_that_is_no_head_is_refused() -> None:
+    with pytest.raises(BadFrame, match="cannot be parsed"):
+        read(b"\x0a\x02\x2a\x7f\x12\x00\x1a\x00")
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_checksum_covers_head_and_payload(place: int) -> None:
+    message = write(pb.Head(key="17"), b"payload", checksum=True)
+    head, _, payload = message.partition(b"17")
+    damaged = head + b"16" + payload if place == 0 else message[:-1] + b"!"
+    with pytest.raises(BadFrame, match="corrupted"):
+        read(damaged)
+
+
+def test_a_long_chain_of_callbacks_has_keys_that_fit_and_differ() -> None:
+    scope, keys = Scope("17"), []
+    for _ in range(100):
+        with inside(scope):
+            keys.append(next_key(lambda: 0))
+        scope = scope.callback()
+    assert len(set(keys)) == 100
+    assert max(map(len, keys)) <= MAX_KEY

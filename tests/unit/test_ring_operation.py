@@ -1,0 +1,174 @@
+"""An operation ends once, whoever ends it, and says why."""
+
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+
+import pytest
+
+from fedring.ring.errors import BadFrame, Mismatch, PeerLost, RingError
+from fedring.ring.frames import Frame, read, write
+from fedring.ring.operation import Operation
+from fedring.ring.program import Program, Receive, Send
+from fedring.v1 import peer_pb2 as pb
+
+WHAT = "exchange of 3 bytes"
+LOST = PeerLost("rank 2 is lost", rank=2)
+
+
+class Wire:
+    """A carrier that keeps what it is given until a test asks for it."""
+
+    def __init__(self, left: Sequence[int] = ()) -> None:
+        self.sends: list[Send] = []
+        self.ends = 0
+        self.failure: RingError | None = None
+        self.operation: Operation | None = None
+        self._left = left
+
+    def run(self, program: Program, early: Sequence[tuple[int, Frame]] = (), *, timeout: float = 60) -> Operation:
+        self.operation = Operation(self, "0", WHAT, program, timeout=timeout)
+        self.operation.begin(early)
+        return self.operation
+
+    def send(self, operation: Operation, send: Send) -> None:
+        self.sends.append(send)
+
+    def ended(self, operation: Operation) -> None:
+        self.ends += 1
+
+    def fail(self, error: RingError) -> None:
+        self.failure = error
+        assert self.operation is not None
+        self.operation.fail(error)
+
+    def has_left(self, rank: int) -> bool:
+        return rank in self._left
+
+
+def frame(payload: bytes = b"two", **head: int) -> Frame:
+    given = {"signature": zlib.crc32(WHAT.encode()), **head}
+    return read(write(pb.Head(kind=pb.FRAME_KIND_DATA, key="0", **given), payload))
+
+
+def exchange(came: list[bytes]) -> Program:
+    yield Send(1, b"one")
+    came.append(bytes((yield Receive(1, 3))))
+
+
+def test_it_ends_when_its_program_has_and_all_is_sent() -> None:
+    wire, came, ends = Wire(), list[bytes](), list[str]()
+    operation = wire.run(exchange(came))
+    operation.when_done(lambda: ends.append("before"))
+    operation.arrived(1, frame())
+    assert came == [b"two"]
+    assert not operation.done
+    operation.sent()
+    operation.when_done(lambda: ends.append("after"))
+    assert operation.wait(0)
+    assert (ends, wire.ends) == (["before", "after"], 1)
+
+
+def test_what_came_early_is_there_even_from_a_rank_that_has_left() -> None:
+    wire, came = Wire(left=[1]), list[bytes]()
+    wire.run(exchange(came), [(1, frame())])
+    assert came == [b"two"]
+    assert wire.failure is None
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_rank_that_has_left_is_waited_for_in_vain(begun: bool) -> None:
+    wire = Wire(left=[] if begun else [1])
+    operation = wire.run(exchange([]))
+    operation.left(2)
+    if begun:
+        assert wire.failure is None
+        operation.left(1)
+    with pytest.raises(PeerLost, match="rank 1 has left"):
+        operation.wait(0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (frame(b"four"), Mismatch),
+        (frame(signature=1), Mismatch),
+    ],
+)
+def test_a_wrong_frame_is_an_error_before_it_is_used(wrong: Frame, error: type[RingError]) -> None:
+    for early in (False, True):
+        wire, came = Wire(), list[bytes]()
+        operation = wire.run(exchange(came), [(1, wrong)] if early else [])
+        operation.arrived(1, wrong)
+        with pytest.raises(error, match="rank 1"):
+            operation.wait(0)
+        assert came == []
+
+
+def test_a_part_that_comes_twice_is_an_error() -> None:
+    wire = Wire()
+    operation = wire.run(exchange([]))
+    operation.arrived(1, frame(tag=5))
+    operation.arrived(1, frame(tag=5))
+    with pytest.raises(BadFrame, match="twice"):
+        operation.wait(0)
+
+
+def test_after_a_failure_the_program_goes_no_further() -> None:
+    wire, came, ends = Wire(), list[bytes](), list[str]()
+    operation = wire.run(exchange(came))
+    operation.when_done(lambda: ends.append("end"))
+    operation.fail(LOST)
+    operation.fail(RingError("another"))
+    operation.arrived(1, frame())
+    operation.sent()
+    with pytest.raises(PeerLost, match="rank 2 is lost") as raised:
+        operation.wait(0)
+    assert raised.value.rank == 2
+    assert (came, ends, wire.ends) == ([], ["end"], 1)
+
+
+def test_waiting_for_a_failed_operation_waits_for_the_step_under_way() -> None:
+    stepping, go_on, over = threading.Event(), threading.Event(), threading.Event()
+
+    def program() -> Program:
+        yield Receive(1, 3)
+        stepping.set()
+        go_on.wait()
+        over.set()
+        yield Receive(1, 3, 1)
+
+    operation = Wire().run(program())
+    step = threading.Thread(target=operation.arrived, args=(1, frame()))
+    step.start()
+    stepping.wait()
+    operation.fail(LOST)
+    threading.Timer(0.05, go_on.set).start()
+    with pytest.raises(PeerLost):
+        operation.wait()
+    assert over.is_set()
+    step.join()
+
+
+def test_an_error_of_the_program_itself_ends_the_generation() -> None:
+    def program() -> Program:
+        yield Receive(1, 3)
+        raise ValueError("it does not fit")
+
+    wire = Wire()
+    operation = wire.run(program())
+    operation.arrived(1, frame())
+    with pytest.raises(RingError, match="it does not fit"):
+        operation.wait(0)
+
+
+def test_who_waits_for_one_that_has_begun_is_overdue_later() -> None:
+    def second_step() -> Program:
+        yield Receive(1, 3, tag=1)
+
+    first, second = Wire().run(exchange([]), timeout=0), Wire().run(second_step(), timeout=0)
+    now = time.monotonic()
+    assert first.is_overdue(now + 0.1)
+    assert not second.is_overdue(now + 0.1)
+    assert second.is_overdue(now + 10)
