@@ -1,0 +1,97 @@
+"""The precision of a gradient's values on the wire: fp32, fp16 or sign.
+
+    fp32   values[count] f32
+    fp16   exponent i8   halves[count] f16                 value = half / 2^exponent
+    sign   scale u16   bit field of count flags            value = scale, or -scale where the flag is set
+
+The exponent, common to all, puts the largest magnitude below 2^15: no value overflows, however large
+or small the gradients. The scale is the mean magnitude, cut to the upper half of an f32. What fp16 rounds away
+is an f32, exactly; what sign does is one to within a rounding.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.codec.errors import CodecError
+from fedring.codec.source import check_finite
+
+Precision = Literal["fp32", "fp16", "sign"]
+
+_PREFIX = {"fp32": 0, "fp16": 1, "sign": 2}
+_SMALLEST_EXPONENT, _LARGEST_EXPONENT = -113, 100  # 2^-100 times a half is never below what an f32 resolves
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Words:
+    """Values as they travel, and as they arrive."""
+
+    precision: Precision
+    data: bytes
+    values: NDArray[np.float32]  # [count]; what a reader makes of `data`
+
+
+def words_size(precision: Precision, count: int) -> int:
+    """Bytes of `count` values."""
+    width = {"fp32": 32, "fp16": 16, "sign": 1}[precision]
+    return _PREFIX[precision] + -(-count * width // 8)
+
+
+def to_words(values: NDArray[np.float32], precision: Precision) -> Words:
+    """`values` [count] rounded to `precision`; NaN and infinity stay such, for every reader to refuse."""
+    if precision == "fp32":
+        data = values.astype("<f4", copy=False).tobytes()
+        return Words(precision, data, np.frombuffer(data, "<f4"))
+    if precision == "fp16":
+        data = _to_halves(values)
+        return Words(precision, data, _from_halves(memoryview(data)))
+    data = _to_signs(values)
+    return Words(precision, data, _from_signs(memoryview(data), values.size))
+
+
+def from_words(precision: Precision, data: memoryview, count: int) -> NDArray[np.float32]:
+    """The `count` values of `data`, all finite; CodecError for other bytes."""
+    if len(data) != words_size(precision, count):
+        raise CodecError("wrong_size", f"{len(data)} bytes of {count} values as {precision}")
+    if precision == "fp32":
+        values = np.frombuffer(data, "<f4")
+    elif precision == "fp16":
+        values = _from_halves(data)
+    else:
+        values = _from_signs(data, count)
+    check_finite(values)
+    return values
+
+
+def _to_halves(values: NDArray[np.float32]) -> bytes:
+    peak = np.abs(values).max(initial=0)
+    exponent = 15 - int(np.frexp(peak)[1]) if peak > 0 and np.isfinite(peak) else 0
+    exponent = min(max(exponent, _SMALLEST_EXPONENT), _LARGEST_EXPONENT)
+    with np.errstate(over="ignore"):  # only beside NaN or infinity, and then the message is refused
+        halves = np.ldexp(values, exponent).astype("<f2")
+    return struct.pack("<b", exponent) + halves.tobytes()
+
+
+def _from_halves(data: memoryview) -> NDArray[np.float32]:
+    (exponent,) = struct.unpack_from("<b", data)
+    halves = np.frombuffer(data, "<f2", offset=1).astype(np.float32)
+    with np.errstate(over="ignore"):  # what overflows is refused as not finite
+        values: NDArray[np.float32] = np.ldexp(halves, -exponent)
+    return values
+
+
+def _to_signs(values: NDArray[np.float32]) -> bytes:
+    mean = np.float32(np.abs(values).mean(dtype=np.float64)) if values.size else np.float32(0)
+    return struct.pack("<H", int(mean.view(np.uint32)) >> 16) + np.packbits(values < 0, bitorder="little").tobytes()
+
+
+def _from_signs(data: memoryview, count: int) -> NDArray[np.float32]:
+    (upper,) = struct.unpack_from("<H", data)
+    if upper >> 15:
+        raise CodecError("bad_scale", "a negative scale")
+    scale = np.uint32(upper << 16).view(np.float32)
+    negative = np.unpackbits(np.frombuffer(data, np.uint8, offset=2), count=count, bitorder="little").view(np.bool_)
+    return np.where(negative, -scale, scale)

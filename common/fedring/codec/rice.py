@@ -1,0 +1,68 @@
+"""Rice coding of gaps (Rice and Plaunt 1971), a whole array at a time.
+
+    low    the lowest `bits` bits of every gap, lowest first      ceil(count * bits / 8) bytes
+    high   of every gap (gap >> bits) zeros, then a one           the rest
+
+The two halves are kept apart, so that each is one bit field. Gaps are the entries left
+out between two kept ones; of `count` gaps in `size` entries the sum is at most size - count.
+"""
+
+from math import floor, log, log2
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.codec.errors import CodecError
+
+MAX_BITS = 31
+_GOLDEN = log((5**0.5 - 1) / 2)
+
+
+def bits_for(count: int, size: int) -> int:
+    """The number of low bits that suits `count` >= 1 gaps spread evenly over `size` entries (Kiely 2004, eq. 8)."""
+    mean = (size - count) / count
+    if mean < 1:
+        return 0
+    return min(MAX_BITS, max(0, 1 + floor(log2(_GOLDEN / log(mean / (mean + 1))))))
+
+
+def coded_size(gaps: NDArray[np.int64], bits: int) -> int:
+    """Bytes of `gaps` [count] coded with `bits` low bits."""
+    return -(-gaps.size * bits // 8) + -(-(gaps.size + int((gaps >> bits).sum())) // 8)
+
+
+def largest_size(count: int, size: int, bits: int) -> int:
+    """No `count` gaps in `size` entries need more bytes with `bits` low bits."""
+    return -(-count * bits // 8) + -(-(count + ((size - count) >> bits)) // 8)
+
+
+def pack_gaps(gaps: NDArray[np.int64], bits: int) -> bytes:
+    """`gaps` [count] in coded_size(gaps, bits) bytes."""
+    low = np.empty((gaps.size, bits), np.bool_)
+    for j in range(bits):
+        low[:, j] = gaps >> j & 1
+    ends = np.cumsum((gaps >> bits) + 1)
+    high = np.zeros(int(ends[-1]) if ends.size else 0, np.bool_)
+    high[ends - 1] = True
+    return _field(low.reshape(-1)) + _field(high)
+
+
+def unpack_gaps(data: memoryview, count: int, *, bits: int, size: int) -> NDArray[np.int64]:
+    """The `count` gaps, each >= 0, that `data` holds for `size` < 2^31 entries; CodecError for other bytes."""
+    if bits > MAX_BITS or count > size:
+        raise CodecError("bad_header", f"{count} gaps of {bits} low bits in {size} entries")
+    middle = -(-count * bits // 8)
+    if not middle <= len(data) <= largest_size(count, size, bits):
+        raise CodecError("bad_indices", f"{len(data)} bytes of {count} gaps")
+    ones = np.flatnonzero(np.unpackbits(np.frombuffer(data[middle:], np.uint8), bitorder="little"))
+    if ones.size != count or len(data) - middle != (int(ones[-1]) // 8 + 1 if count else 0):
+        raise CodecError("bad_indices", f"{ones.size} gaps instead of {count}")
+    gaps = (np.diff(ones, prepend=-1) - 1) << bits
+    low = np.unpackbits(np.frombuffer(data[:middle], np.uint8), count=count * bits, bitorder="little")
+    for j, plane in enumerate(low.reshape(count, bits).T):
+        gaps |= plane.astype(np.int64) << j
+    return gaps
+
+
+def _field(flags: NDArray[np.bool_]) -> bytes:
+    return np.packbits(flags, bitorder="little").tobytes()

@@ -1,0 +1,48 @@
+"""Deep gradient compression for training loops without DistributedDataParallel."""
+
+from torch import Tensor, zeros_like
+
+from fedring.ddp.state import DGCState
+
+_BUCKET_BYTES = 25 << 20
+
+
+class DGCStepper:
+    """Exchanges gradients between backward and the optimizer's step, several buckets at a time."""
+
+    def __init__(self, state: DGCState, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
+        self.state = state
+        self._buckets = _cut(state.parameters, bucket_bytes)
+
+    def exchange(self) -> None:
+        """Every parameter's `grad` holds what all workers have sent of theirs; one without had zeros to send."""
+        flights = []
+        for names in self._buckets:
+            tensors = [_grad(self.state.parameters[name]) for name in names]
+            grads = [tensor.reshape(-1) for tensor in tensors]  # a copy, if it is not contiguous
+            messages = self.state.send(names, grads, last=names is self._buckets[-1])
+            flights.append((names, tensors, grads, messages))
+        for names, tensors, grads, messages in flights:
+            self.state.receive(names, grads, messages.wait())
+            for tensor, grad in zip(tensors, grads, strict=True):
+                if not tensor.is_contiguous():
+                    tensor.copy_(grad.view_as(tensor))
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = zeros_like(parameter)
+    return parameter.grad.detach()
+
+
+def _cut(parameters: dict[str, Tensor], most_bytes: int) -> list[list[str]]:
+    """The names in order, in buckets of about `most_bytes`."""
+    buckets: list[list[str]] = [[]]
+    room = most_bytes
+    for name, parameter in parameters.items():
+        if room < parameter.nbytes and buckets[-1]:
+            buckets.append([])
+            room = most_bytes
+        buckets[-1].append(name)
+        room -= parameter.nbytes
+    return buckets

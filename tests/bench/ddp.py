@@ -1,0 +1,211 @@
+"""DistributedDataParallel on a slow network: DGC over our ring beside Gloo and its hooks, in one run.
+
+    python -m tests.bench.ddp --data-root DIR [--workers 2] [--rate 100mbit] [--steps 100]
+    python -m tests.bench.ddp --data-root DIR --accuracy [--epochs 5] [--seeds 3]
+
+The first form prints one JSON line a method: steps of the MNIST CNN per second, and the bytes that a worker's host puts
+on the wire a step, all headers included (needs root for --rate). The second trains without a slow network, dense
+and with DGC whose first epoch is warm-up, and prints the accuracy of each seed.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.bench.fleets import ROOT, print_line
+from tests.bench.networks import network, sent_bytes
+
+BATCH = 64
+LR, MOMENTUM = 0.05, 0.9
+RATIO = 0.001
+_WARM = 8  # steps before the clock starts: DDP rebuilds its buckets, torch finds its kernels
+
+Method = Callable[[nn.Module, dist.ProcessGroup], tuple[nn.Module, torch.optim.Optimizer, Any]]
+
+
+def main() -> None:
+    """Start the workers, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-root", type=Path, required=True)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rate", default="")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--accuracy", action="store_true")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--store", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank >= 0:
+        _work(args)
+        return
+    with tempfile.TemporaryDirectory() as folder, network(args.workers, args.rate) as hosts:
+        processes = [
+            host.start(
+                [sys.executable, "-m", "tests.bench.ddp", *sys.argv[1:], f"--rank={rank}", f"--store={folder}/store"],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "GLOO_SOCKET_IFNAME": host.interface,
+                    "FEDRING_RING_LISTEN": f"{host.address}:0",
+                    "FEDRING_RING_SHARED_MEMORY": "false",  # the hosts are to be apart
+                },
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        if any(process.wait() for process in processes):
+            raise SystemExit(1)
+
+
+def _work(args: argparse.Namespace) -> None:
+    import fedring.ring  # noqa: F401  # registers the backend
+
+    torch.set_num_threads(1)
+    store = FileStore(args.store, args.workers)
+    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.workers)
+    ring, gloo = dist.new_group(backend="fedring"), dist.group.WORLD
+    if ring is None or gloo is None:
+        raise RuntimeError("this rank is in every group")
+    if args.accuracy:
+        for seed in range(args.seeds):
+            for name in ("gloo", "dgc"):
+                _accuracy(args, name, seed, ring if name == "dgc" else gloo)
+    else:
+        for name in args.methods.split(","):
+            _speed(args, name, ring if name == "dgc" else gloo)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _speed(args: argparse.Namespace, name: str, group: dist.ProcessGroup) -> None:
+    model, optimizer, state = METHODS[name](_cnn(0), group)
+    if name == "dgc":
+        state.start_epoch(1)  # past the warm-up
+    batches = _batches(args, 0, 0)
+    interface = "eth0" if args.rate else "lo"
+    for _ in range(_WARM):
+        _step(model, optimizer, *next(batches))
+    dist.barrier()
+    sent, began = sent_bytes(interface), time.perf_counter()
+    for _ in range(args.steps):
+        _step(model, optimizer, *next(batches))
+    seconds = time.perf_counter() - began
+    sent = sent_bytes(interface) - sent
+    dist.barrier()
+    if args.rank == 0:
+        facts = {"method": name, "workers": args.workers, "rate": args.rate or "loopback", "steps": args.steps}
+        speed = {"ms_per_step": round(1e3 * seconds / args.steps, 1), "bytes_per_step": round(sent / args.steps)}
+        samples = round(args.workers * BATCH * args.steps / seconds, 1)
+        print_line({"bench": "ddp", **facts, **speed, "samples_per_second": samples})
+
+
+def _accuracy(args: argparse.Namespace, name: str, seed: int, group: dist.ProcessGroup) -> None:
+    model, optimizer, state = METHODS[name](_cnn(seed), group)
+    for epoch in range(args.epochs):
+        if name == "dgc":
+            state.start_epoch(epoch)
+        for inputs, labels in _batches(args, seed, epoch):
+            _step(model, optimizer, inputs, labels)
+    from fedring.train.evaluation import evaluate
+    from fedring.train.losses import cross_entropy
+
+    if args.rank == 0:
+        counts = evaluate(model, _mnist(args).test, loss=cross_entropy, device=torch.device("cpu"))
+        accuracy = round(counts.correct / counts.total, 4)
+        print_line(
+            {"bench": "ddp accuracy", "method": name, "workers": args.workers, "seed": seed, "accuracy": accuracy}
+        )
+    dist.barrier()
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, labels: Tensor) -> None:
+    optimizer.zero_grad()
+    torch.autograd.backward(nn.functional.cross_entropy(model(inputs), labels))
+    optimizer.step()
+
+
+def _batches(args: argparse.Namespace, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's batches of one epoch."""
+    from fedring.train.batches import fetch
+
+    train = _mnist(args).train
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(1000 * seed + epoch))
+    mine = order[args.rank :: args.workers]
+    return iter(fetch(train, torch.split(mine[: len(mine) // BATCH * BATCH], BATCH), torch.device("cpu")))
+
+
+def _mnist(args: argparse.Namespace) -> Any:
+    from fedring.data import mnist
+
+    if not _cache:
+        _cache.append(mnist(args.data_root))
+    return _cache[0]
+
+
+_cache: list[Any] = []
+
+
+def _cnn(seed: int) -> nn.Module:
+    from fedring.train.models import mnist_cnn
+
+    torch.manual_seed(seed)
+    return mnist_cnn()
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+
+
+def _with_hook(
+    hook: Any, make_state: Callable[[dist.ProcessGroup], Any] = lambda group: group, **options: Any
+) -> Method:
+    def wrap(model: nn.Module, group: dist.ProcessGroup) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        parallel = DistributedDataParallel(model, process_group=group, **options)
+        state = make_state(group)
+        if hook is not None:
+            parallel.register_comm_hook(state, hook)
+        return parallel, _sgd(model), state
+
+    return wrap
+
+
+def _dgc(model: nn.Module, group: dist.ProcessGroup) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    from fedring.ddp import DGC, DGCSGD, DGCState, dgc_hook
+
+    parallel = DistributedDataParallel(model, process_group=group)
+    state = DGCState(
+        group, DGC(ratio=RATIO, warmup_epochs=1, momentum=MOMENTUM), named_parameters=model.named_parameters()
+    )
+    parallel.register_comm_hook(state, dgc_hook)
+    return parallel, DGCSGD(model.parameters(), lr=LR), state
+
+
+METHODS: dict[str, Method] = {
+    "none": _with_hook(debugging_hooks.noop_hook),
+    "gloo": _with_hook(None),
+    "gloo fp16": _with_hook(default_hooks.fp16_compress_hook),
+    "gloo powersgd": _with_hook(
+        powerSGD_hook.powerSGD_hook,
+        lambda group: powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2),
+        bucket_cap_mb=1000,
+    ),
+    "dgc": _dgc,
+}
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

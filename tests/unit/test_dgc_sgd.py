@@ -1,0 +1,96 @@
+"""The optimizer that goes with compression, and those that do not."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedring.ddp import DGC, DGCSGD, check_optimizer
+
+
+def parameter(*values: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values))
+
+
+def test_gradients_meet_no_momentum() -> None:
+    tensor = parameter(1.0, 2.0)
+    optimizer = DGCSGD([tensor], 0.5, momentum=0.9)
+    for _ in range(2):
+        tensor.grad = torch.tensor([1.0, -2.0])
+        optimizer.step()
+    assert tensor.tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_weight_decay_meets_momentum_as_in_sgd(nesterov: bool) -> None:
+    ours, theirs = parameter(1.0, -2.0), parameter(1.0, -2.0)
+    optimizer = DGCSGD([ours], 0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
+    reference = torch.optim.SGD([theirs], 0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
+    for _ in range(5):
+        ours.grad, theirs.grad = torch.zeros(2), torch.zeros(2)
+        optimizer.step()
+        reference.step()
+    assert torch.allclose(ours, theirs)
+    assert ours[0] < 1
+
+
+def test_a_gradient_and_its_decay_are_those_of_the_same_parameter() -> None:
+    tensor = parameter(8.0)
+    tensor.grad = torch.tensor([1.0])
+    DGCSGD([tensor], 0.5, weight_decay=0.25).step()
+    assert tensor.tolist() == [8 - 0.5 * (1 + 0.25 * 8)]
+
+
+def test_its_momentum_is_saved_and_restored() -> None:
+    def run(steps: int, tensor: nn.Parameter, optimizer: DGCSGD) -> None:
+        for _ in range(steps):
+            tensor.grad = torch.ones(1)
+            optimizer.step()
+
+    straight, first = parameter(1.0), parameter(1.0)
+    run(6, straight, DGCSGD([straight], 0.1, momentum=0.9, weight_decay=0.1))
+    before = DGCSGD([first], 0.1, momentum=0.9, weight_decay=0.1)
+    run(3, first, before)
+    second = parameter(first.item())
+    after = DGCSGD([second], 0.1, momentum=0.9, weight_decay=0.1)
+    after.load_state_dict(before.state_dict())
+    run(3, second, after)
+    assert torch.equal(straight, second)
+
+
+def test_a_closure_is_evaluated_with_gradients() -> None:
+    tensor = parameter(3.0)
+    optimizer = DGCSGD([tensor], 0.5)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (tensor**2).sum()
+        torch.autograd.backward(loss)
+        return float(loss.detach())
+
+    assert optimizer.step(closure) == 9
+    assert tensor.tolist() == [0]
+
+
+def test_momentum_twice_is_refused() -> None:
+    tensors = [parameter(1.0)]
+    for optimizer in (torch.optim.SGD(tensors, 0.1, momentum=0.9), torch.optim.Adam(tensors)):
+        with pytest.raises(ValueError, match="momentum would act twice"):
+            check_optimizer(optimizer, DGC())
+        check_optimizer(optimizer, DGC(momentum=0))
+
+
+def test_optimizers_without_momentum_of_gradients_are_welcome() -> None:
+    tensors = [parameter(1.0)]
+    for optimizer in (torch.optim.SGD(tensors, 0.1, weight_decay=0.1), DGCSGD(tensors, 0.1, momentum=0.9)):
+        check_optimizer(optimizer, DGC())
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"lr=-0\.1"):
+        DGCSGD([parameter(1.0)], -0.1)
+    with pytest.raises(ValueError, match=r"momentum=1\.0"):
+        DGCSGD([parameter(1.0)], 0.1, momentum=1.0)
+    with pytest.raises(ValueError, match=r"weight_decay=-1\.0"):
+        DGCSGD([parameter(1.0)], 0.1, weight_decay=-1.0)
+    with pytest.raises(ValueError, match="nesterov=True"):
+        DGCSGD([parameter(1.0)], 0.1, nesterov=True)

@@ -1,0 +1,207 @@
+"""The state of compression and the loop without DistributedDataParallel, with a real group of one worker."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import FileStore
+
+from fedring.codec import CodecError
+from fedring.ddp import DGC, DGCState, DGCStepper, Profile, exchange
+from fedring.ddp.profile import Meter
+
+CONFIG = DGC(ratio=0.01, warmup_epochs=0, min_numel_to_compress=100)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
+
+
+def state_of(net: nn.Module, group: dist.ProcessGroup) -> DGCState:
+    return DGCState(group, CONFIG, named_parameters=net.named_parameters())
+
+
+def step(net: nn.Module, stepper: DGCStepper, seed: int) -> list[torch.Tensor]:
+    """The gradients after one exchange."""
+    net.zero_grad()
+    net(torch.randn(8, 40, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+    stepper.exchange()
+    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+
+def test_large_tensors_get_few_entries_and_small_ones_all(group: dist.ProcessGroup) -> None:
+    net = model()
+    grads = step(net, DGCStepper(state_of(net, group)), 0)
+    assert [int(grad.count_nonzero()) for grad in grads] == [12, 30, 6, 20]
+
+
+def test_a_saved_state_goes_on_as_if_nothing_had_happened(group: dist.ProcessGroup) -> None:
+    net, again = model(), model()
+    straight = DGCStepper(state_of(net, group))
+    for seed in range(3):
+        step(net, straight, seed)
+    file = io.BytesIO()
+    torch.save(straight.state.state_dict(), file)
+    file.seek(0)
+    restored = DGCStepper(state_of(again, group), bucket_bytes=1000)  # another division into buckets
+    restored.state.load_state_dict(torch.load(file, weights_only=True))
+    assert restored.state.step == 3
+    for seed in range(3, 6):
+        assert all(map(torch.equal, step(net, straight, seed), step(again, restored, seed)))
+
+
+def test_the_warm_up_goes_on_where_it_was(group: dist.ProcessGroup) -> None:
+    state = DGCState(group, DGC(ratio=0.001, warmup_epochs=4), named_parameters=model().named_parameters())
+    state.start_epoch(2)
+    restored = DGCState(group, DGC(ratio=0.001, warmup_epochs=4), named_parameters=model().named_parameters())
+    restored.load_state_dict(state.state_dict())
+    assert restored.ratio == state.ratio == pytest.approx(0.0158, rel=0.01)
+
+
+def test_a_state_of_other_parameters_names_the_first_difference(group: dist.ProcessGroup) -> None:
+    state = state_of(model(), group)
+    other = DGCState(group, CONFIG, named_parameters=nn.Sequential(nn.Linear(40, 30)).named_parameters())
+    with pytest.raises(ValueError, match=r"0 entries of 1\.weight, not 600"):
+        state.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match=r"600 entries of 1\.weight, not 0"):
+        other.load_state_dict(state.state_dict())
+    with pytest.raises(ValueError, match="version 99"):
+        state.load_state_dict({**state.state_dict(), "version": 99})
+
+
+def test_what_is_owed_counts_the_same_in_another_world(group: dist.ProcessGroup) -> None:
+    net = model()
+    state = state_of(net, group)
+    step(net, DGCStepper(state), 0)
+    before = {kind: {n: t.clone() for n, t in state.state_dict()[kind].items()} for kind in ("momentum", "residual")}
+    state.rescale(4, 2)
+    after = state.state_dict()
+    for name, residual in before["residual"].items():
+        assert torch.equal(after["residual"][name] / 2, residual / 4)
+    assert torch.equal(after["momentum"]["0.weight"] / 2, before["momentum"]["0.weight"] / 4)
+    assert torch.equal(after["momentum"]["0.bias"], before["momentum"]["0.bias"])  # a mean already
+
+
+def test_a_state_from_another_number_of_workers_is_scaled(group: dist.ProcessGroup) -> None:
+    net = model()
+    state = state_of(net, group)
+    step(net, DGCStepper(state), 0)
+    saved = {**state.state_dict(), "workers": 2}
+    restored = state_of(model(), group)
+    restored.load_state_dict(saved)
+    assert torch.equal(restored.state_dict()["residual"]["0.weight"], saved["residual"]["0.weight"] / 2)
+
+
+def test_what_all_workers_share_is_the_momentum_of_whole_tensors(group: dist.ProcessGroup) -> None:
+    state = state_of(model(), group)
+    shared = state.shared()
+    assert list(shared) == ["0.bias", "1.bias"]
+    shared["0.bias"].fill_(3)  # as a broadcast does
+    assert state.state_dict()["momentum"]["0.bias"].eq(3).all()
+
+
+def test_frozen_parameters_and_missing_gradients_are_no_obstacle(group: dist.ProcessGroup) -> None:
+    net = model()
+    net[0].weight.requires_grad_(False)  # type: ignore[index]  # a Sequential
+    state = state_of(net, group)
+    assert "0.weight" not in state.parameters
+    DGCStepper(state).exchange()
+    assert all(p.grad is not None and not p.grad.any() for p in state.parameters.values())
+
+
+def test_gradients_in_another_memory_format_are_exchanged(group: dist.ProcessGroup) -> None:
+    net = nn.Conv2d(3, 4, 3)
+    net.weight.grad = torch.arange(108.0).view(4, 3, 3, 3).contiguous(memory_format=torch.channels_last)
+    net.bias = None
+    state = DGCState(group, CONFIG, named_parameters=[("weight", net.weight)])
+    DGCStepper(state).exchange()
+    assert net.weight.grad.flatten().nonzero().view(-1).tolist() == [106, 107]
+
+
+def test_a_parameter_that_was_not_named_is_refused(group: dist.ProcessGroup) -> None:
+    with pytest.raises(ValueError, match=r"\(2, 3\) is not among"):
+        state_of(model(), group).name_of(torch.zeros(2, 3))
+
+
+def test_an_optimizer_with_momentum_is_refused_at_once(group: dist.ProcessGroup) -> None:
+    net = model()
+    with pytest.raises(ValueError, match="momentum would act twice"):
+        DGCState(
+            group,
+            CONFIG,
+            named_parameters=net.named_parameters(),
+            optimizer=torch.optim.SGD(net.parameters(), 0.1, momentum=0.9),
+        )
+
+
+def test_without_a_group_the_error_says_what_to_call() -> None:
+    state = DGCState(None, CONFIG, named_parameters=model().named_parameters())
+    with pytest.raises(ValueError, match="init_process_group"):
+        state.state_dict()
+
+
+def test_a_gradient_that_is_not_finite_names_its_rank(group: dist.ProcessGroup) -> None:
+    net = model()
+    stepper = DGCStepper(state_of(net, group))
+    net[0].weight.grad = torch.full((30, 40), float("nan"))  # type: ignore[index]  # a Sequential
+    with pytest.raises(CodecError, match="non_finite: from rank 0"):
+        stepper.exchange()
+
+
+def test_a_message_above_the_limit_is_not_sent(group: dist.ProcessGroup) -> None:
+    assert exchange(group, b"four", limit=4).wait() == [b"four"]
+    with pytest.raises(ValueError, match="5 bytes is larger than the limit"):
+        exchange(group, b"fives", limit=4)
+
+
+def test_the_profile_counts_steps_and_not_buckets(group: dist.ProcessGroup) -> None:
+    net = model()
+    state = state_of(net, group)
+    stepper = DGCStepper(state, bucket_bytes=1000)
+    for seed in range(3):
+        step(net, stepper, seed)
+    assert state.step == state.profile.steps == 3
+    assert state.profile.compress_seconds > 0
+    assert state.profile.decompress_seconds > 0
+    assert state.profile.bytes_sent == 0  # there is nobody else
+
+
+def test_a_wait_is_what_neither_computing_nor_decompressing_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 2.0, 4.0, 9.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    meter = Meter()
+    meter.sent(10, began=0.5, last=False)  # compressed in 0.5
+    meter.sent(20, began=1.5, last=True)  # 0.5; from 2.0 on there is nothing else to do
+    meter.received(arrived=3.0)  # waited 1.0, decompressed 1.0
+    meter.received(arrived=8.0)  # waited 4.0, decompressed 1.0
+    assert meter.total == Profile(1, 30, 5.0, 5.0, 1.0, 2.0)
+    assert meter.end_window() == meter.total
+    assert meter.end_window() == Profile()
+
+
+def test_means_are_per_step() -> None:
+    total = Profile()
+    assert total.means() == {}
+    total.add(Profile(1, 100, 1.0, 1.0, 0.5, 0.25))
+    total.add(Profile(1, 300, 3.0, 3.0, 0.5, 0.25))
+    assert total.longest_wait_seconds == 3
+    assert total.means() == {
+        "bytes_sent": 200,
+        "wait_seconds": 2,
+        "compress_seconds": 0.5,
+        "decompress_seconds": 0.25,
+    }
