@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from fedring.client.config import ClientConfig
 from fedring.server.config import ServerConfig
 from fedring.train.job import Job, ServerOptimizer
+from fedring.train.parallel import DataParallel
 
 TARGET = Path(__file__).with_name("configuration.md")
 
@@ -32,6 +33,11 @@ SECTIONS = (
         "Keys of a job: of `flctl run JOB.toml`, of `flctl start-round key=value`, and of fl-server's `[job]`. What a "
         "job does not set is taken from the server's `[job]`, but for the arguments of another model or optimizer.",
     ),
+    (
+        "Data-parallel training",
+        DataParallel,
+        "Keys of the table `[data_parallel]` in a job of that mode; docs/data-parallel.md tells more.",
+    ),
     ("Server optimizer", ServerOptimizer, "Keys of the table `[server_optimizer]` in a job."),
 )
 
@@ -51,7 +57,7 @@ def _rows(model: type[BaseModel]) -> str:
         if name == "client_id":
             shown = "this host's name"  # not that of the host on which this page was written
         elif isinstance(default, BaseModel):
-            shown = "see Jobs"
+            shown = "see Jobs" if isinstance(default, Job) else "see below"
         elif default is None:
             shown = ""
         else:

@@ -66,7 +66,7 @@ def world(size: int, options: RingOptions | None = None, *, generation: int = 0)
 
 
 def memory(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy())
+    return tensor.view(torch.uint8).numpy().data
 
 
 def allreduce(group: Group, tensor: Tensor, *, timeout: float = SECONDS) -> Operation:

@@ -10,7 +10,7 @@ import argparse
 import statistics
 from typing import Any
 
-from tests.bench.fleets import fleet_of, peak_bytes, print_line, resident_bytes, run_job
+from tests.bench.fleets import cpu_seconds, fleet_of, peak_bytes, print_line, resident_bytes, run_job
 
 
 def main() -> None:
@@ -32,20 +32,26 @@ def _measure(clients: int, size: int, rounds: int) -> dict[str, Any]:
         "trainer": "tests.bench.trainers:unchanged",
         "data": "tests.bench.trainers:data",
         "encoding": "fp32",
-        "rounds": rounds + 1,
+        "rounds": rounds,
         "min_clients": clients,
         "min_clients_to_aggregate": clients,
         "evaluate": False,
     }
     with fleet_of([{}] * clients) as (fleet, control):
         idle = resident_bytes(fleet.server.pid)
-        measured = run_job(control, job)[1:]
+        run_job(control, {**job, "rounds": 1})  # all are warm
+        pids = [[fleet.server.pid], [client.pid for client in fleet.clients]]
+        used = [cpu_seconds(each) for each in pids]
+        measured = run_job(control, job)
+        server, client = (cpu_seconds(each) - before for each, before in zip(pids, used, strict=True))
         peak = peak_bytes(fleet.server.pid)
         client_peak = max(peak_bytes(client.pid) for client in fleet.clients)
     seconds = [round_.seconds for round_ in measured]
     return {
         "round_seconds_median": round(statistics.median(seconds), 3),
         "round_seconds": [round(value, 3) for value in seconds],
+        "server_cpu_seconds_per_round": round(server / rounds, 3),
+        "client_cpu_seconds_per_update": round(client / rounds / clients, 3),
         "upload_bytes": measured[-1].upload_bytes,
         "download_bytes": measured[-1].download_bytes,
         "server_idle_mb": round(idle / 1e6),

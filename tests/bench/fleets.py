@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,19 @@ def resident_bytes(pid: int) -> int:
     return _status(pid, "VmRSS")
 
 
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Processor seconds that the processes have used so far, the kernel's work for them included."""
+    return sum(_cpu_seconds(pid) for pid in pids)
+
+
 def print_line(facts: Mapping[str, Any]) -> None:
     """One JSON line."""
     print(json.dumps(facts))
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _status(pid: int, key: str) -> int:

@@ -65,7 +65,7 @@ def allreduce(group: Group, count: int) -> float:
     """The sum over all ranks of ones: their number."""
     values = torch.ones(count)
     program = collectives.allreduce(
-        group.rank, group.size, memoryview(values.view(torch.uint8).numpy()), Reduction("sum", torch.float32)
+        group.rank, group.size, values.view(torch.uint8).numpy().data, Reduction("sum", torch.float32)
     )
     group.start(f"allreduce of {count}", program, timeout=TIMEOUT).wait()
     return float(values.mean())

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from fedring.ctl.control import Control, Events
+from fedring.ctl.control import Control
 from fedring.ctl.fleet import Fleet
 from fedring.daemon.crash import REGISTERED
-from fedring.v1 import control_pb2 as pb
+from tests.fault import patience
+from tests.fault.patience import Story, patiently
 
 HERE = Path(__file__).parent
 TRUSTED = {"trusted": ["fedring", "user_trainers"]}
@@ -33,48 +34,55 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
-def until(events: Iterator[pb.Event], kind: str) -> pb.Event:
-    """The next event of this kind."""
-    return next(event for event in events if event.kind == kind)
-
-
-def follow(control: Control, spec: dict[str, Any]) -> tuple[int, Iterator[pb.Event]]:
-    events: Events = control.events()
-    job_id = control.start_job(spec).job_id
-    return job_id, control.follow_job(job_id, events)
-
-
-def test_a_client_killed_in_a_round_is_noticed_and_takes_part_in_the_next(tmp_path: Path) -> None:
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """Opened by whoever writes to it; `gate.began` tells that somebody waits."""
     gate = tmp_path / "gate"
     for path in (gate, tmp_path / "gate.began"):
         os.mkfifo(path)
+    return gate
+
+
+@pytest.fixture
+def gated(tmp_path: Path, gate: Path) -> Iterator[Fleet]:
+    """A fleet whose client 1 waits at the gate in each training."""
     fleet = Fleet(tmp_path, TRUSTED, [TRUSTED, TRUSTED], env={"PYTHONPATH": str(HERE)})
     fleet.clients[1].env["FL_TEST_GATE"] = str(gate)
-    with fleet, Control(fleet.control) as control:
-        job_id, events = follow(control, job(rounds=2))
-        assert (tmp_path / "gate.began").read_text() == "began"
+    with fleet:
+        yield fleet
+
+
+def at_the_gate(fleet: Fleet, gate: Path) -> None:
+    """Return when client 1 waits."""
+    assert patiently(fleet, "client 1 at the gate", gate.with_name("gate.began").read_text) == "began"
+
+
+def test_a_client_killed_in_a_round_is_noticed_and_takes_part_in_the_next(gated: Fleet, gate: Path) -> None:
+    with Control(gated.control) as control:
+        story = Story(gated, control, job(rounds=2))
+        at_the_gate(gated, gate)
         killed = time.monotonic()
-        fleet.kill(1, signal.SIGKILL)
-        assert until(events, "client_lost").client_id == "client-1"
+        gated.kill(1, signal.SIGKILL)
+        assert story.until("client_lost").client_id == "client-1"
         assert time.monotonic() - killed < 5
-        first = until(events, "round_published").state
+        first = story.until("round_published").state
         assert (first.selected, first.delivered) == (2, 1)
-        del fleet.clients[1].env["FL_TEST_GATE"]
-        fleet.restart(1)
-        second = until(events, "round_published").state
+        del gated.clients[1].env["FL_TEST_GATE"]
+        gated.restart(1)
+        second = story.until("round_published").state
         assert (second.selected, second.delivered) == (2, 2)
-        until(events, "job_ended")
-        assert control.rounds(job_id=job_id)[1].missing == ["client-1"]
+        story.until("job_ended")
+        assert control.rounds(job_id=story.job_id)[1].missing == ["client-1"]
 
 
 def test_the_job_goes_on_after_the_server_was_killed_between_rounds(fleet: Fleet) -> None:
     with Control(fleet.control) as control:
-        job_id, events = follow(control, job(rounds=4, evaluate=True))
-        until(events, "round_evaluated")
+        story = Story(fleet, control, job(rounds=4, evaluate=True))
+        story.until("round_evaluated")
         fleet.restart_server()
-        until(events, "job_ended")
-        assert control.job(job_id).state == "completed"
-        rounds = control.rounds(job_id=job_id)
+        story.until("job_ended")
+        assert control.job(story.job_id).state == "completed"
+        rounds = control.rounds(job_id=story.job_id)
         assert [round_.phase for round_ in rounds] == ["published"] * 4
         assert [round_.delivered for round_ in rounds] == [2] * 4
 
@@ -85,8 +93,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("undisturbed")
     fleet = Fleet(folder, TRUSTED, [TRUSTED, TRUSTED], env={"PYTHONPATH": str(HERE)})
     with fleet, Control(fleet.control) as control:
-        _, events = follow(control, job(rounds=3))
-        until(events, "job_ended")
+        Story(fleet, control, job(rounds=3)).until("job_ended")
         return control.models(limit=1)[0].digest
 
 
@@ -95,36 +102,42 @@ def test_a_server_killed_at_a_crash_point_ends_with_the_same_model(
     fleet: Fleet, undisturbed: bytes, place: str
 ) -> None:
     with Control(fleet.control) as control:
-        job_id, events = follow(control, job(rounds=3))
-        until(events, "round_published")
+        story = Story(fleet, control, job(rounds=3))
+        story.until("round_published")
         fleet.server.env["FL_CRASH_AT"] = place
         fleet.restart_server()
-        assert fleet.server.wait(60) == 137
+        assert patiently(fleet, f"the crash {place}", fleet.server.wait) == 137
         del fleet.server.env["FL_CRASH_AT"]
         fleet.start_server()
-        until(events, "job_ended")
-        assert control.job(job_id).state == "completed"
+        story.until("job_ended")
+        assert control.job(story.job_id).state == "completed"
         assert control.models(limit=1)[0].digest == undisturbed
-        delivered = [round_.delivered for round_ in control.rounds(job_id=job_id)]
+        delivered = [round_.delivered for round_ in control.rounds(job_id=story.job_id)]
         assert delivered == [2, 2, 2]
 
 
-def test_a_server_that_is_told_to_stop_in_a_round_goes_on_with_it_later(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    for path in (gate, tmp_path / "gate.began"):
-        os.mkfifo(path)
-    fleet = Fleet(tmp_path, TRUSTED, [TRUSTED, TRUSTED], env={"PYTHONPATH": str(HERE)})
-    fleet.clients[1].env["FL_TEST_GATE"] = str(gate)
-    with fleet, Control(fleet.control) as control:
-        _, events = follow(control, job(rounds=1))
-        assert (tmp_path / "gate.began").read_text() == "began"
-        until(events, "update_accepted")
-        fleet.server.send(signal.SIGTERM)
-        assert fleet.server.wait(15) == 0
-        fleet.start_server()
-        gate.write_text("go on")
-        published = until(events, "round_published").state
+def test_a_server_that_is_told_to_stop_in_a_round_goes_on_with_it_later(gated: Fleet, gate: Path) -> None:
+    with Control(gated.control) as control:
+        story = Story(gated, control, job(rounds=1))
+        at_the_gate(gated, gate)
+        story.until("update_accepted")
+        gated.server.send(signal.SIGTERM)
+        assert patiently(gated, "the server's end", gated.server.wait) == 0
+        gated.start_server()
+        patiently(gated, "the opening of the gate", lambda: gate.write_text("go on"))
+        published = story.until("round_published").state
         assert (published.round, published.delivered) == (1, 2)
+
+
+def test_a_wait_that_is_in_vain_ends_with_the_stacks_of_the_daemons(
+    gated: Fleet, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Control(gated.control) as control:
+        story = Story(gated, control, job(rounds=1))
+        at_the_gate(gated, gate)
+        monkeypatch.setattr(patience, "SECONDS", 0.1)
+        with pytest.raises(pytest.fail.Exception, match=r"(?s)round_published did not come.*in gated"):
+            story.until("round_published")
 
 
 def test_a_second_server_on_the_same_state_is_turned_away(fleet: Fleet) -> None:

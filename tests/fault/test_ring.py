@@ -86,7 +86,7 @@ def ring(ended: ExitStack, size: int, count: int = SMALL, **options: Any) -> lis
 
 def survivors_name(lost: int, ranks: Sequence[Rank], since: float) -> None:
     """Every other rank has raised PeerLost, has named the rank, and has left."""
-    for rank in ranks[:lost] + ranks[lost + 1 :]:
+    for rank in [*ranks[:lost], *ranks[lost + 1 :]]:
         heard = rank.hear("error")
         print(f"noticed after {heard['at'] - since:.2f} s: {heard['detail']}")
         assert (heard["error"], heard["rank"]) == ("PeerLost", lost)

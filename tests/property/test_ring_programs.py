@@ -109,7 +109,7 @@ def run(size: int, seed: int, program: Callable[[int], Program]) -> None:
 
 
 def memory(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy())
+    return tensor.view(torch.uint8).numpy().data
 
 
 def inputs(size: int, count: int, dtype: torch.dtype, seed: int) -> list[Tensor]:

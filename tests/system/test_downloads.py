@@ -14,7 +14,7 @@ from fedring.ctl.fleet import Fleet
 from fedring.train.state import schema_of
 from fedring.v1 import federation_pb2 as pb
 from tests.system.user_models import normed
-from tests.system.wire import WireClient, payload_of, vector_job
+from tests.system.wire import WireClient, model_of, payload_of, vector_job
 
 SIZE = 50_000
 ROUNDS = 4
@@ -92,7 +92,7 @@ def test_who_holds_a_version_gets_steps_that_lead_to_the_same_bits(
     with WireClient(server.listen) as wire:
         holder = Holder(wire, (SIZE, 0))
         versions: list[int] = []
-        whole, wanted = 0, np.zeros(SIZE)
+        whole, wanted, round_ = 0, np.zeros(SIZE), 0
         for number in range(ROUNDS):
             command: pb.TrainCmd = wire.expect("train")
             held = versions[-1] if versions else 0
@@ -101,10 +101,11 @@ def test_who_holds_a_version_gets_steps_that_lead_to_the_same_bits(
             whole = whole or header.total_bytes
             assert not held or header.total_bytes <= ENCODINGS[encoding] * whole
             versions.append(command.model_version)
+            round_ = command.round
             wanted = wanted + noise(SIZE, number)
             payload = payload_of(noise(SIZE, number))
             wire.push(wire.header(command, payload), payload)
-        last = wire.expect("round_ended").model_version
+        last = model_of(control, round_)
         for held in (*versions[::-1], 0):  # one step, chains, and the whole
             header = holder.fetch(last, held)
             assert header.base_version == held
@@ -136,7 +137,7 @@ def test_buffers_travel_exactly_and_weigh_by_samples(server: Fleet, control: Con
             if not last:
                 last = command.model_version
                 holder.fetch(last)
-            version = a.expect("round_ended").model_version
+            version = model_of(control, command.round)
             header = holder.fetch(version, last)
             assert header.base_version == last
             assert [packet.vector for packet in header.packets] == [pb.VECTOR_PARAMETERS, pb.VECTOR_BUFFERS]

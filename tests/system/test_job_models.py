@@ -21,6 +21,7 @@ from tests.system.wire import (
     Refused,
     WireClient,
     deliver,
+    model_of,
     outcome,
     parameters,
     payload_of,
@@ -84,8 +85,7 @@ def test_momentum_is_that_of_the_formula_and_survives_a_restart(
         job_id, events = run(control, model_args={"size": size}, **MOMENTUM)
         velocity = expected = np.float32(0)
         for number, step in enumerate(STEPS):
-            deliver(client, np.full(size, step, np.float32))
-            version = client.expect("round_ended").model_version
+            version = model_of(control, deliver(client, np.full(size, step, np.float32)).round)
             velocity = np.float32(0.9) * velocity + np.float32(step)
             expected = expected + velocity
             np.testing.assert_allclose(parameters(client, version), np.full(size, expected), rtol=1e-6)
@@ -125,7 +125,7 @@ def test_given_weights_are_the_first_model_of_an_empty_store_only(tmp_path: Path
         with WireClient(fleet.listen) as client:
             command = deliver(client)
             np.testing.assert_array_equal(parameters(client, command.model_version), 3 * ONES)
-            client.expect("round_ended")
+            model_of(control, command.round)
         save_file(other.state_dict(), path)
         fleet.restart_server()
         with WireClient(fleet.listen) as client:

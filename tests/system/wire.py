@@ -128,6 +128,15 @@ class WireClient:
 
         return self.push_raw(messages(), offsets)
 
+    def push_small(self, header: pb.UpdateHeader, payload: bytes) -> pb.Accepted:
+        """Push all in one message."""
+        try:
+            return self.updates.PushSmallUpdate(
+                pb.SmallUpdate(header=header, payload=payload), metadata=self.metadata, timeout=20
+            )
+        except grpc.RpcError as error:
+            raise Refused(error) from error
+
     def push_raw(
         self, messages: Iterable[pb.ClientUpdate], offsets: "queue.Queue[int] | None" = None
     ) -> pb.UpdateReply | None:
@@ -178,6 +187,14 @@ def deliver(client: WireClient, values: "np.ndarray[Any, np.dtype[np.float32]] |
     payload = payload_of(np.ones(SIZE, np.float32) if values is None else values)
     client.push(client.header(command, payload), payload)
     return command
+
+
+def model_of(control: Control, round_: int) -> int:
+    """The version that the round published, once it has: who delivered is not told."""
+    events = control.events(after=1)
+    ended = next(event for event in events if event.round == round_ and event.kind == "round_published")
+    events.cancel()
+    return ended.state.model_version
 
 
 def outcome(control: Control, job_id: int, events: Iterator[control_pb2.Event]) -> control_pb2.Job:

@@ -40,6 +40,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.on_join: Callable[[], FedringError | None] = lambda: None
         self.on_header: Callable[[pb.UpdateHeader], FedringError | None] = lambda header: None
         self.on_bytes: Callable[[int], FedringError | None] = lambda received: None
+        self.on_accepted: Callable[[], FedringError | None] = lambda: None
         self.on_piece: Callable[[int], FedringError | None] = lambda offset: None
         self._sessions = 0
         self._outbox: asyncio.Queue[pb.ServerEvent | FedringError]
@@ -92,6 +93,11 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
             encoding=pb.Encoding(name=encoding, chunk=64, keep_ratio=0.25, step=1.0),
             **given,
         )
+
+    def small(self, version: int) -> pb.SmallModel:
+        """The published model as a command carries it."""
+        header, payload = self.models[version][-1]
+        return pb.SmallModel(header=header, payload=payload)
 
     # ---- what a client sees
 
@@ -172,6 +178,19 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self._taken.add(name)
         self.accepted.put((header, bytes(received)))
         yield pb.UpdateReply(accepted=pb.Accepted())
+
+    async def PushSmallUpdate(self, request: pb.SmallUpdate, context: Any) -> pb.Accepted:
+        self._require_session(context)
+        header = request.header
+        if error := self.on_header(header):
+            raise error
+        if hashlib.sha256(request.payload).digest() != header.digest:
+            raise BadRequest(reason="digest_mismatch")
+        self._taken.add((header.round, header.digest))
+        self.accepted.put((header, request.payload))
+        if error := self.on_accepted():
+            raise error
+        return pb.Accepted()
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop, self._stop, self._outbox = asyncio.get_running_loop(), asyncio.Event(), asyncio.Queue()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedring.client import RoundOver, connect
+from fedring.client import RoundOver, WrongModel, connect
 from fedring.client.download import Download
 from fedring.client.errors import BadModel
 from fedring.codec import Vectors
@@ -50,6 +50,49 @@ def test_a_version_that_is_held_is_not_fetched_again(peer: "Peer", settings: dic
             task.load_into(model)
             task.submit(model, samples=1)
     assert peer.fetches.qsize() == 1
+
+
+def with_its_command(peer: "Peer", model: nn.Module) -> pb.TrainCmd:
+    """A command that carries the model."""
+    command = peer.command(model)
+    command.model.CopyFrom(peer.small(1))
+    return command
+
+
+def test_a_model_that_comes_with_its_command_is_not_fetched(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    mine = nn.Sequential(nn.Linear(50, 40), nn.BatchNorm1d(40))
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(with_its_command(peer, model))
+        next(federation).load_into(mine)
+    assert read_vectors(mine).digest() == read_vectors(model).digest()
+    assert peer.fetches.qsize() == 0
+
+
+def test_a_model_that_was_damaged_in_its_command_is_fetched(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    mine = nn.Sequential(nn.Linear(50, 40), nn.BatchNorm1d(40))
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        command = with_its_command(peer, model)
+        command.model.payload = command.model.payload[:-1] + b"?"
+        peer.train(command)
+        next(federation).load_into(mine)
+    assert read_vectors(mine).digest() == read_vectors(model).digest()
+    assert peer.fetches.qsize() == 1
+
+
+def test_a_model_that_comes_with_its_command_must_fit_as_well(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(with_its_command(peer, model))
+        with pytest.raises(WrongModel, match=r"0\.weight"):
+            next(federation).load_into(nn.Sequential(nn.Linear(50, 41)))
 
 
 def test_a_step_from_the_held_version_gives_the_same_bytes(

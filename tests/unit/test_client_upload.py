@@ -60,6 +60,20 @@ def test_a_broken_upload_goes_on_where_the_server_has_it(peer: "Peer", settings:
     assert peer.accepted.qsize() == 1
 
 
+def test_an_update_whose_acceptance_was_not_heard_is_asked_for_and_not_sent_again(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    peer.on_accepted = once(Unavailable("the answer was lost"))
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model))
+        task = next(federation)
+        train(task, model, 1)
+        task.submit(model, samples=1)
+    assert peer.accepted.qsize() == 1
+    assert peer.resumed == []
+
+
 @pytest.mark.parametrize("error", [NoSession("who?"), Overloaded("later"), Unavailable("gone")])
 def test_what_may_pass_is_tried_again(
     peer: "Peer", settings: dict[str, Any], model: nn.Module, error: FedringError

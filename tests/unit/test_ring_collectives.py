@@ -90,7 +90,7 @@ def test_many_operations_of_many_threads_are_right() -> None:
             group = ring.groups[rank]
             running = []
             for n in torch.randperm(count, generator=torch.Generator().manual_seed(rank)).tolist():
-                data = memoryview(tensors[rank][n].view(torch.uint8).numpy())
+                data = tensors[rank][n].view(torch.uint8).numpy().data
                 program = collectives.allreduce(rank, group.size, data, Reduction("sum", torch.float32))
                 running.append(group.start(f"bucket {n}", program, timeout=SECONDS, key=f"bucket {n}"))
             assert all(operation.wait(SECONDS) for operation in running)

@@ -321,7 +321,7 @@ def test_after_a_failure_nothing_reads_the_tensors() -> None:
         operation.wait(SECONDS)
     data[:] = b"evil" * (16 << 20)
     deaf.listening.set()
-    kinds = []
+    kinds: list[int] = []
     while not kinds or kinds[-1] != pb.FRAME_KIND_ABORT:
         frame = read(deaf.heard.get(timeout=SECONDS))
         kinds.append(frame.head.kind)

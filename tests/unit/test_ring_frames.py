@@ -12,8 +12,10 @@ MAX_U32 = 2**32 - 1
 
 
 def largest_head() -> pb.Head:
-    numbers = dict.fromkeys(("sequence", "group", "generation", "signature", "tag", "part"), MAX_U32)
-    return pb.Head(kind=pb.FRAME_KIND_DATA, key="k" * MAX_KEY, slot=MAX_U32, length=MAX_U32, **numbers)
+    head = pb.Head(kind=pb.FRAME_KIND_DATA, key="k" * MAX_KEY)
+    for name in ("sequence", "group", "generation", "signature", "tag", "part", "slot", "length"):
+        setattr(head, name, MAX_U32)
+    return head
 
 
 def test_the_largest_head_fits() -> None:

@@ -47,9 +47,8 @@ class Wire:
         return rank in self._left
 
 
-def frame(payload: bytes = b"two", **head: int) -> Frame:
-    given = {"signature": zlib.crc32(WHAT.encode()), **head}
-    return read(write(pb.Head(kind=pb.FRAME_KIND_DATA, key="0", **given), payload))
+def frame(payload: bytes = b"two", *, signature: int = zlib.crc32(WHAT.encode()), tag: int = 0) -> Frame:
+    return read(write(pb.Head(kind=pb.FRAME_KIND_DATA, key="0", signature=signature, tag=tag), payload))
 
 
 def exchange(came: list[bytes]) -> Program:

@@ -129,7 +129,7 @@ class Host:
         """The client's next command."""
         async with asyncio.timeout(20):
             while True:
-                event = await session.outbox.get()
+                event = pb.ServerEvent.FromString(await session.outbox.get())
                 if event.WhichOneof("event") == "train":
                     return event.train
 

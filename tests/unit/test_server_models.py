@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from fedring.codec import Encoding, Vectors, decode, encode
 from fedring.rpc.errors import UnknownModel
+from fedring.server.aggregate import store_model
 from fedring.server.blobs import FileBlobs
 from fedring.server.config import ServerConfig
 from fedring.server.facts import Facts
@@ -23,7 +24,7 @@ from fedring.train.errors import SeamError
 from fedring.train.files import load_model
 from fedring.train.job import Job
 from fedring.train.models import digits_mlp, vector
-from fedring.train.state import read_vectors
+from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 SIZE = 5000
@@ -192,6 +193,25 @@ def test_given_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(SeamError, match=r"init\.pt does not fit the model: values is \[3\] in the file and \[5000\]"):
         versions.first(spec())
     versions.facts.close()
+
+
+def test_a_version_is_loaded_from_the_servers_state(tmp_path: Path) -> None:
+    store, blobs = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}"), FileBlobs(tmp_path)
+    for version in (1, 2):
+        given = vector(SIZE)
+        with torch.no_grad():
+            next(given.parameters()).fill_(version)
+        new = store_model(schema_of(given), read_vectors(given), blobs, {})
+        store.publish(ModelRow(version, 0, new.digest, new.blob, schema_of(given).hash.hex(), SIZE, new.bytes, 0.0))
+    for wanted, version in ((1, 1), (2, 2), (0, 2)):
+        loaded = load_model(wanted, vector(SIZE), state_dir=tmp_path)  # the store is still open
+        assert read_vectors(loaded).parameters.tolist() == [version] * SIZE
+    with pytest.raises(SeamError, match="keeps no model 3"):
+        load_model(3, vector(SIZE), state_dir=tmp_path)
+    with pytest.raises(SeamError, match="is not the state folder"):
+        load_model(1, vector(SIZE), state_dir=tmp_path / "blobs")
+    store.close()
+    blobs.close()
 
 
 def test_a_blob_of_the_store_is_a_model_file_that_people_can_load(chain: Versions, tmp_path: Path) -> None:

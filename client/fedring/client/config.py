@@ -39,6 +39,9 @@ class ClientConfig(BaseSettings):
     optimizer: str = Field("", description="module:attribute to use instead of the job's")
     trainer: str = Field("", description="module:attribute to use instead of the job's")
 
+    peer_listen: str = Field("127.0.0.1:0", description="where data-parallel workers reach this one; port 0 = any")
+    peer_address: str = Field("", description="host or host:port that they dial; empty = as in peer_listen")
+
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     threads: NonNegativeInt = Field(0, description="threads for training; 0 = cores / clients_on_host")
     clients_on_host: PositiveInt = Field(1, description="clients that share this host's cores")
@@ -52,6 +55,9 @@ class ClientConfig(BaseSettings):
             raise ValueError("partition_index must be below partition_count")
         if not self.server.rpartition(":")[2].isdigit() and not self.server.startswith("unix:"):
             raise ValueError(f"server {self.server!r} is not host:port")
-        if not is_loopback(self.server) and not self.insecure:
-            raise ValueError(f"{self.server!r} is another host, in plaintext: set insecure = true to allow it")
+        for address in (self.server, self.peer_listen):
+            if not is_loopback(address) and not self.insecure:
+                raise ValueError(
+                    f"{address!r} can be reached from other hosts in plaintext: set insecure = true to allow it"
+                )
         return self

@@ -13,7 +13,8 @@ from fedring.rpc.chunks import part_parser, serialize
 from fedring.rpc.contract import PROTOCOL, SESSION_KEY
 from fedring.rpc.errors import Unavailable, reason_of, status_of
 from fedring.v1 import federation_pb2 as pb
-from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
+from fedring.v1.federation_pb2_grpc import ClientUpdateServiceStub, TrainCmdServiceStub
+from fedring.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 from fedring.version import SOFTWARE
 
 CALL_SECONDS = 10.0
@@ -61,7 +62,10 @@ class Connection:
             request_serializer=serialize,
             response_deserializer=pb.UpdateReply.FromString,
         )
+        self.rendezvous = RendezvousServiceStub(self._channel)
+        self.updates = ClientUpdateServiceStub(self._channel)  # for small ones
         self.session = pb.JoinReply()  # of the newest Join
+        self.spoke = 0.0  # when a call that is no heartbeat last went well, monotonic seconds
         self._changed = asyncio.Condition()
         self._refused = ""  # the last session that a call was refused for
 

@@ -3,7 +3,7 @@
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -66,10 +66,12 @@ class Federation:
         config: ClientConfig,
         *,
         on_evaluate: Evaluate | None = None,
+        modes: Container[str] = ("federated",),
         tell: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self.config = config
         self._on_evaluate = on_evaluate
+        self._modes = modes  # that its tasks may have
         self._lock = StateLock(config.state_dir)
         self._spool = Spool(config.state_dir)
         self._link = Link(config, evaluates=on_evaluate is not None, tell=tell)
@@ -109,7 +111,9 @@ class Federation:
                     self._evaluate(work)
                 elif not self._delivery.settle(work):
                     self._task = Task(work, self._link, self._spool, self.config.client_id)
-                    return self._task
+                    if self._task.job.mode in self._modes:
+                        return self._task
+                    self._task.fail("unknown_mode", f"this client does not train in the mode {self._task.job.mode!r}")
         except Closed:
             raise StopIteration from None
 

@@ -1,5 +1,7 @@
 """fl-client: train where the data lives, whenever fl-server asks."""
 
+import faulthandler
+import gc
 import logging
 import signal
 import sys
@@ -106,7 +108,7 @@ def parse_partition(text: str | None) -> dict[str, str | None]:
 def serve(loaded: Loaded[ClientConfig], file: Path | None) -> Exit:
     """Take part until told to stop, or refused for good."""
     from fedring.client.federation import Federation
-    from fedring.client.trainer import Declared, prepare
+    from fedring.client.trainer import MODES, Declared, prepare
 
     config = loaded.config
     set_up_logs(config.log_style, config.log_level)
@@ -114,7 +116,9 @@ def serve(loaded: Loaded[ClientConfig], file: Path | None) -> Exit:
     log.info("%s, server %s, client %s, configuration from %s", SOFTWARE, config.server, config.client_id, origin)
     prepare(config)
     trainer = Declared(config)
-    federation = Federation(config, on_evaluate=trainer.evaluate, tell=lambda text: sd_notify(f"STATUS={text}"))
+    federation = Federation(
+        config, on_evaluate=trainer.evaluate, modes=MODES, tell=lambda text: sd_notify(f"STATUS={text}")
+    )
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
@@ -127,6 +131,7 @@ def serve(loaded: Loaded[ClientConfig], file: Path | None) -> Exit:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
         sd_notify("READY=1")
+        gc.freeze()  # what is here stays: no collection need look at it again
         try:
             with suppress(KeyboardInterrupt):
                 for task in federation:
@@ -140,6 +145,7 @@ def serve(loaded: Loaded[ClientConfig], file: Path | None) -> Exit:
 
 def main() -> None:
     """The program."""
+    faulthandler.register(signal.SIGUSR1)  # all stacks to stderr, whatever the daemon is stuck in
     bound_arenas()
     app()
 

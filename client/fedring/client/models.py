@@ -40,14 +40,29 @@ class Models:
         self._tell = tell  # is told the share of a download that is here
         self._held: Model | None = None
 
+    def at_hand(self, command: pb.TrainCmd | pb.EvaluateCmd, schema: Schema) -> Model | None:
+        """The command's version for a model of `schema`, if it is held or came with the command; from any thread."""
+        run_id, version, held = self._connection.session.run_id, command.model_version, self._held
+        if held and (held.run_id, held.version, held.schema.hash) == (run_id, version, schema.hash):
+            return held
+        if isinstance(command, pb.EvaluateCmd) or not command.HasField("model"):
+            return None
+        download = Download(run_id, version, schema, None)
+        try:
+            download.begin(command.model.header)
+            download.add(pb.Chunk(data=command.model.payload))
+            self._held = download.finish()
+        except BadModel as error:
+            log.warning("model %d did not come whole with its command (%s); fetching it", version, error)
+            return None
+        return self._held
+
     async def fetch(self, version: int, schema: Schema, ended: Callable[[], str]) -> Model:
         """That version for a model of `schema`; RoundOver once `ended()` says why it is no longer wanted."""
         run_id = self._connection.session.run_id
         held = self._held
         if held and (held.run_id != run_id or held.schema.hash != schema.hash):
             held = self._held = None
-        if held and held.version == version:
-            return held
         try:
             self._held = await self._download(Download(run_id, version, schema, held), ended)
         except BadModel as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -132,11 +133,17 @@ class Session:
                         self._told.notify_all()
             except (aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
                 return  # the reader of the stream learns why
-            if self._failures:
-                continue
+            if not self._failures:
+                await self._pause(session.heartbeat_seconds)
+
+    async def _pause(self, seconds: float) -> None:
+        """Return when something is to be said, or nothing was said for `seconds`."""
+        began = time.monotonic()
+        while (left := max(began, self._connection.spoke) + seconds - time.monotonic()) > 0:
             with suppress(TimeoutError):
-                async with asyncio.timeout(session.heartbeat_seconds):
+                async with asyncio.timeout(left):
                     await self._wake.wait()
+                return
 
     def _report(self) -> pb.WatchRequest:
         return pb.WatchRequest(

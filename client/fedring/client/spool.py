@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,27 +44,28 @@ class Spooled:
     leaves: bool  # whether its encoding leaves something out
     path: Path
     start: int  # of the payload in the file
+    parts: Sequence[bytes | memoryview] = ()  # of the payload, in order, if this process made it: no need to read it
 
     @contextlib.contextmanager
-    def reader(self) -> Iterator["PayloadReader"]:
-        """Inside, parts of the payload can be read."""
+    def reader(self) -> Iterator[Callable[[int, int], bytes | memoryview]]:
+        """Inside, the `size` bytes of the payload at `offset` can be had: call with both."""
+        if self.parts:
+            yield self._part
+            return
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            yield PayloadReader(fd, self.start)
+            yield lambda offset, size: os.pread(fd, size, self.start + offset)
         finally:
             os.close(fd)
 
-
-@dataclass(frozen=True, slots=True)
-class PayloadReader:
-    """An open payload."""
-
-    fd: int
-    start: int
-
-    def __call__(self, offset: int, size: int) -> bytes:
-        """The `size` bytes at `offset`."""
-        return os.pread(self.fd, size, self.start + offset)
+    def _part(self, offset: int, size: int) -> bytes | memoryview:
+        found: list[memoryview] = []
+        for part in self.parts:
+            if size and offset < len(part):
+                found.append(memoryview(part)[offset : offset + size])
+                size -= len(found[-1])
+            offset = max(0, offset - len(part))
+        return found[0] if len(found) == 1 else b"".join(found)
 
 
 class Spool:
@@ -76,6 +77,7 @@ class Spool:
         self._update_file = folder / "update"
         self._left_file = folder / "update.residual"
         self._empty = False  # known to hold no update
+        self._left = True  # there may be a file of what the update leaves out
         self._cached: tuple[str, bytes, Residual | None] | None = None  # run, schema hash, residual
 
     def residual(self, run_id: str, schema_hash: bytes) -> Residual | None:
@@ -112,17 +114,19 @@ class Spool:
         """The update, on disk in the place of any other. No fsync: it need not survive the machine."""
         if residual is not None:
             self.drop()  # the old update must never meet the new residual
-            self._empty = False
+            self._left = True
             metadata = {"run": header.run_id, "schema": header.schema_hash.hex()}
             save_file({_KEY: residual}, self._left_file, metadata)
         self._empty = False
         head = header.SerializeToString()
         prefix = _PREFIX.pack(_MAGIC, _VERSION, residual is not None, len(head))
         # Written in place: the file is made once, not for every round.
-        with self._update_file.open("wb", buffering=0) as file:
-            for part in (prefix + head, *parts):
-                _write_all(file.fileno(), part)
-        return Spooled(header, residual is not None, self._update_file, len(prefix) + len(head))
+        fd = os.open(self._update_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            _write_all(fd, [prefix + head, *parts])
+        finally:
+            os.close(fd)
+        return Spooled(header, residual is not None, self._update_file, len(prefix) + len(head), parts)
 
     def accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
         """The update is the server's: what it left out is from now on the residual, also after a power loss.
@@ -130,7 +134,8 @@ class Spool:
         Give `residual`, the one that was written, to spare a later reading of it.
         """
         if not spooled.leaves:
-            if self._residual_file.exists():
+            known_absent = self._cached is not None and self._cached[2] is None
+            if not known_absent and self._residual_file.exists():
                 self._residual_file.unlink()
                 _sync(self._folder)
                 self._cached = None
@@ -148,8 +153,9 @@ class Spool:
             return
         with contextlib.suppress(FileNotFoundError):
             os.truncate(self._update_file, 0)
-        self._left_file.unlink(missing_ok=True)
-        self._empty = True
+        if self._left:
+            self._left_file.unlink(missing_ok=True)
+        self._empty, self._left = True, False
 
     def _load(self, run_id: str, schema_hash: bytes) -> Residual | None:
         if not self._residual_file.exists():
@@ -168,10 +174,14 @@ class Spool:
         return None
 
 
-def _write_all(fd: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+def _write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
+    views = [memoryview(part) for part in parts]
+    while views:
+        written = os.writev(fd, views)
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if views:
+            views[0] = views[0][written:]
 
 
 def _sync(path: Path) -> None:

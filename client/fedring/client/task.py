@@ -11,11 +11,12 @@ from fedring.client.errors import RoundOver, UpdateRefused, WrongModel
 from fedring.client.held import Model
 from fedring.client.inbox import Assignment, EvaluationOrder
 from fedring.client.link import Link
+from fedring.client.rendezvous import Rendezvous
 from fedring.client.spool import Spool
 from fedring.client.update import Work, make_update
 from fedring.codec import CodecError
 from fedring.train.plan import Plan
-from fedring.train.state import read_vectors, schema_of, write_vectors
+from fedring.train.state import fill, read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -88,6 +89,15 @@ class Task:
         self.done = True
         self._deliver(model, self._base, work)
 
+    def rendezvous(self) -> Rendezvous:
+        """The way to the other workers of a data-parallel round; open within `with`."""
+        return Rendezvous(self._link, self.command)
+
+    def stand_aside(self) -> None:
+        """Nothing more is to come from this client for the round: one delivers for all."""
+        self.done = True
+        self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
+
     def fail(self, reason: str, detail: str) -> None:
         """The server learns, with one stable word and one sentence, that this client has nothing for this round."""
         self.done = True
@@ -149,6 +159,8 @@ def load(link: Link, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, en
     """The model version of the command, which `model` holds afterwards; RoundOver once `ended()` says why."""
     schema = schema_of(model)
     link.session.begin(pb.ACTIVITY_FETCHING)
-    fetched = link.call(lambda: link.models.fetch(command.model_version, schema, ended))
-    write_vectors(model, schema, fetched.vectors)
+    fetched = link.models.at_hand(command, schema)
+    if fetched is None:
+        fetched = link.call(lambda: link.models.fetch(command.model_version, schema, ended))
+    fill(model, schema, fetched.vectors)
     return fetched

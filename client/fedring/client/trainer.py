@@ -4,8 +4,9 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,10 +24,16 @@ from fedring.train.seam import build_model, resolve
 from fedring.train.trainer import Trainer, run_trainer
 from fedring.v1 import federation_pb2 as pb
 
+if TYPE_CHECKING:
+    from fedring.client.data_parallel import DataParallelTrainer
+
 log = logging.getLogger(__name__)
 
 NAMES = ("model", "data", "loss", "optimizer", "trainer")
 """The parts of a job that the client's configuration may override."""
+
+MODES = ("federated", "data_parallel")
+"""The modes of jobs that this trains in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +61,11 @@ class Declared:
         """Train and submit, or tell the server why not; whatever the job's code does, this client lives on."""
         try:
             bench = self._load(task.job)
+            if task.job.mode == "data_parallel":
+                self._group_trainer.train(
+                    task, bench.model, bench.split.train, loss=bench.loss, optimizer=bench.optimizer
+                )
+                return
             task.load_into(bench.model)
             result = self._train(bench, task)
             task.submit(bench.model, result.num_samples, result.metrics, result.seconds)
@@ -85,6 +97,12 @@ class Declared:
         except Exception:  # the user's code may raise anything
             log.exception("model %d was not evaluated", evaluation.command.model_version)
         return Counts()
+
+    @cached_property
+    def _group_trainer(self) -> "DataParallelTrainer":
+        from fedring.client.data_parallel import DataParallelTrainer  # imports torch.distributed's collectives
+
+        return DataParallelTrainer(self._config, trusted_by(self._config), self._device)
 
     def _train(self, bench: Bench, task: Task) -> TrainResult:
         if bench.trainer is None:
@@ -122,7 +140,7 @@ class Declared:
         return self._bench
 
     def _build(self, job: pb.JobSpec) -> Bench:
-        if job.mode != "federated":
+        if job.mode not in MODES:
             raise SeamError("unknown_mode", f"This client does not know the mode {job.mode!r}: update it.")
         name = {part: getattr(self._config, part) or getattr(job, part) for part in NAMES}
         trusted = trusted_by(self._config)
@@ -145,14 +163,17 @@ class Declared:
             raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error
         if not isinstance(split, Split):
             raise DataError("no_data", f"The data callable returned a {type(split).__name__}: let it return a Split.")
+        shared = job.mode == "data_parallel"  # each worker takes its shares of all samples
         part = load_part(
             split,
-            job.partition or "none",
+            "iid" if shared else job.partition or "none",
             index=config.partition_index,
             count=config.partition_count,
             alpha=job.alpha,
             seed=job.seed,
         )
+        if shared:
+            part = Split(split.train, part.test, split.classes)
         log.info("holding %s samples of %s parts", _size(part.train), config.partition_count)
         return part
 

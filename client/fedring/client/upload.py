@@ -12,6 +12,7 @@ from fedring.client.connection import Connection, stray_cancellation
 from fedring.client.errors import RoundOver, UpdateRefused
 from fedring.client.spool import Spooled
 from fedring.rpc.chunks import chunks
+from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError, Stalled, TooLarge, Unavailable, UnknownRound, reason_of, status_of
 from fedring.v1 import federation_pb2 as pb
 
@@ -47,13 +48,15 @@ class Upload:
         answer was lost. `deadline` is in monotonic seconds.
         """
         backoff = Backoff()
+        small = self._spooled.header.total_bytes <= SMALL_BYTES and not self._ended()
         while True:
             session_id = self._connection.session.session_id
             try:
                 with stray_cancellation():
-                    return await self._attempt()
+                    return await (self._push_small() if small else self._push())
             except (aio.AioRpcError, FedringError) as error:
                 rejoin = self._judge(error)
+            small = False  # from now on the server is asked first: it may have the update already
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     if rejoin:
@@ -73,7 +76,17 @@ class Upload:
             raise UpdateRefused(reason, detail) from error
         return status in (StatusCode.UNAUTHENTICATED, StatusCode.ABORTED)
 
-    async def _attempt(self) -> None:
+    async def _push_small(self) -> None:
+        """All in one message."""
+        header, connection = self._spooled.header, self._connection
+        with self._spooled.reader() as read:
+            update = pb.SmallUpdate(header=header, payload=bytes(read(0, header.total_bytes)))
+        seconds = connection.session.no_progress_seconds
+        await connection.updates.PushSmallUpdate(update, metadata=connection.metadata, timeout=seconds)
+        connection.spoke = time.monotonic()
+
+    async def _push(self) -> None:
+        """The header, and the chunks that the server does not have."""
         header, seconds = self._spooled.header, self._connection.session.no_progress_seconds
         call = self._connection.push_update(metadata=self._connection.metadata)
         try:

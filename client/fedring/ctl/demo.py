@@ -9,15 +9,16 @@ import typer
 from fedring.ctl.experiment import Experiment, make_job, run_experiment
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, stderr_console
-from fedring.ctl.presets import PRESETS, Dataset, check_data_root, preset_job
+from fedring.ctl.presets import PRESETS, Dataset, Mode, check_data_root, preset_job
 from fedring.ctl.progress import people_display
 
-_TRAINING, _SENDING, _SAMPLES = "Training", "Sending", "Samples"
+_TRAINING, _SENDING, _SAMPLES, _GROUP = "Training", "Sending", "Samples", "Data-parallel"
 
 
 def demo(
     dataset: Annotated[Dataset, typer.Option(help="All but digits need --data-root.")] = Dataset.DIGITS,
     data_root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the data sets.")] = None,
+    mode: Annotated[Mode, typer.Option(help="Each client by itself, or all as workers of one group.")] = Mode.FEDERATED,
     clients: Annotated[int | None, typer.Option(min=1, max=64, help="Client daemons.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1)] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where report, model, plot, logs and state go.")] = Path(
@@ -46,6 +47,12 @@ def demo(
         str | None, typer.Option(rich_help_panel=_SAMPLES, help="none, iid, shards or dirichlet.")
     ] = None,
     alpha: Annotated[float | None, typer.Option(rich_help_panel=_SAMPLES, help="Of dirichlet; small = skewed.")] = None,
+    hook: Annotated[
+        str | None, typer.Option(rich_help_panel=_GROUP, help="How gradients are sent: none, fp16, bf16 or dgc.")
+    ] = None,
+    ratio: Annotated[
+        float | None, typer.Option(rich_help_panel=_GROUP, help="Share of the gradient that dgc sends.")
+    ] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Train a model here and now, with real daemons on free ports.
@@ -68,7 +75,11 @@ def demo(
         "partition": partition,
         "alpha": alpha,
     }
-    experiment = _experiment(dataset, given, clients=clients, data_root=data_root)
+    table = {key: value for key, value in {"hook": hook, "ratio": ratio}.items() if value is not None}
+    keys = preset_job(dataset, mode) | {key: value for key, value in given.items() if value is not None}
+    if table:
+        keys["data_parallel"] = table
+    experiment = _experiment(dataset, keys, clients=clients, data_root=data_root)
     run_demo(experiment, out, label=str(dataset), output=output)
 
 
@@ -87,11 +98,10 @@ def run_demo(experiment: Experiment, out: Path, *, label: str, output: Output) -
 
 
 def _experiment(
-    dataset: Dataset, given: Mapping[str, Any], *, clients: int | None, data_root: Path | None
+    dataset: Dataset, keys: Mapping[str, Any], *, clients: int | None, data_root: Path | None
 ) -> Experiment:
     check_data_root(dataset, data_root)
     count = clients or PRESETS[dataset].clients
-    keys = preset_job(dataset) | {key: value for key, value in given.items() if value is not None}
     return Experiment(make_job(count, keys), count, data_root.absolute() if data_root else None)
 
 
@@ -109,6 +119,45 @@ def _print_report(label: str, report: Mapping[str, Any]) -> None:
         )
         for row in report["rounds"]
     ]
+    if "workers" in report["rounds"][-1]:
+        return _print_profile(label, report)
     columns = ("round>", "clients>", "accuracy>", "loss>", "time>", "training>", "upload/client>", "download/client>")
+    title = f"{label}: {report['parameters']:,} parameters, accuracy {percent(report['accuracy'])}"
+    print_table(title, columns, rows)
+
+
+def _print_profile(label: str, report: Mapping[str, Any]) -> None:
+    """What the workers of each round did, added up; times are means."""
+    rows = []
+    for row in report["rounds"]:
+        workers = list(row["workers"].values())
+        if not workers:  # an abandoned round
+            continue
+        sums = {key: sum(worker[key] for worker in workers) for key in ("samples_per_second", "bytes_sent")}
+        means = {key: sum(worker[key] for worker in workers) / len(workers) for key in ("seconds", "wait_seconds")}
+        rows.append(
+            (
+                str(row["round"]),
+                str(row["clients"]),
+                percent(row["accuracy"]),
+                number(row["loss"]),
+                duration(row["seconds"]),
+                duration(means["seconds"]),
+                duration(means["wait_seconds"]),
+                f"{sums['samples_per_second']:,.0f}",
+                size(round(sums["bytes_sent"] / len(workers))),
+            )
+        )
+    columns = (
+        "round>",
+        "workers>",
+        "accuracy>",
+        "loss>",
+        "time>",
+        "training>",
+        "waiting>",
+        "samples/s>",
+        "sent/worker>",
+    )
     title = f"{label}: {report['parameters']:,} parameters, accuracy {percent(report['accuracy'])}"
     print_table(title, columns, rows)

@@ -43,16 +43,23 @@ class Result:
     rounds: list[pb.Round]  # oldest first
     parameters: int
     model: Path
+    mode: str = "federated"
 
     def report(self) -> dict[str, Any]:
         """The object that report.json holds; bytes are per client."""
-        rows = [_row(round_) for round_ in self.rounds]
+        rows = [_row(round_) | self._workers(round_) for round_ in self.rounds]
         return {
             "rounds": rows,
             "accuracy": rows[-1]["accuracy"] if rows else None,
             "parameters": self.parameters,
             "model_sha256": hashlib.sha256(self.model.read_bytes()).hexdigest(),
         }
+
+    def _workers(self, round_: pb.Round) -> dict[str, Any]:
+        """Of a data-parallel round, the profile that each worker gave."""
+        if self.mode != "data_parallel":
+            return {}
+        return {"workers": {client.client_id: dict(client.metrics) for client in round_.clients if client.num_samples}}
 
 
 def make_job(clients: int, keys: Mapping[str, Any]) -> Job:
@@ -81,7 +88,7 @@ def run_experiment(experiment: Experiment, directory: Path, show: Show) -> Resul
         model = directory / "model.safetensors"
         control.export_model(0, model)
         parameters = control.models(limit=1)[0].parameters
-    result = Result(sorted(rounds, key=lambda round_: round_.round), parameters, model)
+    result = Result(sorted(rounds, key=lambda round_: round_.round), parameters, model, experiment.job.mode)
     (directory / "report.json").write_text(json.dumps(result.report(), indent=2) + "\n", encoding="utf-8")
     return result
 

@@ -9,7 +9,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: stde
 
 import typer
 
-from fedring.ctl import bench, demo, doctor, evaluate, guide, health, lists, models, start, stop, watch
+from fedring.ctl import bench, bench_parallel, demo, doctor, evaluate, guide, health, lists, models, start, stop, watch
 from fedring.ctl.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
@@ -58,6 +58,8 @@ _verb(app, "demo", demo.demo, "flctl demo", "flctl demo --clients 5 --partition 
       "flctl demo --dataset mnist --data-root data --encoding packed --keep-ratio 0.01", panel=_TRY)  # fmt: skip
 _verb(bench_app, "federated", bench.federated, "flctl bench federated --data-root data",
       "flctl bench federated --dataset digits --subset 0 --rounds 3", panel=None)  # fmt: skip
+_verb(bench_app, "data-parallel", bench_parallel.data_parallel, "flctl bench data-parallel --data-root data",
+      "flctl bench data-parallel --dataset digits --epochs 3 --workers 3", panel=None)  # fmt: skip
 app.add_typer(bench_app, name="bench", rich_help_panel=_TRY)
 _verb(app, "help", guide.help_, "flctl help run", "flctl help exit-codes")
 

@@ -9,6 +9,13 @@ from fedring.ctl.failure import Failure
 from fedring.daemon.exits import Exit
 
 
+class Mode(StrEnum):
+    """How a job trains."""
+
+    FEDERATED = "federated"
+    DATA_PARALLEL = "data_parallel"
+
+
 class Dataset(StrEnum):
     """A data set that `fedring.data` knows."""
 
@@ -40,9 +47,17 @@ PRESETS = {
 }
 
 
-def preset_job(dataset: Dataset) -> dict[str, Any]:
-    """The keys of the data set's job."""
+def preset_job(dataset: Dataset, mode: Mode = Mode.FEDERATED) -> dict[str, Any]:
+    """The keys of the data set's job in that mode; data-parallel, a round is an epoch of everything."""
     preset = PRESETS[dataset]
+    together = {
+        "mode": str(mode),
+        "rounds": 5,
+        "subset_size": 0,
+        "epochs": 1,
+        "momentum": 0.9,
+        "lr": min(preset.lr, 0.05),
+    }
     return {
         "name": f"{dataset} demo",
         "model": f"fedring.train.models:{preset.model}",
@@ -53,7 +68,7 @@ def preset_job(dataset: Dataset) -> dict[str, Any]:
         "batch_size": preset.batch_size,
         "lr": preset.lr,
         "momentum": preset.momentum,
-    }
+    } | (together if mode is Mode.DATA_PARALLEL else {})
 
 
 def check_data_root(dataset: Dataset, data_root: Path | None) -> None:

@@ -40,7 +40,7 @@ def plain_line(event: pb.Event) -> str:
 
 def round_line(event: pb.Event) -> str:
     """The line of an event that ends something; empty for the others."""
-    if event.kind in ("round_evaluated", "round_abandoned", "job_ended", "client_lost", "update_refused"):
+    if event.kind in ("round_evaluated", "round_abandoned", "job_ended", "client_lost", "group_lost", "update_refused"):
         return plain_line(event)
     return ""
 

@@ -346,7 +346,7 @@ class Endpoint:
 def handler(exchange: Callable[[Iterator[bytes], grpc.ServicerContext], bytes]) -> grpc.GenericRpcHandler:
     """What a worker serves: `exchange`, and the pulse."""
     _, service, method = METHOD.split("/")
-    methods = {
+    methods: dict[str, grpc.RpcMethodHandler] = {
         method: grpc.stream_unary_rpc_method_handler(exchange),
         pulse.METHOD.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(pulse.hold),
     }

@@ -1,6 +1,8 @@
-"""Models as files: safetensors, and state dicts that torch.save wrote."""
+"""Models as files: safetensors, state dicts that torch.save wrote, and the versions that an fl-server keeps."""
 
 import pickle
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -14,9 +16,12 @@ from fedring.train.errors import SeamError
 from fedring.train.state import tensors_of, values_of
 
 
-def load_model(source: str | Path, model: nn.Module) -> nn.Module:
-    """`model`, filled from the file `source`; if a name or a shape differs, SeamError names it and nothing changes."""
-    path = Path(source)
+def load_model(source: str | Path | int, model: nn.Module, *, state_dir: str | Path = "fl-server-state") -> nn.Module:
+    """`model`, filled from the file `source`; if a name or a shape differs, SeamError names it and nothing changes.
+
+    A number is a version, 0 the newest, that the fl-server with this `state_dir` keeps; the server may be running.
+    """
+    path = _version(Path(state_dir), source) if isinstance(source, int) else Path(source)
     stored = _read(path)
     names: dict[int, list[str]] = {}  # a tied tensor may be stored under any of its names
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -47,6 +52,20 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
     part = path.with_name(path.name + ".part")  # so that no reader meets half a file
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata={"format": "pt"})
     part.replace(path)
+
+
+def _version(state_dir: Path, version: int) -> Path:
+    """The file of that model version in a server's state: safetensors, as fedring.server.modelfile writes it."""
+    query = "SELECT blob FROM models WHERE ?1 IN (0, version) ORDER BY version DESC LIMIT 1"
+    facts = (state_dir / "facts.sqlite").absolute()
+    try:
+        with closing(sqlite3.connect(f"{facts.as_uri()}?mode=ro", uri=True)) as database:
+            found = database.execute(query, (version,)).fetchone()
+    except sqlite3.Error as error:
+        raise SeamError("no_state", f"{state_dir} is not the state folder of an fl-server: {error}.") from error
+    if found is None:
+        raise SeamError("unknown_model", f"{state_dir} keeps no model {version or 'yet'}.")
+    return state_dir / "blobs" / str(found[0])
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, model_validator
 
 from fedring.codec.encoding import NAMES, TILE, Encoding
+from fedring.train.parallel import DataParallel
 
 EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "packed", "uniform"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -26,7 +27,9 @@ class Job(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field("job", max_length=128, description="for people")
-    mode: Literal["federated"] = Field("federated", description="how to train")
+    mode: Literal["federated", "data_parallel"] = Field(
+        "federated", description="how to train: each client by itself, or all as the workers of one group"
+    )
     rounds: int = Field(1, ge=1, le=1_000_000, description="rounds to run")
 
     model: str = Field("fedring.train.models:digits_mlp", description="callable that returns the torch.nn.Module")
@@ -67,6 +70,10 @@ class Job(BaseModel):
     close_at_minimum: bool = Field(False, description="end the round as soon as the minimum has delivered")
     deadline_seconds: Seconds = Field(600.0, description="longest time from the command to the last result")
 
+    data_parallel: DataParallel = Field(
+        default_factory=lambda: DataParallel.model_validate({}),
+        description="how workers train together (data_parallel)",
+    )
     server_optimizer: ServerOptimizer | None = Field(None, description="step on the mean delta; none = FedAvg")
     evaluate: bool = Field(True, description="clients evaluate each new model on their held-out samples")
     evaluate_seconds: Seconds = Field(120.0, description="longest time for that")
@@ -77,6 +84,12 @@ class Job(BaseModel):
     def _enough_clients(self) -> Self:
         if self.min_clients_to_aggregate > self.min_clients:
             raise ValueError("min_clients_to_aggregate must be at most min_clients")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_its_mode(self) -> Self:
+        if self.mode == "data_parallel" and (self.trainer or self.mu):
+            raise ValueError("trainer and mu belong to the mode federated: leave them out of a data_parallel job")
         return self
 
     @property

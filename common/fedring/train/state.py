@@ -45,6 +45,11 @@ def write_vectors(model: nn.Module, schema: Schema, vectors: Vectors) -> None:
     """Afterwards `model`, whose schema is `schema`, holds `vectors`, cast to its dtypes; integers are rounded."""
     if difference := schema.difference(schema_of(model)):
         raise SeamError("wrong_schema", f"The model does not fit the schema: {difference}.")
+    fill(model, schema, vectors)
+
+
+def fill(model: nn.Module, schema: Schema, vectors: Vectors) -> None:
+    """As write_vectors, for a `schema` that was just read from this `model`."""
     tensors = dict(tensors_of(model))
     with torch.no_grad():
         for entry, values in values_of(schema, vectors):

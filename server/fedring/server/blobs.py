@@ -136,8 +136,8 @@ class FilePartial:
 class MemoryPartial:
     """A payload that is small enough to wait in memory for its row."""
 
-    def __init__(self) -> None:
-        self.payload = bytearray()
+    def __init__(self, payload: bytes = b"") -> None:
+        self.payload = bytearray(payload)
 
     @property
     def size(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import inf
 
 from fedring.codec import CodecError
+from fedring.server import groups as gr
 from fedring.server import rounds as rd
 from fedring.server.accept import Acceptor, Partial, RefusedCommit
 from fedring.server.blobs import StorageError
@@ -21,6 +22,7 @@ from fedring.server.models import Models
 from fedring.server.openround import OpenRound, progress_text
 from fedring.server.optimize import OptimizerError
 from fedring.server.plan import job_spec, rules_of, train_cmd
+from fedring.server.rendezvous import Rendezvous
 from fedring.server.report import round_message
 from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, UpdateRow
 from fedring.server.sessions import Sessions, Traffic
@@ -53,6 +55,7 @@ class Coordinator:
         self.acceptor = Acceptor(self._commit)
         self.finished = asyncio.Event()  # set whenever no round is open
         self.finished.set()
+        self.rendezvous = Rendezvous(self._tell)
         self._config = config
         self._wake = asyncio.Event()
         self._last_progress, self._last_told = "", 0.0
@@ -61,8 +64,11 @@ class Coordinator:
 
     def handle(self, event: rd.Event) -> None:
         """Take the event into the state; what it makes due is done soon."""
-        self.state = rd.apply(self.state, event, time.monotonic())
+        now = time.monotonic()
+        self.state = rd.apply(self.state, event, now)
         self._wake.set()
+        if self.rendezvous.active:
+            self.rendezvous.handle(gr.Expected(rd.pending(self.state, now)))
 
     def matched(self, client: str) -> None:
         """The client watches both ways: it counts, and is told what it is waited for with."""
@@ -135,6 +141,7 @@ class Coordinator:
         # An aggregation that was cut off is simply due again.
         resumed = rd.Round(row.round, rules, rd.Phase.TRAINING, 0.0, selected=selected, delivered=delivered)
         self.handle(rd.Resumed(resumed, RECOVERY_SECONDS))
+        self.rendezvous.open(open_, resumed=True)
         for session in self.sessions:
             if session.matched:
                 self.matched(session.client_id)
@@ -147,6 +154,17 @@ class Coordinator:
                 return 0
             self.handle(rd.Abandoned(reason))
             return round_.number
+
+    async def enlist(self, client: str) -> None:
+        """One more client takes part in the round in progress."""
+        async with self.acceptor.closing():
+            open_, round_ = self.open, self.state.round
+            if open_ is None or round_ is None or round_.phase is not rd.Phase.TRAINING:
+                return
+            open_.row = replace(open_.row, selected=tuple(sorted({*open_.row.selected, client})))
+            await self.facts.db(self.facts.store.update_round, open_.row)
+            self.handle(rd.Enlisted(client))
+        self._send_command(open_, client)
 
     async def run(self) -> None:
         """Do what is due, for ever."""
@@ -189,8 +207,8 @@ class Coordinator:
         await self.facts.db(self.facts.store.update_round, row)
         open_.row, open_.started = row, time.monotonic()
         self.handle(rd.Started(clients))
-        for client in sorted(clients):
-            self._send_command(open_, client)
+        self.rendezvous.open(open_)
+        self._send_commands(open_, clients)
         text = f"round {row.round} ({row.job_round}/{open_.job.rounds}) trains on {len(clients)} clients"
         self._tell("round_started", text)
 
@@ -282,6 +300,8 @@ class Coordinator:
 
     async def _base(self, spec: Job) -> ModelRow:
         """The model that the next round starts from: the newest if it fits the job, else a new one."""
+        if self.latest is not None and self.models.fits(self.latest, spec):
+            return self.latest
         model = await self.facts.heavy(self.models.fitting, self.latest, spec)
         if model is not self.latest:
             await self.facts.db(self.facts.store.publish, model)
@@ -295,7 +315,8 @@ class Coordinator:
         command.model_version = base.version
         command.schema_hash = bytes.fromhex(base.schema_hash)
         command.max_update_bytes = self._config.max_update_bytes or 2 * base.bytes + (1 << 20)
-        self.open = OpenRound(row, spec, command, base)
+        small = None if spec.delta_encoding else self.models.small(base)
+        self.open = OpenRound(row, spec, command, base, small)
         self.recovering = False
         self.finished.clear()
         return self.open
@@ -314,13 +335,19 @@ class Coordinator:
                 self._tell("update_accepted", text, client=row.client_id)
         return outcomes
 
+    def _send_commands(self, open_: OpenRound, clients: frozenset[str]) -> None:
+        """Send one and the same command to all, but the model only to those that were not sent it before."""
+        bare, whole = (open_.event(open_.seconds_left, model) for model in (None, open_.model))
+        for session in filter(None, map(self.sessions.get, sorted(clients))):
+            if open_.model and session.holds != open_.base.version:
+                session.holds = open_.base.version
+                session.send(whole)
+            else:
+                session.send(bare)
+
     def _send_command(self, open_: OpenRound, client: str) -> None:
         if session := self.sessions.get(client):
-            command = pb.TrainCmd()
-            command.CopyFrom(open_.command)
-            left = open_.job.deadline_seconds - (time.monotonic() - open_.started)
-            command.deadline_seconds = max(left, 0.001)
-            session.send(pb.ServerEvent(train=command))
+            session.send(open_.event(open_.seconds_left))
 
     def _send_evaluate(self, open_: OpenRound, client: str) -> None:
         if (session := self.sessions.get(client)) and self.latest:
@@ -334,9 +361,10 @@ class Coordinator:
             session.send(pb.ServerEvent(evaluate=command))
 
     def _broadcast_end(self, open_: OpenRound) -> None:
+        self.rendezvous.close(open_.row.reason)
         version = self.latest.version if self.latest else 0
         ended = pb.RoundEnded(round=open_.row.round, reason=open_.row.reason, model_version=version)
-        for client in open_.row.selected:
+        for client in set(open_.row.selected) - open_.accepted.keys():
             if session := self.sessions.get(client):
                 session.send(pb.ServerEvent(round_ended=ended))
 
@@ -349,7 +377,7 @@ class Coordinator:
             row = replace(row, stats={})
         elif not row.stats:
             row = replace(row, stats=self.open.stats(0.0))
-        return round_message(row, delivered=len(self.state.round.delivered))
+        return round_message(row, delivered=len(self.state.round.delivered | self.open.done.keys()))
 
     def _tell(self, kind: str, text: str, *, client: str = "") -> None:
         if self.open is None:
@@ -367,5 +395,5 @@ class Coordinator:
     def _tell_missing(self, open_: OpenRound) -> None:
         """Log who was waited for in vain: the selected, or at a closed barrier those who are here but not ready."""
         expected = set(open_.row.selected) or {session.client_id for session in self.sessions if not session.matched}
-        if missing := sorted(expected - open_.accepted.keys()):
+        if missing := sorted(expected - open_.accepted.keys() - open_.done.keys()):
             log.warning("round %d ends without %s", open_.row.round, ", ".join(missing))

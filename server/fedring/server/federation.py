@@ -4,12 +4,13 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from typing import Any
 
 from fedring.rpc.chunks import chunks
 from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import BadRequest, FedringError, Gone, Stalled, Unavailable
-from fedring.rpc.streams import METER, Paced, wire_bytes
+from fedring.rpc.streams import METER, wire_bytes
 from fedring.server import rounds as rd
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator
@@ -17,6 +18,8 @@ from fedring.server.models import Offer
 from fedring.server.sessions import Session
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
+
+_HEARTBEAT = pb.ServerEvent(heartbeat=pb.Heartbeat()).SerializeToString()
 
 
 class TrainCmdService(rpc.TrainCmdServiceServicer):
@@ -69,8 +72,8 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
         return pb.EvaluationAck()
 
     async def _listen(self, session: Session, requests: AsyncIterator[pb.WatchRequest]) -> None:
-        async for request in Paced(requests, self._config.lost_after_seconds):
-            session.last_seen = time.time()
+        async for request in requests:
+            session.hear()
             session.activity, session.progress = request.activity, request.progress
             if request.matched and not session.matched:
                 session.matched = True
@@ -83,21 +86,30 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
         raise Gone("the client closed its side")
 
     async def _speak(self, session: Session, context: Any) -> None:
-        heartbeat = pb.ServerEvent(heartbeat=pb.Heartbeat())
-        event = heartbeat
+        event = _HEARTBEAT
         while True:
-            await write(context, event, self._config.lost_after_seconds)
-            if event is not heartbeat:
+            session.spoke, session.writing = time.monotonic(), True
+            await _write(context, event)
+            session.writing = False
+            if event is not _HEARTBEAT:
                 self._coordinator.traffic(session.client_id).download_bytes += wire_bytes(event)
-            try:
-                async with asyncio.timeout(self._config.heartbeat_seconds):
-                    event = await session.outbox.get()
-            except TimeoutError:
-                event = heartbeat
+            event = await session.outbox.get()
 
     async def _guard(self, session: Session) -> None:
-        await session.closed.wait()
-        raise session.reason or Unavailable("the session was closed")
+        """Keep the session's time, until it is closed or lost: one timer a session is cheaper than one a message."""
+        beat, lost = self._config.heartbeat_seconds, self._config.lost_after_seconds
+        while True:
+            now, due = time.monotonic(), session.spoke + beat
+            if now >= session.heard + lost or (session.writing and now >= session.spoke + lost):
+                raise Stalled(f"{session.client_id} said or read nothing for {lost:g} s")
+            if now >= due:
+                due = now + beat
+                if not session.writing:
+                    session.send(_HEARTBEAT)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(session.heard + lost, due) - now):
+                    await session.closed.wait()
+                raise session.reason or Unavailable("the session was closed")
 
     def _expire(self, session: Session) -> None:
         if not session.watching:
@@ -126,8 +138,10 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
         began = time.monotonic()
         try:
             async with self._slots:
-                for message in model_messages(self._coordinator.models.offer(request), request):
+                offer = self._coordinator.models.offer(request)
+                for message in model_messages(offer, request):
                     await write(context, message, self._config.no_progress_seconds)
+            session.holds = offer.header.version
         finally:
             traffic.download_bytes += meter.sent
             traffic.download_seconds += time.monotonic() - began
@@ -146,8 +160,13 @@ async def write(context: Any, message: Any, seconds: float) -> None:
     """The message is on its way; Stalled if the caller reads nothing for so long, Gone if it is not there."""
     try:
         async with asyncio.timeout(seconds):
-            await context.write(message)
+            await _write(context, message)
     except TimeoutError:
         raise Stalled(f"the caller read nothing for {seconds:g} s") from None
+
+
+async def _write(context: Any, message: Any) -> None:
+    try:
+        await context.write(message)
     except Exception as error:  # grpc has no public name for a write to a stream that is dead
         raise Gone("the caller went away") from error

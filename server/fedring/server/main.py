@@ -1,6 +1,8 @@
 """fl-server: recover, serve until told to stop, then drain."""
 
 import asyncio
+import faulthandler
+import gc
 import json
 import logging
 import os
@@ -32,6 +34,7 @@ from fedring.server.control import ControlService
 from fedring.server.coordinator import Coordinator
 from fedring.server.facts import Facts
 from fedring.server.federation import ModelBlobService, TrainCmdService
+from fedring.server.forming import RendezvousService, look_after_groups
 from fedring.server.jobs import Jobs
 from fedring.server.journal import Journal
 from fedring.server.models import Models
@@ -39,7 +42,7 @@ from fedring.server.sessions import Sessions
 from fedring.server.store import SqlStore
 from fedring.server.uploads import ClientUpdateService, add_update_service
 from fedring.train.errors import SeamError
-from fedring.v1 import control_pb2_grpc, federation_pb2_grpc
+from fedring.v1 import control_pb2_grpc, federation_pb2_grpc, rendezvous_pb2_grpc
 from fedring.version import SOFTWARE, VERSION
 
 log = logging.getLogger(__name__)
@@ -107,6 +110,7 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     public = make_server([Boundary()], max_streams=4 * config.max_clients)
     federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(TrainCmdService(coordinator, config, SOFTWARE), public)
     federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(ModelBlobService(coordinator, config), public)
+    rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(coordinator, config), public)
     add_update_service(ClientUpdateService(coordinator, config), public)
     control = make_server([Boundary()], max_streams=64)
     control_pb2_grpc.add_ControlServiceServicer_to_server(
@@ -180,10 +184,12 @@ async def _until_stopped(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     sd_notify("READY=1")
+    gc.freeze()  # what is here stays: no collection need look at it again
     parts = [
         coordinator.run(),
         coordinator.acceptor.run(),
         coordinator.journal.save(coordinator.save_events),
+        look_after_groups(coordinator),
         jobs.run(),
         watchdog(),
     ]
@@ -212,6 +218,7 @@ async def _until_stopped(
 
 def main() -> None:
     """Run the daemon; what the console script calls."""
+    faulthandler.register(signal.SIGUSR1)  # all stacks to stderr, whatever the daemon is stuck in
     bound_arenas()
     app()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fedring.codec.dense import dense_header
 from fedring.codec.encoding import BUFFERS
 from fedring.codec.schema import Schema
+from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import UnknownModel
 from fedring.server.aggregate import NewModel, Plan, aggregate, store_model
 from fedring.server.blobs import Blobs
@@ -59,7 +60,7 @@ class Offer:
 
 
 class Models:
-    """All methods but `remember` and `offer` may take long: not for the event loop."""
+    """All methods but `remember`, `fits`, `offer` and `small` may take long: not for the event loop."""
 
     def __init__(self, blobs: Blobs, executor: Executor, config: ServerConfig, run_id: str) -> None:
         self._blobs, self._executor, self._config, self._run_id = blobs, executor, config, run_id
@@ -82,13 +83,15 @@ class Models:
         """What the model consists of."""
         return self._schemas[row.schema_hash]
 
+    def fits(self, row: ModelRow, job: Job) -> bool:
+        """Whether it is known to be a model of the job's kind."""
+        built = self._built.get(_kind(job))
+        return built is not None and built.hash.hex() == row.schema_hash
+
     def fitting(self, latest: ModelRow | None, job: Job) -> ModelRow:
         """`latest` if it is a model of the job's kind, else a new first model; SeamError if none can be made."""
-        what = json.dumps([job.model, job.model_args])
-        if latest is not None and what in self._built and self._built[what].hash.hex() == latest.schema_hash:
-            return latest
         model = build_model(job.model, job.model_args, job.seed, self._config.trusted)
-        schema = self._built[what] = schema_of(model)
+        schema = self._built[_kind(job)] = schema_of(model)
         if latest is not None and schema.hash.hex() == latest.schema_hash:
             return latest
         if latest is None and self._config.init_path is not None:
@@ -135,6 +138,14 @@ class Models:
                 model_digest=bytes.fromhex(row.digest),
             )
             return Offer(header, pieces, files.pop_all())
+
+    def small(self, row: ModelRow) -> pb.SmallModel | None:
+        """The whole version in one message; None if it is too large for that."""
+        if row.bytes > SMALL_BYTES:
+            return None
+        with self.offer(pb.FetchModelRequest(version=row.version)) as offer:
+            model = pb.SmallModel(header=offer.header, payload=offer.read(0, offer.header.total_bytes))
+        return model if model.ByteSize() <= SMALL_BYTES else None
 
     def _steps(self, row: ModelRow, held: int) -> list[ModelRow]:
         """The versions whose deltas lead from `held` to `row`, oldest first; empty if they do not, or not cheaply."""
@@ -192,6 +203,10 @@ class Models:
             residual_blob=new.residual_blob,
             optimizer_blob=new.optimizer_blob,
         )
+
+
+def _kind(job: Job) -> str:
+    return json.dumps([job.model, job.model_args])
 
 
 def _packet(packet: PacketSpec) -> pb.Packet:

@@ -1,5 +1,6 @@
 """The round in progress, beyond what the state machine knows of it."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +9,7 @@ from fedring.server.rows import ModelRow, RoundRow, UpdateRow
 from fedring.server.sessions import Traffic
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
+from fedring.v1.rendezvous_pb2 import Done
 
 
 @dataclass(slots=True)
@@ -18,23 +20,38 @@ class OpenRound:
     job: Job
     command: pb.TrainCmd
     base: ModelRow
+    model: pb.SmallModel | None = None  # the base, where the command can carry it
     started: float = 0.0  # monotonic, when the command went out
     accepted: dict[str, UpdateRow] = field(default_factory=dict)
     traffic: dict[str, Traffic] = field(default_factory=dict)
+    done: dict[str, Done] = field(default_factory=dict)  # by data-parallel workers, one of which delivers for all
+
+    def event(self, seconds: float, model: pb.SmallModel | None = None) -> bytes:
+        """The command as it is sent to clients that have so many seconds, with the model if given."""
+        command = pb.TrainCmd(deadline_seconds=seconds, model=model)
+        command.MergeFrom(self.command)
+        return pb.ServerEvent(train=command).SerializeToString()
+
+    @property
+    def seconds_left(self) -> float:
+        """What clients have until the deadline, > 0."""
+        return max(self.job.deadline_seconds - (time.monotonic() - self.started), 0.001)
 
     def stats(self, seconds: float) -> dict[str, Any]:
         """What the round's row keeps of its clients; `seconds` from the command to the model."""
         clients = {}
-        for client in sorted(self.traffic.keys() | self.accepted.keys()):
+        for client in sorted(self.traffic.keys() | self.accepted.keys() | self.done.keys()):
             moved, update = self.traffic.get(client, Traffic()), self.accepted.get(client)
+            done = self.done.get(client, Done())
             clients[client] = {
-                "num_samples": update.num_samples if update else 0,
-                "train_seconds": update.train_seconds if update else 0.0,
+                "num_samples": update.num_samples if update else done.num_samples,
+                "train_seconds": update.train_seconds if update else done.train_seconds,
                 "encoding": update.packets[0].encoding if update else "",
                 "upload_bytes": moved.upload_bytes,
                 "download_bytes": moved.download_bytes,
                 "upload_seconds": moved.upload_seconds,
                 "download_seconds": moved.download_seconds,
+                "metrics": dict(update.metrics if update else done.metrics),
             }
         return {"seconds": seconds, "clients": clients}
 

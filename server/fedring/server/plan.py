@@ -2,25 +2,37 @@
 
 import json
 
+from fedring.codec.encoding import Encoding
+from fedring.server import groups
 from fedring.server.rounds import Rules
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 
 def rules_of(job: Job, *, grace: float) -> Rules:
-    """What each round of `job` obeys."""
+    """What each round of `job` obeys; of a data-parallel group, one worker delivers for all."""
+    alone = job.mode == "data_parallel"
     return Rules(
         min_clients=job.min_clients,
         barrier=job.barrier,
         barrier_timeout=job.barrier_timeout_seconds,
         sample_ratio=job.sample_ratio,
         sample_clients=job.sample_clients,
-        min_to_aggregate=job.min_clients_to_aggregate,
-        close_at_minimum=job.close_at_minimum,
+        min_to_aggregate=1 if alone else job.min_clients_to_aggregate,
+        close_at_minimum=alone or job.close_at_minimum,
         deadline=job.deadline_seconds,
         grace=grace,
         evaluate_timeout=job.evaluate_seconds,
         seed=job.seed,
+    )
+
+
+def group_rules(job: Job, *, target: int) -> groups.Rules:
+    """What the groups of a data-parallel round with `target` clients obey."""
+    return groups.Rules(
+        target=target,
+        minimum=min(target, job.min_clients_to_aggregate),
+        patience=job.data_parallel.replacement_seconds,
     )
 
 
@@ -40,12 +52,14 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         partition=job.partition,
         alpha=job.alpha,
         seed=job.seed,
+        data_parallel=job.data_parallel.model_dump_json() if job.mode == "data_parallel" else "",
     )
 
 
 def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.TrainCmd:
     """The command of a round, but for what belongs to the model and the moment."""
-    encoding = job.upload_encoding
+    # What a group has trained is sent once, and as it is.
+    encoding = Encoding("fp32") if job.mode == "data_parallel" else job.upload_encoding
     return pb.TrainCmd(
         round=number,
         job_round=job_round,

@@ -123,6 +123,13 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class Enlisted:
+    """One more client takes part."""
+
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
 class Delivered:
     client: str
 
@@ -165,6 +172,7 @@ Event = (
     | Opened
     | Resumed
     | Started
+    | Enlisted
     | Delivered
     | Failed
     | Closed
@@ -251,6 +259,8 @@ def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
     match event:
         case Delivered(client) if round_.phase is Phase.TRAINING and client in round_.selected:
             return replace(round_, delivered=round_.delivered | {client})
+        case Enlisted(client) if round_.phase is Phase.TRAINING:
+            return replace(round_, selected=round_.selected | {client})
         case Failed(client, number):
             known = number == round_.number and client in round_.selected
             return replace(round_, failed=round_.failed | {client}) if known else round_

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedring.rpc.chunks import serialize
 from fedring.rpc.contract import SESSION_KEY
 from fedring.rpc.errors import BadRequest, FedringError, NoSession, Overloaded, Superseded
 from fedring.server.journal import printable
@@ -27,19 +28,27 @@ class Session:
     session_id: str
     software: str
     address: str
-    outbox: asyncio.Queue[pb.ServerEvent] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
+    outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     reason: FedringError | None = None  # why it was closed
     watching: bool = False
     matched: bool = False
+    holds: int = 0  # the model version that it was sent last
     activity: int = 0
     progress: float = 0.0
     last_seen: float = field(default_factory=time.time)  # wall clock, for people
+    heard: float = field(default_factory=time.monotonic)
+    spoke: float = field(default_factory=time.monotonic)  # when the newest event began to be written
+    writing: bool = False  # it is not on its way yet
 
-    def send(self, event: pb.ServerEvent) -> None:
-        """Queue `event`; a client that does not read is closed, and nobody waits for it."""
+    def hear(self) -> None:
+        """The client has said something just now."""
+        self.last_seen, self.heard = time.time(), time.monotonic()
+
+    def send(self, event: pb.ServerEvent | bytes) -> None:
+        """Queue `event`, or its bytes; a client that does not read is closed, and nobody waits for it."""
         try:
-            self.outbox.put_nowait(event)
+            self.outbox.put_nowait(serialize(event))
         except asyncio.QueueFull:
             self.close(Overloaded(f"{self.client_id} does not read what it is sent"))
 
@@ -78,11 +87,13 @@ class Sessions:
         session = self._by_id.get(str(name))
         if session is None:
             raise NoSession("this session is not open: join first")
+        session.hear()
         return session
 
     def drop(self, session: Session) -> bool:
-        """Forget the session; whether it was its client's newest."""
+        """Forget the session, and end its other streams; whether it was its client's newest."""
         self._by_id.pop(session.session_id, None)
+        session.close(NoSession("the session is lost: join again"))
         if self._by_client.get(session.client_id) is not session:
             return False
         del self._by_client[session.client_id]

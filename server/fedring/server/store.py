@@ -18,6 +18,7 @@ from sqlalchemy import (
     RowMapping,
     Select,
     Table,
+    bindparam,
     delete,
     func,
     insert,
@@ -36,7 +37,8 @@ from fedring.server.tables import evaluations, events, jobs, meta, models, round
 Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow)
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
 _BLOB_COLUMNS = (updates.c.blob, models.c.blob, models.c.delta_blob, models.c.residual_blob, models.c.optimizer_blob)
-
+_KEY = (updates.c.round, updates.c.client_id)
+_KNOWN = select(*_KEY, updates.c.digest).where(tuple_(*_KEY).in_(bindparam("keys", expanding=True)))
 
 KEEP_EVENTS = 10_000
 """Newest events that a retention run leaves."""
@@ -81,7 +83,6 @@ class Store(Protocol):
     def updates_of(self, number: int) -> list[UpdateRow]: ...
     def update_counts(self) -> dict[str, int]: ...
     def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None: ...
-    def latest_model(self) -> ModelRow | None: ...
     def model(self, version: int) -> ModelRow | None: ...
     def models(self, limit: int = 100) -> list[ModelRow]: ...
     def add_evaluation(self, row: EvaluationRow) -> None: ...
@@ -185,9 +186,8 @@ class SqlStore:
             return []
         with self._transaction() as connection:
             keys = [(row.round, row.client_id) for row in rows]
-            columns = (updates.c.round, updates.c.client_id)
-            query = select(*columns, updates.c.digest).where(tuple_(*columns).in_(keys))
-            digests = {(number, client): digest for number, client, digest in connection.execute(query)}
+            known = connection.execute(_KNOWN, {"keys": keys})
+            digests = {(number, client): digest for number, client, digest in known}
             outcome, new = [], []
             for key, row in zip(keys, rows, strict=True):
                 if key not in digests:
@@ -228,10 +228,6 @@ class SqlStore:
                 connection.execute(update(jobs).where(jobs.c.job_id == ended.job_id).values(count))
             crashpoint("before_publish_commit")
         crashpoint("after_publish_commit")
-
-    def latest_model(self) -> ModelRow | None:
-        """The newest model, if there is any."""
-        return self._first(select(models).order_by(models.c.version.desc()), ModelRow)
 
     def model(self, version: int) -> ModelRow | None:
         """The model, if it is kept."""

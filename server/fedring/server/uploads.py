@@ -3,8 +3,8 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
@@ -13,6 +13,7 @@ from grpc import aio
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.rpc.chunks import CHUNK_BYTES, Piece, part_parser, serialize
+from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import (
     BadRequest,
     BadUpdate,
@@ -37,20 +38,23 @@ from fedring.server.sessions import Session
 from fedring.v1 import federation_pb2 as pb
 
 SERVICE = "fedring.v1.ClientUpdateService"
-SMALL_BYTES = 1 << 16
-"""Payloads up to this size are kept in their rows, and handled by the event loop itself: a thread would cost more."""
 
 
 def add_update_service(service: "ClientUpdateService", server: aio.Server) -> None:
-    """The server serves PushUpdate, with chunks that are read without a copy."""
-    handler = grpc.stream_stream_rpc_method_handler(
-        service.PushUpdate, request_deserializer=part_parser(pb.ClientUpdate), response_serializer=serialize
-    )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"PushUpdate": handler}),))
+    """The server serves the service, with chunks that are read without a copy."""
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "PushUpdate": grpc.stream_stream_rpc_method_handler(
+            service.PushUpdate, request_deserializer=part_parser(pb.ClientUpdate), response_serializer=serialize
+        ),
+        "PushSmallUpdate": grpc.unary_unary_rpc_method_handler(
+            service.PushSmallUpdate, request_deserializer=pb.SmallUpdate.FromString, response_serializer=serialize
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 
 class ClientUpdateService:
-    """PushUpdate, and what makes it safe to repeat."""
+    """PushUpdate and PushSmallUpdate, and what makes them safe to repeat."""
 
     def __init__(self, coordinator: Coordinator, config: ServerConfig) -> None:
         self._coordinator, self._config = coordinator, config
@@ -61,13 +65,24 @@ class ClientUpdateService:
         self, request_iterator: AsyncIterator[pb.ClientUpdate | Piece], context: Any
     ) -> AsyncIterator[pb.UpdateReply]:
         session = self._coordinator.sessions.of(context)
-        traffic, meter = self._coordinator.traffic(session.client_id), METER.get()
-        began = time.monotonic()
-        try:
+        with self._counted(session):
             messages = Paced(request_iterator, self._config.no_progress_seconds)
             async with aclosing(self._push(session, messages)) as replies:
                 async for reply in replies:
                     yield reply
+
+    async def PushSmallUpdate(self, request: pb.SmallUpdate, context: Any) -> pb.Accepted:
+        session = self._coordinator.sessions.of(context)
+        with self._counted(session):
+            return pb.Accepted(already=await self._push_small(session, request))
+
+    @contextmanager
+    def _counted(self, session: Session) -> Iterator[None]:
+        """Inside, the call's bytes and seconds are the client's in this round."""
+        traffic, meter = self._coordinator.traffic(session.client_id), METER.get()
+        began = time.monotonic()
+        try:
+            yield
         finally:
             traffic.upload_bytes += meter.received
             traffic.upload_seconds += time.monotonic() - began
@@ -79,12 +94,10 @@ class ClientUpdateService:
         if not isinstance(first, pb.ClientUpdate) or not first.HasField("header"):
             raise BadRequest("the first message must be a header")
         header = first.header
-        if header.client_id != session.client_id:
-            raise NotAllowed(f"{session.client_id} cannot speak for another client", reason="wrong_client")
-        if await self._accepted_before(header):
+        open_ = await self._check(session, header)
+        if open_ is None:
             yield pb.UpdateReply(accepted=pb.Accepted(already=True))
             return
-        open_ = self._check(header)
         async with self._slots, self._only_one(session.client_id):
             partial = await self._open(header)
             with ExitStack() as undo:
@@ -97,6 +110,21 @@ class ClientUpdateService:
                 undo.pop_all()  # the acceptor takes the partial over
             already = await self._coordinator.acceptor.accept(partial, row, lambda: self._require_open(header))
         yield pb.UpdateReply(accepted=pb.Accepted(already=already))
+
+    async def _push_small(self, session: Session, request: pb.SmallUpdate) -> bool:
+        """Whether the update counted already, once it counts."""
+        header = request.header
+        open_ = await self._check(session, header)
+        if open_ is None:
+            return True
+        if not len(request.payload) == header.total_bytes <= SMALL_BYTES:
+            text = f"{len(request.payload)} bytes, not the declared {header.total_bytes}, or more than {SMALL_BYTES}"
+            raise BadRequest(text, reason="bad_chunk")
+        async with self._only_one(session.client_id):
+            partial = MemoryPartial(request.payload)
+            self._check_digest(partial, header, 0)
+            row = await self._admit(partial, header, self._coordinator.models.schema_of(open_.base))
+            return await self._coordinator.acceptor.accept(partial, row, lambda: self._require_open(header))
 
     async def _accepted_before(self, header: pb.UpdateHeader) -> bool:
         """Whether this very update counts already; OtherUpdate if another one does."""
@@ -111,8 +139,12 @@ class ClientUpdateService:
             raise OtherUpdate(f"another update of {header.client_id} was accepted for round {header.round}")
         return bool(known)
 
-    def _check(self, header: pb.UpdateHeader) -> OpenRound:
-        """The open round that the header fits; refuses it before any byte of payload."""
+    async def _check(self, session: Session, header: pb.UpdateHeader) -> OpenRound | None:
+        """The open round that the header fits, None if its update counts already; refused before any byte is used."""
+        if header.client_id != session.client_id:
+            raise NotAllowed(f"{session.client_id} cannot speak for another client", reason="wrong_client")
+        if await self._accepted_before(header):
+            return None
         open_ = self._require_open(header)
         if header.model_version != open_.base.version:
             raise BadUpdate(
@@ -136,6 +168,8 @@ class ClientUpdateService:
             raise UnknownRound(f"round {header.round} is closed", reason="round_closed")
         if header.client_id not in round_.selected:
             raise UnknownRound(f"{header.client_id} was not selected for round {header.round}", reason="not_selected")
+        if open_.job.mode == "data_parallel" and not self._coordinator.rendezvous.may_deliver(header.client_id):
+            raise UnknownRound(f"{header.client_id} has not trained with the group", reason="not_a_worker")
         return open_
 
     @asynccontextmanager
@@ -157,7 +191,7 @@ class ClientUpdateService:
 
     async def _open(self, header: pb.UpdateHeader) -> Partial:
         """Where the payload goes: a small one waits in memory, another goes on in the file that may be here."""
-        if header.total_bytes <= SMALL_BYTES:
+        if header.total_bytes <= SMALL_BYTES:  # kept in its row, and handled here: a thread would cost more
             return MemoryPartial()
         facts = self._coordinator.facts
         # One file per client and round, whatever the digest: a client cannot fill the disk with beginnings.

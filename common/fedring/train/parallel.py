@@ -1,0 +1,52 @@
+"""How the clients of a data-parallel job train together: the job's table [data_parallel]."""
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+
+HOOKS = ("none", "fp16", "bf16", "dgc")
+_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class DataParallel(BaseModel):
+    """Everything that data-parallel training can be told. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hook: str = Field(
+        "none", description="how gradients are sent: none, fp16, bf16, dgc, or a communication hook as module:attribute"
+    )
+    ratio: float = Field(0.001, gt=0, le=1, description="share of the gradient's entries that dgc sends")
+    warmup_epochs: NonNegativeInt = Field(1, description="epochs in which dgc's share falls to ratio")
+    clip: Positive | None = Field(None, description="largest norm of the gradient; with dgc, of each tensor's")
+
+    bucket_mb: Positive = Field(25.0, le=4096, description="gradients that are sent together, in MiB")
+    accumulation_steps: PositiveInt = Field(1, description="batches whose gradients are added up before they are sent")
+    find_unused_parameters: bool = Field(False, description="let parameters take no part in a step")
+    buffers: Literal["every_step", "before_evaluation"] | PositiveInt = Field(
+        "every_step",
+        description="when workers take over rank 0's buffers (BatchNorm): every_step, before_evaluation, or every so "
+        "many steps",
+    )
+
+    lr_schedule: Literal["constant", "cosine", "step"] = Field(
+        "constant", description="how the learning rate falls over the job"
+    )
+    lr_warmup_epochs: NonNegativeFloat = Field(0.0, description="epochs in which the learning rate rises to lr")
+    lr_step_epochs: Positive = Field(10.0, description="epochs from one fall to the next (step)")
+    lr_gamma: float = Field(0.1, gt=0, le=1, description="what the learning rate is multiplied by in a fall (step)")
+
+    replacement_seconds: float = Field(
+        10.0, ge=0, le=3600, description="how long a group waits for a replacement before it goes on with fewer"
+    )
+    hash_every: NonNegativeInt = Field(
+        100, description="steps between comparisons of all workers' parameters; 0 = only at the end of a round"
+    )
+
+    @model_validator(mode="after")
+    def _known_hook(self) -> Self:
+        if self.hook not in HOOKS and not _NAME.fullmatch(self.hook):
+            raise ValueError(f"hook {self.hook!r} is none of {', '.join(HOOKS)}, and not of the form module:attribute")
+        return self

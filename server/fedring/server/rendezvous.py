@@ -1,0 +1,111 @@
+"""The group of the round in progress, and what its workers are told; a thin shell around groups.py."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from math import inf
+
+from fedring.server import groups as gr
+from fedring.server.openround import OpenRound
+from fedring.server.plan import group_rules
+from fedring.v1 import rendezvous_pb2 as pb
+
+
+class Rendezvous:
+    """Keeps the state of a data-parallel round's group; `tell(kind, text)` is told what operators may want to know."""
+
+    def __init__(self, tell: Callable[[str, str], None]) -> None:
+        self.round = 0  # whose group this is
+        self.state: gr.State | None = None  # None = no data-parallel round has been opened
+        self.done: dict[str, pb.Done] = {}  # what each member says of its work in the round
+        self.moved = asyncio.Event()  # set, and replaced by a new one, with each change
+        self._tell = tell
+        self._generation = 0  # the newest of all rounds
+        self._resumed = False
+
+    def open(self, open_: OpenRound, *, resumed: bool = False) -> None:
+        """The workers of the round can gather, if it is a data-parallel one."""
+        if open_.job.mode != "data_parallel":
+            return
+        self._generation += 1
+        self.round, self.done, self._resumed = open_.row.round, open_.done, resumed
+        rules = group_rules(open_.job, target=len(open_.row.selected))
+        expected = frozenset(open_.row.selected)
+        self._become(gr.State(rules, expected, generation=self._generation, since=time.monotonic()))
+
+    def handle(self, event: gr.Event) -> None:
+        """Take the event into the state; whoever is concerned learns what follows from it."""
+        before = self.state
+        if before is None or not self.active:
+            return
+        after = gr.apply(before, event, time.monotonic())
+        if after == before and not isinstance(event, gr.Expected):  # of others than the expected, some may be wanted
+            return
+        self._become(after)
+        if before.phase in (gr.Phase.JOINING, gr.Phase.RUNNING, gr.Phase.DONE) and after.phase is gr.Phase.GATHERING:
+            self.done.clear()
+            self._tell("group_lost", f"generation {before.generation} has ended: {after.reason}")
+        if before.phase is not gr.Phase.RUNNING and after.phase is gr.Phase.RUNNING:
+            steps = max(after.workers[name].steps for name in after.members)
+            text = f"generation {after.generation}: {len(after.members)} workers go on after step {steps} of the job"
+            self._tell("group_formed", text)
+
+    def take(self, client: str, done: pb.Done) -> None:
+        """The worker has trained to the end."""
+        if self.state is not None and client in self.state.members and done.generation == self.state.generation:
+            self.done[client] = done
+        self.handle(gr.Done(client, done.generation, done.digest))
+
+    def close(self, reason: str) -> None:
+        """The round is over, and its workers are told."""
+        self.handle(gr.Closed(reason))
+
+    @property
+    def active(self) -> bool:
+        """Whether a round's group exists that has not ended."""
+        return self.state is not None and self.state.phase is not gr.Phase.ENDED
+
+    def may_deliver(self, client: str) -> bool:
+        """Whether the client has trained as a member; after a restart nobody remembers, and all may have."""
+        return client in self.done or self._resumed
+
+    @property
+    def wait_seconds(self) -> float | None:
+        """How long to wait for the next event before time itself changes something; None = for ever."""
+        now = time.monotonic()
+        at = gr.wake_at(self.state, now) if self.state else inf
+        return None if at == inf else at - now
+
+    def view(self, client: str, round_: int) -> pb.GroupMessage:
+        """What the client, as a worker of that round, is to do now."""
+        if self.state is None or self.round != round_:
+            return pb.GroupMessage(ended=pb.Ended(reason="next_round"))
+        return view(self.state, client)
+
+    def _become(self, state: gr.State) -> None:
+        self.state = state
+        self._generation = max(self._generation, state.generation)
+        self.moved.set()
+        self.moved = asyncio.Event()
+
+
+def view(state: gr.State, client: str) -> pb.GroupMessage:
+    """What the client is to do in this state."""
+    generation = state.generation
+    if state.phase is gr.Phase.ENDED:
+        return pb.GroupMessage(ended=pb.Ended(reason=state.reason))
+    if client not in state.workers:
+        return pb.GroupMessage(ended=pb.Ended(reason="too_late"))
+    if state.phase is gr.Phase.GATHERING:
+        return pb.GroupMessage(prepare=pb.Prepare(generation=generation))
+    if client not in state.members:
+        return pb.GroupMessage(wait=pb.Wait())
+    if state.phase is gr.Phase.JOINING:
+        addresses = [state.workers[name].address for name in state.members]
+        group = pb.Group(generation=generation, rank=state.members.index(client), members=addresses)
+        return pb.GroupMessage(group=group)
+    if state.phase is gr.Phase.RUNNING:
+        return pb.GroupMessage(start=pb.Start(generation=generation))
+    if client == state.deliverer:
+        return pb.GroupMessage(deliver=pb.Deliver(generation=generation))
+    return pb.GroupMessage(wait=pb.Wait())

@@ -1,0 +1,105 @@
+"""Data-parallel jobs on real daemons: they end with what one process alone would have computed."""
+
+import json
+import sys
+from pathlib import Path
+from subprocess import run
+from typing import Any
+
+import pytest
+import torch
+
+from fedring.ctl.control import Control
+from fedring.ctl.fleet import Fleet
+from fedring.data import digits
+from fedring.train.files import load_model
+from fedring.train.models import digits_mlp
+from fedring.train.seam import build_model
+from fedring.train.shards import World, count_steps, epoch_order, shares
+
+BATCH, WORKERS, ROUNDS = 32, 2, 2
+
+
+def job(**keys: Any) -> dict[str, Any]:
+    fixed = {"mode": "data_parallel", "min_clients": WORKERS, "batch_size": BATCH, "rounds": ROUNDS, "momentum": 0.9}
+    return {**fixed, **keys}
+
+
+def trained(tmp_path: Path, spec: dict[str, Any]) -> tuple[Path, list[Any]]:
+    """The model that the job ends with, and its rounds, oldest first."""
+    with Fleet(tmp_path, {}, [{}] * WORKERS) as fleet, Control(fleet.control) as control:
+        events = control.events()
+        job_id = control.start_job(spec).job_id
+        for _ in control.follow_job(job_id, events):
+            pass
+        assert control.job(job_id).state == "completed", [daemon.tail(20) for daemon in fleet.clients]
+        model = tmp_path / "model.safetensors"
+        control.export_model(0, model)
+        return model, sorted(control.rounds(job_id=job_id), key=lambda round_: round_.round)
+
+
+def alone() -> torch.nn.Module:
+    """What the job above computes, by one process with batches that are as large as all workers' together."""
+    samples: Any = digits().train
+    model = build_model("fedring.train.models:digits_mlp", {}, 0, ["fedring"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for round_ in range(1, ROUNDS + 1):
+        order = epoch_order(len(samples), seed=round_, epoch=0)
+        ranks = [shares(order, 0, World(rank, WORKERS), BATCH) for rank in range(WORKERS)]
+        for step in zip(*ranks, strict=True):
+            inputs, labels = samples.batch(torch.cat([share.indices for share in step]))
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return model
+
+
+def test_two_workers_compute_what_one_process_would(tmp_path: Path) -> None:
+    path, rounds = trained(tmp_path, job())
+    model = load_model(path, digits_mlp())
+    for ours, theirs in zip(model.parameters(), alone().parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    steps = count_steps(1437, WORKERS, BATCH)
+    for number, round_ in enumerate(rounds, start=1):
+        assert (round_.phase, round_.selected, round_.delivered, list(round_.missing)) == ("published", 2, 2, [])
+        assert round_.eval_total == 360  # each worker evaluates its part of the test samples
+        for client in round_.clients:
+            told = dict(client.metrics)
+            assert (told["steps"], told["job_steps"]) == (steps, number * steps)
+            assert told["bytes_sent"] > 4 * 4810 * steps
+            assert told["seconds"] >= told["compute_seconds"] > 0
+            assert told["wait_seconds"] > 0
+    assert sum(client.upload_bytes > 0 for client in rounds[0].clients) == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "most"),
+    [
+        ({"hook": "fp16"}, 0.6),
+        ({"hook": "dgc", "ratio": 0.01, "warmup_epochs": 0}, 0.1),
+        ({"accumulation_steps": 2, "lr_schedule": "cosine", "clip": 5.0}, 1.2),
+    ],
+    ids=["fp16", "dgc", "accumulated"],
+)
+def test_each_way_to_send_gradients_trains(tmp_path: Path, table: dict[str, Any], most: float) -> None:
+    _, rounds = trained(tmp_path, job(data_parallel=table, epochs=2, batch_size=16))
+    last = rounds[-1]
+    assert last.eval_correct / last.eval_total > 0.85
+    for client in last.clients:
+        told = dict(client.metrics)
+        assert told["bytes_sent"] / told["steps"] < most * 4 * 4810
+
+
+def test_the_demo_shows_the_workers_profile(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedring.ctl.main", "demo", "--mode", "data_parallel", "--hook", "dgc"]
+    done = run(
+        [*command, "--clients", "2", "--rounds", "2", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sent/worker" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [sorted(row["workers"]) for row in report["rounds"]] == [["client-0", "client-1"]] * 2

@@ -1,0 +1,237 @@
+"""The rendezvous, spoken by workers of their own against a real fl-server."""
+
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc import StatusCode
+
+from fedring.ctl.control import Control
+from fedring.ctl.failure import Failure
+from fedring.ctl.fleet import Fleet
+from fedring.v1 import federation_pb2 as fed
+from fedring.v1 import rendezvous_pb2 as pb
+from fedring.v1.rendezvous_pb2_grpc import RendezvousServiceStub
+from tests.system.wire import SIZE, Refused, WireClient, payload_of, run
+
+Clients = Callable[..., list[WireClient]]
+DIGEST = bytes(32)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One fl-server for all tests of this file."""
+    with Fleet(tmp_path_factory.mktemp("rendezvous")) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def control(server: Fleet) -> Iterator[Control]:
+    """flctl's connection; at the end no job is left."""
+    with Control(server.control) as control:
+        yield control
+        if (job_id := control.status().job.job_id) != 0:
+            with suppress(Failure):  # it may end by itself before it is told to
+                control.stop_job(job_id)
+            for _ in control.follow_job(job_id):
+                pass
+
+
+class WireWorker:
+    """One Form stream of a client."""
+
+    def __init__(self, client: WireClient, command: fed.TrainCmd, **enter: Any) -> None:
+        self.client, self.command = client, command
+        self._out: queue.Queue[pb.WorkerMessage | None] = queue.Queue()
+        facts: dict[str, Any] = {"run_id": command.run_id, "round": command.round, **enter}
+        self.say(enter=pb.Enter(**facts))
+        stub = RendezvousServiceStub(client.channel)
+        self._call = stub.Form(iter(self._out.get, None), metadata=client.metadata, timeout=60)
+
+    def say(self, **message: Any) -> None:
+        """Send a message."""
+        self._out.put(pb.WorkerMessage(**message))
+
+    def hear(self, kind: str) -> Any:
+        """The next message, which must be of this kind."""
+        try:
+            message = next(self._call)
+        except grpc.RpcError as error:
+            raise Refused(error) from error
+        assert message.WhichOneof("message") == kind
+        return getattr(message, kind)
+
+    def be_ready(self) -> int:
+        """The generation that the worker is now ready for."""
+        generation: int = self.hear("prepare").generation
+        self.say(ready=pb.Ready(generation=generation, address=f"{self.client.client_id}.example:1"))
+        return generation
+
+    def join(self, generation: int) -> pb.Group:
+        """The group, joined."""
+        group: pb.Group = self.hear("group")
+        self.say(joined=pb.Joined(generation=generation))
+        return group
+
+    def train(self, generation: int, digest: bytes = DIGEST) -> None:
+        """Be done with what the group was to train."""
+        assert self.hear("start").generation == generation
+        self.say(done=pb.Done(generation=generation, digest=digest, num_samples=5, metrics={"steps": 3.0}))
+
+    def deliver(self) -> None:
+        """Push the round's update."""
+        self.hear("deliver")
+        payload = payload_of(np.ones(SIZE, np.float32))
+        self.client.push(self.client.header(self.command, payload), payload)
+
+    def vanish(self) -> None:
+        """End the stream."""
+        self._call.cancel()
+
+
+def workers(opened: list[WireClient]) -> list[WireWorker]:
+    return [WireWorker(client, client.expect("train")) for client in opened]
+
+
+def start(control: Control, count: int, **keys: Any) -> tuple[int, Any]:
+    return run(control, mode="data_parallel", min_clients=count, **keys)
+
+
+def test_workers_of_a_round_learn_each_others_addresses_and_one_delivers(control: Control, clients: Clients) -> None:
+    opened = clients("b", "a")
+    job_id, events = start(control, 2)
+    b, a = workers(opened)
+    generation = a.be_ready()
+    assert b.be_ready() == generation
+    for rank, worker in enumerate((a, b)):
+        group = worker.join(generation)
+        assert (group.rank, list(group.members)) == (rank, ["a.example:1", "b.example:1"])
+    a.train(generation)
+    b.train(generation)
+    b.hear("wait")
+    a.deliver()
+    assert a.hear("ended").reason == b.hear("ended").reason == ""
+    assert [event.kind for event in events][-1] == "job_ended"
+    round_ = control.rounds(job_id=job_id)[0]
+    assert (round_.phase, round_.selected, round_.delivered, list(round_.missing)) == ("published", 2, 2, [])
+    assert {client.client_id: client.num_samples for client in round_.clients} == {"a": 10, "b": 5}
+    assert {client.client_id: dict(client.metrics) for client in round_.clients}["b"] == {"steps": 3.0}
+
+
+def test_the_command_carries_the_jobs_table(control: Control, clients: Clients) -> None:
+    (client,) = clients()
+    start(control, 1, data_parallel={"hook": "dgc", "ratio": 0.25})
+    command: fed.TrainCmd = client.expect("train")
+    assert command.job.mode == "data_parallel"
+    assert '"ratio":0.25' in command.job.data_parallel
+    assert command.encoding.name == "fp32"
+
+
+def test_a_lost_worker_ends_the_generation_for_the_others(control: Control, clients: Clients) -> None:
+    opened = clients("a", "b")
+    _, events = start(control, 2, data_parallel={"replacement_seconds": 0})
+    a, b = workers(opened)
+    generation = a.be_ready()
+    b.be_ready()
+    a.join(generation)
+    b.join(generation)
+    a.hear("start")
+    b.vanish()
+    assert a.be_ready() == generation + 1
+    a.join(generation + 1)
+    a.train(generation + 1)
+    a.deliver()
+    told = [event for event in events if event.kind in ("group_formed", "group_lost", "round_published")]
+    assert [event.kind for event in told] == ["group_formed", "group_lost", "group_formed", "round_published"]
+    assert "lost b" in told[1].text
+
+
+def test_the_loss_of_the_session_is_the_loss_of_the_worker(control: Control, clients: Clients) -> None:
+    opened = clients("a", "b")
+    start(control, 2, data_parallel={"replacement_seconds": 0})
+    a, b = workers(opened)
+    generation = a.be_ready()
+    b.be_ready()
+    a.hear("group")
+    b.hear("group")
+    clients("b")  # the same client joins anew: its older session ends
+    assert a.be_ready() == generation + 1
+    with pytest.raises((Refused, StopIteration)):
+        b.hear("start")
+
+
+def test_workers_that_differ_end_the_round(control: Control, clients: Clients) -> None:
+    opened = clients("a", "b")
+    job_id, events = start(control, 2, max_abandoned=1)
+    a, b = workers(opened)
+    generation = a.be_ready()
+    b.be_ready()
+    a.join(generation)
+    b.join(generation)
+    a.train(generation)
+    b.train(generation, digest=bytes(31) + b"x")
+    assert a.hear("ended").reason == "diverged"
+    assert [event.kind for event in events][-1] == "job_ended"
+    assert control.job(job_id).reason == "diverged"
+
+
+def test_who_has_not_trained_with_the_group_cannot_deliver(control: Control, clients: Clients) -> None:
+    (client,) = clients()
+    start(control, 1)
+    command = client.expect("train")
+    payload = payload_of(np.ones(SIZE, np.float32))
+    with pytest.raises(Refused) as caught:
+        client.push(client.header(command, payload), payload)
+    assert caught.value.reason == "not_a_worker"
+
+
+def refusal(worker: WireWorker) -> Refused:
+    with pytest.raises(Refused) as caught:
+        worker.hear("prepare")
+    return caught.value
+
+
+def test_who_does_not_belong_to_the_round_is_turned_away(control: Control, clients: Clients) -> None:
+    a, b = clients("a", "b")
+    start(control, 2, sample_clients=1)
+    chosen = next(client for client in (a, b) if not client.events.empty() or client.expect("train"))
+    command = fed.TrainCmd()
+    command.run_id, command.round = chosen.joined.run_id, 99
+    error = refusal(WireWorker(chosen, command))
+    assert (error.code, error.reason) == (StatusCode.FAILED_PRECONDITION, "unknown_round")
+
+
+@pytest.mark.parametrize("address", ["", "nowhere", "a b:1", "x" * 300 + ":1"])
+def test_an_address_that_cannot_be_one_is_refused(control: Control, clients: Clients, address: str) -> None:
+    (client,) = clients()
+    start(control, 1)
+    worker = WireWorker(client, client.expect("train"))
+    worker.say(ready=pb.Ready(generation=worker.hear("prepare").generation, address=address))
+    error = refusal(worker)
+    assert (error.code, error.reason) == (StatusCode.INVALID_ARGUMENT, "bad_address")
+
+
+@pytest.mark.parametrize(
+    "done",
+    [
+        {"digest": b"short"},
+        {"train_seconds": float("nan")},
+        {"metrics": {"loss": float("inf")}},
+        {"metrics": {"a b": 1.0}},
+        {"metrics": {f"m{i}": 1.0 for i in range(33)}},
+        {"num_samples": 1 << 60},
+    ],
+)
+def test_what_cannot_be_kept_of_a_workers_report_is_refused(
+    control: Control, clients: Clients, done: dict[str, Any]
+) -> None:
+    (client,) = clients()
+    start(control, 1)
+    worker = WireWorker(client, client.expect("train"))
+    worker.say(done=pb.Done(**{"digest": DIGEST, **done}))
+    worker.hear("prepare")
+    assert refusal(worker).reason == "bad_done"

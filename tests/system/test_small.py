@@ -1,0 +1,110 @@
+"""What is small goes in one message: a model with its command, an update as a whole."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from grpc import StatusCode
+
+from fedring.ctl.control import Control
+from fedring.ctl.fleet import Fleet
+from fedring.v1 import federation_pb2 as pb
+from tests.system.wire import SIZE, Refused, WireClient, parameters, payload_of, run, vector_job
+
+ONES = np.ones(SIZE, np.float32)
+Clients = Callable[..., list[WireClient]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One fl-server for all tests of this file."""
+    with Fleet(tmp_path_factory.mktemp("small")) as fleet:
+        yield fleet
+
+
+def packet(payload: bytes, encoding: str) -> pb.Packet:
+    return pb.Packet(
+        vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=encoding, bytes=len(payload), num_samples=10
+    )
+
+
+def test_a_small_update_in_one_message_moves_the_model(control: Control, clients: Clients) -> None:
+    job_id, events = run(control)
+    (a,) = clients("a")
+    command = a.expect("train")
+    base, payload = parameters(a, command.model_version), payload_of(ONES)
+    assert not a.push_small(a.header(command, payload), payload).already
+    assert [event.kind for event in events][-1] == "job_ended"
+    assert control.job(job_id).state == "completed"
+    np.testing.assert_array_equal(parameters(a), base + ONES)
+    assert control.rounds(job_id=job_id)[0].upload_bytes > len(payload)
+
+
+def test_the_same_update_is_known_whichever_way_it_comes_again(control: Control, clients: Clients) -> None:
+    job_id = control.start_job(vector_job(min_clients=2)).job_id
+    a, b = clients("a", "b")
+    command, _ = a.expect("train"), b.expect("train")
+    payload, other = payload_of(ONES), payload_of(2 * ONES)
+    header = a.header(command, payload)
+    assert not a.push_small(header, payload).already
+    assert a.push_small(header, payload).already
+    again = a.push(header, payload)
+    assert again is not None
+    assert again.accepted.already
+    with pytest.raises(Refused) as refused:
+        a.push_small(a.header(command, other), other)
+    assert (refused.value.code, refused.value.reason) == (StatusCode.ALREADY_EXISTS, "already_accepted_other")
+    control.stop_job(job_id)
+
+
+def test_one_message_holds_a_whole_and_small_update_only(control: Control, clients: Clients) -> None:
+    size = 20_000
+    job_id, events = run(control, model_args={"size": size})
+    (a,) = clients("a")
+    command = a.expect("train")
+    small, large = (payload_of(np.ones(size, np.float32), name) for name in ("int8", "fp32"))
+    for name, payload, sent in (("int8", small, small[:-1]), ("fp32", large, large), ("fp32", large, b"")):
+        with pytest.raises(Refused) as refused:
+            a.push_small(a.header(command, payload, packets=[packet(payload, name)]), sent)
+        assert (refused.value.code, refused.value.reason) == (StatusCode.INVALID_ARGUMENT, "bad_chunk")
+    a.push_small(a.header(command, small, packets=[packet(small, "int8")]), small)
+    assert [event.kind for event in events][-1] == "job_ended"
+    assert control.job(job_id).state == "completed"
+
+
+def test_a_small_model_comes_with_its_command_to_who_was_not_sent_it_before(control: Control, clients: Clients) -> None:
+    run(control, rounds=3, evaluate=True)
+    (a,) = clients("a")
+    for fetches in (True, False, True):
+        command = a.expect("train")
+        carried = command.HasField("model")
+        header, payload = a.fetch(command.model_version)
+        if carried:
+            assert (command.model.header, command.model.payload) == (header, payload)
+        update = payload_of(ONES)
+        a.push_small(a.header(command, update), update)
+        order = a.expect("evaluate")
+        if fetches:
+            a.fetch(order.model_version)
+        report = pb.EvaluationReport(round=order.round, model_version=order.model_version, correct=1, total=1)
+        a.commands.ReportEvaluation(report, metadata=a.metadata)
+        assert carried == (command.job_round != 2)
+
+
+def test_a_command_that_is_sent_again_carries_no_model(control: Control, clients: Clients) -> None:
+    job_id = control.start_job(vector_job()).job_id
+    (a,) = clients("a")
+    assert a.expect("train").HasField("model")
+    (again,) = clients("a")
+    assert not again.expect("train").HasField("model")
+    control.stop_job(job_id)
+
+
+@pytest.mark.parametrize("keys", [{"model_args": {"size": 20_000}}, {"download_encoding": "uniform"}])
+def test_a_large_model_and_one_that_is_sent_as_deltas_is_fetched(
+    control: Control, clients: Clients, keys: dict[str, object]
+) -> None:
+    job_id = control.start_job(vector_job(**keys)).job_id
+    (a,) = clients("a")
+    assert not a.expect("train").HasField("model")
+    control.stop_job(job_id)

@@ -1,0 +1,91 @@
+"""A client of data-parallel rounds: which it takes part in, and which it leaves to others."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedring.client import Federation, connect
+from fedring.client.config import ClientConfig
+from fedring.client.data_parallel import plan_of, table_of
+from fedring.client.task import Task
+from fedring.daemon.config import ConfigError, load_config
+from fedring.train.errors import SeamError
+from fedring.v1 import rendezvous_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.unit.conftest import Peer
+
+SECONDS = 10.0
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+@pytest.fixture
+def task(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> Iterator[Task]:
+    """A data-parallel round, of which nothing was done yet."""
+    command = peer.command(model, round_=3)
+    command.job.mode = "data_parallel"
+    command.job.data_parallel = '{"hook": "fp16"}'
+    config = load_config(ClientConfig, flags=settings).config
+    with Federation(config, modes=("data_parallel",)) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(command)
+        yield next(federation)
+
+
+def test_a_loop_of_ones_own_never_gets_a_round_that_needs_a_group(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    grouped = peer.command(model, round_=1)
+    grouped.job.mode = "data_parallel"
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(grouped)
+        tasks: queue.Queue[Task] = queue.Queue()
+        taker = threading.Thread(target=lambda: tasks.put(next(federation)))
+        taker.start()
+        failure = peer.failures.get(timeout=SECONDS)
+        assert (failure.round, failure.reason) == (1, "unknown_mode")
+        peer.train(peer.command(model, round_=2))
+        assert tasks.get(timeout=SECONDS).round == 2
+        taker.join()
+
+
+def test_all_workers_draw_from_one_order_and_not_each_from_its_own(task: Task) -> None:
+    assert plan_of(task).seed == task.command.seed
+    assert task.plan.seed != task.command.seed
+    assert table_of(task).hook == "fp16"
+
+
+def test_a_table_that_this_client_does_not_understand_is_refused(task: Task) -> None:
+    task.command.job.data_parallel = '{"quantum": true}'
+    with pytest.raises(SeamError, match=r"data_parallel.quantum: .* update this client"):
+        table_of(task)
+
+
+def test_who_stands_aside_has_not_failed(task: Task, peer: "Peer") -> None:
+    task.stand_aside()
+    assert task.done
+    assert peer.failures.empty()
+
+
+def test_a_server_that_knows_no_rendezvous_ends_the_round_here(task: Task) -> None:
+    with task.rendezvous() as rendezvous:
+        news = rendezvous.wait(lambda news: news.WhichOneof("message") == "ended", lambda: None)
+        assert news.ended.reason == "unimplemented"
+        rendezvous.tell(pb.WorkerMessage(joined=pb.Joined(generation=1)))  # nobody is there to hear it
+
+
+def test_peers_on_other_hosts_are_reached_in_plaintext_only_where_that_is_allowed() -> None:
+    with pytest.raises(ConfigError, match="insecure = true"):
+        load_config(ClientConfig, flags={"peer_listen": "0.0.0.0:7600"})
+    assert load_config(ClientConfig, flags={"peer_listen": "0.0.0.0:7600", "insecure": True}).config.insecure

@@ -1,0 +1,216 @@
+"""The group of a data-parallel round as a state machine: every way through it, with no network and no clock."""
+
+from math import inf
+
+from fedring.server.groups import (
+    MOST_FRUITLESS,
+    Broken,
+    Closed,
+    Done,
+    Entered,
+    Event,
+    Expected,
+    Joined,
+    Left,
+    Phase,
+    Ready,
+    Rules,
+    State,
+    Tick,
+    apply,
+    wake_at,
+)
+from fedring.server.rendezvous import view
+
+NAMES = ("a", "b", "c")
+
+
+def begun(minimum: int = 1, patience: float = 10.0) -> State:
+    return State(Rules(3, minimum, patience), frozenset(NAMES))
+
+
+def after(state: State, *events: Event, now: float = 0.0) -> State:
+    for event in events:
+        state = apply(state, event, now)
+    return state
+
+
+def entered(state: State, *names: str) -> State:
+    return after(state, *(Entered(name) for name in names))
+
+
+def ready(state: State, *names: str, steps: int = 0, now: float = 0.0) -> State:
+    return after(state, *(Ready(name, state.generation, f"{name}:1", steps) for name in names), now=now)
+
+
+def running(minimum: int = 1, patience: float = 10.0) -> State:
+    state = ready(entered(begun(minimum, patience), *NAMES), *NAMES)
+    return after(state, *(Joined(name, state.generation) for name in state.members))
+
+
+def told(state: State, name: str) -> str | None:
+    return view(state, name).WhichOneof("message")
+
+
+def test_a_group_forms_when_all_are_ready_and_runs_when_all_have_joined() -> None:
+    state = entered(begun(), *NAMES)
+    assert [told(state, name) for name in NAMES] == ["prepare"] * 3
+    state = ready(state, "c", "a")
+    assert state.phase is Phase.GATHERING
+    state = ready(state, "b")
+    assert (state.phase, state.members) == (Phase.JOINING, NAMES)
+    assert list(view(state, "b").group.members) == ["a:1", "b:1", "c:1"]
+    assert [view(state, name).group.rank for name in NAMES] == [0, 1, 2]
+    state = after(state, Joined("a", 1), Joined("c", 1))
+    assert state.phase is Phase.JOINING
+    state = after(state, Joined("b", 1))
+    assert [told(state, name) for name in NAMES] == ["start"] * 3
+
+
+def test_the_first_member_delivers_once_all_are_done() -> None:
+    state = after(running(), Done("b", 1, b"same"), Done("a", 1, b"same"))
+    assert state.phase is Phase.RUNNING
+    state = after(state, Done("c", 1, b"same"))
+    assert [told(state, name) for name in NAMES] == ["deliver", "wait", "wait"]
+    assert [told(after(state, Left("a")), name) for name in ("b", "c")] == ["deliver", "wait"]
+    assert view(after(state, Closed()), "c").ended.reason == ""
+
+
+def test_one_that_comes_back_without_the_result_does_not_deliver() -> None:
+    state = after(running(), *(Done(name, 1, b"same") for name in NAMES), Left("a"), Entered("a"))
+    assert [told(state, name) for name in NAMES] == ["wait", "deliver", "wait"]
+    state = after(state, Left("b"), Left("c"))
+    assert (state.phase, state.generation) == (Phase.GATHERING, 2)
+
+
+def test_results_that_differ_end_the_round() -> None:
+    state = after(running(), Done("a", 1, b"one"), Done("b", 1, b"one"), Done("c", 1, b"other"))
+    assert (state.phase, state.reason) == (Phase.ENDED, "diverged")
+    state = after(running(), Broken("b", 1, "diverged"))
+    assert (state.phase, state.reason) == (Phase.ENDED, "diverged")
+
+
+def test_a_lost_member_ends_the_generation_and_the_next_waits_for_a_replacement() -> None:
+    state = after(running(), Left("b"), now=100)
+    assert (state.phase, state.generation, state.members) == (Phase.GATHERING, 2, ())
+    assert [told(state, name) for name in ("a", "c")] == ["prepare", "prepare"]
+    state = ready(state, "a", "c", steps=7, now=101)
+    assert state.phase is Phase.GATHERING
+    assert wake_at(state, 101) == 110
+    replaced = ready(entered(state, "d"), "d", now=102)
+    assert replaced.members == ("a", "c", "d")
+
+
+def test_without_a_replacement_the_group_goes_on_with_fewer() -> None:
+    state = ready(after(running(), Left("b"), now=100), "a", "c", now=101)
+    assert after(state, Tick(), now=109.9).phase is Phase.GATHERING
+    assert after(state, Tick(), now=110).members == ("a", "c")
+
+
+def test_with_too_few_the_round_ends() -> None:
+    state = ready(after(running(minimum=3), Left("b"), now=100), "a", "c", now=101)
+    state = after(state, Tick(), now=110)
+    assert (state.phase, state.reason) == (Phase.ENDED, "too_few_clients")
+
+
+def test_nobody_is_left_behind_for_noticing_later_that_a_peer_is_lost() -> None:
+    state = ready(after(running(patience=0), Left("b"), now=100), "a", now=100)
+    state = after(state, Tick(), now=101)
+    assert state.phase is Phase.GATHERING
+    assert wake_at(state, 101) == 130
+    assert ready(state, "c", now=104).members == ("a", "c")
+    assert after(state, Tick(), now=130).members == ("a",)
+
+
+def test_the_first_group_waits_for_those_who_still_load() -> None:
+    state = ready(entered(begun(minimum=2), "a"), "a")
+    assert wake_at(state, 0) == inf
+    state = after(state, Expected(frozenset({"a", "c"})), now=50)  # b has failed
+    assert after(state, Tick(), now=500).phase is Phase.GATHERING
+    assert ready(entered(state, "c"), "c", now=600).members == ("a", "c")
+    state = after(state, Expected(frozenset({"a"})), now=600)
+    assert (state.phase, state.reason) == (Phase.ENDED, "too_few_clients")
+
+
+def test_a_member_that_reports_a_lost_peer_ends_the_generation_once() -> None:
+    state = after(running(), Broken("a", 1, "peer_lost"))
+    assert (state.generation, state.reason) == (2, "a: peer_lost")
+    assert after(state, Broken("c", 1, "peer_lost")).generation == 2
+
+
+def test_what_is_said_of_another_generation_is_not_heard() -> None:
+    state = after(running(), Left("b"))
+    late = after(state, Ready("a", 1, "a:1"), Joined("a", 1), Done("a", 1, b"same"))
+    assert late == state
+
+
+def test_a_worker_that_comes_late_waits_for_the_next_generation() -> None:
+    state = entered(running(), "d")
+    assert told(state, "d") == "wait"
+    state = ready(after(state, Left("a")), "b", "c", "d", now=1)
+    assert state.members == ("b", "c", "d")
+
+
+def test_those_with_most_steps_are_members_when_there_are_too_many() -> None:
+    state = entered(after(running(), Left("c"), now=0), "d", "e")
+    state = ready(state, "d", "e", now=1)
+    state = ready(state, "b", steps=9, now=2)
+    assert state.members == ("b", "d", "e")
+    state = after(state, Left("e"), now=3)
+    state = ready(state, "a", "b", steps=9, now=3)
+    assert ready(state, "d", now=3).members == ("a", "b", "d")
+
+
+def test_a_member_whose_stream_was_replaced_is_a_new_worker() -> None:
+    state = after(running(), Entered("b", 1))
+    assert (state.phase, state.generation) == (Phase.GATHERING, 2)
+    assert told(state, "b") == "prepare"
+
+
+def test_a_restarted_server_begins_above_what_its_workers_know() -> None:
+    state = after(begun(), Entered("a", 7))
+    assert state.generation == 8
+    assert after(state, Entered("b", 7)).generation == 8
+
+
+def test_members_that_do_not_join_are_left_out() -> None:
+    state = ready(entered(begun(), *NAMES), *NAMES)
+    state = after(state, Joined("a", 1), Joined("b", 1))
+    assert wake_at(state, 0) == 30
+    state = after(state, Tick(), now=30)
+    assert (state.generation, state.reason) == (2, "c did not join")
+    assert view(state, "c").ended.reason == "too_late"
+
+
+def test_a_group_that_can_never_connect_ends_the_round() -> None:
+    state = entered(begun(), *NAMES)
+    for _ in range(MOST_FRUITLESS):
+        state = ready(state, *NAMES)
+        state = after(state, Broken("a", state.generation, "peer_lost"))
+        assert state.phase is Phase.GATHERING
+    state = ready(state, *NAMES)
+    state = after(state, Broken("a", state.generation, "peer_lost"))
+    assert (state.phase, state.reason) == (Phase.ENDED, "no_group")
+
+
+def test_groups_that_have_run_may_be_lost_as_often_as_may_be() -> None:
+    state = running()
+    for step in range(1, 3 * MOST_FRUITLESS):
+        state = ready(after(state, Broken("a", state.generation, "peer_lost")), *NAMES, steps=step)
+        state = after(state, *(Joined(name, state.generation) for name in NAMES))
+    assert state.phase is Phase.RUNNING
+
+
+def test_groups_that_break_before_their_first_step_end_the_round() -> None:
+    state = running()
+    for _ in range(MOST_FRUITLESS):
+        state = ready(after(state, Broken("a", state.generation, "mismatch")), *NAMES)
+        state = after(state, *(Joined(name, state.generation) for name in NAMES))
+        assert state.phase is Phase.RUNNING
+    state = after(state, Broken("a", state.generation, "mismatch"))
+    assert (state.phase, state.reason) == (Phase.ENDED, "no_group")
+
+
+def test_an_ended_group_stays_ended() -> None:
+    state = after(running(), Closed("stopped"), Entered("a"), Left("b"))
+    assert view(state, "a").ended.reason == "stopped"

@@ -1,0 +1,80 @@
+"""Members of a group, each a process of its own, over gloo: they train as one, and a newcomer becomes equal."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.group_member import SIZE, net, samples
+
+from fedring.train.shards import World, count_steps, epoch_order, shares
+
+ROOT = Path(__file__).parents[2]
+STEPS = 2 * count_steps(SIZE, 2, 8)
+
+
+Told = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What each of two members tells of each scenario; one pair of processes plays them all, as torch loads slowly."""
+    folder = tmp_path_factory.mktemp("group")
+    program = [sys.executable, "-W", "ignore", "-m", "tests.unit.group_member"]
+    members = [
+        subprocess.Popen([*program, str(rank), "2", str(folder)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    errors = [member.communicate(timeout=120)[1] for member in members]
+    assert [member.returncode for member in members] == [0, 0], "\n".join(errors)
+    by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return {scenario: [of_rank[scenario] for of_rank in by_rank] for scenario in by_rank[0]}
+
+
+def alone(epochs: int = 2) -> torch.nn.Module:
+    """What one process computes with the batches of both, if no layer looks at a whole batch."""
+    model, data = net(), samples()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for epoch in range(epochs):
+        order = epoch_order(SIZE, seed=5, epoch=epoch)
+        for step in zip(*(shares(order, 0, World(rank, 2), 8) for rank in range(2)), strict=True):
+            optimizer.zero_grad()
+            for share in step:
+                inputs, labels = data.batch(share.indices)
+                (torch.nn.functional.cross_entropy(model(inputs), labels) / 2).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("scenario", ["none", "fp16", "bf16", "dgc", "accumulated", "own", "late buffers"])
+def test_members_end_equal(scenario: str, told: Told) -> None:
+    first, second = told[scenario]
+    assert first["equal"]
+    assert first["digest"] == second["digest"]
+    assert first["weights"] != [float(p.detach().double().sum()) for p in net().parameters()]
+    expected = 2 * count_steps(SIZE, 2, 16) if scenario == "accumulated" else STEPS
+    assert first["steps"] == expected
+    assert first["usage"]["steps"] == expected
+    assert first["usage"]["wait_seconds"] > 0
+
+
+def test_a_group_computes_what_one_process_would(told: Told) -> None:
+    first, _ = told["none"]
+    expected = [float(p.detach().double().sum()) for p in alone().parameters()]
+    assert first["weights"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_buffers_are_rank_0s_when_they_are_shared_with_each_step(told: Told) -> None:
+    first, second = told["some buffers"]
+    assert first["buffers"] == second["buffers"]
+
+
+def test_a_newcomer_takes_over_model_momentum_and_place(told: Told) -> None:
+    first, second = told["newcomer"]
+    assert first["source"] == second["source"] == 0
+    assert first["equal"]
+    assert first["momentum"] == second["momentum"] != []
+    assert first["steps"] == second["steps"] == 3 + count_steps(SIZE - 24, 2, 8)
