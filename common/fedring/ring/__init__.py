@@ -7,6 +7,10 @@ Errors are RingErrors, on every rank; torch's C++ code (DistributedDataParallel'
 RuntimeErrors with the same text.
 """
 
+import os
+
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: a peer that leaves is no news
+
 import torch.distributed as dist
 
 from fedring.ring.endpoint import Endpoint

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import grpc
 
@@ -346,7 +347,7 @@ class Endpoint:
 def handler(exchange: Callable[[Iterator[bytes], grpc.ServicerContext], bytes]) -> grpc.GenericRpcHandler:
     """What a worker serves: `exchange`, and the pulse."""
     _, service, method = METHOD.split("/")
-    methods: dict[str, grpc.RpcMethodHandler] = {
+    methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         method: grpc.stream_unary_rpc_method_handler(exchange),
         pulse.METHOD.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(pulse.hold),
     }
