@@ -78,7 +78,7 @@ def _work(args: argparse.Namespace) -> None:
     store = FileStore(args.store, args.workers)
     dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.workers)
     ring, gloo = dist.new_group(backend="fedring"), dist.group.WORLD
-    if ring is None or gloo is None:
+    if not (isinstance(ring, dist.ProcessGroup) and isinstance(gloo, dist.ProcessGroup)):
         raise RuntimeError("this rank is in every group")
     if args.accuracy:
         for seed in range(args.seeds):

@@ -9,7 +9,22 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: stde
 
 import typer
 
-from fedring.ctl import bench, bench_parallel, demo, doctor, evaluate, guide, health, lists, models, start, stop, watch
+from fedring.ctl import (
+    bench,
+    bench_parallel,
+    demo,
+    doctor,
+    evaluate,
+    guide,
+    health,
+    lists,
+    models,
+    pipeline,
+    profile,
+    start,
+    stop,
+    watch,
+)
 from fedring.ctl.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
@@ -25,6 +40,7 @@ app = typer.Typer(
 )
 models_app = typer.Typer(no_args_is_help=True, help="List and export model versions.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, and draw what was measured.")
+pipeline_app = typer.Typer(no_args_is_help=True, help="See what a pipeline's schedule does, without running it.")
 
 _WORK, _SEE, _TRY = "Work", "See", "Try and check"
 
@@ -60,7 +76,14 @@ _verb(bench_app, "federated", bench.federated, "flctl bench federated --data-roo
       "flctl bench federated --dataset digits --subset 0 --rounds 3", panel=None)  # fmt: skip
 _verb(bench_app, "data-parallel", bench_parallel.data_parallel, "flctl bench data-parallel --data-root data",
       "flctl bench data-parallel --dataset digits --epochs 3 --workers 3", panel=None)  # fmt: skip
+_verb(app, "profile", profile.profile, "flctl profile --data-root data",
+      "flctl profile --dataset digits --hooks none,fp16,powersgd,dgc --output json", panel=_TRY)  # fmt: skip
 app.add_typer(bench_app, name="bench", rich_help_panel=_TRY)
+_verb(pipeline_app, "draw", pipeline.draw, "flctl pipeline draw 1f1b --stages 4 --micro-batches 8 --out 1f1b.png")
+_verb(pipeline_app, "print", pipeline.print_, "flctl pipeline print pipedream --stages 3 --versions macrobatch",
+      "flctl pipeline print interleaved_1f1b --stages 4 --workers 2 --output json | jq .bubble",
+      panel=None)  # fmt: skip
+app.add_typer(pipeline_app, name="pipeline", rich_help_panel=_TRY)
 _verb(app, "help", guide.help_, "flctl help run", "flctl help exit-codes")
 
 

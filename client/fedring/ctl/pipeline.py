@@ -1,0 +1,99 @@
+"""flctl pipeline: what a schedule does, as text or as a picture; nothing is run."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedring.ctl.failure import Failure
+from fedring.ctl.options import OutputOption
+from fedring.ctl.output import Output, percent, print_json, print_table, stderr_console, stdout_console
+from fedring.daemon.exits import Exit
+from fedring.pipeline.drawing import draw as draw_timeline
+from fedring.pipeline.drawing import text
+from fedring.pipeline.errors import ScheduleError
+from fedring.pipeline.schedules import NAMES, Schedule, Versions, make, pipedream
+from fedring.pipeline.simulation import Costs, check, simulate
+
+NameArgument = Annotated[str, typer.Argument(metavar="SCHEDULE", help=f"{', '.join(NAMES)}.", show_default=False)]
+StagesOption = Annotated[int, typer.Option("--stages", min=1, help="Parts of the model.")]
+CountOption = Annotated[int, typer.Option("--micro-batches", "-m", min=1, help="Micro-batches of a run.")]
+WorkersOption = Annotated[
+    int, typer.Option("--workers", min=0, help="Workers that share the stages of interleaved_1f1b; 0 = one a stage.")
+]
+IntervalOption = Annotated[
+    int, typer.Option("--interval", min=0, help="Micro-batches of an update of pipedream; 0 = what its versions need.")
+]
+VersionsOption = Annotated[Versions, typer.Option("--versions", help="Which weights a forward of pipedream uses.")]
+ForwardOption = Annotated[float, typer.Option("--forward", min=0, help="Time that a stage's forward takes.")]
+BackwardOption = Annotated[float, typer.Option("--backward", min=0, help="Time that a stage's backward takes.")]
+
+
+def draw(
+    name: NameArgument,
+    stages: StagesOption = 4,
+    micro_batches: CountOption = 8,
+    workers: WorkersOption = 0,
+    interval: IntervalOption = 0,
+    versions: VersionsOption = Versions.STASHED,
+    forward: ForwardOption = 1.0,
+    backward: BackwardOption = 2.0,
+    out: Annotated[Path, typer.Option("--out", dir_okay=False, help="The PNG to write.")] = Path("schedule.png"),
+) -> None:
+    """Draw who does what when, with the bubbles."""
+    schedule = _schedule(name, (stages, micro_batches, workers), interval, versions)
+    timeline = simulate(schedule, Costs(forward, backward))
+    try:
+        draw_timeline(timeline, out, title=f"{name}, {stages} stages, {micro_batches} micro-batches")
+    except OSError as error:
+        raise Failure(f"cannot write {out}: {error.strerror or error}") from error
+    stderr_console().print(f"{out}: bubble {percent(timeline.bubble)}")
+
+
+def print_(
+    name: NameArgument,
+    stages: StagesOption = 4,
+    micro_batches: CountOption = 8,
+    workers: WorkersOption = 0,
+    interval: IntervalOption = 0,
+    versions: VersionsOption = Versions.STASHED,
+    forward: ForwardOption = 1.0,
+    backward: BackwardOption = 2.0,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Print every worker's actions, and what each stage has to keep."""
+    schedule = _schedule(name, (stages, micro_batches, workers), interval, versions)
+    timeline, needs = simulate(schedule, Costs(forward, backward)), check(schedule)
+    if output is Output.JSON:
+        return print_json(_table(schedule) | {
+            "makespan": timeline.makespan,
+            "bubble": timeline.bubble,
+            "needs": [need._asdict() for need in needs],
+        })  # fmt: skip
+    stdout_console().print(text(schedule), soft_wrap=True)
+    rows = [(str(s), str(schedule.owner(s)), str(n.activations), str(n.versions)) for s, n in enumerate(needs)]
+    title = f"{name}: time {timeline.makespan:g}, bubble {percent(timeline.bubble)}"
+    print_table(title, ("stage>", "worker>", "activations kept>", "versions kept>"), rows)
+
+
+def _schedule(name: str, counts: tuple[int, int, int], interval: int, versions: Versions) -> Schedule:
+    stages, micro_batches, workers = counts
+    asynchronous = name == "pipedream"
+    if not asynchronous and (interval or versions is not Versions.STASHED):
+        raise Failure("--interval and --versions are for pipedream: the others have one update a run", Exit.USAGE)
+    try:
+        if asynchronous and not workers:
+            return pipedream(stages, micro_batches, interval=interval, versions=versions)
+        return make(name, stages, micro_batches, workers=workers)
+    except ScheduleError as error:
+        raise Failure(str(error), Exit.USAGE) from error
+
+
+def _table(schedule: Schedule) -> dict[str, Any]:
+    return {
+        "schedule": schedule.name,
+        "stages": schedule.stages,
+        "micro_batches": schedule.micro_batches,
+        "interval": schedule.interval,
+        "workers": [[action._asdict() for action in actions] for actions in schedule.workers],
+    }

@@ -1,0 +1,153 @@
+"""What PowerSGD remembers between steps."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from fedring.ddp.hooks.state import HookState
+
+log = logging.getLogger(__name__)
+
+_LARGEST_SEED = 1_000_000_000
+
+
+class PowerSGDState(HookState):
+    """Hyperparameters and memory of PowerSGD, with the names, defaults and random numbers of torch's PowerSGDState.
+
+    With `named_parameters` errors and factors are kept by name, else by the index of buckets, as torch does.
+    """
+
+    kind = "powersgd"
+
+    def __init__(  # the parameters are torch's
+        self,
+        process_group: dist.ProcessGroup | None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        super().__init__(process_group, named_parameters)
+        if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
+            raise ValueError(
+                "start_powerSGD_iter must be above 1 if use_error_feedback or warm_start is on: DDP makes other "
+                "buckets after the first step"
+            )
+        if matrix_approximation_rank < 1:
+            raise ValueError(f"matrix_approximation_rank must be at least 1, not {matrix_approximation_rank}")
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
+        self.random_seed = random_seed
+        self.rng = np.random.RandomState(random_seed)  # at the start of this step; equal on all workers
+        self.error_dict: dict[str, Tensor] = {}  # what this worker's matrices were and the sent ones were not
+        self.q_memory_dict: dict[str, Tensor] = {}  # [columns, rank] right factors; equal on all workers
+        self.iter = 0
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+        self.next_stats_report = 0
+        self._drawing = np.random.RandomState(random_seed)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether this step is compressed; the first `start_powerSGD_iter` are not."""
+        return self.iter >= self.start_powerSGD_iter
+
+    def begin(self, bucket: GradBucket) -> None:
+        """The bucket of this step is about to be sent; what a step that failed has drawn, is drawn again."""
+        if bucket.index() == 0:
+            self._drawing.set_state(self.rng.get_state(legacy=False))
+
+    def end(self, bucket: GradBucket) -> None:
+        """The bucket was sent, and the last one ends the step."""
+        if not bucket.is_last():
+            return
+        if self.compresses and self.iter >= self.next_stats_report:
+            rate, before, after = self.compression_stats()
+            log.info("PowerSGD at step %d: %d entries sent as %d, rate %.1f", self.iter, before, after, rate)
+            self.next_stats_report = self.iter + self.compression_stats_logging_frequency
+        self.rng.set_state(self._drawing.get_state(legacy=False))
+        self.iter += 1
+
+    def generator(self) -> torch.Generator:
+        """Random numbers that are equal on all workers, and others each time."""
+        return torch.Generator().manual_seed(int(self._drawing.randint(_LARGEST_SEED)))
+
+    @property
+    def draws_by_name(self) -> bool:
+        """Whether each parameter's random numbers are its own, so that they do not depend on buckets.
+
+        With a warm start numbers are drawn once, and then as torch's hook draws them.
+        """
+        return self.names.bound and not self.warm_start
+
+    def generator_of(self, name: str) -> torch.Generator:
+        """Random numbers for the parameter and the step, equal on all workers."""
+        return torch.Generator().manual_seed(crc32(f"{self.random_seed} {self.iter} {name}".encode()))
+
+    def count(self, before: int, after: int) -> None:
+        """Of `before` entries `after` are sent."""
+        self.total_numel_before_compression += before
+        self.total_numel_after_compression += after
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """How many times fewer entries are sent than there are; how many there were; how many were sent."""
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return before / after if after else 0.0, before, after
+
+    def with_error(self, name: str, grad: Tensor) -> Tensor:
+        """`grad` [n] plus what earlier steps left out of it, a new tensor [n] of at least float32."""
+        error = self.error_dict.get(name)
+        if not self.use_error_feedback or error is None or error.numel() != grad.numel():
+            return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+        return grad + error
+
+    def keep_error(self, name: str, target: Tensor, sent: Tensor) -> None:
+        """What `sent` [n] leaves out of `target` [n] goes into the next step."""
+        if self.use_error_feedback:
+            self.error_dict[name] = target - sent
+
+    def rescale(self, old_world: int, new_world: int) -> None:
+        """As HookState.rescale."""
+        for error in self.error_dict.values():
+            error.mul_(new_world / old_world)
+
+    def _contents(self) -> dict[str, Any]:
+        twister = self.rng.get_state(legacy=False)["state"]
+        return {
+            "iter": self.iter,
+            "next_stats_report": self.next_stats_report,
+            "numel_before": self.total_numel_before_compression,
+            "numel_after": self.total_numel_after_compression,
+            "rng": torch.from_numpy(twister["key"].astype(np.int64)),
+            "rng_position": int(twister["pos"]),
+            "error": dict(self.error_dict),
+            "q": dict(self.q_memory_dict),
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.error_dict = self._checked(state["error"])
+        self.q_memory_dict = {name: tensor.clone() for name, tensor in state["q"].items()}
+        self.iter, self.next_stats_report = state["iter"], state["next_stats_report"]
+        self.total_numel_before_compression = state["numel_before"]
+        self.total_numel_after_compression = state["numel_after"]
+        words = state["rng"].numpy().astype(np.uint32)
+        self.rng.set_state(("MT19937", words, state["rng_position"], 0, 0.0))

@@ -1,0 +1,102 @@
+"""What the states of all hooks have in common: a group, names, and checkpoints."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fedring.ddp.hooks.gradients import Names
+from fedring.ddp.hooks.turns import Turns
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+_NOT_SAVED = ("process_group", "names", "turns")
+
+
+class HookState:
+    """The state of one hook on one worker; subclasses say what they keep."""
+
+    kind = ""
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, named_parameters: Iterable[tuple[str, Tensor]] | None
+    ) -> None:
+        self.process_group = process_group  # None is the default group
+        self.names = Names(named_parameters)
+        self.turns = Turns()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group to exchange with."""
+        group = self.process_group or dist.group.WORLD
+        if group is None:
+            raise ValueError("a hook needs a process group: call torch.distributed.init_process_group first")
+        return group
+
+    def bind(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """The state is kept by these names from now on, so that it outlives its buckets."""
+        self.names = Names(named_parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, which are the state's own, and plain values; each worker has another."""
+        self._check_bound()
+        return {"version": _VERSION, "kind": self.kind, "workers": self.group.size(), **self._contents()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """This is the state that `state` was taken from, of as many workers as there are now."""
+        self._check_bound()
+        if (state["version"], state["kind"]) != (_VERSION, self.kind):
+            raise ValueError(
+                f"a {state['kind']} state of version {state['version']} cannot be read as {self.kind}, {_VERSION}"
+            )
+        self._load(state)
+        if state["workers"] != self.group.size():
+            self.rescale(state["workers"], self.group.size())
+
+    def rescale(self, old_world: int, new_world: int) -> None:
+        """What is owed counts in a mean over `new_world` workers as it would have in one over `old_world`."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        log.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+        return {name: value for name, value in vars(self).items() if name not in _NOT_SAVED} | {
+            "_was_bound": self.names.bound
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        log.warning(
+            "NOTE: Process group will be set to the default group. If a different group is desired, please set "
+            "`process_group` after the state is loaded."
+        )
+        bound = state.pop("_was_bound")
+        vars(self).update(state)
+        self.process_group = dist.group.WORLD
+        self.names = Names(() if bound else None)
+        self.turns = Turns()
+
+    def _contents(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _load(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _check_bound(self) -> None:
+        if not self.names.bound:
+            raise ValueError(
+                f"a {self.kind} state without names is kept by the index of buckets, which is of no use in another "
+                "training: make it with named_parameters=model.named_parameters()"
+            )
+
+    def _checked(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of `tensors`, of which each belongs to a parameter and has its number of entries, on its device."""
+        copies = {}
+        for name, tensor in tensors.items():
+            parameter = self.names.parameters.get(name)
+            if parameter is None or parameter.numel() != tensor.numel():
+                wanted = 0 if parameter is None else parameter.numel()
+                raise ValueError(f"the {self.kind} state has {tensor.numel()} entries of {name}, not {wanted}")
+            copies[name] = tensor.detach().to(parameter.device, copy=True)
+        return copies

@@ -1,0 +1,31 @@
+"""flctl profile, with real workers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def flctl(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "fedring.ctl.main", "profile", "--dataset", "digits", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_profile_has_figures_of_every_hook_a_verdict_and_a_plot(tmp_path: Path) -> None:
+    done = flctl("--hooks", "none,int8,topk", "--steps", "10", "--out", str(tmp_path), "--output", "json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result == json.loads((tmp_path / "profile.json").read_text())
+    assert [row["hook"] for row in result["results"]] == ["none", "int8", "topk"]
+    dense, int8, topk = (row["bytes_per_step"] for row in result["results"])
+    assert dense > int8 > topk > 0
+    assert result["noop_step_seconds"] > 0
+    assert "communication" in result["verdict"]
+    assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_worker_that_fails_ends_the_others_and_has_the_last_word(tmp_path: Path) -> None:
+    done = flctl("--model", "fedring.train.models:none_such", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "none_such" in done.stderr
+    assert not (tmp_path / "profile.json").exists()

@@ -1,0 +1,42 @@
+"""Trainings with hooks: beside torch's own hooks, stopped and resumed, and with many local steps between exchanges."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.system.hook_trainings import RESUMED, beside_torch, loaded_whole, locally, stopped
+from tests.system.ring_scripts import ranks
+
+
+@pytest.mark.parametrize(("backend", "size", "buckets"), [("gloo", 3, "one"), ("fedring", 2, "many")])
+def test_power_sgd_does_as_torchs_does_where_that_works(backend: str, size: int, buckets: str, tmp_path: Path) -> None:
+    for ends in ranks.run(partial(beside_torch, buckets=buckets), size, tmp_path, backend=backend):
+        for name, end in ends.items():
+            assert end["apart"] < 1e-5, name
+            assert end["from dense"] > 1e-5, name
+
+
+@pytest.mark.parametrize("backend", ["gloo", "fedring"])
+def test_stopping_and_going_on_in_other_buckets_changes_no_bit(backend: str, tmp_path: Path) -> None:
+    results = ranks.run(stopped, 2, tmp_path, backend=backend)
+    for name in RESUMED:
+        for result in results:
+            assert result[name]["resumed"] == result[name]["straight"] == results[0][name]["straight"], name
+            assert result[name]["forgetful"] != result[name]["straight"], name
+
+
+def test_a_state_loaded_as_an_object_asks_for_its_names_and_goes_on(tmp_path: Path) -> None:
+    for result in ranks.run(loaded_whole, 2, tmp_path):
+        assert "bind(model.named_parameters())" in result["error"]
+        assert result["equal"]
+
+
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 3), ("fedring", 2)])
+def test_local_steps_end_in_equal_workers(backend: str, size: int, tmp_path: Path) -> None:
+    first, *others = ranks.run(locally, size, tmp_path, backend=backend)
+    assert first["far from the mean"] < 1e-6
+    assert all(first["apart before"])
+    assert all(other["digests"] == first["digests"] for other in others)
+    assert first["resumed"]
+    assert 0 < first["compressed"] < 0.05

@@ -1,0 +1,140 @@
+"""Stages in processes of their own, over Gloo and over our ring."""
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fedring.pipeline.schedules import Kind, Schedule, Versions, make, pipedream
+from fedring.pipeline.transport import GroupTransport
+from fedring.pipeline.worker import LocalPipeline, Worker
+from tests.system.ring_scripts import ranks
+from tests.unit.test_pipeline_stage import Recorder, alone, batches, layers, stages_of, values
+
+BACKENDS = ("gloo", "fedring")
+STEPS = 4
+
+
+def schedule_of(name: str, stages: int, workers: int) -> Schedule:
+    if name in list(Versions):
+        return pipedream(stages, 12, versions=Versions(name))
+    return make(name, stages, 4, workers=workers)
+
+
+def train(rank: int, size: int, *, name: str, stages: int, optimizer: str, credits: int = 2) -> dict[str, Any]:
+    """This rank's part of the training: its losses, and its stages' parameters."""
+    schedule = schedule_of(name, stages, size)
+    parts = layers()
+    built = stages_of(parts, schedule, optimizer, recompute=name == "gpipe")
+    mine = {number: stage for number, stage in enumerate(built) if schedule.owner(number) == rank}
+    recorder, transport = Recorder(), GroupTransport(credits=credits)
+    worker = Worker(mine, schedule, transport, watch=recorder)
+    losses = []
+    for inputs, targets in micro_batches(schedule):
+        losses += worker.run(inputs if 0 in mine else None, targets if stages - 1 in mine else None).losses
+    tensors = {number: [value.flatten().tolist() for value in values([mine[number].module])] for number in mine}
+    return {"losses": losses, "parameters": tensors, "sent": transport.sent_bytes, "pairs": recorder.pairs}
+
+
+def micro_batches(schedule: Schedule) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """The steps; shapes differ within each."""
+    if schedule.name == "pipedream":
+        data = [batches(schedule.micro_batches, size) for size in (4, 6)]
+        return [([x for x, _ in run], [y for _, y in run]) for run in data]
+    return [(list(x.chunk(4)), list(y.chunk(4))) for x, y in batches(STEPS)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "stages", "workers", "optimizer"), [
+    ("gpipe", 2, 2, "momentum"), ("gpipe", 4, 4, "adam"), ("1f1b", 2, 2, "adam"), ("1f1b", 4, 4, "momentum"),
+    ("interleaved_1f1b", 4, 2, "momentum"),
+])  # fmt: skip
+def test_stages_in_processes_train_as_one_process_does(
+    name: str, stages: int, workers: int, optimizer: str, backend: str, tmp_path: Path
+) -> None:
+    body = partial(train, name=name, stages=stages, optimizer=optimizer)
+    results = ranks.run(body, workers, tmp_path, backend=backend)
+    expected = layers()
+    losses = alone(expected, optimizer, batches(STEPS))
+    last = results[(stages - 1) % workers]
+    assert last["losses"] == pytest.approx(losses, rel=1e-9)
+    _compare(results, expected, stages)
+    assert all(result["sent"] > 0 for result in results)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("versions", Versions)
+def test_pipedream_in_processes_is_pipedream_in_one(versions: Versions, backend: str, tmp_path: Path) -> None:
+    body = partial(train, name=str(versions), stages=4, optimizer="momentum", credits=1)
+    results = ranks.run(body, 4, tmp_path, backend=backend)
+    schedule, parts = schedule_of(versions, 4, 4), layers()
+    pipeline = LocalPipeline(stages_of(parts, schedule), schedule)
+    losses = [loss for inputs, targets in micro_batches(schedule) for loss in pipeline.run(inputs, targets).losses]
+    assert results[3]["losses"] == pytest.approx(losses, rel=1e-9)
+    _compare(results, parts, 4)
+    assert [result["pairs"] for result in results] == [24] * 4
+
+
+def _compare(results: list[dict[str, Any]], parts: list[torch.nn.Module], stages: int) -> None:
+    found = {int(number): values for result in results for number, values in result["parameters"].items()}
+    flat = [torch.tensor(value, dtype=torch.float64) for number in range(stages) for value in found[number]]
+    wanted = [value.flatten() for value in values(parts)]
+    torch.testing.assert_close(flat, wanted, rtol=1e-8, atol=1e-10)
+
+
+def train_until_the_end(rank: int, size: int, *, folder: str, victim: int) -> dict[str, Any]:
+    """Trains until a stage dies, which `victim` does in its 3rd step, between a forward and its backward."""
+    schedule = make("1f1b", size, 8)
+    transport = GroupTransport()
+    seen = 0
+
+    def watch(action: Any, weights: Any) -> None:
+        nonlocal seen
+        seen += action.kind is Kind.FORWARD
+        if rank == victim and seen == 20:
+            Path(folder, "died").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    parts = layers()
+    worker = Worker({rank: stages_of(parts, schedule)[rank]}, schedule, transport, watch=watch)
+    (data,) = batches(1, 16)
+
+    def body() -> None:
+        while True:
+            worker.run(data[0].chunk(8) if rank == 0 else None, data[1].chunk(8) if rank == size - 1 else None)
+
+    error = ranks.error_of(body)
+    Path(folder, f"{rank}.told").write_text(str(time.time()))
+    dist.destroy_process_group()
+    return error | {"steps": worker.step}
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_when_a_stage_is_killed_every_other_raises_in_time(victim: int, tmp_path: Path) -> None:
+    with pytest.raises(ranks.RankFailed, match=f"rank {victim} ended with -9"):
+        ranks.run(partial(train_until_the_end, folder=str(tmp_path), victim=victim), 3, tmp_path)
+    died = float((tmp_path / "died").read_text())
+    for rank in {0, 1, 2} - {victim}:
+        assert float((tmp_path / f"{rank}.told").read_text()) - died < 5
+        assert '"kind": "PeerLost"' in (tmp_path / f"{rank}.json").read_text()
+
+
+def fail_in_the_middle(rank: int, size: int) -> dict[str, Any]:
+    """The loss of the last stage raises; the others wait for its gradients."""
+    schedule = make("1f1b", size, 4)
+    worker = Worker({rank: stages_of(layers(), schedule)[rank]}, schedule, GroupTransport())
+    ((inputs, targets),) = batches(1)
+    wrong = [*targets.chunk(4)[:2], torch.full((3,), 9), targets[9:]]
+    return ranks.error_of(lambda: worker.run(inputs.chunk(4) if rank == 0 else None, wrong if rank == 3 else None))
+
+
+def test_a_stage_that_fails_by_itself_is_heard_of_everywhere(tmp_path: Path) -> None:
+    errors = ranks.run(fail_in_the_middle, 4, tmp_path)
+    assert errors[3]["kind"] == "IndexError"
+    assert all("rank 3 has aborted" in error["text"] for error in errors[:3]), errors

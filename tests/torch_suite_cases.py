@@ -1,0 +1,56 @@
+"""torch's tests of a distributed backend, started in copies of one process that has torch imported already.
+
+Imported only by tests.torch_suite, with the variables SUITE_BACKEND, WORLD_SIZE and BACKEND set. The suite decides by
+the backend's name, when it is imported, which tests to skip, and skips every feature of a name that it does not know.
+So it is imported as Gloo's, and asks for the other backend by a name that equals Gloo's: nothing that Gloo can do is
+left out.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing
+from torch.testing._internal.distributed import distributed_test
+from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
+
+import fedring.ring  # noqa: F401  # registers the backend
+
+
+class _LikeGloo(str):
+    """The name of a backend, which is taken for Gloo where tests compare it."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return other == "gloo" or str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+distributed_test.BACKEND = _LikeGloo(os.environ["SUITE_BACKEND"])  # what each test makes its group with
+logging.getLogger().setLevel(logging.ERROR)
+
+
+class TorchSuite(TestDistBackend, DistributedTest._DistTestBase):
+    """Every test of torch's that can be run with a number of ranks on one host."""
+
+    def setUp(self) -> None:
+        """The ranks of the test that is about to run are started."""
+        super().setUp()  # type: ignore[no-untyped-call]  # torch's
+        context: Any = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.torch_suite_cases"])
+
+        def process(*, target: Callable[..., None], args: tuple[Any, ...], **options: Any) -> Any:
+            return context.Process(target=_in_environment, args=(dict(os.environ), target, *args), **options)
+
+        self._start_processes(process)
+
+
+def _in_environment(variables: dict[str, str], target: Callable[..., None], *args: Any, **options: Any) -> None:
+    """Call `target` with the variables of the process that starts it, which the copied process does not have."""
+    os.environ.update(variables)
+    target(*args, **options)

@@ -1,0 +1,164 @@
+"""The states of communication hooks, in a group of one worker."""
+
+import copy
+import io
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
+
+from fedring.ddp import hooks
+from fedring.ddp.hooks.state import HookState
+from fedring.ddp.local_sgd import LocalSGD
+
+Make = Callable[..., HookState]
+
+MAKERS: dict[str, tuple[Make, Any]] = {
+    "powersgd": (lambda **names: hooks.PowerSGDState(None, start_powerSGD_iter=2, **names), hooks.powerSGD_hook),
+    "int8": (lambda **names: hooks.Int8State(None, **names), hooks.int8_hook),
+    "topk": (lambda **names: hooks.TopKState(None, **names), hooks.topk_hook),
+}
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(24, 16)
+
+
+def train(net: nn.Module, state: Any, hook: Any, *, steps: int, values: Tensor | None = None) -> Tensor:
+    """Some steps; the weight's gradient of the last."""
+    ddp = DistributedDataParallel(net)
+    ddp.register_comm_hook(state, hook)
+    for step in range(steps):
+        net.zero_grad()
+        inputs = torch.randn(4, 24, generator=torch.Generator().manual_seed(step)) if values is None else values
+        (ddp(inputs) ** 2).sum().backward()
+    grad = next(net.parameters()).grad
+    assert grad is not None
+    return grad
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_state_without_names_says_why_it_has_no_state_dict(kind: str) -> None:
+    make, hook = MAKERS[kind]
+    state = make()
+    train(model(), state, hook, steps=4)
+    with pytest.raises(ValueError, match=r"named_parameters=model\.named_parameters"):
+        state.state_dict()
+    with pytest.raises(ValueError, match=r"named_parameters=model\.named_parameters"):
+        state.load_state_dict({})
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_state_dict_survives_a_file_of_tensors_and_plain_values(kind: str) -> None:
+    make, hook = MAKERS[kind]
+    net = model()
+    state = make(named_parameters=net.named_parameters())
+    train(net, state, hook, steps=4)
+    file = io.BytesIO()
+    torch.save(state.state_dict(), file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    other = make(named_parameters=model().named_parameters())
+    other.load_state_dict(loaded)
+    assert str(other.state_dict()) == str(state.state_dict())
+    assert "weight" in str(state.state_dict())
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_state_of_another_kind_or_of_another_model_is_refused(kind: str) -> None:
+    make, hook = MAKERS[kind]
+    net = model()
+    state = make(named_parameters=net.named_parameters())
+    train(net, state, hook, steps=4)
+    saved = state.state_dict()
+    with pytest.raises(ValueError, match="cannot be read"):
+        state.load_state_dict(saved | {"kind": "another"})
+    other = make(named_parameters=nn.Linear(3, 4).named_parameters())
+    with pytest.raises(ValueError, match=rf"the {kind} state has 384 entries of weight, not 12"):
+        other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_state_is_copied_whole_without_its_group_and_says_so(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, hook = MAKERS[kind]
+    net = model()
+    state = make(named_parameters=net.named_parameters())
+    state.process_group = dist.group.WORLD
+    train(net, state, hook, steps=4)
+    with caplog.at_level(logging.WARNING):
+        other = copy.deepcopy(state)
+    assert "not serializable and excluded" in caplog.text
+    assert "set to the default group" in caplog.text
+    assert other.process_group is dist.group.WORLD
+    assert "process_group" not in state.__getstate__()
+    other.bind(net.named_parameters())
+    assert str(other.state_dict()) == str(state.state_dict())
+
+
+@pytest.mark.parametrize("options", [{}, {"warm_start": False}, {"use_error_feedback": False}])
+def test_power_sgd_refuses_to_start_before_buckets_are_made_anew(options: dict[str, bool]) -> None:
+    with pytest.raises(ValueError, match="start_powerSGD_iter"):
+        hooks.PowerSGDState(None, start_powerSGD_iter=1, **options)  # type: ignore[arg-type]
+    hooks.PowerSGDState(None, start_powerSGD_iter=0, use_error_feedback=False, warm_start=False)
+
+
+def test_power_sgd_logs_how_much_smaller_messages_are(caplog: pytest.LogCaptureFixture) -> None:
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=2, compression_stats_logging_frequency=2)
+    with caplog.at_level(logging.INFO, "fedring.ddp.hooks.powersgd_state"):
+        train(model(), state, hooks.powerSGD_hook, steps=6)
+    rate, before, after = state.compression_stats()
+    assert (before, after) == (4 * 400, 4 * (40 + 16))
+    assert rate == pytest.approx(before / after)
+    assert [record.args[0] for record in caplog.records if record.args] == [2, 4]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", ["powersgd", "int8"])
+def test_a_step_that_is_not_finite_says_so_and_poisons_no_later_one(kind: str) -> None:
+    make, hook = MAKERS[kind]
+    net = model()
+    state = make(named_parameters=net.named_parameters())
+    train(net, state, hook, steps=4)
+    assert not train(net, state, hook, steps=1, values=torch.full((4, 24), float("inf"))).isfinite().all()
+    assert train(net, state, hook, steps=1).isfinite().all()
+
+
+def test_topk_refuses_a_step_that_is_not_finite() -> None:
+    net = model()
+    state = hooks.TopKState(None, named_parameters=net.named_parameters())
+    with pytest.raises(Exception, match="non_finite"):
+        train(net, state, hooks.topk_hook, steps=1, values=torch.full((4, 24), float("nan")))
+    assert train(net, state, hooks.topk_hook, steps=1).isfinite().all()
+
+
+def test_a_parameter_without_a_name_is_refused() -> None:
+    state = hooks.Int8State(None, named_parameters=[])
+    with pytest.raises(Exception, match=r"shape \(16, 24\) is not among the named_parameters|shape \(16,\)"):
+        train(model(), state, hooks.int8_hook, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: hooks.TopKState(None, ratio=0), "ratio"),
+        (lambda: hooks.Int8State(None, chunk=0), "chunk"),
+        (lambda: hooks.Int8State(None, feedback="most"), "feedback"),  # type: ignore[arg-type]
+        (lambda: hooks.PowerSGDState(None, matrix_approximation_rank=0), "rank"),
+        (lambda: LocalSGD(None, [], every=0), "every"),
+    ],
+)
+def test_what_cannot_work_is_refused(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()

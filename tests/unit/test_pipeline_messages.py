@@ -1,0 +1,109 @@
+"""Messages between stages: a header says what comes, and none is trusted; the order of arrival does not matter."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedring.pipeline.errors import PipelineError
+from fedring.pipeline.messages import HEADER_WORDS, Key, Message, header, parse
+from fedring.pipeline.schedules import Kind
+from fedring.pipeline.search import Curve, Point, search_micro_batches
+from fedring.pipeline.transport import LocalTransport, Mailbox
+
+LIMIT = 1 << 20
+KINDS = st.sampled_from([Kind.FORWARD, Kind.BACKWARD])
+NUMBERS = st.integers(0, 1 << 40)
+
+
+def message(micro_batch: int = 0) -> Message:
+    return Message(Key(3, Kind.FORWARD, 1, micro_batch), 7, torch.full((2, micro_batch + 1), float(micro_batch)))
+
+
+@given(KINDS, st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS), st.lists(st.integers(0, 3), max_size=8))
+def test_a_header_says_what_the_message_is(kind: Kind, numbers: tuple[int, int, int, int], shape: list[int]) -> None:
+    step, stage, micro_batch, version = numbers
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        sent = Message(Key(step, kind, stage, micro_batch), version, torch.zeros(shape, dtype=dtype))
+        found = parse(header(sent), max_bytes=LIMIT)
+        assert (found.key, found.version) == (sent.key, version)
+        assert (found.tensor.shape, found.tensor.dtype) == (sent.tensor.shape, dtype)
+
+
+@given(st.integers(0, HEADER_WORDS - 1), st.integers(-(1 << 63), (1 << 63) - 1))
+def test_a_wrong_header_is_refused_or_asks_for_no_more_than_the_limit(place: int, value: int) -> None:
+    words = header(message())
+    words[place] = value
+    try:
+        found = parse(words, max_bytes=LIMIT)
+    except PipelineError:
+        return
+    assert found.tensor.nbytes <= LIMIT
+
+
+def test_tensors_that_no_header_describes_are_not_sent() -> None:
+    with pytest.raises(PipelineError, match="cannot send"):
+        header(Message(message().key, 0, torch.zeros(1, dtype=torch.complex64)))
+
+
+def test_messages_are_found_whatever_the_order_in_which_they_came() -> None:
+    box = Mailbox()
+    for micro_batch in (2, 0, 3, 1):
+        box.put(message(micro_batch))
+    for micro_batch in range(4):
+        found, _ = box.take(message(micro_batch).key)
+        assert found.tensor.shape == (2, micro_batch + 1)
+
+
+def test_a_message_that_comes_twice_is_refused_even_after_it_was_taken() -> None:
+    box = Mailbox()
+    box.put(message())
+    box.take(message().key)
+    with pytest.raises(PipelineError, match="came twice"):
+        box.put(message())
+
+
+def test_whoever_waits_for_a_message_hears_of_a_failure() -> None:
+    box, errors, waits = Mailbox(), [], threading.Event()
+
+    def wait() -> None:
+        waits.set()
+        try:
+            box.take(message().key)
+        except PipelineError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waits.wait()
+    box.fail(PipelineError("the stage before is lost"))
+    thread.join(30)
+    assert errors == ["the stage before is lost"]
+
+
+def test_within_a_process_a_wrong_order_is_an_error_and_not_a_wait() -> None:
+    transport = LocalTransport()
+    with pytest.raises(PipelineError, match="was not sent"):
+        transport.receive(message().key)
+    transport.send(message())
+    with pytest.raises(PipelineError, match="sent twice"):
+        transport.send(message())
+
+
+def test_the_search_measures_by_turns_and_warms_up() -> None:
+    calls: list[int] = []
+    curve = search_micro_batches(calls.append, [2, 8], repeats=2)
+    assert calls == [2, 8] * 3
+    assert [point.micro_batches for point in curve.points] == [2, 8]
+
+
+def test_the_best_number_is_the_fastest_and_of_equals_the_smaller() -> None:
+    assert Curve([Point(2, 0.3), Point(8, 0.1), Point(4, 0.1), Point(16, 0.2)]).best == 4
+
+
+@pytest.mark.parametrize(("candidates", "repeats"), [([], 1), ([0], 1), ([2], 0)])
+def test_a_search_of_nothing_is_refused(candidates: list[int], repeats: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        search_micro_batches(lambda count: None, candidates, repeats=repeats)

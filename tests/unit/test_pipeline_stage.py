@@ -1,0 +1,220 @@
+"""Stages in one process: what any schedule comes to is what one process without a pipeline comes to."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fedring.pipeline.errors import PipelineError
+from fedring.pipeline.schedules import Action, Kind, Schedule, Versions, make, pipedream
+from fedring.pipeline.simulation import check
+from fedring.pipeline.stage import Stage
+from fedring.pipeline.stash import WeightStashing
+from fedring.pipeline.worker import LocalPipeline
+
+OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+def layers(*, dropout: float = 0.0) -> list[nn.Module]:
+    """Four layers of different widths, in float64, so that the order of a sum hardly matters."""
+    torch.manual_seed(0)
+    parts = [nn.Linear(5, 8), nn.Linear(8, 7), nn.Linear(7, 6), nn.Linear(6, 3)]
+    return [nn.Sequential(part, nn.Tanh(), nn.Dropout(dropout)).double() for part in parts]
+
+
+def batches(count: int, size: int = 10) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 5, generator=generator, dtype=torch.float64), torch.randint(3, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def alone(parts: Sequence[nn.Module], optimizer: str, data: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+    model = nn.Sequential(*parts)
+    stepper = OPTIMIZERS[optimizer](list(model.parameters()))
+    losses = []
+    for inputs, targets in data:
+        stepper.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        stepper.step()
+        losses.append(loss.item())
+    return losses
+
+
+def stages_of(
+    parts: Sequence[nn.Module], schedule: Schedule, optimizer: str = "momentum", *, recompute: bool = False
+) -> list[Stage]:
+    each = len(parts) // schedule.stages
+    needs = check(schedule)
+    stages = []
+    for number in range(schedule.stages):
+        module = nn.Sequential(*parts[number * each : (number + 1) * each])
+        stash = WeightStashing(OPTIMIZERS[optimizer](list(module.parameters())), bound=needs[number].versions)
+        loss = cross_entropy if number == schedule.stages - 1 else None
+        stages.append(Stage(module, stash, loss=loss, recompute=recompute))
+    return stages
+
+
+def values(parts: Sequence[nn.Module]) -> list[Tensor]:
+    return [parameter.detach() for part in parts for parameter in part.parameters()]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "stages", "workers"), [
+    ("gpipe", 2, 2), ("gpipe", 4, 4), ("1f1b", 2, 2), ("1f1b", 4, 4), ("1f1b", 1, 1), ("interleaved_1f1b", 4, 2),
+])  # fmt: skip
+def test_flushed_schedules_train_as_one_process_does(
+    name: str, stages: int, workers: int, optimizer: str, recompute: bool
+) -> None:
+    parts, data = layers(), batches(5)
+    expected = layers()
+    losses = alone(expected, optimizer, data)
+    schedule = make(name, stages, 4, workers=workers)
+    pipeline = LocalPipeline(stages_of(parts, schedule, optimizer, recompute=recompute), schedule)
+    found = [pipeline.run(x.chunk(4), y.chunk(4)).losses[0] for x, y in data]  # of 3, 3, 3 and 1 samples
+    assert found == pytest.approx(losses, rel=1e-9)
+    torch.testing.assert_close(values(parts), values(expected), rtol=1e-8, atol=1e-10)
+
+
+def test_recomputation_repeats_the_random_numbers_and_keeps_no_activations() -> None:
+    results = []
+    for recompute in (False, True):
+        parts = layers(dropout=0.4)
+        schedule = make("1f1b", 2, 5)
+        pipeline = LocalPipeline(stages_of(parts, schedule, recompute=recompute), schedule)
+        torch.manual_seed(7)
+        for x, y in batches(3):
+            pipeline.run(x.chunk(5), y.chunk(5))
+        results.append(values(parts))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_running_averages_take_in_each_micro_batch_once_even_if_recomputed() -> None:
+    counts = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        parts = [nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double(), nn.Linear(4, 3).double()]
+        schedule = make("gpipe", 2, 5)
+        LocalPipeline(stages_of(parts, schedule, recompute=recompute), schedule).run(
+            *(part.chunk(5) for part in batches(1)[0])
+        )
+        counts.append([buffer.clone() for buffer in parts[0].buffers()])
+    assert counts[0][2] == 5
+    torch.testing.assert_close(counts[0], counts[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("versions", Versions)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_pipedream_gives_what_delayed_gradients_give(stages: int, versions: Versions, optimizer: str) -> None:
+    data = batches(12)
+    parts, expected = layers(), layers()
+    schedule = pipedream(stages, len(data), versions=versions)
+    recorder = Recorder()
+    built = stages_of(parts, schedule, optimizer)
+    report = LocalPipeline(built, schedule, watch=recorder).run([x for x, _ in data], [y for _, y in data])
+    losses = delayed(expected, schedule, optimizer, data)
+    assert recorder.pairs == stages * len(data)
+    assert report.losses == pytest.approx(losses, rel=1e-9)
+    torch.testing.assert_close(values(parts), values(expected), rtol=1e-8, atol=1e-10)
+    for stage, need in zip(built, check(schedule), strict=True):
+        assert stage.stash.most_kept == need.versions
+        assert stage.most_flying == need.activations
+        assert stage.stash.versions == [stage.stash.version]
+
+
+class Recorder:
+    """Checks that the values a backward uses are those its forward used."""
+
+    def __init__(self) -> None:
+        self._used: dict[tuple[int, int], list[Tensor]] = {}
+        self.pairs = 0
+
+    def __call__(self, action: Action, weights: Sequence[Tensor]) -> None:
+        place = action.stage, action.micro_batch
+        now = [weight.detach().clone() for weight in weights]
+        if action.kind is Kind.FORWARD:
+            self._used[place] = now
+        else:
+            assert all(torch.equal(a, b) for a, b in zip(self._used.pop(place), now, strict=True))
+            self.pairs += 1
+
+
+def delayed(
+    parts: Sequence[nn.Module], schedule: Schedule, optimizer: str, data: Sequence[tuple[Tensor, Tensor]]
+) -> list[float]:
+    """The losses of training whose gradients are those of the schedule's older weights, with copies of all of them."""
+    each = len(parts) // schedule.stages
+    groups = [nn.Sequential(*parts[s * each : (s + 1) * each]) for s in range(schedule.stages)]
+    steppers = [OPTIMIZERS[optimizer](list(group.parameters())) for group in groups]
+    history = [[{k: v.clone() for k, v in group.state_dict().items()}] for group in groups]
+    used = {(a.stage, a.micro_batch): a.version for w in schedule.workers for a in w if a.kind is Kind.FORWARD}
+    losses = [0.0] * -(-len(data) // schedule.interval)
+    for m, (inputs, targets) in enumerate(data):
+        for s, group in enumerate(groups):
+            group.load_state_dict(history[s][used[s, m]])
+        first = m // schedule.interval * schedule.interval
+        share = min(schedule.interval, len(data) - first)
+        loss = cross_entropy(nn.Sequential(*groups)(inputs), targets) / share
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        losses[m // schedule.interval] += loss.item()
+        if (m + 1) % schedule.interval == 0 or m + 1 == len(data):
+            for s, (group, stepper) in enumerate(zip(groups, steppers, strict=True)):
+                group.load_state_dict(history[s][-1])
+                stepper.step()
+                stepper.zero_grad()
+                history[s].append({k: v.clone() for k, v in group.state_dict().items()})
+    return losses
+
+
+def test_shapes_may_change_from_micro_batch_to_micro_batch() -> None:
+    schedule = make("1f1b", 2, 3)
+    parts, expected, ((inputs, targets),) = layers(), layers(), batches(1)
+    sizes = ((0, 1), (1, 8), (8, 10))
+    pipeline = LocalPipeline(stages_of(parts, schedule), schedule)
+    report = pipeline.run([inputs[a:b] for a, b in sizes], [targets[a:b] for a, b in sizes])
+    assert report.losses == pytest.approx(alone(expected, "momentum", [(inputs, targets)]), rel=1e-9)
+
+
+def test_a_failed_run_leaves_nothing_behind() -> None:
+    schedule = make("gpipe", 2, 2)
+    parts, expected, ((inputs, targets),) = layers(), layers(), batches(1)
+    pipeline = LocalPipeline(stages_of(parts, schedule), schedule)
+    with pytest.raises(IndexError):
+        pipeline.run(inputs.chunk(2), (targets[:5], targets[5:] + 9))  # no such class
+    losses = pipeline.run(inputs.chunk(2), targets.chunk(2)).losses
+    assert losses == pytest.approx(alone(expected, "momentum", [(inputs, targets)]), rel=1e-9)
+    torch.testing.assert_close(values(parts), values(expected), rtol=1e-8, atol=1e-10)
+
+
+def test_a_stage_that_returns_no_tensor_is_refused() -> None:
+    class Pair(nn.Module):
+        def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+            return inputs, inputs
+
+    stage = Stage(Pair(), WeightStashing(torch.optim.SGD([{"params": []}], lr=0.1)))
+    with pytest.raises(PipelineError, match="returned a tuple"):
+        stage.forward(0, torch.ones(2))
+
+
+def test_replicas_of_a_stage_average_their_gradients_before_the_update() -> None:
+    def halve(gradients: Sequence[Tensor]) -> None:
+        for gradient in gradients:
+            gradient.div_(2)
+
+    (part, *_), (other, *_) = layers(), layers()
+    for module, average in ((part, halve), (other, None)):
+        stash = WeightStashing(torch.optim.SGD(module.parameters(), lr=0.2 if average else 0.1))
+        stage = Stage(module, stash, loss=lambda output, target: output.sum(), average=average)
+        stage.forward(0, batches(1)[0][0], target=torch.zeros(10))
+        stage.backward(0, None)
+        stage.update()
+    torch.testing.assert_close(values([part]), values([other]))

@@ -1,0 +1,132 @@
+"""Weight stashing: old weights stay as they were, and what is kept is bounded."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedring.pipeline.errors import PipelineError
+from fedring.pipeline.stage import Stage
+from fedring.pipeline.stash import WeightStashing
+
+
+def stash_of(bound: int = 2, loss_scale: float = 1.0) -> tuple[nn.Linear, WeightStashing]:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2)
+    return module, WeightStashing(
+        torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.9), bound=bound, loss_scale=loss_scale
+    )
+
+
+def ones(stash: WeightStashing) -> list[Tensor]:
+    return [torch.ones_like(parameter) for parameter in stash.parameters]
+
+
+def test_a_kept_version_does_not_change_and_a_dropped_one_is_gone() -> None:
+    module, stash = stash_of()
+    old = [weight.detach().clone() for weight in stash.weights()]
+    stash.add_gradients(ones(stash))
+    assert stash.step(keep=[0]) == 1
+    torch.testing.assert_close([w.detach() for w in stash.weights(0)], old, rtol=0, atol=0)
+    torch.testing.assert_close([w.detach() + 1 for w in stash.weights(1)], old)
+    assert stash.weights(1)[0].data_ptr() == module.weight.data_ptr()
+    stash.drop(0)
+    stash.drop(1)
+    with pytest.raises(PipelineError, match=r"version 0 are gone: \[1\] are kept"):
+        stash.weights(0)
+
+
+def test_nothing_is_copied_when_nobody_wants_the_old_weights() -> None:
+    module, stash = stash_of()
+    before = module.weight.data_ptr()
+    stash.add_gradients(ones(stash))
+    stash.step()
+    assert module.weight.data_ptr() == before
+    stash.add_gradients([torch.ones_like(module.weight), None])
+    bias = module.bias.data_ptr()
+    stash.step(keep=[1])
+    assert module.weight.data_ptr() != before
+    assert module.bias.data_ptr() == bias
+
+
+def test_more_versions_than_the_bound_are_refused_and_nothing_is_stepped() -> None:
+    module, stash = stash_of(bound=2)
+    for keep in ([0], [0, 1]):
+        stash.add_gradients(ones(stash))
+        before = module.weight.detach().clone()
+        if len(keep) == 2:
+            with pytest.raises(PipelineError, match="more than the bound of 2"):
+                stash.step(keep=keep)
+            torch.testing.assert_close(module.weight.detach(), before, rtol=0, atol=0)
+        else:
+            stash.step(keep=keep)
+    assert stash.version == 1
+
+
+def test_an_update_keeps_the_weights_of_micro_batches_on_their_way() -> None:
+    module, stash = stash_of()
+    stage = Stage(module, stash)
+    inputs = torch.ones(1, 3, requires_grad=True)
+    expected = module.weight.detach().sum(0)
+    stage.forward(0, inputs)
+    stash.add_gradients(ones(stash))
+    stage.update()
+    gradient = stage.backward(0, torch.ones(1, 2))
+    assert gradient is not None
+    torch.testing.assert_close(gradient[0], expected)
+
+
+def test_half_precision_stages_update_masters_in_full() -> None:
+    losses = {}
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
+        stash = WeightStashing(optimizer, bound=1, compute_dtype=dtype, loss_scale=1.0 if dtype is None else 1024.0)
+        stage = Stage(module, stash, loss=nn.functional.mse_loss)
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(64, 8, generator=generator)
+        targets = inputs[:, :1] * inputs[:, 1:2]
+        losses[dtype] = [_step(stage, inputs, targets) for _ in range(60)]
+        assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+        assert {weight.dtype for weight in stash.weights()} == {dtype or torch.float32}
+    assert losses[None][-1] < 0.6 * losses[None][0]
+    assert losses[torch.bfloat16][-1] == pytest.approx(losses[None][-1], rel=0.1)
+
+
+def _step(stage: Stage, inputs: Tensor, targets: Tensor) -> float:
+    loss = stage.forward(0, inputs, target=targets)
+    stage.backward(0, None)
+    stage.update()
+    return loss.item()
+
+
+def test_an_overflow_of_scaled_gradients_leaves_the_update_out() -> None:
+    module, stash = stash_of(loss_scale=2.0)
+    before = module.weight.detach().clone()
+    stash.add_gradients([torch.full((2, 3), torch.inf), torch.ones(2)])
+    stash.step()
+    assert stash.skipped == 1
+    torch.testing.assert_close(module.weight.detach(), before, rtol=0, atol=0)
+    stash.add_gradients(ones(stash))
+    stash.step()
+    torch.testing.assert_close(module.weight.detach(), before - 0.5)
+
+
+def test_weights_that_were_loaded_are_the_only_version() -> None:
+    module, stash = stash_of()
+    module.weight.data = torch.full((2, 3), 4.0)
+    stash.reload()
+    assert stash.versions == [0]
+    assert stash.weights()[0].eq(4.0).all()
+
+
+@pytest.mark.parametrize(("bound", "loss_scale"), [(0, 1.0), (1, 0.0)])
+def test_bounds_and_scales_must_be_positive(bound: int, loss_scale: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        stash_of(bound, loss_scale)
+
+
+def test_an_optimizer_of_another_module_is_refused() -> None:
+    _, stash = stash_of()
+    with pytest.raises(ValueError, match="2 of the optimizer's parameters are not in the stage's module"):
+        Stage(nn.Linear(3, 2), stash)
