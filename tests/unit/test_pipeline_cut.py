@@ -9,6 +9,10 @@ from torch import Tensor, nn
 from fedring import vision
 from fedring.pipeline.cut import Chain, as_cut, balanced, cut_at, cut_by_counts, cut_evenly
 from fedring.pipeline.errors import CutError
+from fedring.pipeline.schedules import one_forward_one_backward
+from fedring.pipeline.stage import Stage
+from fedring.pipeline.stash import WeightStashing
+from fedring.pipeline.worker import LocalPipeline
 from fedring.train.models import cifar_cnn, mnist_cnn
 
 
@@ -43,6 +47,27 @@ def test_resnet_is_cut_evenly_though_it_is_no_sequential(resnet: nn.Module, coun
     check(resnet, stages, torch.randn(2, 3, 32, 32))
     sizes = [sum(p.numel() for p in stage.parameters()) for stage in stages]
     assert max(sizes) <= max(4_720_640, sum(sizes) / count * 1.5)  # the largest block is indivisible
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_resnet_trains_in_stages_and_each_keeps_less(resnet: nn.Module, count: int) -> None:
+    schedule = one_forward_one_backward(count, 2)
+    modules = cut_evenly(resnet.train(), count)
+    stashes = [WeightStashing(torch.optim.Adam(module.parameters())) for module in modules]
+    losses = [None] * (count - 1) + [nn.functional.cross_entropy]
+    stages = [Stage(module, stash, loss=loss) for module, stash, loss in zip(modules, stashes, losses, strict=True)]
+    before = [parameter.detach().clone() for parameter in resnet.parameters()]
+    report = LocalPipeline(stages, schedule).run(torch.randn(4, 3, 32, 32).chunk(2), torch.randint(9, (4,)).chunk(2))
+    assert 0 < report.losses[0] < 20
+    moved = [not torch.equal(a, b) for a, b in zip(before, resnet.parameters(), strict=True)]
+    assert all(moved)
+    states = [sum(t.nbytes for s in stash.optimizer.state.values() for t in s.values()) for stash in stashes]
+    assert max(states) < 0.8 * sum(states)
+
+
+def test_a_layer_that_writes_into_its_input_begins_no_stage() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 2), nn.ReLU(inplace=True))
+    assert Chain(model).names == ["0", "2"]
 
 
 def test_stages_begin_at_the_named_layers(resnet: nn.Module) -> None:

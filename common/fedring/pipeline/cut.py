@@ -28,7 +28,7 @@ class Chain:
         if len(nodes) < 3 or not isinstance(self._sink.args[0], fx.Node):
             raise CutError("a model that is to be cut computes one tensor")
         body = [node for node in nodes[1:-1] if node.op != "get_attr"]
-        self._layers = _atoms(body, self._source)
+        self._layers = _atoms(body, self._source, self._traced)
         self.names = [_name(layer) for layer in self._layers]
 
     def __len__(self) -> int:
@@ -160,8 +160,11 @@ def _trace(model: nn.Module) -> fx.GraphModule:
     return traced
 
 
-def _atoms(body: Sequence[fx.Node], source: fx.Node) -> list[list[fx.Node]]:
-    """The nodes, cut before every module that nothing but the value just computed is left for."""
+def _atoms(body: Sequence[fx.Node], source: fx.Node, traced: fx.GraphModule) -> list[list[fx.Node]]:
+    """The nodes, cut before every module that nothing but the value just computed is left for.
+
+    A module that writes into its input begins no layer: what comes from another stage is not to be written.
+    """
     place = {node: index for index, node in enumerate(body)}
 
     def last_use(node: fx.Node) -> int:
@@ -170,7 +173,8 @@ def _atoms(body: Sequence[fx.Node], source: fx.Node) -> list[list[fx.Node]]:
     layers: list[list[fx.Node]] = [[body[0]]]
     older = last_use(source)  # until where something other than the last value is used
     for index, node in enumerate(body[1:], 1):
-        if node.op == "call_module" and older < index:
+        begins = node.op == "call_module" and not getattr(traced.get_submodule(str(node.target)), "inplace", False)
+        if begins and older < index:
             layers.append([])
         layers[-1].append(node)
         older = max(older, last_use(body[index - 1]))
