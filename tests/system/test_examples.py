@@ -19,6 +19,7 @@ from tests.conftest import ROOT
 EXAMPLES = ROOT / "docs" / "examples"
 CONFIGS = sorted((ROOT / "deploy" / "config").glob("*.toml"))
 CHECKS = {"server": "fedring.server.main", "client": "fedring.client.main"}
+JOBS = ("job", "data-parallel")
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +92,8 @@ def test_a_configuration_that_is_shipped_can_be_used(path: Path, tmp_path: Path)
     assert (check.returncode, "the configuration is good" in output) == (0, True), output
 
 
-def test_the_job_that_is_shipped_is_taken_as_it_is(server: Fleet, control: Control, tmp_path: Path) -> None:
-    path = ROOT / "deploy" / "config" / "job.toml"
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem in JOBS], ids=lambda path: path.stem)
+def test_a_job_that_is_shipped_is_taken_as_it_is(path: Path, server: Fleet, control: Control, tmp_path: Path) -> None:
     options = ["--no-wait", "--server", server.control, "--output", "json"]
     with run("-m", "fedring.ctl.main", "run", path, *options, cwd=tmp_path) as flctl:
         output, _ = flctl.communicate(timeout=60)
@@ -104,7 +105,7 @@ def test_the_job_that_is_shipped_is_taken_as_it_is(server: Fleet, control: Contr
 
 
 def test_every_configuration_that_is_shipped_is_tested() -> None:
-    assert {path.stem for path in CONFIGS} == {*CHECKS, "job"}
+    assert {path.stem for path in CONFIGS} == {*CHECKS, *JOBS}
 
 
 def test_the_page_of_all_keys_is_up_to_date() -> None:

@@ -15,7 +15,10 @@ import pytest
 from tests.conftest import ROOT, missing
 
 SOURCES = ("server", "client", "common", "protos", "pyproject.toml", "README.md", "LICENSE")
-PARTS = ("client", "codec", "compress", "ctl", "daemon", "data", "rpc", "server", "train", "v1", "vision")
+PARTS = (
+    *("client", "codec", "compress", "ctl", "daemon", "data", "ddp", "pipeline"),
+    *("ring", "rpc", "server", "train", "v1", "vision"),
+)
 
 pytestmark = pytest.mark.timeout(1200)
 

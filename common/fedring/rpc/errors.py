@@ -114,6 +114,21 @@ class Unavailable(FedringError):
     status, reason = StatusCode.UNAVAILABLE, "unavailable"
 
 
+def refusal_in(group: ExceptionGroup[Exception]) -> FedringError | None:
+    """The refusal that has ended a group of tasks, if there is one; a fault is raised.
+
+    A caller that is gone or stalled is told nothing. Not for `except*`: what is raised there comes out in another
+    group before Python 3.11.4.
+    """
+    told = group.split((Gone, Stalled))[1]
+    if told is None:
+        return None
+    refusals, faults = told.split(FedringError)
+    if faults is not None:
+        raise faults
+    return next((error for error in refusals.exceptions if isinstance(error, FedringError)), None) if refusals else None
+
+
 def reason_of(error: grpc.RpcError) -> str:
     """The stable reason of a refused call, or its status' name in small letters."""
     metadata: Any = None

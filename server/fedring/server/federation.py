@@ -9,7 +9,7 @@ from typing import Any
 
 from fedring.rpc.chunks import chunks
 from fedring.rpc.contract import PROTOCOL
-from fedring.rpc.errors import BadRequest, FedringError, Gone, Stalled, Unavailable
+from fedring.rpc.errors import BadRequest, Gone, Stalled, Unavailable, refusal_in
 from fedring.rpc.streams import METER, wire_bytes
 from fedring.server import rounds as rd
 from fedring.server.config import ServerConfig
@@ -56,10 +56,9 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
                 parts = (self._listen(session, request_iterator), self._speak(session, context), self._guard(session))
                 for part in parts:
                     tasks.create_task(part)
-        except* (Gone, Stalled):
-            pass  # _lost says so
-        except* FedringError as group:
-            raise group.exceptions[0] from None
+        except ExceptionGroup as group:
+            if (refusal := refusal_in(group)) is not None:  # _lost tells of the others
+                raise refusal from None
         finally:
             self._lost(session)
 

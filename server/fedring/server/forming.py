@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from math import isfinite
 from typing import Any
 
-from fedring.rpc.errors import BadRequest, Gone, Stalled, Unavailable, UnknownRound
+from fedring.rpc.errors import BadRequest, Gone, Unavailable, UnknownRound, refusal_in
 from fedring.rpc.streams import Paced
 from fedring.server import groups as gr
 from fedring.server.admit import MAX_METRICS, MAX_SAMPLES
@@ -50,10 +50,9 @@ class RendezvousService(rpc.RendezvousServiceServicer):
                 )
                 for part in parts:
                     tasks.create_task(part)
-        except* (Gone, Stalled):
-            pass  # the state says so
-        except* BadRequest as group:
-            raise group.exceptions[0] from None
+        except ExceptionGroup as group:
+            if (refusal := refusal_in(group)) is not None:  # the state tells of the others
+                raise refusal from None
         finally:
             if self._streams.get(client) is replaced:
                 del self._streams[client]

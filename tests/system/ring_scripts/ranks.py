@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,9 @@ def _rank(body: Body, rank: int, size: int, folder: Path, *, backend: str, timeo
         torch.set_num_threads(1)
         try:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            if backend:
-                store = f"file://{folder / 'store'}"
-                wait = timedelta(seconds=timeout)
-                dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=wait)
-            result = body(rank, size)
+            failed = error_of(partial(_enter, backend, rank, size, folder, timeout)) if backend else {"kind": ""}
+            # a rank that is still entering hears of the failure that a quicker one has caused by then
+            result = failed if failed["kind"] else body(rank, size)
             if dist.is_initialized():
                 dist.destroy_process_group()
             (folder / f"{rank}.json").write_text(json.dumps(result))
@@ -84,6 +83,13 @@ def _rank(body: Body, rank: int, size: int, folder: Path, *, backend: str, timeo
             os._exit(1)  # at once: the others hear of it, and nothing waits for them
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+
+def _enter(backend: str, rank: int, size: int, folder: Path, timeout: float) -> None:
+    import torch.distributed as dist
+
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
 
 
 def sum_of_ones(rank: int, size: int, *, init_method: str) -> float:
