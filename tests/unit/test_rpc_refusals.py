@@ -11,12 +11,16 @@ async def fail(error: Exception) -> None:
     raise error
 
 
+async def serve(*errors: Exception) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for error in errors:
+            tasks.create_task(fail(error))
+
+
 async def test_the_refusal_comes_out_by_itself() -> None:
     refusal = Superseded("a newer session took over")
     with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(fail(Gone()))
-            tasks.create_task(fail(refusal))
+        await serve(Gone(), refusal)
     assert refusal_in(caught.value) is refusal
 
 
