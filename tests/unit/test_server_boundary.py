@@ -1,5 +1,6 @@
 """The boundary: a caller sees a status, one sentence and a reason, and never a traceback."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from fedring.codec.errors import CodecError
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import Overloaded, reason_of
+from fedring.server.federation import write
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
@@ -105,3 +107,26 @@ async def test_a_call_that_does_not_exist_is_unimplemented(address: str) -> None
         with pytest.raises(aio.AioRpcError) as refused:
             await call(Empty().SerializeToString())
     assert refused.value.code() is StatusCode.UNIMPLEMENTED
+
+
+class SlowContext:
+    """A call whose write ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end, self.ended = asyncio.Event(), asyncio.Event(), False
+
+    async def write(self, _: Any) -> None:
+        self.begun.set()
+        await self.may_end.wait()
+        self.ended = True
+
+
+async def test_a_write_that_has_begun_ends_before_its_call_does() -> None:
+    context = SlowContext()
+    writing = asyncio.create_task(write(context, b"", seconds=20))
+    await context.begun.wait()
+    writing.cancel()
+    context.may_end.set()
+    await asyncio.wait([writing])
+    assert writing.cancelled()
+    assert context.ended  # or grpc loses the status that follows

@@ -20,6 +20,7 @@ from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
 _HEARTBEAT = pb.ServerEvent(heartbeat=pb.Heartbeat()).SerializeToString()
+_WRITE_GRACE = 0.5  # seconds that a write still has when its call is to end
 
 
 class TrainCmdService(rpc.TrainCmdServiceServicer):
@@ -165,7 +166,13 @@ async def write(context: Any, message: Any, seconds: float) -> None:
 
 
 async def _write(context: Any, message: Any) -> None:
+    writing = asyncio.ensure_future(context.write(message))
     try:
-        await context.write(message)
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        # grpc does not stop what it has begun to write, and loses a status that is sent before that has ended.
+        with suppress(Exception):
+            await asyncio.wait_for(writing, _WRITE_GRACE)
+        raise
     except Exception as error:  # grpc has no public name for a write to a stream that is dead
         raise Gone("the caller went away") from error
