@@ -16,6 +16,7 @@ from fedring.server import rounds as rd
 from fedring.server.accept import Acceptor, Partial, RefusedCommit
 from fedring.server.blobs import StorageError
 from fedring.server.config import ServerConfig
+from fedring.server.dispatch import Dispatch
 from fedring.server.facts import Facts
 from fedring.server.journal import Journal
 from fedring.server.models import Models
@@ -56,6 +57,7 @@ class Coordinator:
         self.finished = asyncio.Event()  # set whenever no round is open
         self.finished.set()
         self.rendezvous = Rendezvous(self._tell)
+        self._dispatch = Dispatch(sessions)
         self._config = config
         self._wake = asyncio.Event()
         self._last_progress, self._last_told = "", 0.0
@@ -77,9 +79,9 @@ class Coordinator:
         if round_ is None or open_ is None:
             return
         if round_.phase is rd.Phase.TRAINING and client in round_.selected - round_.delivered - round_.failed:
-            self._send_command(open_, client)
-        if round_.phase is rd.Phase.PUBLISHED and client in round_.evaluators - round_.evaluated:
-            self._send_evaluate(open_, client)
+            self._dispatch.train(open_, client)
+        if round_.phase is rd.Phase.PUBLISHED and self.latest and client in round_.evaluators - round_.evaluated:
+            self._dispatch.evaluate(open_, self.latest, client)
 
     async def evaluated(self, client: str, report: pb.EvaluationReport) -> None:
         """The client's counts are kept, if its round is still being evaluated."""
@@ -164,7 +166,7 @@ class Coordinator:
             open_.row = replace(open_.row, selected=tuple(sorted({*open_.row.selected, client})))
             await self.facts.db(self.facts.store.update_round, open_.row)
             self.handle(rd.Enlisted(client))
-        self._send_command(open_, client)
+        self._dispatch.train(open_, client)
 
     async def run(self) -> None:
         """Do what is due, for ever."""
@@ -208,7 +210,7 @@ class Coordinator:
         open_.row, open_.started = row, time.monotonic()
         self.handle(rd.Started(clients))
         self.rendezvous.open(open_)
-        self._send_commands(open_, clients)
+        self._dispatch.train_all(open_, clients)
         text = f"round {row.round} ({row.job_round}/{open_.job.rounds}) trains on {len(clients)} clients"
         self._tell("round_started", text)
 
@@ -231,9 +233,9 @@ class Coordinator:
         self.models.remember(model)
         evaluators = [s.client_id for s in self.sessions if s.matched] if open_.job.evaluate else []
         self.handle(rd.Published(frozenset(evaluators)))
-        self._broadcast_end(open_)
+        self._end(open_)
         for client in evaluators:
-            self._send_evaluate(open_, client)
+            self._dispatch.evaluate(open_, model, client)
         self._tell("round_published", f"round {ended.round} published model {model.version} in {seconds:.2f} s")
 
     async def _finish(self, open_: OpenRound) -> None:
@@ -244,7 +246,7 @@ class Coordinator:
                 open_.row, phase=rd.Phase.ABANDONED, reason=round_.reason, ended_at=time.time(), stats=stats
             )
             await self.facts.db(self.facts.store.update_round, open_.row)
-            self._broadcast_end(open_)
+            self._end(open_)
             self._tell_missing(open_)
             self._tell("round_abandoned", f"round {round_.number} was abandoned: {round_.reason}")
         elif self.latest is not None:
@@ -335,38 +337,9 @@ class Coordinator:
                 self._tell("update_accepted", text, client=row.client_id)
         return outcomes
 
-    def _send_commands(self, open_: OpenRound, clients: frozenset[str]) -> None:
-        """Send one and the same command to all, but the model only to those that were not sent it before."""
-        bare, whole = (open_.event(open_.seconds_left, model) for model in (None, open_.model))
-        for session in filter(None, map(self.sessions.get, sorted(clients))):
-            if open_.model and session.holds != open_.base.version:
-                session.holds = open_.base.version
-                session.send(whole)
-            else:
-                session.send(bare)
-
-    def _send_command(self, open_: OpenRound, client: str) -> None:
-        if session := self.sessions.get(client):
-            session.send(open_.event(open_.seconds_left))
-
-    def _send_evaluate(self, open_: OpenRound, client: str) -> None:
-        if (session := self.sessions.get(client)) and self.latest:
-            command = pb.EvaluateCmd(
-                job=open_.command.job,
-                round=open_.row.round,
-                model_version=self.latest.version,
-                schema_hash=bytes.fromhex(self.latest.schema_hash),
-                deadline_seconds=open_.job.evaluate_seconds,
-            )
-            session.send(pb.ServerEvent(evaluate=command))
-
-    def _broadcast_end(self, open_: OpenRound) -> None:
+    def _end(self, open_: OpenRound) -> None:
         self.rendezvous.close(open_.row.reason)
-        version = self.latest.version if self.latest else 0
-        ended = pb.RoundEnded(round=open_.row.round, reason=open_.row.reason, model_version=version)
-        for client in set(open_.row.selected) - open_.accepted.keys():
-            if session := self.sessions.get(client):
-                session.send(pb.ServerEvent(round_ended=ended))
+        self._dispatch.ended(open_, self.latest)
 
     def message(self, *, clients: bool = True) -> control.Round | None:
         """The round in progress for operators, or None; without `clients`, what each of them did is left out."""
