@@ -1,7 +1,5 @@
 """Messages between stages: a header says what comes, and none is trusted; the order of arrival does not matter."""
 
-import threading
-
 import pytest
 import torch
 from hypothesis import given
@@ -53,7 +51,8 @@ def test_messages_are_found_whatever_the_order_in_which_they_came() -> None:
     for micro_batch in (2, 0, 3, 1):
         box.put(message(micro_batch))
     for micro_batch in range(4):
-        found, _ = box.take(message(micro_batch).key)
+        found = box.take(message(micro_batch).key)
+        assert found is not None
         assert found.tensor.shape == (2, micro_batch + 1)
 
 
@@ -65,30 +64,12 @@ def test_a_message_that_comes_twice_is_refused_even_after_it_was_taken() -> None
         box.put(message())
 
 
-def test_whoever_waits_for_a_message_hears_of_a_failure() -> None:
-    box, errors, waits = Mailbox(), [], threading.Event()
-
-    def wait() -> None:
-        waits.set()
-        try:
-            box.take(message().key)
-        except PipelineError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    waits.wait()
-    box.fail(PipelineError("the stage before is lost"))
-    thread.join(30)
-    assert errors == ["the stage before is lost"]
-
-
 def test_within_a_process_a_wrong_order_is_an_error_and_not_a_wait() -> None:
     transport = LocalTransport()
     with pytest.raises(PipelineError, match="was not sent"):
         transport.receive(message().key)
     transport.send(message())
-    with pytest.raises(PipelineError, match="sent twice"):
+    with pytest.raises(PipelineError, match="came twice"):
         transport.send(message())
 
 

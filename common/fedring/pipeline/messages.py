@@ -17,6 +17,7 @@ from fedring.pipeline.errors import PipelineError
 from fedring.pipeline.schedules import Kind
 
 HEADER_WORDS = 16
+HEADER_BYTES = 8 * HEADER_WORDS
 _MAGIC = 0x46524E47
 _FIXED, _DIMENSIONS = 8, 8
 _KINDS = (Kind.FORWARD, Kind.BACKWARD)

@@ -1,13 +1,14 @@
 """How messages come from stage to stage: within a process, and over any process group of torch.distributed.
 
 Over a group each lane, the messages of one kind to one stage, has tags of its own. A sender waits while `credits` of a
-lane's messages have not been taken; a thread a lane receives ahead of their use. Messages are found by what they
-are, never by the order in which they came.
+lane's messages have not been taken, and so many receives are posted ahead of their use: nobody waits but the worker
+itself. Messages are found by what they are, never by the order in which they came.
+
+A header and its tensor travel as one, in a frame whose size both ends know: that of the message `credits` before, or
+of the lane's newest in the run before. A tensor of another size follows its frame by itself.
 """
 
-import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedring.pipeline.errors import PipelineError
-from fedring.pipeline.messages import HEADER_WORDS, Key, Message, header, parse
+from fedring.pipeline.messages import HEADER_BYTES, Key, Message, header, parse
 from fedring.pipeline.schedules import Kind, Schedule
 
 
@@ -39,26 +40,44 @@ class Transport(Protocol):
         """Whoever waits for this worker hears that it has failed, where the group can tell."""
 
 
+class Mailbox:
+    """Messages that have come and were not asked for yet."""
+
+    def __init__(self) -> None:
+        self._messages: dict[Key, Message] = {}
+        self._seen: set[Key] = set()
+
+    def put(self, message: Message) -> None:
+        """The message can be taken, once."""
+        if message.key in self._seen:
+            raise PipelineError(f"{message.key} came twice")
+        self._seen.add(message.key)
+        self._messages[message.key] = message
+
+    def take(self, key: Key) -> Message | None:
+        """The message, if it has come."""
+        return self._messages.pop(key, None)
+
+
 class LocalTransport:
     """Messages between stages of one process."""
 
     def __init__(self) -> None:
-        self._box: dict[Key, Message] = {}
+        self._box = Mailbox()
 
     def open(self, schedule: Schedule, worker: int, step: int) -> None:
         """The run can begin."""
+        self._box = Mailbox()
 
     def send(self, message: Message) -> None:
         """The message has come."""
-        if message.key in self._box:
-            raise PipelineError(f"{message.key} was sent twice")
-        self._box[message.key] = message
+        self._box.put(message)
 
     def receive(self, key: Key) -> Message:
         """The message that was sent."""
-        if key not in self._box:
+        if (message := self._box.take(key)) is None:
             raise PipelineError(f"{key} was not sent: the schedule is wrong")
-        return self._box.pop(key)
+        return message
 
     def close(self) -> None:
         """Nothing is left."""
@@ -66,7 +85,7 @@ class LocalTransport:
 
     def abort(self) -> None:
         """What was sent and not received is gone."""
-        self._box.clear()
+        self._box = Mailbox()
 
 
 class GroupTransport:
@@ -83,137 +102,124 @@ class GroupTransport:
         self.group, self.credits, self.max_message_bytes = chosen, credits, max_message_bytes
         self.sent_bytes = 0
         self._box = Mailbox()
-        self._lanes: dict[tuple[Kind, int], _OutLane] = {}
-        self._owner: Callable[[int], int] = int
-        self._threads: list[threading.Thread] = []
-        self._receiving: list[_InLane] = []
+        self._in: dict[tuple[Kind, int], _InLane] = {}
+        self._out: dict[tuple[Kind, int], _OutLane] = {}
 
     def open(self, schedule: Schedule, worker: int, step: int) -> None:
-        """A thread a lane receives what other workers will send in this run."""
+        """What other workers will send in this run can come."""
         if (rank := dist.get_rank(self.group)) != worker or dist.get_world_size(self.group) != len(schedule.workers):
             raise PipelineError(f"rank {rank} is worker {worker} of {len(schedule.workers)}: the group does not fit")
-        self._box, self._lanes, self._owner = Mailbox(), {}, schedule.owner
-        self._receiving = []
+        self._box = Mailbox()
+        into, out = self._in, self._out
+        self._in, self._out = {}, {}
         for stage in range(schedule.stages):
             for kind, source in ((Kind.FORWARD, stage - 1), (Kind.BACKWARD, stage + 1)):
                 if not 0 <= source < schedule.stages or schedule.owner(source) == schedule.owner(stage):
                     continue
-                if schedule.owner(stage) == worker:
-                    lane = _InLane(self, self._box, schedule.owner(source), kind, stage)
-                    self._receiving.append(lane)
-        args = (step, schedule.micro_batches)
-        self._threads = [threading.Thread(target=lane.run, args=args, daemon=True) for lane in self._receiving]
-        for thread in self._threads:
-            thread.start()
+                lane, sender, receiver = (kind, stage), schedule.owner(source), schedule.owner(stage)
+                if receiver == worker:
+                    self._in[lane] = _InLane(self, sender, *lane, sizes=_newest(into.get(lane), sender))
+                    self._in[lane].open(step, schedule.micro_batches)
+                elif sender == worker:
+                    self._out[lane] = _OutLane(self, receiver, *lane, sizes=_newest(out.get(lane), receiver))
 
     def send(self, message: Message) -> None:
         """The message is on its way, as soon as its lane has a credit."""
-        to, (_, kind, stage, _) = self._owner(message.key.stage), message.key
-        if to == dist.get_rank(self.group):
+        lane = self._out.get((message.key.kind, message.key.stage))
+        if lane is None:  # between stages of this worker
             self._box.put(message)
             return
-        if (kind, stage) not in self._lanes:
-            self._lanes[kind, stage] = _OutLane(self, to, tag_of(kind, stage))
-        self._lanes[kind, stage].send(message)
+        lane.send(message)
         self.sent_bytes += message.tensor.nbytes
 
     def receive(self, key: Key) -> Message:
         """The message, once it has come; who sent it gets a credit back."""
-        message, taken = self._box.take(key)
-        taken()
+        lane = self._in.get((key.kind, key.stage))
+        while (message := self._box.take(key)) is None:
+            if lane is None:
+                raise PipelineError(f"{key} was not sent: the schedule is wrong")
+            self._box.put(lane.next())
+        if lane is not None:
+            lane.taken()
         return message
 
     def close(self) -> None:
-        """All that was sent has been taken, and no thread of the run is left."""
-        for lane in self._lanes.values():
+        """All that was sent has been taken."""
+        for lane in (*self._out.values(), *self._in.values()):
             lane.drain()
-        for thread in self._threads:
-            thread.join()
-        self._box.check()
-        for receiving in self._receiving:
-            receiving.drain()
 
     def abort(self) -> None:
         """The group has failed for every rank, if its backend can do that."""
-        self._box.fail(PipelineError("this worker has failed"))
         self.group.abort()
 
 
-class Mailbox:
-    """Messages that have come and were not asked for yet."""
-
-    def __init__(self) -> None:
-        self._messages: dict[Key, tuple[Message, Callable[[], None]]] = {}
-        self._seen: set[Key] = set()
-        self._error: Exception | None = None
-        self._changed = threading.Condition()
-
-    def put(self, message: Message, taken: Callable[[], None] = lambda: None) -> None:
-        """The message can be taken, and `taken` will be called then."""
-        with self._changed:
-            if message.key in self._seen:
-                raise PipelineError(f"{message.key} came twice")
-            self._seen.add(message.key)
-            self._messages[message.key] = (message, taken)
-            self._changed.notify_all()
-
-    def take(self, key: Key) -> tuple[Message, Callable[[], None]]:
-        """The message; raises what a lane has failed with."""
-        with self._changed:
-            while key not in self._messages:
-                self.check()
-                self._changed.wait()
-            return self._messages.pop(key)
-
-    def fail(self, error: Exception) -> None:
-        """Whoever waits for a message hears of it."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-
-    def check(self) -> None:
-        """Raises what a lane has failed with."""
-        if self._error is not None:
-            raise self._error
-
-
 def tag_of(kind: Kind, stage: int) -> int:
-    """The tag of a lane's messages; the next one is that of its receipts."""
-    return 4 * stage + (2 if kind is Kind.BACKWARD else 0)
+    """The tag of a lane's frames; the next is that of its receipts, and the one after that of tensors by themselves."""
+    return 6 * stage + (3 if kind is Kind.BACKWARD else 0)
+
+
+class _Sizes:
+    """The bytes that a lane's frames have for their tensors: the same at both ends, for both see all messages."""
+
+    def __init__(self, credits: int, newest: int) -> None:
+        self._ahead = deque([newest] * credits)  # of the next messages
+        self.newest = newest
+
+    def next(self) -> int:
+        """The size in the next frame."""
+        return self._ahead.popleft()
+
+    def add(self, size: int) -> None:
+        """A message had that size, and so will have the one that is `credits` after it."""
+        self._ahead.append(size)
+        self.newest = size
+
+
+def _newest(lane: "_InLane | _OutLane | None", peer: int) -> int:
+    return lane.sizes.newest if lane is not None and lane.peer == peer else 0
 
 
 class _InLane:
     """The messages of one kind to one stage of this worker."""
 
-    def __init__(self, transport: GroupTransport, box: Mailbox, source: int, kind: Kind, stage: int) -> None:
-        self._group, self._limit = transport.group, transport.max_message_bytes
-        self._box, self._source, self._kind, self._stage = box, source, kind, stage
-        self._tag = tag_of(kind, stage)
-        self._receipts: list[Any] = []
+    def __init__(self, transport: GroupTransport, peer: int, kind: Kind, stage: int, *, sizes: int) -> None:
+        self.peer, self.sizes = peer, _Sizes(transport.credits, sizes)
+        self._group, self._limit, self._credits = transport.group, transport.max_message_bytes, transport.credits
+        self._kind, self._stage, self._tag = kind, stage, tag_of(kind, stage)
+        self._step, self._left = 0, 0
+        self._posted: deque[tuple[Any, Tensor]] = deque()
+        self._receipts: list[tuple[Any, Tensor]] = []
 
-    def run(self, step: int, count: int) -> None:
-        """`count` messages of the step have come; the mailbox hears if one cannot."""
-        try:
-            for _ in range(count):
-                self._receive(step)
-        except (RuntimeError, ValueError) as error:  # of the backend, and our own
-            self._box.fail(error)
+    def open(self, step: int, count: int) -> None:
+        """As many of the step's `count` messages can come as there are credits."""
+        self._step, self._left = step, count
+        for _ in range(min(self._credits, count)):
+            self._post()
 
-    def _receive(self, step: int) -> None:
-        words = torch.empty(HEADER_WORDS, dtype=torch.int64)
-        dist.recv(words, group=self._group, group_src=self._source, tag=self._tag)
-        message = parse(words, max_bytes=self._limit)
-        key = message.key
-        if (key.step, key.kind, key.stage) != (step, self._kind, self._stage):
-            raise PipelineError(f"{key} came while step {step} ran")
-        if message.tensor.numel():
-            dist.recv(message.tensor, group=self._group, group_src=self._source, tag=self._tag)
-        self._box.put(message, self._taken)
+    def next(self) -> Message:
+        """The lane's next message, once it has come."""
+        if not self._posted:
+            raise PipelineError("more was asked for than a lane's messages")
+        work, frame = self._posted.popleft()
+        work.wait()
+        message = parse(frame[:HEADER_BYTES].view(torch.int64), max_bytes=self._limit)
+        key, tensor = message.key, message.tensor
+        if (key.step, key.kind, key.stage) != (self._step, self._kind, self._stage):
+            raise PipelineError(f"{key} came while step {self._step} ran")
+        self.sizes.add(tensor.nbytes)
+        if tensor.nbytes == len(frame) - HEADER_BYTES:
+            body = frame[HEADER_BYTES:].view(tensor.dtype).reshape(tensor.shape)
+            message = Message(key, message.version, body)
+        else:
+            dist.recv(tensor, group=self._group, group_src=self.peer, tag=self._tag + 2)
+        if self._left:
+            self._post()
+        return message
 
-    def _taken(self) -> None:
+    def taken(self) -> None:
         """The sender has a credit more."""
-        receipt = torch.zeros(1, dtype=torch.int64)
-        work = dist.isend(receipt, group=self._group, group_dst=self._source, tag=self._tag + 1)
+        receipt = torch.zeros(1, dtype=torch.uint8)
+        work = dist.isend(receipt, group=self._group, group_dst=self.peer, tag=self._tag + 1)
         self._receipts.append((work, receipt))
 
     def drain(self) -> None:
@@ -222,12 +228,19 @@ class _InLane:
             work.wait()
         self._receipts.clear()
 
+    def _post(self) -> None:
+        frame = torch.empty(HEADER_BYTES + self.sizes.next(), dtype=torch.uint8)
+        work = dist.irecv(frame, group=self._group, group_src=self.peer, tag=self._tag)
+        self._posted.append((work, frame))
+        self._left -= 1
+
 
 class _OutLane:
     """The messages of one kind to one stage of another worker."""
 
-    def __init__(self, transport: GroupTransport, to: int, tag: int) -> None:
-        self._group, self._credits, self._to, self._tag = transport.group, transport.credits, to, tag
+    def __init__(self, transport: GroupTransport, peer: int, kind: Kind, stage: int, *, sizes: int) -> None:
+        self.peer, self.sizes = peer, _Sizes(transport.credits, sizes)
+        self._group, self._credits, self._tag = transport.group, transport.credits, tag_of(kind, stage)
         self._waiting: deque[tuple[list[Any], list[Tensor]]] = deque()  # until their receipts have come
 
     def send(self, message: Message) -> None:
@@ -235,11 +248,18 @@ class _OutLane:
         if len(self._waiting) >= self._credits:
             self._wait()
         tensor = message.tensor.detach().cpu().contiguous()
-        parts = [header(message), tensor][: 2 if tensor.numel() else 1]
-        works = [dist.isend(part, group=self._group, group_dst=self._to, tag=self._tag) for part in parts]
-        receipt = torch.empty(1, dtype=torch.int64)
-        works.append(dist.irecv(receipt, group=self._group, group_src=self._to, tag=self._tag + 1))
-        self._waiting.append((works, [*parts, receipt]))
+        frame = torch.zeros(HEADER_BYTES + self.sizes.next(), dtype=torch.uint8)
+        frame[:HEADER_BYTES] = header(message).view(torch.uint8)
+        parts = [(frame, self._tag)]
+        if tensor.nbytes == len(frame) - HEADER_BYTES:
+            frame[HEADER_BYTES:] = tensor.reshape(-1).view(torch.uint8)
+        else:
+            parts.append((tensor, self._tag + 2))
+        self.sizes.add(tensor.nbytes)
+        works = [dist.isend(part, group=self._group, group_dst=self.peer, tag=tag) for part, tag in parts]
+        receipt = torch.empty(1, dtype=torch.uint8)
+        works.append(dist.irecv(receipt, group=self._group, group_src=self.peer, tag=self._tag + 1))
+        self._waiting.append((works, [*(part for part, _ in parts), receipt]))
 
     def drain(self) -> None:
         """Every message has been taken."""
