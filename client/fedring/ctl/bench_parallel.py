@@ -39,7 +39,7 @@ def data_parallel(
         raise Failure("--hooks needs names, each once, separated by commas", Exit.USAGE)
     keys = {**preset_job(dataset, Mode.DATA_PARALLEL), **_KEYS, "rounds": epochs, "subset_size": subset}
     root = data_root.absolute() if data_root else None
-    results: dict[str, Any] = {"dataset": str(dataset), "workers": workers, "epochs": epochs, "ratio": ratio} | _KEYS
+    results: dict[str, Any] = {"dataset": str(dataset), "workers": workers, "ratio": ratio, **_KEYS, "epochs": epochs}
     results["hooks"] = []
     for name in names:
         table = {"hook": name, "ratio": ratio, "warmup_epochs": 1}
