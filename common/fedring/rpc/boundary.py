@@ -15,7 +15,7 @@ from fedring.rpc.streams import METER, Meter
 
 log = logging.getLogger(__name__)
 
-_FACTORY = {
+FACTORY = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
     (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
@@ -31,7 +31,7 @@ class Boundary(aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return None
-        kind, factory = _FACTORY[handler.request_streaming, handler.response_streaming]
+        kind, factory = FACTORY[handler.request_streaming, handler.response_streaming]
         inner = getattr(handler, kind)
         sound = _SoundStream if handler.request_streaming else _sound
 

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from fedring.rpc.errors import Stalled
 
 _T = TypeVar("_T")
-_GRPC_PREFIX = 5  # compressed flag and length, before every message on the wire
+GRPC_PREFIX = 5  # compressed flag and length, before every message on the wire
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Meter:
         """`parse`, counted."""
 
         def count(data: bytes) -> Any:
-            self.received += len(data) + _GRPC_PREFIX
+            self.received += len(data) + GRPC_PREFIX
             return parse(data)
 
         return count
@@ -35,7 +35,7 @@ class Meter:
 
         def count(message: Any) -> bytes:
             data = serialize(message)
-            self.sent += len(data) + _GRPC_PREFIX
+            self.sent += len(data) + GRPC_PREFIX
             return data
 
         return count
@@ -47,7 +47,7 @@ METER: ContextVar[Meter] = ContextVar("METER")
 
 def wire_bytes(message: Message | bytes) -> int:
     """What a small message takes on the wire; of a large one, count the bytes that were sent."""
-    return (len(message) if isinstance(message, bytes) else message.ByteSize()) + _GRPC_PREFIX
+    return (len(message) if isinstance(message, bytes) else message.ByteSize()) + GRPC_PREFIX
 
 
 class Paced(AsyncIterator[_T]):
