@@ -192,6 +192,7 @@ class FileBlobs:
     """Blobs in a folder that one process owns (StateLock)."""
 
     def __init__(self, root: Path) -> None:
+        self.root = root
         self._partial, self._blobs = root / "partial", root / "blobs"
         self._open: set[str] = set()
         for folder in (self._partial, self._blobs):

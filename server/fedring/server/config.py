@@ -20,6 +20,7 @@ class ServerConfig(BaseSettings):
     listen: str = Field("127.0.0.1:8443", description="address for clients, host:port; port 0 = any free one")
     control_listen: str = Field("127.0.0.1:8444", description="address for flctl")
     insecure: bool = Field(False, description="allow plaintext on an address that other hosts can reach")
+    metrics_listen: str = Field("", description="where Prometheus reads metrics, host:port; empty = nowhere")
     state_dir: Path = Field(Path("fl-server-state"), description="folder for models, updates and the database")
     init_path: Path | None = Field(None, description="first weights, for an empty state_dir: .safetensors or .pt")
     trusted: list[str] = Field(["fedring", "torchvision"], description="modules that a job may import from")
@@ -49,7 +50,7 @@ class ServerConfig(BaseSettings):
     def _consistent(self) -> Self:
         if self.lost_after_seconds <= self.heartbeat_seconds:
             raise ValueError("lost_after_seconds must be above heartbeat_seconds")
-        for address in (self.listen, self.control_listen):
+        for address in (self.listen, self.control_listen, *filter(None, [self.metrics_listen])):
             if not address.startswith("unix:") and not address.rpartition(":")[2].isdigit():
                 raise ValueError(f"{address!r} is not host:port")
             if not is_loopback(address) and not self.insecure:

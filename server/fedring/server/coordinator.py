@@ -19,6 +19,7 @@ from fedring.server.config import ServerConfig
 from fedring.server.dispatch import Dispatch
 from fedring.server.facts import Facts
 from fedring.server.journal import Journal
+from fedring.server.metrics import Metrics
 from fedring.server.models import Models
 from fedring.server.openround import OpenRound, progress_text
 from fedring.server.optimize import OptimizerError
@@ -60,6 +61,8 @@ class Coordinator:
         self._dispatch = Dispatch(sessions)
         self._config = config
         self._wake = asyncio.Event()
+        self.metrics = Metrics()
+        self.metrics.follow(lambda: self.state, facts)
         self._last_progress, self._last_told = "", 0.0
 
     # ---- events
@@ -67,7 +70,8 @@ class Coordinator:
     def handle(self, event: rd.Event) -> None:
         """Take the event into the state; what it makes due is done soon."""
         now = time.monotonic()
-        self.state = rd.apply(self.state, event, now)
+        before, self.state = self.state.round, rd.apply(self.state, event, now)
+        self.metrics.moved(before, self.state.round, now)
         self._wake.set()
         if self.rendezvous.active:
             self.rendezvous.handle(gr.Expected(rd.pending(self.state, now)))
@@ -218,7 +222,8 @@ class Coordinator:
         self._tell_missing(open_)
         updates = await self.facts.db(self.facts.store.updates_of, open_.row.round)
         try:
-            model = await self.facts.heavy(self.models.next, open_.base, updates, open_.job, open_.row.round)
+            with self.metrics.aggregate_seconds.time():
+                model = await self.facts.heavy(self.models.next, open_.base, updates, open_.job, open_.row.round)
         except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # the last is torch's
             log.exception("aggregation of round %d failed", open_.row.round)
             self.handle(rd.Abandoned(getattr(error, "reason", "bad_optimizer")))
@@ -268,6 +273,7 @@ class Coordinator:
         summed = await self.facts.db(self.facts.store.evaluation_sum, model.version)
         if summed is not None:
             stats |= {"correct": summed.correct, "total": summed.total, "loss_sum": summed.loss_sum}
+        self.metrics.evaluated(stats)
         open_.row = replace(open_.row, stats=stats)
         await self.facts.db(self.facts.store.update_round, open_.row)
         accuracy = f": accuracy {summed.correct / summed.total:.4f}" if summed and summed.total else ""
@@ -333,6 +339,7 @@ class Coordinator:
             if outcome is Acceptance.NEW and self.open is not None:
                 self.open.accepted[row.client_id] = row
                 self.handle(rd.Delivered(row.client_id))
+                self.metrics.accepted(row)
                 text = f"{row.client_id} delivered {row.num_samples} samples, {row.total_bytes} bytes"
                 self._tell("update_accepted", text, client=row.client_id)
         return outcomes

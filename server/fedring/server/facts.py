@@ -1,6 +1,7 @@
 """Store and blobs, from the event loop: each kind of work in the threads that may do it."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -18,26 +19,31 @@ class Facts:
 
     def __init__(self, store: Store, blobs: FileBlobs, *, threads: int) -> None:
         self.store, self.blobs = store, blobs
+        self.waiting = 0  # pieces of work that threads do, or that wait for one
+        self.commit_seconds = 0.0  # that the newest commit of updates took
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="work")
         self._db = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._heavy = ThreadPoolExecutor(1, thread_name_prefix="heavy")
 
     async def db(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What `function`, a transaction, returns."""
-        return await _run(self._db, lambda: function(*args, **kwargs))
+        return await self._run(self._db, lambda: function(*args, **kwargs))
 
     async def heavy(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What `function`, which may take seconds and use the pool, returns."""
-        return await _run(self._heavy, lambda: function(*args, **kwargs))
+        return await self._run(self._heavy, lambda: function(*args, **kwargs))
 
     async def work(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What `function`, one piece of computing or file access, returns."""
-        return await _run(self.pool, lambda: function(*args, **kwargs))
+        return await self._run(self.pool, lambda: function(*args, **kwargs))
 
     def commit_updates(self, batch: list[tuple[FilePartial | MemoryPartial, UpdateRow]]) -> list[Acceptance]:
         """What became of each update: the files are sealed first, then all rows are committed at once."""
+        began = time.monotonic()
         self.blobs.seal_many([partial for partial, _ in batch if isinstance(partial, FilePartial)])
-        return self.store.accept_updates([row for _, row in batch])
+        outcomes = self.store.accept_updates([row for _, row in batch])
+        self.commit_seconds = time.monotonic() - began
+        return outcomes
 
     def prune(self, keep_models: int, keep_update_rounds: int) -> bool:
         """Whether anything old was let go. Rows and blobs go in one call of `db`: nothing is sealed in between."""
@@ -53,11 +59,13 @@ class Facts:
         self.store.close()
         self.blobs.close()
 
-
-async def _run(executor: Executor, function: Callable[[], T]) -> T:
-    future = asyncio.get_running_loop().run_in_executor(executor, function)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait([future])  # it may use what the caller is about to close
-        raise
+    async def _run(self, executor: Executor, function: Callable[[], T]) -> T:
+        future = asyncio.get_running_loop().run_in_executor(executor, function)
+        self.waiting += 1
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])  # it may use what the caller is about to close
+            raise
+        finally:
+            self.waiting -= 1

@@ -59,10 +59,13 @@ class Jobs:
                 await self._queued.wait()
                 continue
             self.running = row
+            started = self._coordinator.metrics.job_started
+            started.set_to_current_time()
             try:
                 state, reason = await self._run_job(row)
             finally:
                 self.running = None
+                started.set(0)
             await self._facts.db(self._store.set_job_state, row.job_id, state, reason)
             await self._facts.db(self._store.end_orphans)
             self._coordinator.recovering = False

@@ -24,10 +24,12 @@ from fedring.daemon.exits import Exit
 from fedring.daemon.lock import StateLock
 from fedring.daemon.logs import set_up_logs
 from fedring.daemon.memory import bound_arenas
+from fedring.daemon.metrics import serving
 from fedring.daemon.notify import sd_notify, watchdog
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import Unavailable
+from fedring.rpc.metrics import CountCalls
 from fedring.server.blobs import FileBlobs, FsyncFailed, StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.control import ControlService
@@ -107,12 +109,15 @@ def load(arguments: list[str], flags: Mapping[str, object]) -> Loaded[ServerConf
 async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: bool) -> int:
     config = loaded.config
     coordinator, jobs = await _recover(config, stack, sweep=not check_only)
-    public = make_server([Boundary()], max_streams=4 * config.max_clients)
+    metrics = coordinator.metrics
+    metrics.min_clients.set(config.job.min_clients)
+    guards = [CountCalls(metrics.calls), Boundary()]
+    public = make_server(guards, max_streams=4 * config.max_clients)
     federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(TrainCmdService(coordinator, config, SOFTWARE), public)
     federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(ModelBlobService(coordinator, config), public)
     rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(coordinator, config), public)
     add_update_service(ClientUpdateService(coordinator, config), public)
-    control = make_server([Boundary()], max_streams=64)
+    control = make_server(guards, max_streams=64)
     control_pb2_grpc.add_ControlServiceServicer_to_server(
         ControlService(coordinator, jobs, config.job, VERSION), control
     )
@@ -121,6 +126,8 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     for server in (public, control):
         health_pb2_grpc.add_HealthServicer_to_server(status, server)
     addresses = {"listen": _bind(public, config.listen), "control": _bind(control, config.control_listen)}
+    if metrics_address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
+        addresses["metrics"] = metrics_address
     if check_only:
         print("the configuration is good")
         return Exit.OK
@@ -128,7 +135,8 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     await control.start()
     await status.set("", health_pb2.HealthCheckResponse.SERVING)
     origins = sorted(set(loaded.origins.values())) or ["defaults"]
-    log.info("%s serves clients at %s and flctl at %s, configured by %s", SOFTWARE, *addresses.values(), origins)
+    where = addresses["listen"], addresses["control"]
+    log.info("%s serves clients at %s and flctl at %s, configured by %s", SOFTWARE, *where, origins)
     print(json.dumps(addresses), flush=True)
 
     async def drain(seconds: float) -> None:
@@ -192,6 +200,7 @@ async def _until_stopped(
         look_after_groups(coordinator),
         jobs.run(),
         watchdog(),
+        coordinator.metrics.measure_lag(),
     ]
     code = Exit.OK
     try:

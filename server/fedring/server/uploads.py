@@ -18,6 +18,7 @@ from fedring.rpc.errors import (
     BadRequest,
     BadUpdate,
     Damaged,
+    FedringError,
     NotAllowed,
     OtherUpdate,
     Overloaded,
@@ -74,7 +75,7 @@ class ClientUpdateService:
     async def PushSmallUpdate(self, request: pb.SmallUpdate, context: Any) -> pb.Accepted:
         session = self._coordinator.sessions.of(context)
         with self._counted(session):
-            return pb.Accepted(already=await self._push_small(session, request))
+            return self._accepted(already=await self._push_small(session, request))
 
     @contextmanager
     def _counted(self, session: Session) -> Iterator[None]:
@@ -83,9 +84,17 @@ class ClientUpdateService:
         began = time.monotonic()
         try:
             yield
+        except (CodecError, FedringError, asyncio.CancelledError) as error:
+            self._coordinator.metrics.refused(error)
+            raise
         finally:
             traffic.upload_bytes += meter.received
             traffic.upload_seconds += time.monotonic() - began
+
+    def _accepted(self, *, already: bool) -> pb.Accepted:
+        if already:
+            self._coordinator.metrics.repeated()
+        return pb.Accepted(already=already)
 
     async def _push(
         self, session: Session, messages: AsyncIterator[pb.ClientUpdate | Piece]
@@ -96,7 +105,7 @@ class ClientUpdateService:
         header = first.header
         open_ = await self._check(session, header)
         if open_ is None:
-            yield pb.UpdateReply(accepted=pb.Accepted(already=True))
+            yield pb.UpdateReply(accepted=self._accepted(already=True))
             return
         async with self._slots, self._only_one(session.client_id):
             partial = await self._open(header)
@@ -109,7 +118,7 @@ class ClientUpdateService:
                 row = await self._admit(partial, header, self._coordinator.models.schema_of(open_.base))
                 undo.pop_all()  # the acceptor takes the partial over
             already = await self._coordinator.acceptor.accept(partial, row, lambda: self._require_open(header))
-        yield pb.UpdateReply(accepted=pb.Accepted(already=already))
+        yield pb.UpdateReply(accepted=self._accepted(already=already))
 
     async def _push_small(self, session: Session, request: pb.SmallUpdate) -> bool:
         """Whether the update counted already, once it counts."""

@@ -1,0 +1,153 @@
+"""fl-server's metrics: no series appears by chance, and every round and reason is counted."""
+
+import ast
+import asyncio
+from collections.abc import Iterator
+from math import isnan
+from pathlib import Path
+
+import pytest
+
+import fedring.codec
+import fedring.server.admit
+import fedring.server.mean
+import fedring.server.uploads
+from fedring.codec.errors import CodecError
+from fedring.rpc import errors
+from fedring.rpc.errors import FedringError, OtherUpdate, Stalled, Unavailable
+from fedring.server import blobs, database
+from fedring.server import rounds as rd
+from fedring.server.metrics import REJECTIONS, Metrics
+from fedring.server.rows import UpdateRow
+
+OTHERS = {"bad_schema", "unknown_model", "unknown_job"}  # reasons that no upload is refused for
+OTHERS |= {"no_session", "superseded", "gone", "stalled", "unavailable", "damaged"}  # after which it goes on
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    found = metrics.registry.get_sample_value(name, labels)
+    assert found is not None, name
+    return found
+
+
+def words_of(path: Path, *, argument: int | None, keyword: str, errors: str) -> Iterator[str]:
+    """What the file's code gives to errors of that ending as a reason."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith(errors)):
+            continue
+        given = [k.value for k in node.keywords if k.arg == keyword]
+        given += node.args[argument : argument + 1] if argument is not None else []
+        for word in (each for value in given for each in ast.walk(value)):
+            if isinstance(word, ast.Constant) and isinstance(word.value, str):
+                yield word.value
+
+
+def test_the_reasons_of_refusals_are_a_closed_set() -> None:
+    folder = Path(fedring.codec.__file__).parent
+    files = [path for path in folder.glob("*.py") if path.stem != "gradient"]  # which is no update's
+    files += [Path(module.__file__ or "") for module in (fedring.server.admit, fedring.server.mean)]
+    found = {word for path in files for word in words_of(path, argument=0, keyword="", errors="CodecError")}
+    uploads = Path(fedring.server.uploads.__file__)
+    found |= set(words_of(uploads, argument=None, keyword="reason", errors=""))
+    found |= set(words_of(uploads, argument=0, keyword="", errors="CodecError"))
+    for module in (blobs, database):
+        found |= set(words_of(Path(module.__file__ or ""), argument=0, keyword="", errors="StorageError"))
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FedringError)]
+    found |= {kind.reason for kind in kinds}
+    assert found - OTHERS - set(REJECTIONS) == set()
+
+
+def test_a_reason_that_nobody_knows_is_another(metrics: Metrics) -> None:
+    metrics.refused(CodecError("made_up_by_a_client"))
+    assert value(metrics, "fl_server_updates_rejected_total", reason="other") == 1
+    assert (
+        metrics.registry.get_sample_value("fl_server_updates_rejected_total", {"reason": "made_up_by_a_client"}) is None
+    )
+
+
+def test_what_a_client_goes_on_with_is_no_refusal(metrics: Metrics) -> None:
+    for error in (Stalled(), Unavailable(), asyncio.CancelledError()):
+        metrics.refused(error)
+    assert value(metrics, "fl_server_updates_total", result="interrupted") == 3
+    assert value(metrics, "fl_server_updates_total", result="rejected") == 0
+    metrics.refused(OtherUpdate())
+    assert value(metrics, "fl_server_updates_total", result="rejected") == 1
+    assert value(metrics, "fl_server_updates_rejected_total", reason="already_accepted_other") == 1
+
+
+def test_every_series_is_there_from_the_start(metrics: Metrics) -> None:
+    for reason in REJECTIONS:
+        assert value(metrics, "fl_server_updates_rejected_total", reason=reason) == 0
+    for result in ("published", "abandoned"):
+        assert value(metrics, "fl_server_rounds_total", result=result) == 0
+    for phase in ("waiting", "training", "aggregating", "evaluating"):
+        assert value(metrics, "fl_server_round_phase_seconds_count", phase=phase) == 0
+    assert isnan(value(metrics, "fl_server_model_accuracy_ratio"))
+
+
+def play(metrics: Metrics, *events: tuple[float, rd.Event]) -> None:
+    """The events happen at their times."""
+    state = rd.State()
+    for at, event in events:
+        before, state = state, rd.apply(state, event, at)
+        metrics.moved(before.round, state.round, at)
+
+
+OPENED = rd.Opened(7, rd.Rules(min_clients=3, deadline=90.0))
+BEGUN: list[tuple[float, rd.Event]] = [(0.0, rd.Joined("a")), (0.0, rd.Matched("a")), (10.0, OPENED), (14.0, rd.Started(frozenset("a")))]
+
+
+def test_a_published_round_is_measured_phase_by_phase(metrics: Metrics) -> None:
+    ends: list[tuple[float, rd.Event]] = [
+        (20.0, rd.Delivered("a")),
+        (21.0, rd.Closed()),
+        (24.0, rd.Published(frozenset())),
+        (29.0, rd.Finished()),
+    ]
+    play(metrics, *BEGUN, *ends)
+    phases = {"waiting": 4.0, "training": 7.0, "aggregating": 3.0, "evaluating": 5.0}
+    for phase, seconds in phases.items():
+        assert value(metrics, "fl_server_round_phase_seconds_count", phase=phase) == 1
+        assert value(metrics, "fl_server_round_phase_seconds_sum", phase=phase) == seconds
+    assert value(metrics, "fl_server_round_duration_seconds_sum") == 10.0
+    assert value(metrics, "fl_server_rounds_total", result="published") == 1
+    assert value(metrics, "fl_server_rounds_total", result="abandoned") == 0
+    assert value(metrics, "fl_server_round_deadline_seconds") == 90.0
+    assert value(metrics, "fl_server_round_min_clients") == 3
+    assert value(metrics, "fl_server_round_last_completed_timestamp_seconds") > 0
+
+
+def test_an_abandoned_round_counts_as_that(metrics: Metrics) -> None:
+    play(metrics, *BEGUN, (50.0, rd.Abandoned("too_few_clients")), (50.0, rd.Finished()))
+    assert value(metrics, "fl_server_rounds_total", result="abandoned") == 1
+    assert value(metrics, "fl_server_rounds_total", result="published") == 0
+    assert value(metrics, "fl_server_round_duration_seconds_count") == 0
+    assert value(metrics, "fl_server_round_last_completed_timestamp_seconds") == 0
+
+
+def test_a_round_that_a_restart_interrupted_counts_once(metrics: Metrics) -> None:
+    round_ = rd.Round(7, rd.Rules(), rd.Phase.TRAINING, 0.0, selected=frozenset("a"))
+    play(metrics, (100.0, rd.Resumed(round_, 30.0)), (103.0, rd.Closed()), (104.0, rd.Published(frozenset())))
+    assert value(metrics, "fl_server_rounds_total", result="published") == 1
+    assert value(metrics, "fl_server_round_duration_seconds_sum") == 4.0
+
+
+def test_an_accepted_update_is_weighed(metrics: Metrics) -> None:
+    row = UpdateRow(1, "a", "d", (), 10, 4000, 0.5, 2.5, 0.0)
+    metrics.accepted(row)
+    assert value(metrics, "fl_server_updates_total", result="accepted") == 1
+    assert value(metrics, "fl_server_update_bytes_sum") == 4000
+    assert value(metrics, "fl_server_update_norm_sum") == 2.5
+
+
+def test_the_servers_own_evaluation_counts_where_clients_have_none(metrics: Metrics) -> None:
+    metrics.evaluated({"server_accuracy": 0.5, "server_loss": 2.0})
+    assert value(metrics, "fl_server_model_accuracy_ratio") == 0.5
+    metrics.evaluated({"correct": 9, "total": 10, "loss_sum": 5.0, "server_accuracy": 0.5, "server_loss": 2.0})
+    assert value(metrics, "fl_server_model_accuracy_ratio") == 0.9
+    assert value(metrics, "fl_server_model_loss") == 0.5
