@@ -73,7 +73,7 @@ def test_a_table_that_this_client_does_not_understand_is_refused(task: Task) -> 
 
 
 def test_who_stands_aside_has_not_failed(task: Task, peer: "Peer") -> None:
-    task.stand_aside()
+    task.stand_aside(0.1)
     assert task.done
     assert peer.failures.empty()
 

@@ -23,6 +23,7 @@ class Wire:
     def __init__(self, left: Sequence[int] = ()) -> None:
         self.sends: list[Send] = []
         self.ends = 0
+        self.waits: list[tuple[int, float]] = []
         self.failure: RingError | None = None
         self.operation: Operation | None = None
         self._left = left
@@ -37,6 +38,9 @@ class Wire:
 
     def ended(self, operation: Operation) -> None:
         self.ends += 1
+
+    def waited(self, rank: int, seconds: float) -> None:
+        self.waits.append((rank, seconds))
 
     def fail(self, error: RingError) -> None:
         self.failure = error

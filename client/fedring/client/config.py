@@ -46,6 +46,7 @@ class ClientConfig(BaseSettings):
     threads: NonNegativeInt = Field(0, description="threads for training; 0 = cores / clients_on_host")
     clients_on_host: PositiveInt = Field(1, description="clients that share this host's cores")
 
+    metrics_listen: str = Field("", description="where Prometheus reads metrics, host:port; empty = nowhere")
     log_style: Literal["auto", "text", "json"] = Field("auto", description="auto = text on a terminal, else JSON")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -55,7 +56,7 @@ class ClientConfig(BaseSettings):
             raise ValueError("partition_index must be below partition_count")
         if not self.server.rpartition(":")[2].isdigit() and not self.server.startswith("unix:"):
             raise ValueError(f"server {self.server!r} is not host:port")
-        for address in (self.server, self.peer_listen):
+        for address in (self.server, self.peer_listen, *filter(None, [self.metrics_listen])):
             if not is_loopback(address) and not self.insecure:
                 raise ValueError(
                     f"{address!r} can be reached from other hosts in plaintext: set insecure = true to allow it"

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from grpc import StatusCode, aio
 
 from fedring.client.errors import Refused
+from fedring.client.metrics import Metrics
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_channel
 from fedring.rpc.chunks import part_parser, serialize
 from fedring.rpc.contract import PROTOCOL, SESSION_KEY
 from fedring.rpc.errors import Unavailable, reason_of, status_of
+from fedring.rpc.metrics import counted
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.federation_pb2_grpc import ClientUpdateServiceStub, TrainCmdServiceStub
 from fedring.v1.rendezvous_pb2_grpc import RendezvousServiceStub
@@ -46,10 +48,11 @@ def stray_cancellation() -> Iterator[None]:
 class Connection:
     """The three services of one server; belongs to the event loop that made it."""
 
-    def __init__(self, address: str, client_id: str) -> None:
+    def __init__(self, address: str, client_id: str, metrics: Metrics) -> None:
         self.address = address
+        self.metrics = metrics
         self.client_id = client_id
-        self._channel = open_channel(address)
+        self._channel = counted(open_channel(address), metrics.calls)
         self.commands = TrainCmdServiceStub(self._channel)
         # Not by the generated stubs: chunks are made and read without protobuf's copies.
         self.fetch_model = self._channel.unary_stream(
@@ -81,6 +84,8 @@ class Connection:
                     exit_code,
                 ) from error
             raise
+        if self.session.session_id:
+            self.metrics.reconnects.inc()
         async with self._changed:
             self.session = session
             self._changed.notify_all()

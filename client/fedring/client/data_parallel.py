@@ -13,7 +13,7 @@ from fedring.client.config import ClientConfig
 from fedring.client.hooks import Compressed, make_hook
 from fedring.client.task import Task
 from fedring.client.worker import Standing, Worker
-from fedring.ring import RingOptions
+from fedring.ring import RingOptions, total_traffic
 from fedring.train.errors import SeamError, TrainingStopped
 from fedring.train.group import Course
 from fedring.train.loop import Loss, OptimizerFactory
@@ -52,12 +52,14 @@ class DataParallelTrainer:
             total_epochs=rounds * plan.epochs,
             first_epoch=(plan.job_round - 1) * plan.epochs,
         )
+        task.metrics.ring.read(total_traffic)
         with task.rendezvous() as rendezvous:
             worker = Worker(rendezvous, standing, course, self._options, lambda: _look(task), task.progress)
+            worker.ring = task.metrics.ring
             if worker.run():
                 task.submit(model, worker.usage.samples, worker.metrics, worker.usage.seconds)
                 worker.stay()
-            task.stand_aside()
+            task.stand_aside(worker.usage.seconds)
         log.info("round %d is over", task.round, extra={"round": task.round, **worker.metrics})
 
     def _standing_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory, table: DataParallel) -> Standing:

@@ -4,6 +4,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Container, Iterator
+from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -14,10 +15,12 @@ from fedring.client.delivery import Delivery
 from fedring.client.errors import Closed, Refused, RoundOver
 from fedring.client.inbox import EvaluationOrder
 from fedring.client.link import Link
+from fedring.client.metrics import Metrics
 from fedring.client.spool import Spool
 from fedring.client.task import Evaluation, Task
 from fedring.daemon.config import load_config
 from fedring.daemon.lock import StateLock
+from fedring.daemon.metrics import serving
 from fedring.train.evaluation import Counts
 from fedring.v1 import federation_pb2 as pb
 
@@ -72,9 +75,15 @@ class Federation:
         self.config = config
         self._on_evaluate = on_evaluate
         self._modes = modes  # that its tasks may have
-        self._lock = StateLock(config.state_dir)
         self._spool = Spool(config.state_dir)
-        self._link = Link(config, evaluates=on_evaluate is not None, tell=tell)
+        metrics = Metrics()
+        metrics.spool_bytes.set_function(lambda: self._spool.size)
+        with ExitStack() as stack:
+            stack.enter_context(StateLock(config.state_dir))
+            if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
+                log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
+            self._link = Link(config, metrics, evaluates=on_evaluate is not None, tell=tell)
+            self._held = stack.pop_all()
         self._delivery = Delivery(self._link, self._spool)
         self._task: Task | None = None
         self._signal_taken = False
@@ -92,7 +101,7 @@ class Federation:
         finally:
             self._link.close()
             self._link.join()
-            self._lock.release()
+            self._held.close()
             if self._signal_taken:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -103,6 +112,8 @@ class Federation:
         """The next round's task; waits for it as long as it takes."""
         if self._task and not self._task.done and not self._task.cancelled:
             self._task.fail("no_update", "the training ended without an update")
+        if self._task:
+            self._link.metrics.finished(self._task.result, self._task.train_seconds)
         self._task = None
         try:
             while True:

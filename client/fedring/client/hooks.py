@@ -55,6 +55,14 @@ class Compressed:
         """The state measures its own waits; what it shares is remembered as it is now."""
         self._whole = {name: tensor.clone() for name, tensor in self.state.shared().items()}
 
+    def sparsity(self) -> float:
+        """The share of the entries that are sent in this epoch."""
+        return self.state.ratio
+
+    def residual_norm(self) -> float:
+        """The L2 norm of what is owed."""
+        return self.state.residual_norm
+
     def usage(self) -> Usage:
         """The state's own sums."""
         profile: Profile = self.state.profile

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from fedring.client.config import ClientConfig
 from fedring.client.connection import Connection
 from fedring.client.errors import Closed, RoundOver
+from fedring.client.metrics import Metrics
 from fedring.client.models import Models
 from fedring.client.session import Session
 from fedring.daemon.notify import watchdog
@@ -26,8 +27,9 @@ class Link:
     session: Session
     models: Models
 
-    def __init__(self, config: ClientConfig, *, evaluates: bool, tell: Callable[[str], None]) -> None:
+    def __init__(self, config: ClientConfig, metrics: Metrics, *, evaluates: bool, tell: Callable[[str], None]) -> None:
         self._config = config
+        self.metrics = metrics
         self._evaluates = evaluates
         self._tell = tell
         self._loop = _session_loop()
@@ -79,7 +81,7 @@ class Link:
     async def _serve(self, started: threading.Event) -> None:
         """Run the session; ends with Refused, a fault of ours, or a cancellation."""
         try:
-            self.connection = Connection(self._config.server, self._config.client_id)
+            self.connection = Connection(self._config.server, self._config.client_id, self.metrics)
             self.session = Session(self.connection, evaluates=self._evaluates, tell=self._tell)
             self.models = Models(self.connection, self.session.advance)
             self._main = asyncio.current_task()

@@ -52,6 +52,7 @@ class Models:
             download.begin(command.model.header)
             download.add(pb.Chunk(data=command.model.payload))
             self._held = download.finish()
+            self._connection.metrics.download_bytes.inc(download.received)
         except BadModel as error:
             log.warning("model %d did not come whole with its command (%s); fetching it", version, error)
             return None
@@ -102,7 +103,9 @@ class Models:
                 if isinstance(part, pb.ModelBlob) and part.HasField("header"):
                     download.begin(part.header)
                 else:
-                    download.add(part if isinstance(part, Piece) else part.chunk)
+                    chunk = part if isinstance(part, Piece) else part.chunk
+                    download.add(chunk)
+                    self._connection.metrics.download_bytes.inc(len(chunk.data))
                     self._tell(download.share)
                 if why := ended():
                     raise RoundOver(why)

@@ -80,6 +80,14 @@ class Spool:
         self._left = True  # there may be a file of what the update leaves out
         self._cached: tuple[str, bytes, Residual | None] | None = None  # run, schema hash, residual
 
+    @property
+    def size(self) -> int:
+        """The size of the update that is not accepted yet; may be asked from any thread."""
+        try:
+            return self._update_file.stat().st_size
+        except OSError:
+            return 0
+
     def residual(self, run_id: str, schema_hash: bytes) -> Residual | None:
         """What past updates of this run and schema left out, [num_parameters] float32; one of others is dropped."""
         if self._cached is None or self._cached[:2] != (run_id, schema_hash):

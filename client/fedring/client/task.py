@@ -11,6 +11,7 @@ from fedring.client.errors import RoundOver, UpdateRefused, WrongModel
 from fedring.client.held import Model
 from fedring.client.inbox import Assignment, EvaluationOrder
 from fedring.client.link import Link
+from fedring.client.metrics import Metrics
 from fedring.client.rendezvous import Rendezvous
 from fedring.client.spool import Spool
 from fedring.client.update import Work, make_update
@@ -26,6 +27,8 @@ class Task:
     def __init__(self, assignment: Assignment, link: Link, spool: Spool, client_id: str) -> None:
         self.command = assignment.command
         self.done = False  # submitted, failed, or refused
+        self.result = "over"  # what has become of it (metrics.RESULTS)
+        self.train_seconds: float | None = None  # None = it was not trained to its end
         self._assignment = assignment
         self._link = link
         self._spool = spool
@@ -52,6 +55,11 @@ class Task:
         return Plan(
             c.epochs, c.batch_size, c.lr, c.momentum, c.mu, c.subset_size, seed, round=c.round, job_round=c.job_round
         )
+
+    @property
+    def metrics(self) -> Metrics:
+        """What this client tells of itself."""
+        return self._link.metrics
 
     @property
     def cancelled(self) -> bool:
@@ -83,24 +91,33 @@ class Task:
             raise WrongModel("nothing was loaded for this round: call load_into before the training")
         seconds = time.perf_counter() - self._loaded_at if train_seconds is None else train_seconds
         work = Work(samples, seconds, metrics or {})
+        self.train_seconds = seconds
         if why := self._assignment.ended:
             self.done = True
             raise RoundOver(why)
         self.done = True
-        self._deliver(model, self._base, work)
+        try:
+            self._deliver(model, self._base, work)
+            self.result = "accepted"
+        except UpdateRefused:
+            self.result = "refused"
+            raise
 
     def rendezvous(self) -> Rendezvous:
         """The way to the other workers of a data-parallel round; open within `with`."""
         return Rendezvous(self._link, self.command)
 
-    def stand_aside(self) -> None:
+    def stand_aside(self, train_seconds: float) -> None:
         """Nothing more is to come from this client for the round: one delivers for all."""
         self.done = True
+        self.train_seconds = train_seconds
+        if self.result == "over":
+            self.result = "trained"
         self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
 
     def fail(self, reason: str, detail: str) -> None:
         """The server learns, with one stable word and one sentence, that this client has nothing for this round."""
-        self.done = True
+        self.done, self.result = True, "failed"
         self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
         self._delivery.fail(self._assignment, reason, detail)
 

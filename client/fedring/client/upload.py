@@ -11,7 +11,7 @@ from fedring.client.backoff import Backoff
 from fedring.client.connection import Connection, stray_cancellation
 from fedring.client.errors import RoundOver, UpdateRefused
 from fedring.client.spool import Spooled
-from fedring.rpc.chunks import chunks
+from fedring.rpc.chunks import CHUNK_BYTES, chunks
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError, Stalled, TooLarge, Unavailable, UnknownRound, reason_of, status_of
 from fedring.v1 import federation_pb2 as pb
@@ -84,6 +84,7 @@ class Upload:
         seconds = connection.session.no_progress_seconds
         await connection.updates.PushSmallUpdate(update, metadata=connection.metadata, timeout=seconds)
         connection.spoke = time.monotonic()
+        connection.metrics.upload_bytes.inc(header.total_bytes)
 
     async def _push(self) -> None:
         """The header, and the chunks that the server does not have."""
@@ -99,6 +100,7 @@ class Upload:
                     if why := self._ended():
                         raise RoundOver(why)
                     await _write(call, message, seconds)
+                    self._connection.metrics.upload_bytes.inc(min(CHUNK_BYTES, header.total_bytes - offset))
                     self._tell(offset / header.total_bytes)
             await call.done_writing()
             reply = await _read(call, seconds)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from fedring.client.hooks import Compressed
 from fedring.client.rendezvous import Rendezvous
+from fedring.client.ring_metrics import RingMetrics
 from fedring.ring import Endpoint, RingError, RingOptions, Traffic, join, leave
 from fedring.train.errors import TrainingStopped
 from fedring.train.group import Course, Diverged, GroupTraining, Watcher
@@ -45,6 +46,7 @@ class Worker:
     progress: Callable[[float], None]
     usage: Usage = field(default_factory=Usage)
     means: dict[str, float] = field(default_factory=dict)
+    ring: RingMetrics = field(default_factory=RingMetrics)
     _trained: bool = False
 
     def run(self) -> bool:
@@ -111,7 +113,8 @@ class Worker:
         watcher = Watcher(self.progress, lambda: self._check(generation), lambda: _sent(endpoint.traffic))
         training = GroupTraining(replica, self.course, self.standing.hook, watcher)
         try:
-            self.means = training.run() or self.means
+            with self.ring.training(training, workers=len(group.members)):
+                self.means = training.run() or self.means
         finally:
             self.usage += training.usage
         done = pb.Done(

@@ -37,6 +37,8 @@ class Fleet:
         self.directory = directory.absolute()
         self.listen = ""
         self.control = ""
+        self.ready: dict[str, str] = {}
+        """All addresses that the server told when it was ready, by name."""
         self.server = self._process("server", "fedring.server.main", {**_ANY_PORTS, **(server_overrides or {})})
         self.clients = [
             self._process(f"client-{i}", "fedring.client.main", {**_part(i, len(clients)), **given})
@@ -75,8 +77,8 @@ class Fleet:
     def start_server(self) -> None:
         """The server is ready: at its old addresses, if it had some."""
         self.server.start()
-        ready = json.loads(self.server.first_line(_READY_SECONDS))
-        self.listen, self.control = ready["listen"], ready["control"]
+        self.ready = json.loads(self.server.first_line(_READY_SECONDS))
+        self.listen, self.control = self.ready["listen"], self.ready["control"]
         self.server.settings |= {"listen": self.listen, "control_listen": self.control}
 
     def restart_server(self) -> None:

@@ -56,6 +56,12 @@ class DGCState:
         """The share of entries sent in this epoch."""
         return ratio_at(self.config, self.epoch)
 
+    @property
+    def residual_norm(self) -> float:
+        """The L2 norm of what is owed."""
+        norms = [torch.linalg.vector_norm(memory.residual) for memory in self._memories.values()]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
     def start_epoch(self, epoch: int) -> None:
         """The warm-up is in `epoch`, counted from 0; all workers call this between the same two steps."""
         self.epoch = epoch

@@ -20,7 +20,7 @@ from fedring.ring.link import Traffic
 from fedring.ring.options import RingOptions
 from fedring.ring.process_group import RingProcessGroup
 from fedring.ring.rendezvous import create, join, leave
-from fedring.ring.world import traffic
+from fedring.ring.world import total_traffic, traffic
 
 __all__ = [
     "BytesGather",
@@ -36,6 +36,7 @@ __all__ = [
     "allgather_bytes",
     "join",
     "leave",
+    "total_traffic",
     "traffic",
 ]
 

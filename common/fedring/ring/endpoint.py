@@ -14,7 +14,7 @@ from fedring.ring.address import advertised, dial, is_here, open_server
 from fedring.ring.errors import BY_REASON, BadFrame, CollectiveTimeout, Overrun, PeerLost, RingError
 from fedring.ring.frames import Frame, read
 from fedring.ring.group import Group
-from fedring.ring.link import GENERATION_KEY, METHOD, PEER_KEY, PREFIX, Link, Outgoing, Traffic
+from fedring.ring.link import GENERATION_KEY, METHOD, PEER_KEY, PREFIX, Link, Outgoing, Traffic, Wait
 from fedring.ring.memory import Inbox, Outbox
 from fedring.ring.options import RingOptions
 from fedring.ring.pulse import Pulse
@@ -72,6 +72,8 @@ class Endpoint:
                 raise RingError(f"frames could not tell the group {name!r} from {self._groups[group.id].name!r}")
             self._ranks = {peer: index for index, peer in enumerate(members)} | self._ranks
             self._groups[group.id] = group
+            for peer in set(members) - {self.address}:
+                self.traffic.waits.setdefault(self._ranks[peer], Wait())
             mine = [item for item in self._homeless if item[1].head.group == group.id]
             self._homeless = [item for item in self._homeless if item[1].head.group != group.id]
             self._homeless_bytes -= sum(frame.cost for _, frame in mine)
@@ -112,6 +114,19 @@ class Endpoint:
     def has_left(self, peer: str) -> bool:
         """Whether the peer has said that nothing more will come from it."""
         return peer in self._left
+
+    def waited(self, peer: str, seconds: float) -> None:
+        """An operation has waited for the peer to begin."""
+        with self._lock:
+            rank = self._ranks[peer]
+            before = self.traffic.waits[rank]
+            self.traffic.waits[rank] = Wait(before.times + 1, before.seconds + seconds)
+
+    def exchanged(self, seconds: float) -> None:
+        """An exchange of gradients has ended."""
+        with self._lock:
+            self.traffic.exchanges += 1
+            self.traffic.exchange_seconds += seconds
 
     def fail(self, error: RingError) -> None:
         """The generation has ended: every operation here raises the error, and every peer is told once."""

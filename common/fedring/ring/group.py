@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,6 +14,8 @@ from fedring.ring.link import Outgoing
 from fedring.ring.operation import Operation
 from fedring.ring.program import Program, Send
 from fedring.v1 import peer_pb2 as pb
+
+_GRADIENTS = ("allreduce ", "allgather of at most ")  # what such operations are called
 
 
 class Streams(Protocol):
@@ -29,6 +32,12 @@ class Streams(Protocol):
     def has_left(self, peer: str) -> bool:
         """Whether the peer has said that nothing more will come from it."""
         ...
+
+    def waited(self, peer: str, seconds: float) -> None:
+        """An operation has waited for the peer to begin."""
+
+    def exchanged(self, seconds: float) -> None:
+        """An exchange of gradients has ended."""
 
 
 class Group:
@@ -120,6 +129,12 @@ class Group:
         """Forget an operation."""
         with self._lock:
             self._running.pop(operation.key, None)
+        if operation.error is None and operation.what.startswith(_GRADIENTS):
+            self._streams.exchanged(time.monotonic() - operation.began)
+
+    def waited(self, rank: int, seconds: float) -> None:
+        """An operation has waited for the rank to begin."""
+        self._streams.waited(self.members[rank], seconds)
 
     def fail(self, error: RingError) -> None:
         """End the generation."""

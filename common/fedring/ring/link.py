@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import grpc
@@ -30,6 +30,13 @@ class Outgoing(NamedTuple):
     sent: Callable[[], None] | None = None
 
 
+class Wait(NamedTuple):
+    """Waits, and what they took together."""
+
+    times: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(slots=True)
 class Traffic:
     """What has gone over a worker's streams, in bytes of messages with gRPC's prefix."""
@@ -40,6 +47,19 @@ class Traffic:
     received_bytes: int = 0
     received_frames: int = 0
     dropped_frames: int = 0  # repeated, or of another generation
+    exchanges: int = 0  # of gradients: allreduces, and allgathers of compressed ones
+    exchange_seconds: float = 0.0
+    waits: dict[int, Wait] = field(default_factory=dict)  # for each rank to begin with its part of a collective
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        sums = Traffic(*(getattr(self, name) + getattr(other, name) for name in _SUMS))
+        for rank in self.waits | other.waits:
+            mine, theirs = (waits.get(rank, Wait()) for waits in (self.waits, other.waits))
+            sums.waits[rank] = Wait(mine.times + theirs.times, mine.seconds + theirs.seconds)
+        return sums
+
+
+_SUMS = [field.name for field in fields(Traffic) if field.name != "waits"]
 
 
 class Link:

@@ -22,6 +22,9 @@ class Carrier(Protocol):
     def ended(self, operation: "Operation") -> None:
         """Forget the operation."""
 
+    def waited(self, rank: int, seconds: float) -> None:
+        """The rank has begun; an operation had waited for that."""
+
     def fail(self, error: RingError) -> None:
         """End the generation."""
 
@@ -36,13 +39,15 @@ class Operation:
     def __init__(self, carrier: Carrier, key: str, what: str, program: Program, *, timeout: float) -> None:
         self.key, self.what = key, what
         self.signature = zlib.crc32(what.encode())
-        self.deadline = time.monotonic() + timeout
+        self.began = time.monotonic()
+        self.deadline = self.began + timeout
         self.error: RingError | None = None
         self._carrier = carrier
         self._program = program
         self._lock = threading.Lock()
         self._inbox: dict[tuple[int, int, int], memoryview] = {}
         self._waiting: Receive | None = None
+        self._idle_since = 0.0  # waiting for a rank that has not begun; 0 = not so
         self._count = threading.Lock()
         self._unsent = 1  # the program itself counts as one, until it ends
         self._done = threading.Event()
@@ -62,8 +67,7 @@ class Operation:
     def is_overdue(self, now: float) -> bool:
         """Whether its time is up; later if it waits for one that has begun, and so must wait for another itself."""
         waiting = self._waiting
-        begun = waiting is not None and (waiting.tag > 0 or waiting.part > 0)
-        return now > self.deadline + (_GRACE if begun else 0.0)
+        return now > self.deadline + (_GRACE if waiting is not None and _has_begun(waiting) else 0.0)
 
     def begin(self, early: Sequence[tuple[int, Frame]] = ()) -> None:
         """The program has what had come before, by source, and has run as far as it can."""
@@ -139,10 +143,15 @@ class Operation:
                 if (waited := self._waiting) is not None:
                     answer = self._inbox.pop(waited.place, None)
                     if answer is None:
+                        if not _has_begun(waited):
+                            self._idle_since = time.monotonic()
                         return _in_vain(waited.source, self.what) if self._carrier.has_left(waited.source) else None
                     if 0 <= waited.size != len(answer):
                         return self._wrong_size(waited, len(answer))
                     self._waiting = None
+                    if self._idle_since:
+                        self._carrier.waited(waited.source, time.monotonic() - self._idle_since)
+                        self._idle_since = 0.0
                 # a generator takes None first, and after a Send
                 step, answer = self._program.send(answer), None  # type: ignore[arg-type]
                 if isinstance(step, Receive):
@@ -174,6 +183,11 @@ class Operation:
         self._carrier.ended(self)
         for callback in callbacks:
             callback()
+
+
+def _has_begun(waiting: Receive) -> bool:
+    """Whether the rank that is waited for has sent something, and so may wait for others itself."""
+    return waiting.tag > 0 or waiting.part > 0
 
 
 def _in_vain(rank: int, what: str) -> PeerLost:

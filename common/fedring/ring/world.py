@@ -48,7 +48,8 @@ class World:
 
 _lock = threading.Lock()
 _current: World | None = None
-_past = Traffic()
+_past = Traffic()  # of the newest world that has ended
+_before = Traffic()  # of all before it
 
 
 def set_current(world: World) -> None:
@@ -76,8 +77,16 @@ def traffic() -> Traffic:
     return world.endpoint.traffic if world is not None else _past
 
 
+def total_traffic() -> Traffic:
+    """What has gone over the streams of all default groups of this process, and of their subgroups."""
+    with _lock:
+        ended = _before + _past
+        return ended + _current.endpoint.traffic if _current is not None else ended
+
+
 def _forget(world: World) -> None:
-    global _current, _past
+    global _current, _past, _before
     with _lock:
         if _current is world:
+            _before += _past
             _current, _past = None, world.endpoint.traffic

@@ -1,0 +1,48 @@
+"""What a daemon tells Prometheus, as a test reads it."""
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from fedring.ctl.process import Process
+
+SECONDS = 30.0
+
+
+class Page:
+    """What `/metrics` said at one moment."""
+
+    def __init__(self, address: str) -> None:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=SECONDS) as answer:
+            self.text: str = answer.read().decode()
+        self.samples: list[Sample] = [s for family in text_string_to_metric_families(self.text) for s in family.samples]
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """The value of the one series of that name and with these labels."""
+        (found,) = [sample.value for sample in self.samples if sample.name == name and sample.labels == labels]
+        return found
+
+    def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
+        """The values that are not 0 of all series of that name and with these labels, by another label."""
+        wanted = [s for s in self.samples if s.name == name and labels.items() <= s.labels.items()]
+        return {s.labels[label]: s.value for s in wanted if s.value}
+
+
+def address_of(client: Process) -> str:
+    """Where a client that was told to take any port serves its metrics; it says so in its log."""
+    for line in client.log.read_text(encoding="utf-8").splitlines():
+        if line.startswith("{") and "metrics" in (record := json.loads(line)):
+            return str(record["metrics"])
+    raise AssertionError(client.tail())
+
+
+def eventually(address: str, true: Callable[[Page], bool]) -> Page:
+    """The first page of which that is true: a daemon may answer a call just before it counts it."""
+    deadline = time.monotonic() + SECONDS
+    while not true(page := Page(address)):
+        assert time.monotonic() < deadline, page.text
+    return page

@@ -1,0 +1,71 @@
+"""The page that Prometheus reads: where it is, who may have it, and what is on it."""
+
+import importlib.util
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from tests.conftest import ROOT
+from tests.metrics_page import Page
+
+from fedring.client.config import ClientConfig
+from fedring.daemon.config import ConfigError
+from fedring.daemon.metrics import Registry, serving
+from fedring.server.config import ServerConfig
+from fedring.version import VERSION
+
+
+def test_the_page_is_there_for_as_long_as_it_is_served() -> None:
+    registry = Registry()
+    registry.counter("fl_test_total", "What is tested.", result=("good", "bad")).labels("good").inc(3)
+    with serving("127.0.0.1:0", registry) as address:
+        page = Page(address)
+    assert page.by("result", "fl_test_total") == {"good": 3}
+    assert page("fl_test_total", result="bad") == 0
+    assert page("fl_build_info", version=VERSION) == 1
+    assert page("process_open_fds") > 0
+    assert not any(sample.name.endswith("_created") for sample in page.samples)
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://{address}/metrics", timeout=5)
+
+
+def test_with_no_address_nobody_listens() -> None:
+    with serving("", Registry()) as address:
+        assert address == ""
+
+
+def test_an_address_that_is_taken_is_a_fault_of_the_configuration() -> None:
+    with (
+        serving("127.0.0.1:0", Registry()) as address,
+        pytest.raises(ConfigError, match=f"metrics_listen {address}"),
+        serving(address, Registry()),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:http", "127.0.0.1:70000", "not.a.host.invalid:9464"])
+def test_an_address_that_is_none_is_a_fault_of_the_configuration(address: str) -> None:
+    with pytest.raises(ConfigError), serving(address, Registry()):
+        pass
+
+
+@pytest.mark.parametrize("config", [ServerConfig, ClientConfig])
+def test_only_this_host_can_read_the_page_unless_the_operator_says_so(
+    config: type[ServerConfig] | type[ClientConfig],
+) -> None:
+    assert config(metrics_listen="127.0.0.1:9464").metrics_listen == "127.0.0.1:9464"
+    assert config(metrics_listen="0.0.0.0:9464", insecure=True).insecure
+    with pytest.raises(ValidationError, match="insecure"):
+        config(metrics_listen="0.0.0.0:9464")
+
+
+def test_the_page_of_all_metrics_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("metrics_page", ROOT / "docs" / "metrics.py")
+    assert spec is not None
+    assert spec.loader is not None
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    target: Path = page.TARGET
+    assert target.read_text(encoding="utf-8") == page.render()
