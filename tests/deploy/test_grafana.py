@@ -1,0 +1,98 @@
+"""The dashboards: each query parses and names what exists, and each panel has a place of its own."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tests.conftest import ROOT
+from tests.deploy.promtool import promtool
+from tests.deploy.test_prometheus import check_names
+
+FOLDER = ROOT / "deploy" / "grafana"
+PATHS = sorted((FOLDER / "dashboards").glob("*.json"))
+UNITS = {"short", "s", "bytes", "Bps", "ops", "percentunit"}
+each = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_dashboards", FOLDER / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+def expressions(path: Path) -> list[str]:
+    """Every query of the dashboard, with an interval that Prometheus understands."""
+    panels = read(path)["panels"]
+    return [t["expr"].replace("$__rate_interval", "1m") for panel in panels for t in panel.get("targets", [])]
+
+
+def test_the_dashboards_are_what_their_tables_say() -> None:
+    tables = generator()
+    assert {d.uid for d in tables.DASHBOARDS} == {path.stem for path in PATHS}
+    for dashboard in tables.DASHBOARDS:
+        assert (FOLDER / "dashboards" / f"{dashboard.uid}.json").read_text() == tables.render(dashboard)
+
+
+@each
+def test_every_query_parses(path: Path, tmp_path: Path) -> None:
+    rules = [{"record": f"throw_away_{number}", "expr": text} for number, text in enumerate(expressions(path))]
+    file = tmp_path / "rules.yml"
+    file.write_text(json.dumps({"groups": [{"name": "throw_away", "rules": rules}]}))  # JSON is YAML
+    said = promtool("check", "rules", file)
+    assert said.returncode == 0, said.stdout
+    assert f"{len(rules)} rules found" in said.stdout
+
+
+def test_a_query_that_does_not_parse_would_be_found(tmp_path: Path) -> None:
+    rules = [{"record": "throw_away", "expr": "sum by (le (rate(fl_server_update_bytes_bucket[1m])))"}]
+    file = tmp_path / "rules.yml"
+    file.write_text(json.dumps({"groups": [{"name": "throw_away", "rules": rules}]}))
+    assert promtool("check", "rules", file).returncode != 0
+
+
+@each
+def test_every_metric_is_declared(path: Path) -> None:
+    for expression in expressions(path):
+        assert re.search(r"\b(fl[_:]|grpc_|process_|up\b)", expression), expression
+        check_names(expression)
+
+
+@each
+def test_it_keeps_to_the_conventions(path: Path) -> None:
+    document = read(path)
+    assert document["uid"] == path.stem
+    assert "id" not in document
+    assert document["editable"] is False
+    assert document["schemaVersion"] >= 36
+    assert [variable["name"] for variable in document["templating"]["list"]] == ["datasource"]
+    for panel in document["panels"]:
+        if panel["type"] == "row":
+            continue
+        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
+        assert {source["uid"] for source in (panel["datasource"], *(t["datasource"] for t in panel["targets"]))} == {
+            "${datasource}"
+        }
+        for target in panel["targets"]:
+            assert set(re.findall(r"\[([^]]*)\]", target["expr"])) <= {"$__rate_interval"}
+
+
+@each
+def test_panels_neither_overlap_nor_share_a_title(path: Path) -> None:
+    places = [panel["gridPos"] for panel in read(path)["panels"]]
+    cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
+    assert len(cells) == len(set(cells))
+    assert all(0 <= x < 24 for x, _ in cells)
+    titles = [panel["title"] for panel in read(path)["panels"] if panel["type"] != "row"]
+    assert len(titles) == len(set(titles))
