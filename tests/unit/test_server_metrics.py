@@ -99,7 +99,12 @@ def play(metrics: Metrics, *events: tuple[float, rd.Event]) -> None:
 
 
 OPENED = rd.Opened(7, rd.Rules(min_clients=3, deadline=90.0))
-BEGUN: list[tuple[float, rd.Event]] = [(0.0, rd.Joined("a")), (0.0, rd.Matched("a")), (10.0, OPENED), (14.0, rd.Started(frozenset("a")))]
+BEGUN: list[tuple[float, rd.Event]] = [
+    (0.0, rd.Joined("a")),
+    (0.0, rd.Matched("a")),
+    (10.0, OPENED),
+    (14.0, rd.Started(frozenset("a"))),
+]
 
 
 def test_a_published_round_is_measured_phase_by_phase(metrics: Metrics) -> None:
