@@ -67,7 +67,7 @@ class Both:
     def __init__(self, server: aio.Server, channel: Any, registries: dict[str, Registry]) -> None:
         self.server, self.channel = server, channel
         self._registries = registries
-        self.stub = rpc.TrainCmdServiceStub(channel)
+        self.stub: Any = rpc.TrainCmdServiceStub(channel)  # its type is that of a sync channel
 
     def value(self, side: str, what: str, method: str, **labels: str) -> float:
         value = self._registries[side].get_sample_value(f"grpc_{side}_{what}", {"grpc_method": method, **labels})
