@@ -145,8 +145,10 @@ class GroupTransport:
 
     def close(self) -> None:
         """All that was sent has been taken."""
-        for lane in (*self._out.values(), *self._in.values()):
-            lane.drain()
+        for out in self._out.values():
+            out.drain()
+        for into in self._in.values():
+            into.drain()
 
     def abort(self) -> None:
         """The group has failed for every rank, if its backend can do that."""
