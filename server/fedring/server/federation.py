@@ -31,10 +31,9 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
         if request.protocol != PROTOCOL:
-            raise BadRequest(
-                f"this server speaks protocol {PROTOCOL}, the client {request.protocol}: install the same version",
-                reason="wrong_protocol",
-            )
+            older = "the client" if request.protocol < PROTOCOL else "fl-server"
+            text = f"fl-server speaks protocol {PROTOCOL}, the client {request.protocol}: update {older}"
+            raise BadRequest(text, reason="wrong_protocol")
         session = self._coordinator.sessions.join(request, context.peer())
         self._coordinator.handle(rd.Joined(session.client_id))
         asyncio.get_running_loop().call_later(self._config.lost_after_seconds, self._expire, session)
