@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -10,7 +11,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before any test imports grpc
 ROOT = Path(__file__).parent.parent
 
 
-def missing(what: str) -> None:
+def missing(what: str) -> NoReturn:
     """Skip for lack of `what`; but in CI, where everything is to be there, fail."""
     if os.environ.get("FEDRING_NO_SKIPS"):
         pytest.fail(f"{what} is missing")

@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from fedring.rpc.channel import is_loopback
+from fedring.rpc.channel import is_address, is_loopback
 
 
 def _own_name() -> str:
@@ -24,6 +24,8 @@ class ClientConfig(BaseSettings):
 
     server: str = Field("127.0.0.1:8443", description="fl-server's address, host:port")
     insecure: bool = Field(False, description="allow plaintext to another host")
+    health_listen: str = Field("", description="address that answers health checks, in plaintext; empty = none")
+    reflection: bool = Field(False, description="let callers at health_listen ask which services there are")
     client_id: str = Field(default_factory=_own_name, pattern=r"^[A-Za-z0-9._-]{1,128}$", description="stable name")
     state_dir: Path = Field(Path("fl-client-state"), description="folder for the residual and an unsent update")
     trusted: list[str] = Field(["fedring", "torchvision"], description="modules that a job may import from")
@@ -54,8 +56,10 @@ class ClientConfig(BaseSettings):
     def _consistent(self) -> Self:
         if self.partition_index >= self.partition_count:
             raise ValueError("partition_index must be below partition_count")
-        if not self.server.rpartition(":")[2].isdigit() and not self.server.startswith("unix:"):
+        if not is_address(self.server):
             raise ValueError(f"server {self.server!r} is not host:port")
+        if self.health_listen and not is_address(self.health_listen):
+            raise ValueError(f"health_listen {self.health_listen!r} is not host:port")
         for address in (self.server, self.peer_listen, *filter(None, [self.metrics_listen])):
             if not is_loopback(address) and not self.insecure:
                 raise ValueError(

@@ -9,6 +9,7 @@ from grpc import StatusCode, aio
 from fedring.client.errors import Refused
 from fedring.client.metrics import Metrics
 from fedring.daemon.exits import Exit
+from fedring.daemon.tracing import trace_metadata
 from fedring.rpc.channel import open_channel
 from fedring.rpc.chunks import part_parser, serialize
 from fedring.rpc.contract import PROTOCOL, SESSION_KEY
@@ -93,8 +94,8 @@ class Connection:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Names the session."""
-        return ((SESSION_KEY, self.session.session_id),)
+        """Names the session, and the span that the call belongs to."""
+        return ((SESSION_KEY, self.session.session_id), *trace_metadata())
 
     @property
     def stale(self) -> bool:

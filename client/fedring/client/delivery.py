@@ -10,6 +10,7 @@ from fedring.client.inbox import Assignment
 from fedring.client.link import Link
 from fedring.client.spool import Residual, Spool, Spooled
 from fedring.client.upload import Undecided, Upload
+from fedring.daemon.tracing import span
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ class Delivery:
         """
         self._link.session.begin(pb.ACTIVITY_PUSHING)
         try:
-            self._push(spooled, lambda: assignment.ended, assignment.deadline)
+            with span("upload", assignment.command.traceparent, round=assignment.command.round):
+                self._push(spooled, lambda: assignment.ended, assignment.deadline)
         except UpdateRefused as error:
             self._spool.drop()
             self.fail(assignment, error.reason, error.detail)

@@ -128,6 +128,14 @@ class Federation:
         except Closed:
             raise StopIteration from None
 
+    @property
+    def ids(self) -> dict[str, object]:
+        """The round in hand, if there is one, for logs."""
+        current = self._link.session.inbox.current
+        if current is None or (current.over and self._task is None):
+            return {}
+        return {"round": current.command.round}
+
     def close(self) -> None:
         """End the iteration, and the task in hand; may be called from any thread, and from a signal handler."""
         self._link.close()

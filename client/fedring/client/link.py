@@ -2,10 +2,13 @@
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from functools import cache
 from typing import Any, TypeVar
+
+from grpc import aio
 
 from fedring.client.config import ClientConfig
 from fedring.client.connection import Connection
@@ -14,6 +17,9 @@ from fedring.client.metrics import Metrics
 from fedring.client.models import Models
 from fedring.client.session import Session
 from fedring.daemon.notify import watchdog
+from fedring.rpc.health import Health, health_port
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 5.0
@@ -82,7 +88,9 @@ class Link:
         """Run the session; ends with Refused, a fault of ours, or a cancellation."""
         try:
             self.connection = Connection(self._config.server, self._config.client_id, self.metrics)
-            self.session = Session(self.connection, evaluates=self._evaluates, tell=self._tell)
+            health = Health(reflection=self._config.reflection)
+            port = await self._answer_health_checks(health)
+            self.session = Session(self.connection, health, evaluates=self._evaluates, tell=self._tell)
             self.models = Models(self.connection, self.session.advance)
             self._main = asyncio.current_task()
         finally:
@@ -97,8 +105,21 @@ class Link:
             for call in calls:
                 call.cancel()
             beat.cancel()
+            await health.stop()
             self.session.inbox.end_all("closed")
             await self.connection.close()
+            if port:
+                await port.stop(None)
+
+    async def _answer_health_checks(self, health: Health) -> aio.Server | None:
+        """The server that answers them, if there is to be one."""
+        if not self._config.health_listen:
+            return None
+        server, address = health_port(self._config.health_listen, health)
+        await health.set(serving=False)
+        await server.start()
+        log.info("answers health checks at %s", address, extra={"health": address})
+        return server
 
 
 def _session_loop() -> asyncio.AbstractEventLoop:

@@ -16,9 +16,10 @@ from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused
 from fedring.daemon.config import ConfigError, Loaded, describe, load_config
 from fedring.daemon.exits import Exit
-from fedring.daemon.logs import set_up_logs
+from fedring.daemon.logs import log_always, set_up_logs
 from fedring.daemon.memory import bound_arenas
 from fedring.daemon.notify import sd_notify
+from fedring.daemon.tracing import set_up_tracing
 from fedring.version import SOFTWARE
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def command(
         if check_config:
             print("the configuration is good")
             raise typer.Exit
-        code = serve(loaded, file)
+        code = serve(loaded)
     except ConfigError as error:
         print(f"fl-client: {error}", file=sys.stderr)
         code = Exit.CONFIG
@@ -105,24 +106,28 @@ def parse_partition(text: str | None) -> dict[str, str | None]:
     return {"partition_index": index, "partition_count": count}
 
 
-def serve(loaded: Loaded[ClientConfig], file: Path | None) -> Exit:
+def serve(loaded: Loaded[ClientConfig]) -> Exit:
     """Take part until told to stop, or refused for good."""
     from fedring.client.federation import Federation
     from fedring.client.trainer import MODES, Declared, prepare
 
     config = loaded.config
     set_up_logs(config.log_style, config.log_level)
-    origin = str(file) if file else "defaults"
-    log.info("%s, server %s, client %s, configuration from %s", SOFTWARE, config.server, config.client_id, origin)
+    origins = ", ".join(sorted(set(loaded.origins.values()))) or "defaults"
+    where = f"server {config.server}, client {config.client_id}, state in {config.state_dir}"
+    log_always(lambda: {"client": config.client_id})
+    log.info("fl-client of %s, %s, configuration from %s", SOFTWARE, where, origins)
+    set_up_tracing("fl-client")
     prepare(config)
     trainer = Declared(config)
     federation = Federation(
         config, on_evaluate=trainer.evaluate, modes=MODES, tell=lambda text: sd_notify(f"STATUS={text}")
     )
+    log_always(lambda: federation.ids)
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
-        sd_notify("STOPPING=1")
+        sd_notify("STOPPING=1\nSTATUS=stopping")
         federation.close()
         if trainer.in_users_code:
             raise KeyboardInterrupt  # the built-in loop asks whether to stop; a user's may not

@@ -15,6 +15,7 @@ from fedring.client.errors import Refused
 from fedring.client.inbox import Inbox
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import FedringError, Superseded, Unavailable, reason_of, status_of
+from fedring.rpc.health import Health
 from fedring.rpc.streams import Paced
 from fedring.v1 import federation_pb2 as pb
 
@@ -26,9 +27,10 @@ Lost = aio.AioRpcError | FedringError
 class Session:
     """Keeps the client in touch with its server, and fills its inbox."""
 
-    def __init__(self, connection: Connection, *, evaluates: bool, tell: Callable[[str], None]) -> None:
+    def __init__(self, connection: Connection, health: Health, *, evaluates: bool, tell: Callable[[str], None]) -> None:
         self.inbox = Inbox()
         self._connection = connection
+        self._health = health  # serves while the session does
         self._evaluates = evaluates
         self._tell = tell  # is told each new state, in one sentence
         self._state = ""
@@ -62,6 +64,7 @@ class Session:
             if self._matched:
                 backoff.reset()
             self._matched = False
+            await self._health.set(serving=False)
             wait = lost is not None and _unreachable(lost)
             self._say(*self._explain(lost))
             with suppress(Unavailable), stray_cancellation():
@@ -103,6 +106,7 @@ class Session:
             chores = [group.create_task(self._beat(call, session))]
             try:
                 async for event in Paced(aiter(call), session.lost_after_seconds):
+                    await self._health.set(serving=True)
                     if answer := self._handle(event):
                         chores.append(group.create_task(self.report_evaluation(answer)))
                     if self._connection.stale:

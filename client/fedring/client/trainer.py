@@ -14,6 +14,7 @@ from torch import nn
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.task import Evaluation, Task
+from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part
 from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError, TrainError, TrainingStopped
@@ -61,13 +62,14 @@ class Declared:
         """Train and submit, or tell the server why not; whatever the job's code does, this client lives on."""
         try:
             bench = self._load(task.job)
-            if task.job.mode == "data_parallel":
-                self._group_trainer.train(
-                    task, bench.model, bench.split.train, loss=bench.loss, optimizer=bench.optimizer
-                )
-                return
-            task.load_into(bench.model)
-            result = self._train(bench, task)
+            with span("train", task.command.traceparent, round=task.round, client=self._config.client_id):
+                if task.job.mode == "data_parallel":
+                    self._group_trainer.train(
+                        task, bench.model, bench.split.train, loss=bench.loss, optimizer=bench.optimizer
+                    )
+                    return
+                task.load_into(bench.model)
+                result = self._train(bench, task)
             task.submit(bench.model, result.num_samples, result.metrics, result.seconds)
             log.info("round %d: update accepted", task.round, extra={"round": task.round, **result.metrics})
         except TrainingStopped:

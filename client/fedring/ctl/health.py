@@ -1,4 +1,4 @@
-"""flctl health: do both ports serve?"""
+"""flctl health: do the ports serve?"""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -22,28 +22,38 @@ def health(
         str,
         typer.Option("--listen", envvar="FLCTL_LISTEN", metavar="HOST:PORT", help="fl-server's port for clients."),
     ] = DEFAULT_LISTEN,
+    at: Annotated[
+        str,
+        typer.Option(
+            "--at",
+            envvar="FLCTL_HEALTH",
+            metavar="HOST:PORT",
+            help="Ask nothing but this port: health_listen of an fl-server or an fl-client.",
+        ),
+    ] = "",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that each port has to answer.")] = 5.0,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Ask both ports of fl-server whether they serve: 0 = yes, 1 = not now, 69 = unreachable."""
-    rows = [
-        {"port": name, "address": address, "status": check_health(address, timeout)}
-        for name, address in (("control", server), ("listen", listen))
-    ]
+    """Ask both ports of fl-server, or a daemon's health port, whether they serve: 0 = yes, 1 = no, 69 = unreachable.
+
+    An fl-client serves while it is in session with its fl-server.
+    """
+    ports = [("health", at)] if at else [("control", server), ("listen", listen)]
+    rows = [{"port": name, "address": address, "status": check_health(address, timeout)} for name, address in ports]
     if output is Output.JSON:
         print_json({"ports": rows, "ok": all(row["status"] == "serving" for row in rows)})
     else:
-        print_table("fl-server", ("port", "address", "status"), [tuple(row.values()) for row in rows])
+        print_table("health", ("port", "address", "status"), [tuple(row.values()) for row in rows])
     _judge(rows)
 
 
 def _judge(rows: Sequence[Mapping[str, str]]) -> None:
     for row in rows:
         if row["status"] == "unreachable":
-            raise Unreachable(f"nobody answers at {row['address']}, fl-server's {row['port']} port: is it running?")
+            raise Unreachable(f"nobody answers at {row['address']}, the {row['port']} port: is the daemon running?")
     for row in rows:
         if row["status"] != "serving":
-            raise Failure(f"fl-server's {row['port']} port at {row['address']} answers {row['status']}")
+            raise Failure(f"the {row['port']} port at {row['address']} answers {row['status']}")
 
 
 def check_health(address: str, timeout_seconds: float) -> str:

@@ -69,7 +69,8 @@ _verb(app, "evaluate", evaluate.evaluate,
       panel=_TRY)  # fmt: skip
 _verb(app, "doctor", doctor.doctor, "flctl doctor", "flctl doctor --server-config server.toml",
       "flctl doctor --client-config client.toml --output json", panel=_TRY)  # fmt: skip
-_verb(app, "health", health.health, "flctl health", "flctl health -s 10.0.0.5:8444 --listen 10.0.0.5:8443", panel=_TRY)
+_verb(app, "health", health.health, "flctl health", "flctl health -s 10.0.0.5:8444 --listen 10.0.0.5:8443",
+      "flctl health --at 127.0.0.1:8445", panel=_TRY)  # fmt: skip
 _verb(app, "demo", demo.demo, "flctl demo", "flctl demo --clients 5 --partition dirichlet --alpha 0.1",
       "flctl demo --dataset mnist --data-root data --encoding packed --keep-ratio 0.01", panel=_TRY)  # fmt: skip
 _verb(bench_app, "federated", bench.federated, "flctl bench federated --data-root data",

@@ -3,10 +3,15 @@
 import json
 import logging
 import sys
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Literal
 
 _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+_of_task: ContextVar[Mapping[str, object]] = ContextVar("ids", default=MappingProxyType({}))
 
 
 class JsonFormatter(logging.Formatter):
@@ -25,6 +30,20 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(row, default=str)
 
 
+class _Ids(logging.Filter):
+    """Gives each record the ids that its caller has not given."""
+
+    def __init__(self, source: Callable[[], Mapping[str, object]]) -> None:
+        super().__init__()
+        self._source = source
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        for key, value in self._source().items():
+            if not getattr(record, key, None):
+                setattr(record, key, value)
+        return True
+
+
 def set_up_logs(style: Literal["auto", "text", "json"] = "auto", level: str = "info") -> None:
     """Send every record to stderr in the wanted style."""
     handler = logging.StreamHandler(sys.stderr)
@@ -32,4 +51,16 @@ def set_up_logs(style: Literal["auto", "text", "json"] = "auto", level: str = "i
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"))
+    handler.addFilter(_Ids(_of_task.get))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def log_with(**ids: object) -> None:
+    """From now on every record of this task carries the ids."""
+    _of_task.set({**_of_task.get(), **ids})
+
+
+def log_always(ids: Callable[[], Mapping[str, object]]) -> None:
+    """From now on every record of this process carries what `ids` returns then."""
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_Ids(ids))

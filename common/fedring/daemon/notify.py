@@ -3,12 +3,13 @@
 import asyncio
 import os
 import socket
+from contextlib import suppress
 
 
 def sd_notify(state: str) -> None:
-    """Tell systemd; do nothing outside it."""
+    """Tell systemd; do nothing outside it, or where it does not listen."""
     if path := os.environ.get("NOTIFY_SOCKET"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.sendto(state.encode(), "\0" + path[1:] if path[0] == "@" else path)
 
 

@@ -54,6 +54,11 @@ def make_server(interceptors: Sequence[aio.ServerInterceptor], *, max_streams: i
     return aio.server(interceptors=interceptors, options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_streams)
 
 
+def is_address(text: str) -> bool:
+    """Whether the text is "host:port" or "unix:path"."""
+    return text.startswith("unix:") or text.rpartition(":")[2].isdigit()
+
+
 def is_loopback(address: str) -> bool:
     """Whether "host:port" or "unix:path" can be reached from this host alone."""
     host = address.rpartition(":")[0].strip("[]")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import inf
 
 from fedring.codec import CodecError
+from fedring.daemon.notify import sd_notify
 from fedring.server import groups as gr
 from fedring.server import rounds as rd
 from fedring.server.accept import Acceptor, Partial, RefusedCommit
@@ -30,6 +31,7 @@ from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, Round
 from fedring.server.sessions import Sessions, Traffic
 from fedring.server.store import Acceptance
 from fedring.server.testset import TestSet
+from fedring.server.trace import RoundTrace
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as control
 from fedring.v1 import federation_pb2 as pb
@@ -59,6 +61,7 @@ class Coordinator:
         self.finished.set()
         self.rendezvous = Rendezvous(self._tell)
         self._dispatch = Dispatch(sessions)
+        self._trace = RoundTrace()
         self._config = config
         self._wake = asyncio.Event()
         self.metrics = Metrics()
@@ -72,6 +75,7 @@ class Coordinator:
         now = time.monotonic()
         before, self.state = self.state.round, rd.apply(self.state, event, now)
         self.metrics.moved(before, self.state.round, now)
+        self._trace.follow(self.state.round)
         self._wake.set()
         if self.rendezvous.active:
             self.rendezvous.handle(gr.Expected(rd.pending(self.state, now)))
@@ -111,6 +115,11 @@ class Coordinator:
     def traffic(self, client: str) -> Traffic:
         """Where to count what the client moves now."""
         return self.open.traffic.setdefault(client, Traffic()) if self.open else Traffic()
+
+    @property
+    def ids(self) -> dict[str, object]:
+        """The round in progress and its job, for logs."""
+        return {"round": self.open.row.round, "job": self.open.row.job_id} if self.open else {}
 
     # ---- rounds
 
@@ -324,6 +333,7 @@ class Coordinator:
         command.schema_hash = bytes.fromhex(base.schema_hash)
         command.max_update_bytes = self._config.max_update_bytes or 2 * base.bytes + (1 << 20)
         small = None if spec.delta_encoding else self.models.small(base)
+        command.traceparent = self._trace.begin(row.round, row.job_id)
         self.open = OpenRound(row, spec, command, base, small)
         self.recovering = False
         self.finished.clear()
@@ -362,6 +372,8 @@ class Coordinator:
     def _tell(self, kind: str, text: str, *, client: str = "") -> None:
         if self.open is None:
             return
+        if not client:
+            sd_notify(f"STATUS={text}")
         state = self.message(clients=not client)  # of one client's event, the others are no part
         self.journal.write(kind, text, job_id=self.open.row.job_id, client_id=client, state=state)
 

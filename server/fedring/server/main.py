@@ -11,25 +11,27 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported; our own log says what matters
 
 import typer
 from grpc import aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from fedring.daemon.config import ConfigError, Loaded, describe, load_config
 from fedring.daemon.exits import Exit
 from fedring.daemon.lock import StateLock
-from fedring.daemon.logs import set_up_logs
+from fedring.daemon.logs import log_always, set_up_logs
 from fedring.daemon.memory import bound_arenas
 from fedring.daemon.metrics import serving
 from fedring.daemon.notify import sd_notify, watchdog
+from fedring.daemon.tracing import set_up_tracing
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import Unavailable
+from fedring.rpc.health import Health, health_port
 from fedring.rpc.metrics import CountCalls
+from fedring.rpc.spans import Spans
 from fedring.server.blobs import FileBlobs, FsyncFailed, StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.control import ControlService
@@ -44,10 +46,24 @@ from fedring.server.sessions import Sessions
 from fedring.server.store import SqlStore
 from fedring.server.uploads import ClientUpdateService, add_update_service
 from fedring.train.errors import SeamError
-from fedring.v1 import control_pb2_grpc, federation_pb2_grpc, rendezvous_pb2_grpc
+from fedring.v1 import (
+    control_pb2,
+    control_pb2_grpc,
+    federation_pb2,
+    federation_pb2_grpc,
+    rendezvous_pb2,
+    rendezvous_pb2_grpc,
+)
 from fedring.version import SOFTWARE, VERSION
 
 log = logging.getLogger(__name__)
+
+_PUBLIC_SERVICES = tuple(
+    service.full_name
+    for file in (federation_pb2, rendezvous_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+)
+_CONTROL_SERVICE = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
@@ -108,10 +124,15 @@ def load(arguments: list[str], flags: Mapping[str, object]) -> Loaded[ServerConf
 
 async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: bool) -> int:
     config = loaded.config
+    origins = ", ".join(sorted(set(loaded.origins.values()))) or "defaults"
+    where = f"clients at {config.listen}, flctl at {config.control_listen}, state in {config.state_dir}"
+    log.info("fl-server of %s, %s, configuration from %s", SOFTWARE, where, origins)
+    set_up_tracing("fl-server")
     coordinator, jobs = await _recover(config, stack, sweep=not check_only)
+    log_always(lambda: coordinator.ids)
     metrics = coordinator.metrics
     metrics.min_clients.set(config.job.min_clients)
-    guards = [CountCalls(metrics.calls), Boundary()]
+    guards = [CountCalls(metrics.calls), Boundary(), Spans()]
     public = make_server(guards, max_streams=4 * config.max_clients)
     federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(TrainCmdService(coordinator, config, SOFTWARE), public)
     federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(ModelBlobService(coordinator, config), public)
@@ -121,31 +142,34 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     control_pb2_grpc.add_ControlServiceServicer_to_server(
         ControlService(coordinator, jobs, config.job, VERSION), control
     )
-    untyped: Any = health  # its stubs know no `aio`
-    status = untyped.aio.HealthServicer()
-    for server in (public, control):
-        health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    health = Health(reflection=config.reflection)
+    health.serve_on(public, *_PUBLIC_SERVICES)
+    health.serve_on(control, _CONTROL_SERVICE)
     addresses = {"listen": _bind(public, config.listen), "control": _bind(control, config.control_listen)}
     if metrics_address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
         addresses["metrics"] = metrics_address
+    servers = [control, public]
+    if config.health_listen:
+        server, addresses["health"] = health_port(config.health_listen, health)
+        servers.append(server)
     if check_only:
         print("the configuration is good")
         return Exit.OK
-    await public.start()
-    await control.start()
-    await status.set("", health_pb2.HealthCheckResponse.SERVING)
-    origins = sorted(set(loaded.origins.values())) or ["defaults"]
-    where = addresses["listen"], addresses["control"]
-    log.info("%s serves clients at %s and flctl at %s, configured by %s", SOFTWARE, *where, origins)
+    for server in servers:
+        await server.start()
+    await health.set(serving=True)
+    where = f"serves clients at {addresses['listen']} and flctl at {addresses['control']}"
+    log.info("%s", where, extra=addresses)
+    sd_notify(f"STATUS={where}")
     print(json.dumps(addresses), flush=True)
 
     async def drain(seconds: float) -> None:
-        sd_notify("STOPPING=1")
-        await status.enter_graceful_shutdown()
+        sd_notify("STOPPING=1\nSTATUS=draining")
+        await health.stop()
         coordinator.journal.close()
         for session in coordinator.sessions:
             session.close(Unavailable("the server is stopping"))
-        await asyncio.gather(control.stop(seconds), public.stop(seconds))
+        await asyncio.gather(*(server.stop(seconds) for server in servers))
 
     return await _until_stopped(coordinator, jobs, drain, config.drain_seconds)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedring.daemon.logs import log_with
 from fedring.rpc.chunks import serialize
 from fedring.rpc.contract import SESSION_KEY
 from fedring.rpc.errors import BadRequest, FedringError, NoSession, Overloaded, Superseded
@@ -79,6 +80,7 @@ class Sessions:
             older.close(Superseded(f"a newer session of {older.client_id} took over"))
             self.drop(older)
         self._by_id[session.session_id] = self._by_client[session.client_id] = session
+        log_with(client=session.client_id)
         return session
 
     def of(self, context: Any) -> Session:
@@ -88,6 +90,7 @@ class Sessions:
         if session is None:
             raise NoSession("this session is not open: join first")
         session.hear()
+        log_with(client=session.client_id)
         return session
 
     def drop(self, session: Session) -> bool:
