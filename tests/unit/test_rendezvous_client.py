@@ -11,7 +11,8 @@ from torch import nn
 
 from fedring.client import Federation, connect
 from fedring.client.config import ClientConfig
-from fedring.client.data_parallel import plan_of, table_of
+from fedring.client.data_parallel import table_of
+from fedring.client.grouped import plan_of
 from fedring.client.task import Task
 from fedring.daemon.config import ConfigError, load_config
 from fedring.train.errors import SeamError

@@ -2,26 +2,36 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
+from fedring.client.grouped import parse_table, plan_of, take_part
 from fedring.client.hooks import Compressed, make_hook
+from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
-from fedring.client.worker import Standing, Worker
-from fedring.ring import RingOptions, total_traffic
-from fedring.train.errors import SeamError, TrainingStopped
-from fedring.train.group import Course
+from fedring.ring import RingOptions
+from fedring.train.group import Course, GroupTraining
 from fedring.train.loop import Loss, OptimizerFactory
 from fedring.train.parallel import DataParallel
-from fedring.train.plan import Plan
-from fedring.train.replica import Replica
+from fedring.train.replica import Replica, synchronize
+from fedring.train.usage import Hook, Usage
+from fedring.train.watcher import Watcher
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Standing:
+    """What a worker keeps from round to round of one job."""
+
+    replica: Replica
+    hook: Hook
+    workers: int = 0  # in its newest group; 0 = it was in none yet
 
 
 class DataParallelTrainer:
@@ -42,25 +52,16 @@ class DataParallelTrainer:
         task.load_into(model)
         standing = self._standing_for(task, model, optimizer, table)
         standing.replica.begin_round()
-        rounds = task.job.rounds
         course = Course(
             samples,
             plan,
             table,
             loss,
             self._device,
-            total_epochs=rounds * plan.epochs,
+            total_epochs=task.job.rounds * plan.epochs,
             first_epoch=(plan.job_round - 1) * plan.epochs,
         )
-        task.metrics.ring.read(total_traffic)
-        with task.rendezvous() as rendezvous:
-            worker = Worker(rendezvous, standing, course, self._options, lambda: _look(task), task.progress)
-            worker.ring = task.metrics.ring
-            if worker.run():
-                task.submit(model, worker.usage.samples, worker.metrics, worker.usage.seconds)
-                worker.stay()
-            task.stand_aside(worker.usage.seconds)
-        log.info("round %d is over", task.round, extra={"round": task.round, **worker.metrics})
+        take_part(task, Replicated(standing, course, task.metrics.ring), self._options, model)
 
     def _standing_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory, table: DataParallel) -> Standing:
         """That of the job's round before, or a new one."""
@@ -80,31 +81,60 @@ class DataParallelTrainer:
         return self._standing
 
 
+@dataclass(slots=True, eq=False)
+class Replicated:
+    """This worker's part in a data-parallel round: the whole model, and a share of each batch."""
+
+    standing: Standing
+    course: Course
+    shown: RingMetrics
+    usage: Usage = field(default_factory=Usage)
+    _means: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the job that this worker has taken."""
+        return self.standing.replica.progress.steps
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the training says of itself."""
+        return {**self._means, **self.usage.metrics, "workers": self.standing.workers, "job_steps": self.steps}
+
+    def enter(self, generation: int, *, workers: int) -> None:
+        """This worker is where the one with most steps was, and what it owes is scaled to the group's size."""
+        standing, hook = self.standing, self.standing.hook
+        if isinstance(hook, Compressed):
+            hook.leave()
+        source = synchronize(standing.replica)
+        if isinstance(hook, Compressed):
+            hook.enter(standing.workers, self.steps)
+        log.info(
+            "generation %d: %d workers, from step %d of the job, which rank %d had",
+            generation,
+            workers,
+            self.steps,
+            source,
+            extra={"generation": generation, "workers": workers, "step": self.steps},
+        )
+        if workers < standing.workers:
+            log.warning("what %d lost workers had not sent is lost", standing.workers - workers)
+        standing.workers = workers
+
+    def train(self, watcher: Watcher) -> None:
+        """The round is trained to its end."""
+        training = GroupTraining(self.standing.replica, self.course, self.standing.hook, watcher)
+        try:
+            with self.shown.training(training, workers=self.standing.workers):
+                self._means = training.run() or self._means
+        finally:
+            self.usage += training.usage
+
+    def digest(self) -> bytes:
+        """SHA-256 of the parameters."""
+        return self.standing.replica.digest()
+
+
 def table_of(task: Task) -> DataParallel:
     """The job's table; SeamError if this client does not understand it."""
-    try:
-        return DataParallel.model_validate_json(task.job.data_parallel or "{}")
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise SeamError("bad_job", f"data_parallel.{where}: {first['msg']}: update this client.") from error
-
-
-def plan_of(task: Task) -> Plan:
-    """How the round is to be trained; its seed is the same for all workers, which draw from one order."""
-    c = task.command
-    return Plan(
-        c.epochs,
-        c.batch_size,
-        c.lr,
-        c.momentum,
-        subset_size=c.subset_size,
-        seed=c.seed,
-        round=c.round,
-        job_round=c.job_round,
-    )
-
-
-def _look(task: Task) -> None:
-    if task.cancelled:
-        raise TrainingStopped
+    return parse_table(DataParallel, "data_parallel", task.job.data_parallel)

@@ -104,7 +104,7 @@ class Task:
             raise
 
     def rendezvous(self) -> Rendezvous:
-        """The way to the other workers of a data-parallel round; open within `with`."""
+        """The way to the other workers of a round that a group trains; open within `with`."""
         return Rendezvous(self._link, self.command)
 
     def stand_aside(self, train_seconds: float) -> None:

@@ -4,16 +4,14 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
-from fedring.client.hooks import Compressed
 from fedring.client.rendezvous import Rendezvous
-from fedring.client.ring_metrics import RingMetrics
 from fedring.ring import Endpoint, RingError, RingOptions, Traffic, join, leave
 from fedring.train.errors import TrainingStopped
-from fedring.train.group import Course, Diverged, GroupTraining, Watcher
-from fedring.train.replica import Replica, synchronize
-from fedring.train.usage import Hook, Usage
+from fedring.train.usage import Usage
+from fedring.train.watcher import Diverged, Watcher
 from fedring.v1 import rendezvous_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -25,13 +23,31 @@ class Superseded(Exception):
     """The server has said something else in the meantime."""
 
 
-@dataclass(slots=True, eq=False)
-class Standing:
-    """What a worker keeps from round to round of one job."""
+class Part(Protocol):
+    """What a worker does in the groups of one round, in one mode; torch's default group is the one it is in."""
 
-    replica: Replica
-    hook: Hook
-    workers: int = 0  # in its newest group; 0 = it was in none yet
+    usage: Usage
+    """What its training has taken so far."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of the job that it can go on after."""
+        ...
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the training says of itself."""
+        ...
+
+    def enter(self, generation: int, *, workers: int) -> None:
+        """It stands where the group goes on."""
+
+    def train(self, watcher: Watcher) -> None:
+        """The round is trained to its end."""
+
+    def digest(self) -> bytes:
+        """SHA-256 of the parameters that the round ended with, 32 bytes: equal on all workers."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -39,14 +55,10 @@ class Worker:
     """One worker in one round; `look` raises TrainingStopped once the round is over."""
 
     rendezvous: Rendezvous
-    standing: Standing
-    course: Course
+    part: Part
     options: RingOptions
     look: Callable[[], None]
     progress: Callable[[float], None]
-    usage: Usage = field(default_factory=Usage)
-    means: dict[str, float] = field(default_factory=dict)
-    ring: RingMetrics = field(default_factory=RingMetrics)
     _trained: bool = False
 
     def run(self) -> bool:
@@ -65,17 +77,6 @@ class Worker:
         if seen.WhichOneof("message") == "ended" and not self._trained:
             raise TrainingStopped(seen.ended.reason)
         return seen.WhichOneof("message") == "deliver"
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """What the training says of itself."""
-        standing = self.standing
-        return {
-            **self.means,
-            **self.usage.metrics,
-            "workers": standing.workers,
-            "job_steps": standing.replica.progress.steps,
-        }
 
     def stay(self) -> None:
         """Return when the round is over."""
@@ -102,52 +103,25 @@ class Worker:
             endpoint.close()
 
     def _train(self, endpoint: Endpoint) -> None:
-        generation, replica = endpoint.generation, self.standing.replica
-        ready = pb.Ready(generation=generation, address=endpoint.address, steps=replica.progress.steps)
+        generation, part = endpoint.generation, self.part
+        ready = pb.Ready(generation=generation, address=endpoint.address, steps=part.steps)
         self.rendezvous.tell(pb.WorkerMessage(ready=ready))
         group = self._next(generation, "group").group
         join(endpoint, rank=group.rank, members=list(group.members), timeout=_JOIN_SECONDS)
         self.rendezvous.tell(pb.WorkerMessage(joined=pb.Joined(generation=generation)))
         self._next(generation, "start")
-        self._catch_up(generation, workers=len(group.members))
-        watcher = Watcher(self.progress, lambda: self._check(generation), lambda: _sent(endpoint.traffic))
-        training = GroupTraining(replica, self.course, self.standing.hook, watcher)
-        try:
-            with self.ring.training(training, workers=len(group.members)):
-                self.means = training.run() or self.means
-        finally:
-            self.usage += training.usage
+        part.enter(generation, workers=len(group.members))
+        part.train(Watcher(self.progress, lambda: self._check(generation), lambda: _sent(endpoint.traffic)))
         done = pb.Done(
             generation=generation,
-            digest=replica.digest(),
-            num_samples=self.usage.samples,
-            train_seconds=self.usage.seconds,
-            metrics=self.metrics,
+            digest=part.digest(),
+            num_samples=part.usage.samples,
+            train_seconds=part.usage.seconds,
+            metrics=part.metrics,
         )
         self._trained = True
         self.rendezvous.on_news = _ignore
         self.rendezvous.tell(pb.WorkerMessage(done=done))
-
-    def _catch_up(self, generation: int, *, workers: int) -> None:
-        """This worker is where the one with most steps was, and what it owes is scaled to the group's size."""
-        standing, hook = self.standing, self.standing.hook
-        if isinstance(hook, Compressed):
-            hook.leave()
-        source = synchronize(standing.replica)
-        steps = standing.replica.progress.steps
-        if isinstance(hook, Compressed):
-            hook.enter(standing.workers, steps)
-        log.info(
-            "generation %d: %d workers, from step %d of the job, which rank %d had",
-            generation,
-            workers,
-            steps,
-            source,
-            extra={"generation": generation, "workers": workers, "step": steps},
-        )
-        if workers < standing.workers:
-            log.warning("what %d lost workers had not sent is lost", standing.workers - workers)
-        standing.workers = workers
 
     def _next(self, generation: int, kind: str) -> pb.GroupMessage:
         """What the server says next of this generation; Superseded if it speaks of another."""

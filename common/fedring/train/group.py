@@ -4,7 +4,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +23,9 @@ from fedring.train.plan import Plan
 from fedring.train.replica import Replica, all_equal, share_buffers
 from fedring.train.schedules import lr_factor
 from fedring.train.shards import World, epoch_order, shares
-from fedring.train.tally import Tally
+from fedring.train.tally import Tally, means_of_all
 from fedring.train.usage import Hook, Usage
+from fedring.train.watcher import Diverged, Watcher
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +41,6 @@ _BUFFERS_KEY = next(  # torch 2.13 has renamed it, and warns
 )
 
 
-class Diverged(Exception):
-    """The workers' parameters are not equal: a fault of a worker's own, or of its machine."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Course:
     """What a group trains, and how; equal on all its members."""
@@ -55,15 +52,6 @@ class Course:
     device: torch.device
     total_epochs: int  # of the job
     first_epoch: int = 0  # of the round, in the job
-
-
-@dataclass(slots=True, eq=False)
-class Watcher:
-    """What a group's training tells, and asks, while it runs."""
-
-    progress: Callable[[float], None] = lambda share: None
-    check: Callable[[], None] = lambda: None  # raises what ends the training
-    bytes_sent: Callable[[], int] = lambda: 0  # by this worker to its peers, so far
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +78,7 @@ class GroupTraining:
                 self._epoch(ddp, world, tally)
                 progress.epoch, progress.taken = progress.epoch + 1, 0
         self.replica.optimizer.zero_grad()
-        return _means(tally)
+        return means_of_all(tally)
 
     def _wrap(self) -> DistributedDataParallel:
         course = self.course
@@ -175,13 +163,3 @@ class GroupTraining:
         if steps % _WINDOW == 0:
             window, self._told = self.usage - self._told, self.usage
             log.info("step %d of the job", steps, extra={"step": steps, **window.metrics})
-
-
-def _means(tally: Tally) -> dict[str, float]:
-    """Loss and accuracy over what all workers counted."""
-    classified = tally.total > 0 and tally.result(tally.total, 0.0, 0).accuracy is not None
-    sums = torch.tensor([tally.loss_sum, tally.correct, tally.total], dtype=torch.float64)
-    dist.all_reduce(sums)
-    loss, correct, total = sums.tolist()
-    means = {"loss": loss / total} if total else {}
-    return means | ({"accuracy": correct / total} if classified else {})

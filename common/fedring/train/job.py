@@ -93,6 +93,11 @@ class Job(BaseModel):
         return self
 
     @property
+    def grouped(self) -> bool:
+        """Whether the clients of a round are the workers of one group, one of which delivers for all."""
+        return self.mode != "federated"
+
+    @property
     def upload_encoding(self) -> Encoding:
         """How clients encode their updates."""
         return Encoding(self.encoding, self.chunk, self.keep_ratio, self.step)

@@ -1,11 +1,11 @@
-"""What one worker holds of a data-parallel job: model, optimizer and progress; and how it becomes equal to its peers'.
+"""What one worker of a group holds: model, optimizer and progress; and how it becomes equal to its peers'.
 
 Nothing that a peer sends is unpickled: the layout of the optimizer's state travels as JSON, its tensors as they are.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fedring.train.errors import TrainError
 from fedring.train.state import tensors_of
 
+State = dict[str, Any]  # what an optimizer keeps of one parameter
 _MOST_LAYOUT = 64 << 20
 
 
@@ -44,7 +45,7 @@ class Replica:
 
     def digest(self) -> bytes:
         """SHA-256 of the parameters, 32 bytes: equal on all workers after every step."""
-        return _digest(parameter for parameter in self.model.parameters())
+        return digest_of(parameter for parameter in self.model.parameters())
 
     def tensors(self) -> Iterator[Tensor]:
         """What the model and the shared state consist of."""
@@ -59,21 +60,26 @@ def synchronize(replica: Replica) -> int:
     Where all hold the same already, a hash is all that is sent.
     """
     progress = replica.progress
-    mine = [progress.steps, *_words(_digest(replica.tensors()))]
+    mine = [progress.steps, *_words(digest_of(replica.tensors()))]
     everyone = _gather(mine)
     steps = [row[0] for row in everyone]
     source = steps.index(max(steps))
     if any(row != everyone[0] for row in everyone):
         replica.progress = _share_progress(progress, source)
         for tensor in replica.tensors():
-            _broadcast(tensor, source)
+            broadcast(tensor, source)
         _share_optimizer(replica.optimizer, source)
     return source
 
 
 def all_equal(replica: Replica) -> bool:
     """Whether all workers hold the same parameters."""
-    rows = _gather(_words(replica.digest()))
+    return equal_on_all(replica.digest())
+
+
+def equal_on_all(digest: bytes, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all workers of the group have this digest of 32 bytes."""
+    rows = _gather(_words(digest), group)
     return all(row == rows[0] for row in rows)
 
 
@@ -85,34 +91,43 @@ def share_buffers(model: nn.Module) -> None:
         kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     for buffers in kinds.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        _broadcast(flat, 0)
+        broadcast(flat, 0)
         for buffer, values in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
             buffer.copy_(values.view_as(buffer))
 
 
 def _share_progress(progress: Progress, source: int) -> Progress:
     values = torch.tensor([progress.steps, progress.round_steps, progress.epoch, progress.taken])
-    _broadcast(values, source)
+    broadcast(values, source)
     return Progress(*(int(value) for value in values))
 
 
 def _share_optimizer(optimizer: torch.optim.Optimizer, source: int) -> None:
     """Afterwards all workers hold the state of the source's optimizer."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = share_states(parameters, [optimizer.state.get(p, {}) for p in parameters], source)
+    for parameter, state in zip(parameters, states, strict=True):
+        optimizer.state[parameter] = state
+
+
+def share_states(parameters: Sequence[Tensor], states: Sequence[State], source: int) -> list[State]:
+    """The source's `states` of an optimizer, one a parameter, on all workers."""
     if dist.get_rank() == source:
-        layout = [_layout(optimizer.state.get(parameter, {})) for parameter in parameters]
+        layout = [_layout(state) for state in states]
         _share_text(json.dumps(layout), source)
+        shared = list(states)
     else:
         layout = json.loads(_share_text("", source))
-        for parameter, entries in zip(parameters, layout, strict=True):
-            optimizer.state[parameter] = {key: _made(entry, parameter) for key, entry in entries.items()}
-    for parameter, entries in zip(parameters, layout, strict=True):
+        pairs = zip(parameters, layout, strict=True)
+        shared = [{key: _made(entry, parameter) for key, entry in entries.items()} for parameter, entries in pairs]
+    for state, entries in zip(shared, layout, strict=True):
         for key, entry in entries.items():
             if "shape" in entry:
-                _broadcast(optimizer.state[parameter][key], source)
+                broadcast(state[key], source)
+    return shared
 
 
-def _layout(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _layout(state: State) -> dict[str, dict[str, Any]]:
     """What one parameter's optimizer state consists of, as JSON can say it."""
     layout: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
@@ -143,15 +158,15 @@ def _share_text(text: str, source: int) -> str:
     """The source's `text`, on all workers."""
     data = bytearray(text.encode())
     length = torch.tensor([len(data)])
-    _broadcast(length, source)
+    broadcast(length, source)
     if not 0 < int(length) <= _MOST_LAYOUT:
         raise TrainError("bad_optimizer", f"A peer's optimizer has a layout of {int(length)} bytes.")
     held = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(length), dtype=torch.uint8)
-    _broadcast(held, source)
+    broadcast(held, source)
     return held.numpy().tobytes().decode()
 
 
-def _broadcast(tensor: Tensor, source: int) -> None:
+def broadcast(tensor: Tensor, source: int) -> None:
     """Afterwards `tensor` holds the source's values."""
     dense = tensor.detach().cpu().contiguous()
     if dense.numel():
@@ -160,16 +175,17 @@ def _broadcast(tensor: Tensor, source: int) -> None:
         tensor.detach().copy_(dense)
 
 
-def _gather(values: list[int]) -> list[list[int]]:
+def _gather(values: list[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
     """Every worker's `values`, by rank."""
     mine = torch.tensor(values)
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
     return [row.tolist() for row in rows]
 
 
 @torch.no_grad()
-def _digest(tensors: Iterator[Tensor]) -> bytes:
+def digest_of(tensors: Iterable[Tensor]) -> bytes:
+    """SHA-256 of the tensors' values, 32 bytes."""
     digest = hashlib.sha256()
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().view(-1)

@@ -69,7 +69,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
         known = open_ is not None and (enter.run_id, enter.round) == (open_.command.run_id, open_.row.round)
         selected = open_ is not None and client in open_.row.selected
         if not (known and selected and rendezvous.active and rendezvous.round == enter.round):
-            raise UnknownRound(f"no data-parallel round {enter.round} is open for {client}")
+            raise UnknownRound(f"no round {enter.round} of a group is open for {client}")
         if enter.generation >= _MOST_GENERATION:
             raise BadRequest(f"no generation {enter.generation} was ever formed")
         rendezvous.handle(gr.Entered(client, enter.generation))

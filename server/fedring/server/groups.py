@@ -1,4 +1,4 @@
-"""The group of a data-parallel round, as a pure state machine.
+"""The group of workers that train a round together, as a pure state machine.
 
 `apply(state, event, now)` is the only way a state changes; `wake_at(state)` is when to apply a Tick if nothing else
 happens. Nothing here reads a clock, sends, or knows what is trained.

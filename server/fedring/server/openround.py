@@ -24,7 +24,7 @@ class OpenRound:
     started: float = 0.0  # monotonic, when the command went out
     accepted: dict[str, UpdateRow] = field(default_factory=dict)
     traffic: dict[str, Traffic] = field(default_factory=dict)
-    done: dict[str, Done] = field(default_factory=dict)  # by data-parallel workers, one of which delivers for all
+    done: dict[str, Done] = field(default_factory=dict)  # by the workers of a group, one of which delivers
 
     def event(self, seconds: float, model: pb.SmallModel | None = None) -> bytes:
         """The command as it is sent to clients that have so many seconds, with the model if given."""

@@ -10,8 +10,8 @@ from fedring.v1 import federation_pb2 as pb
 
 
 def rules_of(job: Job, *, grace: float) -> Rules:
-    """What each round of `job` obeys; of a data-parallel group, one worker delivers for all."""
-    alone = job.mode == "data_parallel"
+    """What each round of `job` obeys; of a group, one worker delivers for all."""
+    alone = job.grouped
     return Rules(
         min_clients=job.min_clients,
         barrier=job.barrier,
@@ -28,7 +28,7 @@ def rules_of(job: Job, *, grace: float) -> Rules:
 
 
 def group_rules(job: Job, *, target: int) -> groups.Rules:
-    """What the groups of a data-parallel round with `target` clients obey."""
+    """What the groups of a round with `target` clients obey."""
     return groups.Rules(
         target=target,
         minimum=min(target, job.min_clients_to_aggregate),
@@ -59,7 +59,7 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
 def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.TrainCmd:
     """The command of a round, but for what belongs to the model and the moment."""
     # What a group has trained is sent once, and as it is.
-    encoding = Encoding("fp32") if job.mode == "data_parallel" else job.upload_encoding
+    encoding = Encoding("fp32") if job.grouped else job.upload_encoding
     return pb.TrainCmd(
         round=number,
         job_round=job_round,

@@ -12,11 +12,11 @@ from fedring.v1 import rendezvous_pb2 as pb
 
 
 class Rendezvous:
-    """Keeps the state of a data-parallel round's group; `tell(kind, text)` is told what operators may want to know."""
+    """Keeps the state of a round's group; `tell(kind, text)` is told what operators may want to know."""
 
     def __init__(self, tell: Callable[[str, str], None]) -> None:
         self.round = 0  # whose group this is
-        self.state: gr.State | None = None  # None = no data-parallel round has been opened
+        self.state: gr.State | None = None  # None = no round that needs a group has been opened
         self.done: dict[str, pb.Done] = {}  # what each member says of its work in the round
         self.moved = asyncio.Event()  # set, and replaced by a new one, with each change
         self._tell = tell
@@ -24,8 +24,8 @@ class Rendezvous:
         self._resumed = False
 
     def open(self, open_: OpenRound, *, resumed: bool = False) -> None:
-        """The workers of the round can gather, if it is a data-parallel one."""
-        if open_.job.mode != "data_parallel":
+        """The workers of the round can gather, if it needs a group."""
+        if not open_.job.grouped:
             return
         self._generation += 1
         self.round, self.done, self._resumed = open_.row.round, open_.done, resumed

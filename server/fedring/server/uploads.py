@@ -177,7 +177,7 @@ class ClientUpdateService:
             raise UnknownRound(f"round {header.round} is closed", reason="round_closed")
         if header.client_id not in round_.selected:
             raise UnknownRound(f"{header.client_id} was not selected for round {header.round}", reason="not_selected")
-        if open_.job.mode == "data_parallel" and not self._coordinator.rendezvous.may_deliver(header.client_id):
+        if open_.job.grouped and not self._coordinator.rendezvous.may_deliver(header.client_id):
             raise UnknownRound(f"{header.client_id} has not trained with the group", reason="not_a_worker")
         return open_
 

@@ -1,0 +1,59 @@
+"""A round that a group of workers trains, in whatever mode: from the command to the delivery by one of them."""
+
+import logging
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from torch import nn
+
+from fedring.client.task import Task
+from fedring.client.worker import Part, Worker
+from fedring.ring import RingOptions, total_traffic
+from fedring.train.errors import SeamError, TrainingStopped
+from fedring.train.plan import Plan
+
+log = logging.getLogger(__name__)
+
+Table = TypeVar("Table", bound=BaseModel)
+
+
+def take_part(task: Task, part: Part, options: RingOptions, model: nn.Module) -> None:
+    """The round is over, and `model` was delivered if that fell to this worker; TrainingStopped if it ended early."""
+    task.metrics.ring.read(total_traffic)
+    with task.rendezvous() as rendezvous:
+        worker = Worker(rendezvous, part, options, lambda: _look(task), task.progress)
+        if worker.run():
+            task.submit(model, part.usage.samples, part.metrics, part.usage.seconds)
+            worker.stay()
+        task.stand_aside(part.usage.seconds)
+    log.info("round %d is over", task.round, extra={"round": task.round, **part.metrics})
+
+
+def parse_table(kind: type[Table], name: str, text: str) -> Table:
+    """The job's table of that name; SeamError if this client does not understand it."""
+    try:
+        return kind.model_validate_json(text or "{}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, (name, *first["loc"])))
+        raise SeamError("bad_job", f"{where}: {first['msg']}: update this client.") from error
+
+
+def plan_of(task: Task) -> Plan:
+    """How the round is to be trained; its seed is the same for all workers, which draw from one order."""
+    c = task.command
+    return Plan(
+        c.epochs,
+        c.batch_size,
+        c.lr,
+        c.momentum,
+        subset_size=c.subset_size,
+        seed=c.seed,
+        round=c.round,
+        job_round=c.job_round,
+    )
+
+
+def _look(task: Task) -> None:
+    if task.cancelled:
+        raise TrainingStopped
