@@ -10,6 +10,7 @@ from fedring.client.config import ClientConfig
 from fedring.server.config import ServerConfig
 from fedring.train.job import Job, ServerOptimizer
 from fedring.train.parallel import DataParallel
+from fedring.train.pipelined import Pipeline
 
 TARGET = Path(__file__).with_name("configuration.md")
 
@@ -37,6 +38,11 @@ SECTIONS = (
         "Data-parallel training",
         DataParallel,
         "Keys of the table `[data_parallel]` in a job of that mode; docs/data-parallel.md tells more.",
+    ),
+    (
+        "Pipelines",
+        Pipeline,
+        "Keys of the table `[pipeline]` in a job of that mode; docs/pipeline.md tells more.",
     ),
     ("Server optimizer", ServerOptimizer, "Keys of the table `[server_optimizer]` in a job."),
 )

@@ -18,6 +18,11 @@ def missing(what: str) -> NoReturn:
     pytest.skip(f"{what} is missing")
 
 
+def path_to(folder: Path) -> dict[str, str]:
+    """The environment of daemons that find the modules in `folder`, beside what this process finds."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))}
+
+
 @pytest.fixture(scope="session")
 def data_root() -> Path:
     """The folder that holds MNIST/raw."""

@@ -1,4 +1,4 @@
-"""Models for the data-parallel fault tests, named by jobs as "mortal_models:net"."""
+"""Models for the fault tests of groups, named by jobs as "mortal_models:net"."""
 
 import os
 import time
@@ -39,3 +39,9 @@ def net() -> nn.Module:
     """A small network for the 8 x 8 digits, with buffers."""
     hidden = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU())
     return nn.Sequential(hidden, Fate(), nn.Linear(32, 10))
+
+
+def stages() -> nn.Module:
+    """A small network for the 8 x 8 digits, any third of which can be a stage that dies."""
+    thirds = [(nn.Linear(width, 32), Fate(), nn.ReLU()) for width in (64, 32, 32)]
+    return nn.Sequential(nn.Flatten(), *(layer for third in thirds for layer in third), nn.Linear(32, 10))

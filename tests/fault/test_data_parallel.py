@@ -4,10 +4,7 @@ FEDRING_FAULT_REPEATS says how often each is done, at another random step each t
 """
 
 import os
-import random
-import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,9 @@ from fedring.ctl.fleet import Fleet
 from fedring.server.rounds import Phase, Round, Rules, sample
 from fedring.train.shards import count_steps
 from fedring.v1 import control_pb2 as pb
-from tests.fault.patience import Story, patiently
+from tests.conftest import path_to
+from tests.fault.doom import Doom, began_at
+from tests.fault.patience import Story
 
 HERE = Path(__file__).parent
 TRUSTED = {"trusted": ["fedring", "mortal_models"]}
@@ -45,36 +44,12 @@ def job(**keys: Any) -> dict[str, Any]:
 @pytest.fixture
 def fleet(tmp_path: Path) -> Fleet:
     """Four workers, not started yet."""
-    return Fleet(tmp_path, TRUSTED, [TRUSTED] * WORKERS, env={"PYTHONPATH": str(HERE)})
+    return Fleet(tmp_path, TRUSTED, [TRUSTED] * WORKERS, env=path_to(HERE))
 
 
-class Doom:
-    """A signal that one client will get in the middle of a step."""
-
-    def __init__(self, fleet: Fleet, number: int) -> None:
-        self.step = random.randint(2, STEPS - 2)
-        self.victim = random.randrange(WORKERS)
-        self._fleet, self._at = fleet, 0.0
-        self._pipe = fleet.directory / "fate"
-        os.mkfifo(self._pipe)
-        way = random.choice(["forward", "backward"])
-        fleet.clients[self.victim].env["FL_TEST_FATE"] = f"{number} {self.step} {way} {self._pipe}"
-        print(f"client-{self.victim} gets signal {number} in the {way} pass of step {self.step} of {STEPS}")
-
-    def wait(self) -> None:
-        """Return when it has happened."""
-        self._at = float(patiently(self._fleet, f"step {self.step}", self._pipe.read_text))
-
-    def noticed_after(self) -> float:
-        """Seconds since it happened."""
-        return time.monotonic() - self._at
-
-
-def began_at(event: pb.Event) -> tuple[int, int]:
-    """The workers of a group that has formed, and the step of the job that it goes on after."""
-    found = re.search(r"(\d+) workers go on after step (\d+)", event.text)
-    assert found, event.text
-    return int(found[1]), int(found[2])
+def doom_of(fleet: Fleet, number: int) -> Doom:
+    """A signal that one of the workers will get in a random step."""
+    return Doom(fleet, number, passes=STEPS, workers=WORKERS)
 
 
 def steps_in_all(done: int, before: int, after: int) -> int:
@@ -94,7 +69,7 @@ def profile(round_: pb.Round) -> dict[str, dict[str, float]]:
 def test_a_lost_worker_is_noticed_and_the_others_train_to_the_end(
     fleet: Fleet, number: int, hook: str, repeat: int
 ) -> None:
-    doom = Doom(fleet, number)
+    doom = doom_of(fleet, number)
     with fleet, Control(fleet.control) as control:
         story = Story(fleet, control, job(data_parallel={"hook": hook, "ratio": 0.05}))
         assert began_at(story.until("group_formed")) == (WORKERS, 0)
@@ -115,7 +90,7 @@ def test_a_lost_worker_is_noticed_and_the_others_train_to_the_end(
 
 
 def test_a_lost_worker_that_comes_back_takes_its_place_again(fleet: Fleet) -> None:
-    doom = Doom(fleet, signal.SIGKILL)
+    doom = doom_of(fleet, signal.SIGKILL)
     with fleet, Control(fleet.control) as control:
         story = Story(fleet, control, job(data_parallel={"replacement_seconds": 60, "hook": "dgc"}))
         doom.wait()
@@ -130,8 +105,8 @@ def test_a_lost_worker_that_comes_back_takes_its_place_again(fleet: Fleet) -> No
 
 
 def test_a_client_that_was_not_selected_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, TRUSTED, [TRUSTED] * (WORKERS + 1), env={"PYTHONPATH": str(HERE)})
-    doom = Doom(fleet, signal.SIGKILL)
+    fleet = Fleet(tmp_path, TRUSTED, [TRUSTED] * (WORKERS + 1), env=path_to(HERE))
+    doom = doom_of(fleet, signal.SIGKILL)
     # Whoever is selected: if it is not the victim, the job ends without a loss, so the victim must be.
     selected = next(seed for seed in range(100) if doom.victim in drawn(seed))
     spec = job(
@@ -157,7 +132,7 @@ def drawn(seed: int) -> list[int]:
 
 
 def test_a_worker_that_is_told_to_stop_leaves_in_order(fleet: Fleet) -> None:
-    doom = Doom(fleet, signal.SIGTERM)
+    doom = doom_of(fleet, signal.SIGTERM)
     with fleet, Control(fleet.control) as control:
         story = Story(fleet, control, job())
         doom.wait()
@@ -173,7 +148,7 @@ def test_a_worker_that_is_told_to_stop_leaves_in_order(fleet: Fleet) -> None:
 
 
 def test_a_group_outlives_the_server(fleet: Fleet) -> None:
-    doom = Doom(fleet, 0)  # harms nobody
+    doom = doom_of(fleet, 0)  # harms nobody
     with fleet, Control(fleet.control) as control:
         story = Story(fleet, control, job(rounds=2))
         story.until("group_formed")

@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 EXAMPLES = ROOT / "docs" / "examples"
 CONFIGS = sorted((ROOT / "deploy" / "config").glob("*.toml"))
 CHECKS = {"server": "fedring.server.main", "client": "fedring.client.main"}
-JOBS = ("job", "data-parallel")
+JOBS = ("job", "data-parallel", "pipeline")
 
 
 @pytest.fixture(scope="module")

@@ -22,3 +22,46 @@ class Normed(nn.Module):
 def normed(width: int = 256) -> nn.Module:
     """The model."""
     return Normed(width)
+
+
+class Untraceable(nn.Module):
+    """A model whose forward asks for values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 32), nn.Linear(32, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits [batch, 10] of digits [batch, 1, 8, 8]."""
+        hidden = self.first(inputs.flatten(1))
+        logits: Tensor = self.second(hidden if hidden.sum() > 0 else -hidden)
+        return logits
+
+
+class Tied(nn.Module):
+    """A model whose first and last layer share their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.last.weight = self.first.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits [batch, 64] of digits [batch, 1, 8, 8]."""
+        logits: Tensor = self.last(self.middle(self.first(inputs.flatten(1))))
+        return logits
+
+
+def untraceable() -> nn.Module:
+    """The model."""
+    return Untraceable()
+
+
+def tied() -> nn.Module:
+    """The model."""
+    return Tied()
+
+
+def halves(model: nn.Sequential) -> list[nn.Module]:
+    """A cut of one's own."""
+    return [model[:4], model[4:]]

@@ -27,13 +27,14 @@ from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
     from fedring.client.data_parallel import DataParallelTrainer
+    from fedring.client.pipelined import PipelineTrainer
 
 log = logging.getLogger(__name__)
 
 NAMES = ("model", "data", "loss", "optimizer", "trainer")
 """The parts of a job that the client's configuration may override."""
 
-MODES = ("federated", "data_parallel")
+MODES = ("federated", "data_parallel", "pipeline")
 """The modes of jobs that this trains in."""
 
 
@@ -63,10 +64,9 @@ class Declared:
         try:
             bench = self._load(task.job)
             with span("train", task.command.traceparent, round=task.round, client=self._config.client_id):
-                if task.job.mode == "data_parallel":
-                    self._group_trainer.train(
-                        task, bench.model, bench.split.train, loss=bench.loss, optimizer=bench.optimizer
-                    )
+                if task.job.mode != "federated":
+                    trainer = self._pipeline_trainer if task.job.mode == "pipeline" else self._group_trainer
+                    trainer.train(task, bench.model, bench.split.train, loss=bench.loss, optimizer=bench.optimizer)
                     return
                 task.load_into(bench.model)
                 result = self._train(bench, task)
@@ -105,6 +105,12 @@ class Declared:
         from fedring.client.data_parallel import DataParallelTrainer  # imports torch.distributed's collectives
 
         return DataParallelTrainer(self._config, trusted_by(self._config), self._device)
+
+    @cached_property
+    def _pipeline_trainer(self) -> "PipelineTrainer":
+        from fedring.client.pipelined import PipelineTrainer  # as above
+
+        return PipelineTrainer(self._config, trusted_by(self._config), self._device)
 
     def _train(self, bench: Bench, task: Task) -> TrainResult:
         if bench.trainer is None:
@@ -148,7 +154,7 @@ class Declared:
         trusted = trusted_by(self._config)
         model = build_model(name["model"], json.loads(job.model_args or "{}"), job.seed, trusted)
         return Bench(
-            model.to(self._device),
+            model if job.mode == "pipeline" else model.to(self._device),  # which may be too small for all stages
             self._split(resolve(name["data"], trusted), job),
             resolve(name["loss"], trusted),
             resolve(name["optimizer"], trusted),
@@ -165,7 +171,7 @@ class Declared:
             raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error
         if not isinstance(split, Split):
             raise DataError("no_data", f"The data callable returned a {type(split).__name__}: let it return a Split.")
-        shared = job.mode == "data_parallel"  # each worker takes its shares of all samples
+        shared = job.mode != "federated"  # each worker takes its shares of all samples
         part = load_part(
             split,
             "iid" if shared else job.partition or "none",

@@ -12,13 +12,15 @@ from fedring.ctl.output import Output, duration, number, percent, print_json, pr
 from fedring.ctl.presets import PRESETS, Dataset, Mode, check_data_root, preset_job
 from fedring.ctl.progress import people_display
 
-_TRAINING, _SENDING, _SAMPLES, _GROUP = "Training", "Sending", "Samples", "Data-parallel"
+_TRAINING, _SENDING, _SAMPLES, _GROUP, _STAGES = "Training", "Sending", "Samples", "Data-parallel", "Pipeline"
 
 
 def demo(
     dataset: Annotated[Dataset, typer.Option(help="All but digits need --data-root.")] = Dataset.DIGITS,
     data_root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the data sets.")] = None,
-    mode: Annotated[Mode, typer.Option(help="Each client by itself, or all as workers of one group.")] = Mode.FEDERATED,
+    mode: Annotated[
+        Mode, typer.Option(help="Each client by itself, all as workers that share batches, or as stages.")
+    ] = Mode.FEDERATED,
     clients: Annotated[int | None, typer.Option(min=1, max=64, help="Client daemons.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1)] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where report, model, plot, logs and state go.")] = Path(
@@ -53,6 +55,12 @@ def demo(
     ratio: Annotated[
         float | None, typer.Option(rich_help_panel=_GROUP, help="Share of the gradient that dgc sends.")
     ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(rich_help_panel=_STAGES, help="gpipe, 1f1b or pipedream; each client is a stage.")
+    ] = None,
+    micro_batches: Annotated[
+        str | None, typer.Option(rich_help_panel=_STAGES, help="Parts of a batch; auto = the fastest number.")
+    ] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Train a model here and now, with real daemons on free ports.
@@ -75,11 +83,15 @@ def demo(
         "partition": partition,
         "alpha": alpha,
     }
-    table = {key: value for key, value in {"hook": hook, "ratio": ratio}.items() if value is not None}
+    count = clients or (2 if mode is Mode.PIPELINE else PRESETS[dataset].clients)
+    tables: dict[str, dict[str, Any]] = {
+        "data_parallel": {"hook": hook, "ratio": ratio},
+        "pipeline": {"stages": count, "schedule": schedule, "micro_batches": _number(micro_batches)},
+    }
     keys = preset_job(dataset, mode) | {key: value for key, value in given.items() if value is not None}
-    if table:
-        keys["data_parallel"] = table
-    experiment = _experiment(dataset, keys, clients=clients, data_root=data_root)
+    if mode is not Mode.FEDERATED:
+        keys[mode] = {key: value for key, value in tables[mode].items() if value is not None}
+    experiment = _experiment(dataset, keys, clients=count, data_root=data_root)
     run_demo(experiment, out, label=str(dataset), output=output)
 
 
@@ -97,12 +109,14 @@ def run_demo(experiment: Experiment, out: Path, *, label: str, output: Output) -
     stderr_console().print(f"report.json, model.safetensors, rounds.png and logs are in {out}")
 
 
-def _experiment(
-    dataset: Dataset, keys: Mapping[str, Any], *, clients: int | None, data_root: Path | None
-) -> Experiment:
+def _experiment(dataset: Dataset, keys: Mapping[str, Any], *, clients: int, data_root: Path | None) -> Experiment:
     check_data_root(dataset, data_root)
-    count = clients or PRESETS[dataset].clients
-    return Experiment(make_job(count, keys), count, data_root.absolute() if data_root else None)
+    return Experiment(make_job(clients, keys), clients, data_root.absolute() if data_root else None)
+
+
+def _number(text: str | None) -> int | str | None:
+    """What a number of micro-batches is said by."""
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def _print_report(label: str, report: Mapping[str, Any]) -> None:
@@ -133,7 +147,8 @@ def _print_profile(label: str, report: Mapping[str, Any]) -> None:
         workers = list(row["workers"].values())
         if not workers:  # an abandoned round
             continue
-        sums = {key: sum(worker[key] for worker in workers) for key in ("samples_per_second", "bytes_sent")}
+        rate = sum(worker["samples_per_second"] for worker in workers if not worker.get("stage"))  # each sample once
+        sent = sum(worker["bytes_sent"] for worker in workers)
         means = {key: sum(worker[key] for worker in workers) / len(workers) for key in ("seconds", "wait_seconds")}
         rows.append(
             (
@@ -144,8 +159,8 @@ def _print_profile(label: str, report: Mapping[str, Any]) -> None:
                 duration(row["seconds"]),
                 duration(means["seconds"]),
                 duration(means["wait_seconds"]),
-                f"{sums['samples_per_second']:,.0f}",
-                size(round(sums["bytes_sent"] / len(workers))),
+                f"{rate:,.0f}",
+                size(round(sent / len(workers))),
             )
         )
     columns = (

@@ -56,8 +56,8 @@ class Result:
         }
 
     def _workers(self, round_: pb.Round) -> dict[str, Any]:
-        """Of a data-parallel round, the profile that each worker gave."""
-        if self.mode != "data_parallel":
+        """Of a round that a group has trained, the profile that each worker gave."""
+        if self.mode == "federated":
             return {}
         return {"workers": {client.client_id: dict(client.metrics) for client in round_.clients if client.num_samples}}
 

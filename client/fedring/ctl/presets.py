@@ -14,6 +14,7 @@ class Mode(StrEnum):
 
     FEDERATED = "federated"
     DATA_PARALLEL = "data_parallel"
+    PIPELINE = "pipeline"
 
 
 class Dataset(StrEnum):
@@ -48,7 +49,7 @@ PRESETS = {
 
 
 def preset_job(dataset: Dataset, mode: Mode = Mode.FEDERATED) -> dict[str, Any]:
-    """The keys of the data set's job in that mode; data-parallel, a round is an epoch of everything."""
+    """The keys of the data set's job in that mode; in a group, a round is an epoch of everything."""
     preset = PRESETS[dataset]
     together = {
         "mode": str(mode),
@@ -58,6 +59,7 @@ def preset_job(dataset: Dataset, mode: Mode = Mode.FEDERATED) -> dict[str, Any]:
         "momentum": 0.9,
         "lr": min(preset.lr, 0.05),
     }
+    deep = {"model_args": {"layers": 3}} if mode is Mode.PIPELINE and dataset is Dataset.DIGITS else {}
     return {
         "name": f"{dataset} demo",
         "model": f"fedring.train.models:{preset.model}",
@@ -68,7 +70,7 @@ def preset_job(dataset: Dataset, mode: Mode = Mode.FEDERATED) -> dict[str, Any]:
         "batch_size": preset.batch_size,
         "lr": preset.lr,
         "momentum": preset.momentum,
-    } | (together if mode is Mode.DATA_PARALLEL else {})
+    } | ({} if mode is Mode.FEDERATED else together | deep)
 
 
 def check_data_root(dataset: Dataset, data_root: Path | None) -> None:

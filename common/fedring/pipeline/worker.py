@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,13 +18,35 @@ from fedring.pipeline.transport import LocalTransport, Transport
 Watch = Callable[[Action, Sequence[Tensor]], None]  # what is about to be done, and the weights that it uses
 
 
+class Spent(NamedTuple):
+    """How often something was done, and in how many seconds."""
+
+    actions: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(slots=True)
 class Report:
     """What a run came to on a worker; the losses are of the one that has the last stage, one an update."""
 
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
-    busy_seconds: float = 0.0
+    spent: dict[tuple[int, Kind], Spent] = field(default_factory=dict)  # by stage, and by what it did
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which the worker computed."""
+        return sum(spent.seconds for spent in self.spent.values())
+
+    def seconds_of(self, kind: Kind) -> float:
+        """Seconds in which all its stages did this."""
+        return sum(spent.seconds for (_, what), spent in self.spent.items() if what is kind)
+
+    def add(self, action: Action, seconds: float) -> None:
+        """The action is counted."""
+        place = action.stage, action.kind
+        before = self.spent.get(place, Spent())
+        self.spent[place] = Spent(before.actions + 1, before.seconds + seconds)
 
     @property
     def bubble(self) -> float:
@@ -142,7 +165,7 @@ class Run:
             self._watch(action, self._weights(action))
         began = time.perf_counter()
         result = self._forward(action, came) if action.kind is Kind.FORWARD else self._backward(action, came)
-        self.report.busy_seconds += time.perf_counter() - began
+        self.report.add(action, time.perf_counter() - began)
         self._used(action)
         _, target = neighbours(action, self._schedule)
         if target is not None:
@@ -188,7 +211,7 @@ class Run:
         base = self._base[action.stage]
         keep = [base + version for (stage, version), left in self._uses.items() if stage == action.stage and left]
         self._stages[action.stage].update(keep=keep)
-        self.report.busy_seconds += time.perf_counter() - began
+        self.report.add(action, time.perf_counter() - began)
 
     def _used(self, action: Action) -> None:
         """A version that no later action uses is gone."""

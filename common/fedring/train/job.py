@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, 
 
 from fedring.codec.encoding import NAMES, TILE, Encoding
 from fedring.train.parallel import DataParallel
+from fedring.train.pipelined import Pipeline
 
 EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "packed", "uniform"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -27,8 +28,9 @@ class Job(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field("job", max_length=128, description="for people")
-    mode: Literal["federated", "data_parallel"] = Field(
-        "federated", description="how to train: each client by itself, or all as the workers of one group"
+    mode: Literal["federated", "data_parallel", "pipeline"] = Field(
+        "federated",
+        description="how to train: each client by itself, all as workers that share each batch, or as a model's stages",
     )
     rounds: int = Field(1, ge=1, le=1_000_000, description="rounds to run")
 
@@ -74,6 +76,9 @@ class Job(BaseModel):
         default_factory=lambda: DataParallel.model_validate({}),
         description="how workers train together (data_parallel)",
     )
+    pipeline: Pipeline = Field(
+        default_factory=lambda: Pipeline.model_validate({}), description="how the model is cut, and trained (pipeline)"
+    )
     server_optimizer: ServerOptimizer | None = Field(None, description="step on the mean delta; none = FedAvg")
     evaluate: bool = Field(True, description="clients evaluate each new model on their held-out samples")
     evaluate_seconds: Seconds = Field(120.0, description="longest time for that")
@@ -88,8 +93,10 @@ class Job(BaseModel):
 
     @model_validator(mode="after")
     def _fits_its_mode(self) -> Self:
-        if self.mode == "data_parallel" and (self.trainer or self.mu):
-            raise ValueError("trainer and mu belong to the mode federated: leave them out of a data_parallel job")
+        if self.grouped and (self.trainer or self.mu):
+            raise ValueError(f"trainer and mu belong to the mode federated: leave them out of a {self.mode} job")
+        if self.mode == "pipeline" and self.batch_size < max(self.pipeline.interval, self.pipeline.unit):
+            raise ValueError("batch_size must be at least the number of its micro-batches")
         return self
 
     @property

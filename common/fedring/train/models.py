@@ -1,5 +1,7 @@
 """Models to start with; each callable can be named in a job."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -10,9 +12,11 @@ def mnist_cnn() -> nn.Module:
     return _MnistCnn()
 
 
-def digits_mlp(hidden: int = 64) -> nn.Module:
-    """One hidden layer for the 8 x 8 digits."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+def digits_mlp(hidden: int = 64, layers: int = 1) -> nn.Module:
+    """Hidden layers for the 8 x 8 digits."""
+    widths = [64, *[hidden] * layers]
+    parts = [part for first, second in pairwise(widths) for part in (nn.Linear(first, second), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *parts, nn.Linear(widths[-1], 10))
 
 
 def cifar_cnn() -> nn.Module:

@@ -6,7 +6,7 @@ the first samples again.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,16 @@ def share_size(left: int, workers: int, batch: int) -> int:
     if left > workers * (batch + 1):
         return batch
     return max(-(-left // workers), min(batch, 2))
+
+
+def micro_batches(indices: Tensor, *, size: int, most: int, unit: int = 1) -> Sequence[Tensor]:
+    """`indices` [n] in at most `most` parts of `size` or more, as equal as can be; a multiple of `unit` of them.
+
+    Where there are too few for one `unit`, some are taken again.
+    """
+    count = min(most, len(indices) // max(1, size))
+    count = max(unit, count - count % unit)
+    return torch.tensor_split(indices[torch.arange(max(len(indices), count)) % len(indices)], count)
 
 
 def count_steps(left: int, workers: int, batch: int) -> int:

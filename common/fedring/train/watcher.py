@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 class Diverged(Exception):
-    """The workers' parameters are not equal: a fault of a worker's own, or of its machine."""
+    """The workers' parameters are not equal, by a fault of a worker or its machine, or no longer finite."""
 
 
 @dataclass(slots=True, eq=False)

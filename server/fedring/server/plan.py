@@ -12,12 +12,13 @@ from fedring.v1 import federation_pb2 as pb
 def rules_of(job: Job, *, grace: float) -> Rules:
     """What each round of `job` obeys; of a group, one worker delivers for all."""
     alone = job.grouped
+    fixed = job.pipeline.workers if job.mode == "pipeline" else 0
     return Rules(
-        min_clients=job.min_clients,
+        min_clients=max(job.min_clients, fixed),
         barrier=job.barrier,
         barrier_timeout=job.barrier_timeout_seconds,
         sample_ratio=job.sample_ratio,
-        sample_clients=job.sample_clients,
+        sample_clients=fixed or job.sample_clients,
         min_to_aggregate=1 if alone else job.min_clients_to_aggregate,
         close_at_minimum=alone or job.close_at_minimum,
         deadline=job.deadline_seconds,
@@ -28,7 +29,10 @@ def rules_of(job: Job, *, grace: float) -> Rules:
 
 
 def group_rules(job: Job, *, target: int) -> groups.Rules:
-    """What the groups of a round with `target` clients obey."""
+    """What the groups of a round with `target` clients obey; a pipeline is whole, or it does not run."""
+    if job.mode == "pipeline":
+        workers = job.pipeline.workers
+        return groups.Rules(target=workers, minimum=workers, patience=job.pipeline.replacement_seconds)
     return groups.Rules(
         target=target,
         minimum=min(target, job.min_clients_to_aggregate),
@@ -53,6 +57,7 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         alpha=job.alpha,
         seed=job.seed,
         data_parallel=job.data_parallel.model_dump_json() if job.mode == "data_parallel" else "",
+        pipeline=job.pipeline.model_dump_json() if job.mode == "pipeline" else "",
     )
 
 

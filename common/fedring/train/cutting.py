@@ -1,0 +1,82 @@
+"""A job's model in stages, as its table [pipeline] says; each has parameters, and all of them are the model's own."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from fedring.pipeline.cut import Chain, as_cut, balanced, cut_at, cut_by_counts
+from fedring.pipeline.errors import CutError
+from fedring.train.errors import SeamError
+from fedring.train.pipelined import Pipeline
+from fedring.train.seam import resolve
+
+
+def count_layers(model: nn.Module, table: Pipeline, sample: Callable[[], Tensor]) -> list[int]:
+    """How many layers each stage has where they are to be even, else none; `sample()` is asked for if time counts."""
+    if table.cut not in ("parameters", "time"):
+        return []
+    try:
+        chain = Chain(model.train())
+        sizes = chain.costs()
+        costs = sizes
+        if table.cut == "time":
+            with torch.random.fork_rng(devices=[]):
+                costs = chain.measured(sample())
+        return _even(sizes, costs, table.stages)
+    except CutError as error:
+        raise SeamError("cannot_cut", f"The model cannot be cut: {error}.") from error
+
+
+def cut_model(model: nn.Module, table: Pipeline, counts: Sequence[int], trusted: Sequence[str]) -> list[nn.Module]:
+    """The stages, in order; `counts` are those of count_layers(); SeamError("cannot_cut") says why it cannot be."""
+    model.train()
+    try:
+        stages = _stages(model, table, counts, trusted)
+        if len(stages) != table.stages:
+            raise CutError(f"{table.cut} has made {len(stages)} stages where the job says {table.stages}")
+        _check_parameters(model, stages)
+    except CutError as error:
+        raise SeamError("cannot_cut", f"The model cannot be cut: {error}.") from error
+    return stages
+
+
+def _stages(model: nn.Module, table: Pipeline, counts: Sequence[int], trusted: Sequence[str]) -> list[nn.Module]:
+    if counts:
+        return cut_by_counts(model, counts)
+    if isinstance(table.cut, str):
+        return as_cut(_made_by(table.cut, model, trusted))
+    numbers = [one for one in table.cut if isinstance(one, int)]
+    return cut_by_counts(model, numbers) if numbers else cut_at(model, [str(one) for one in table.cut])
+
+
+def _made_by(name: str, model: nn.Module, trusted: Sequence[str]) -> object:
+    made = resolve(name, trusted)
+    try:
+        return made(model)
+    except Exception as error:  # the user's code may raise anything
+        raise CutError(f"{name} has failed: {type(error).__name__}: {error}") from error
+
+
+def _even(sizes: Sequence[float], costs: Sequence[float], stages: int) -> list[int]:
+    """Layers of each stage; layers without parameters stay with the one before, as no stage may be without."""
+    starts = [index for index, size in enumerate(sizes) if size]
+    if len(starts) < stages:
+        raise CutError(f"{len(starts)} layers with parameters cannot make {stages} stages")
+    spans = list(pairwise([0, *starts[1:], len(sizes)]))
+    ends, counts = 0, []
+    for part in balanced([sum(costs[first:end]) for first, end in spans], stages):
+        counts.append(sum(end - first for first, end in spans[ends : ends + part]))
+        ends += part
+    return counts
+
+
+def _check_parameters(model: nn.Module, stages: Sequence[nn.Module]) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    for number, stage in enumerate(stages):
+        if not any(parameter.requires_grad for parameter in stage.parameters()):
+            raise CutError(f"stage {number} has no parameters to train: cut elsewhere")
+        for name, parameter in stage.named_parameters():
+            if id(parameter) not in known:
+                raise CutError(f"{name} of stage {number} is no part of the model: let stages have its own layers")

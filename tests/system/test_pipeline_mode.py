@@ -1,0 +1,232 @@
+"""Pipeline jobs on real daemons: stages of one model, which ends as one process alone would have trained it."""
+
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from subprocess import run
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedring.ctl.control import Control
+from fedring.ctl.fleet import Fleet
+from fedring.data import digits
+from fedring.pipeline.stage import Stage
+from fedring.pipeline.stash import WeightStashing
+from fedring.pipeline.worker import LocalPipeline
+from fedring.train.cutting import count_layers, cut_model
+from fedring.train.files import load_model
+from fedring.train.models import digits_mlp
+from fedring.train.pipelined import Pipeline
+from fedring.train.seam import build_model
+from fedring.train.shards import World, count_steps, epoch_order, shares
+from tests.conftest import path_to
+
+HERE = Path(__file__).parent
+MODEL, ARGS = "fedring.train.models:digits_mlp", {"hidden": 32, "layers": 3}
+BATCH, ROUNDS, SAMPLES = 32, 2, 1437
+
+
+def job(pipeline: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    fixed = {"mode": "pipeline", "batch_size": BATCH, "rounds": ROUNDS, "model": MODEL, "model_args": ARGS}
+    return {**fixed, "momentum": 0.9, "barrier_timeout_seconds": 60, "pipeline": pipeline, **keys}
+
+
+def trained(tmp_path: Path, spec: dict[str, Any], workers: int) -> tuple[nn.Module, list[Any]]:
+    """The model that the job ends with, and its rounds, oldest first."""
+    with Fleet(tmp_path, {}, [{}] * workers) as fleet, Control(fleet.control) as control:
+        events = control.events()
+        job_id = control.start_job(spec).job_id
+        for _ in control.follow_job(job_id, events):
+            pass
+        assert control.job(job_id).state == "completed", [daemon.tail(20) for daemon in fleet.clients]
+        path = tmp_path / "model.safetensors"
+        control.export_model(0, path)
+        rounds = sorted(control.rounds(job_id=job_id), key=lambda round_: round_.round)
+        return load_model(path, digits_mlp(**ARGS)), rounds
+
+
+def alone(optimizer: str = "sgd", replicas: int = 1, rounds: int = ROUNDS) -> nn.Module:
+    """What the job above computes, by one process with the same batches."""
+    samples: Any = digits().train
+    model = build_model(MODEL, ARGS, 0, ["fedring"])
+    adam = torch.optim.Adam(model.parameters(), lr=0.05, betas=(0.9, 0.999))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    step = {"sgd": sgd, "adam": adam}[optimizer]
+    for round_ in range(1, rounds + 1):
+        order = epoch_order(len(samples), seed=round_, epoch=0)
+        ranks = [shares(order, 0, World(rank, replicas), BATCH) for rank in range(replicas)]
+        for parts in zip(*ranks, strict=True):
+            inputs, labels = samples.batch(torch.cat([share.indices for share in parts]))
+            step.zero_grad()
+            nn.functional.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+            step.step()
+    return model
+
+
+def same(model: nn.Module, expected: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("table", "workers"),
+    [
+        ({"stages": 2, "schedule": "1f1b"}, 2),
+        ({"stages": 3, "schedule": "1f1b", "cut": ["3", "5"], "recompute": True, "checkpoint_every": 7}, 3),
+        ({"stages": 4, "stages_per_worker": 2, "schedule": "interleaved_1f1b", "cut": [2, 2, 2, 2]}, 2),
+    ],
+    ids=["two", "three", "interleaved"],
+)
+def test_stages_compute_what_one_process_would(tmp_path: Path, table: dict[str, Any], workers: int) -> None:
+    model, rounds = trained(tmp_path, job(table), workers)
+    same(model, alone())
+    steps = count_steps(SAMPLES, 1, BATCH)
+    for number, round_ in enumerate(rounds, start=1):
+        assert (round_.phase, round_.selected, round_.delivered, list(round_.missing)) == (
+            "published",
+            workers,
+            workers,
+            [],
+        )
+        assert round_.eval_total == 360
+        told = [dict(client.metrics) for client in round_.clients]
+        assert sorted(row["stage"] for row in told) == list(range(workers))
+        for row in told:
+            assert (row["steps"], row["job_steps"]) == (steps, number * steps)
+            assert 0 <= row["bubble_ratio"] < 1
+            assert row["bytes_sent"] > 0
+            assert min(row["forward_seconds"], row["backward_seconds"], row["update_seconds"]) > 0
+            assert row["accuracy"] > 0.1
+        assert max(row["in_flight"] for row in told) <= 2 * workers
+    assert sum(client.upload_bytes > 0 for client in rounds[0].clients) == 1
+    assert rounds[-1].eval_correct / rounds[-1].eval_total > 0.8
+
+
+def test_adams_state_lives_on_from_round_to_round(tmp_path: Path) -> None:
+    keys = {"optimizer": "fedring.train.optimizers:adam", "lr": 0.01}
+    model, _ = trained(tmp_path, job({"schedule": "gpipe", "micro_batches": 2, "checkpoint_every": 0}, **keys), 2)
+    samples: Any = digits().train
+    expected = build_model(MODEL, ARGS, 0, ["fedring"])
+    optimizer = torch.optim.Adam(expected.parameters(), lr=0.01, betas=(0.9, 0.999))
+    for round_ in range(1, ROUNDS + 1):
+        for share in shares(epoch_order(SAMPLES, seed=round_, epoch=0), 0, World(), BATCH):
+            inputs, labels = samples.batch(share.indices)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(expected(inputs), labels).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+
+
+def test_two_pipelines_side_by_side_stay_equal_and_average(tmp_path: Path) -> None:
+    model, rounds = trained(tmp_path, job({"stages": 2, "replicas": 2, "checkpoint_every": 10}), 4)
+    same(model, alone(replicas=2))  # the workers have compared each stage's replicas at every checkpoint
+    told = [dict(client.metrics) for client in rounds[-1].clients]
+    assert sorted(row["stage"] for row in told) == [0, 0, 1, 1]
+    assert {row["steps"] for row in told} == {count_steps(SAMPLES, 2, BATCH)}
+
+
+def test_pipedream_is_pipedream(tmp_path: Path) -> None:
+    table = {"stages": 2, "schedule": "pipedream", "micro_batches": 9}
+    model, rounds = trained(tmp_path, job(table), 2)
+    same(model, pipedream(Pipeline.model_validate(table)))
+    assert rounds[-1].eval_correct / rounds[-1].eval_total > 0.7
+    assert {client.metrics["job_steps"] for client in rounds[-1].clients} == {ROUNDS * count_steps(SAMPLES, 1, BATCH)}
+
+
+def pipedream(table: Pipeline) -> nn.Module:
+    """What the job computes, by one process."""
+    samples: Any = digits().train
+    model = build_model(MODEL, ARGS, 0, ["fedring"])
+    modules = cut_model(model, table, count_layers(model, table, torch.empty), [])
+    last = len(modules) - 1
+    stages = [
+        Stage(
+            module,
+            WeightStashing(torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), bound=2),
+            loss=nn.functional.cross_entropy if number == last else None,
+        )
+        for number, module in enumerate(modules)
+    ]
+    for round_ in range(1, ROUNDS + 1):
+        steps = shares(epoch_order(SAMPLES, seed=round_, epoch=0), 0, World(), BATCH)
+        while batches := [samples.batch(share.indices) for share in islice(steps, 9)]:
+            pipeline = LocalPipeline(stages, table.schedule_of(len(batches)))
+            pipeline.run([inputs for inputs, _ in batches], [labels for _, labels in batches])
+    return model
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"schedule": "pipedream", "versions": "macrobatch", "micro_batches": 8},
+        {"schedule": "pipedream", "versions": "vertical", "stages": 3, "micro_batches": 16, "update_interval": 2},
+        {"compute_dtype": "bfloat16", "cut": "time"},
+        {"compute_dtype": "float16", "loss_scale": 256.0, "micro_batches": "auto"},
+        {"cut": "user_models:halves"},
+    ],
+    ids=["macrobatch", "vertical", "bfloat16 by time", "float16 and auto", "own cut"],
+)
+def test_each_way_to_run_a_pipeline_learns(tmp_path: Path, table: dict[str, Any]) -> None:
+    workers = table.get("stages", 2)
+    trusted = {"trusted": ["fedring", "user_models"]}
+    spec = job(table, rounds=1, epochs=5)
+    with (
+        Fleet(tmp_path, trusted, [trusted] * workers, env=path_to(HERE)) as fleet,
+        Control(fleet.control) as control,
+    ):
+        events = control.events()
+        job_id = control.start_job(spec).job_id
+        for _ in control.follow_job(job_id, events):
+            pass
+        assert control.job(job_id).state == "completed", [daemon.tail(20) for daemon in fleet.clients]
+        (round_,) = control.rounds(job_id=job_id)
+        assert round_.eval_correct / round_.eval_total > 0.7
+        assert {client.metrics["micro_batches"] > 0 for client in round_.clients} == {True}
+
+
+@pytest.mark.parametrize(
+    ("model", "table", "sentence"),
+    [
+        ("user_models:untraceable", {}, "cannot be cut automatically"),
+        ("user_models:tied", {}, "tied weights must lie in one stage"),
+        (MODEL, {"stages": 3}, "cannot make 3 stages"),
+        (MODEL, {"cut": ["first"]}, "no layer begins at 'first'"),
+    ],
+    ids=["untraceable", "tied", "too few layers", "unknown layer"],
+)
+def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(
+    tmp_path: Path, model: str, table: dict[str, Any], sentence: str
+) -> None:
+    trusted = {"trusted": ["fedring", "user_models"]}
+    spec = job(table, model=model, model_args={}, max_abandoned=1)
+    workers = Pipeline.model_validate(spec["pipeline"]).workers
+    with (
+        Fleet(tmp_path, trusted, [trusted] * workers, env=path_to(HERE)) as fleet,
+        Control(fleet.control) as control,
+    ):
+        events = control.events()
+        job_id = control.start_job(spec).job_id
+        failures = [event for event in control.follow_job(job_id, events) if event.kind == "client_failed"]
+        assert control.job(job_id).state == "failed"
+        assert {event.client_id for event in failures} == {f"client-{number}" for number in range(workers)}
+        for event in failures:
+            assert "could not train: cannot_cut: The model cannot be cut" in event.text
+            assert sentence in event.text
+
+
+def test_the_demo_shows_the_stages_profile(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedring.ctl.main", "demo", "--mode", "pipeline", "--micro-batches", "8"]
+    done = run(
+        [*command, "--rounds", "2", "--out", str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sent/worker" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    for row in report["rounds"]:
+        assert {name: worker["stage"] for name, worker in row["workers"].items()} == {"client-0": 0, "client-1": 1}
+        assert {worker["micro_batches"] for worker in row["workers"].values()} <= {5, 6, 7, 8}  # the last step is short
