@@ -2,8 +2,11 @@
 
     python -m tests.bench.pipeline [--counts 1,2,4,8,16,32] [--batch 2048] [--width 512] [--plot FILE]
 
-Prints one JSON line a way and count: our worker over Gloo and over our ring, and torch.distributed.pipelining over
-Gloo, by turns in one run. Each stage has one thread; the ideal is twice one process's throughput, times 1 - bubble.
+    python -m tests.bench.pipeline --accuracy --data-root data [--stages 2,4] [--epochs 2] [--subset 0]
+
+The first prints one JSON line a way and count: our worker over Gloo and over our ring, and torch.distributed.pipelining
+over Gloo, by turns in one run. Each stage has one thread; the ideal is twice one process's, times 1 - bubble.
+The second trains MNIST by 1F1B and by PipeDream, and prints one JSON line with both accuracies a number of stages.
 """
 
 import argparse
@@ -33,6 +36,7 @@ from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import GroupTransport
 from fedring.pipeline.worker import Worker
 from tests.bench.fleets import ROOT, print_line
+from tests.bench.pipeline_accuracy import compare
 
 STAGES = 2
 _COLOURS = {"gloo": "#E69F00", "fedring": "#0072B2", "torch over gloo": "#B8BDC4"}
@@ -48,9 +52,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--accuracy", action="store_true")
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--stages", default="2,4")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--subset", type=int, default=0, help="samples of an epoch; 0 = all")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--store", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.accuracy:
+        for stages in args.stages.split(","):
+            print_line(compare(args.data_root, int(stages), args.epochs, args.subset))
+        return
     if args.rank >= 0:
         _measure(args)
         return

@@ -20,6 +20,7 @@ from fedring.ctl import (
     lists,
     models,
     pipeline,
+    pipeline_memory,
     profile,
     start,
     stop,
@@ -40,7 +41,7 @@ app = typer.Typer(
 )
 models_app = typer.Typer(no_args_is_help=True, help="List and export model versions.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, and draw what was measured.")
-pipeline_app = typer.Typer(no_args_is_help=True, help="See what a pipeline's schedule does, without running it.")
+pipeline_app = typer.Typer(no_args_is_help=True, help="See what a pipeline does and needs, without a server.")
 
 _WORK, _SEE, _TRY = "Work", "See", "Try and check"
 
@@ -72,7 +73,8 @@ _verb(app, "doctor", doctor.doctor, "flctl doctor", "flctl doctor --server-confi
 _verb(app, "health", health.health, "flctl health", "flctl health -s 10.0.0.5:8444 --listen 10.0.0.5:8443",
       "flctl health --at 127.0.0.1:8445", panel=_TRY)  # fmt: skip
 _verb(app, "demo", demo.demo, "flctl demo", "flctl demo --clients 5 --partition dirichlet --alpha 0.1",
-      "flctl demo --dataset mnist --data-root data --encoding packed --keep-ratio 0.01", panel=_TRY)  # fmt: skip
+      "flctl demo --dataset mnist --data-root data --encoding packed --keep-ratio 0.01",
+      "flctl demo --mode pipeline --clients 4 --schedule 1f1b --micro-batches 8", panel=_TRY)  # fmt: skip
 _verb(bench_app, "federated", bench.federated, "flctl bench federated --data-root data",
       "flctl bench federated --dataset digits --subset 0 --rounds 3", panel=None)  # fmt: skip
 _verb(bench_app, "data-parallel", bench_parallel.data_parallel, "flctl bench data-parallel --data-root data",
@@ -84,6 +86,8 @@ _verb(pipeline_app, "draw", pipeline.draw, "flctl pipeline draw 1f1b --stages 4 
 _verb(pipeline_app, "print", pipeline.print_, "flctl pipeline print pipedream --stages 3 --versions macrobatch",
       "flctl pipeline print interleaved_1f1b --stages 4 --workers 2 --output json | jq .bubble",
       panel=None)  # fmt: skip
+_verb(pipeline_app, "memory", pipeline_memory.memory, "flctl pipeline memory torchvision:resnet18 --stages 1,2,4",
+      "flctl pipeline memory fedring.train.models:mnist_cnn --shape 1x28x28 --recompute", panel=None)  # fmt: skip
 app.add_typer(pipeline_app, name="pipeline", rich_help_panel=_TRY)
 _verb(app, "help", guide.help_, "flctl help run", "flctl help exit-codes")
 

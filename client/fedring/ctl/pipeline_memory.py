@@ -1,0 +1,80 @@
+"""flctl pipeline memory: what the stages of a model keep, measured in one step with random data."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from fedring.ctl.failure import Failure
+from fedring.ctl.options import OutputOption
+from fedring.ctl.output import Output, print_json, print_table, size
+from fedring.daemon.exits import Exit
+
+_SCHEDULES = ("gpipe", "1f1b")
+
+
+def memory(
+    model: Annotated[str, typer.Argument(help="module:attribute, or torchvision:NAME.")] = "torchvision:resnet18",
+    model_args: Annotated[str, typer.Option(metavar="JSON", help="Keyword arguments of MODEL.")] = "{}",
+    stages: Annotated[str, typer.Option(help="Numbers of stages, separated by commas.")] = "1,2,4",
+    shape: Annotated[str, typer.Option(help="Shape of one input, separated by x.")] = "3x64x64",
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    micro_batches: Annotated[int, typer.Option("--micro-batches", "-m", min=1)] = 8,
+    schedule: Annotated[str, typer.Option(help=" or ".join(_SCHEDULES))] = "1f1b",
+    recompute: Annotated[bool, typer.Option("--recompute", help="Keep inputs instead of activations.")] = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Print the bytes of each stage: parameters, Adam's state, and activations at their peak."""
+    if schedule not in _SCHEDULES or batch_size < micro_batches:
+        raise Failure("--schedule is gpipe or 1f1b, and a micro-batch has a sample or more", Exit.USAGE)
+    table = {"schedule": schedule, "micro_batches": micro_batches, "recompute": recompute}
+    dimensions = [batch_size, *_numbers("--shape", shape, "x")]
+    rows = []
+    for count in _numbers("--stages", stages, ","):
+        rows += _measure(model, model_args, {**table, "stages": count}, dimensions)
+    if output is Output.JSON:
+        return print_json({"model": model, "batch_size": batch_size, **table, "rows": rows})
+    cells = [
+        (f"{row['stage']} of {row['stages']}", *(size(row[key]) for key in _SIZES), str(row["in_flight"]))
+        for row in rows
+    ]
+    print_table(
+        f"{model}: bytes of each stage", ("stage", *(f"{key}>" for key in _SIZES), "micro-batches kept>"), cells
+    )
+
+
+_SIZES = ("parameters", "optimizer", "activations")
+
+
+def _numbers(option: str, text: str, separator: str) -> list[int]:
+    parts = text.split(separator)
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise Failure(f"{option} {text!r} holds something that is no number above 0", Exit.USAGE)
+    return [int(part) for part in parts]
+
+
+def _measure(name: str, args: str, table: dict[str, Any], shape: Sequence[int]) -> list[dict[str, Any]]:
+    """What the stages of the model keep, one row each."""
+    import torch  # takes seconds to import: only this verb waits for it
+
+    from fedring.pipeline.memory import measure
+    from fedring.train.cutting import count_layers, cut_model
+    from fedring.train.errors import SeamError
+    from fedring.train.pipelined import Pipeline
+    from fedring.train.seam import build_model
+
+    try:
+        pipeline, trusted = Pipeline.model_validate(table), [name.partition(":")[0]]
+        model = build_model(name, json.loads(args), 0, trusted)
+        cut = cut_model(model, pipeline, count_layers(model, pipeline, lambda: torch.randn(*shape)), trusted)
+    except (SeamError, ValueError) as error:
+        raise Failure(str(error), Exit.USAGE) from error
+    kept = measure(
+        cut,
+        pipeline.schedule_of(table["micro_batches"]),
+        (torch.randn(*shape), torch.zeros(shape[0])),
+        loss=lambda outputs, _: outputs.square().mean(),
+        recompute=pipeline.recompute,
+    )
+    return [{"stages": len(cut), "stage": number, **one._asdict()} for number, one in enumerate(kept)]
