@@ -24,6 +24,7 @@ from fedring.train.pipelined import Pipeline
 from fedring.train.seam import build_model
 from fedring.train.shards import World, count_steps, epoch_order, shares
 from tests.conftest import path_to
+from tests.metrics_page import Page, address_of
 
 HERE = Path(__file__).parent
 MODEL, ARGS = "fedring.train.models:digits_mlp", {"hidden": 32, "layers": 3}
@@ -217,6 +218,22 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(
         for event in failures:
             assert "could not train: cannot_cut: The model cannot be cut" in event.text
             assert sentence in event.text
+
+
+def test_each_worker_tells_prometheus_what_its_stage_does(tmp_path: Path) -> None:
+    told = {"metrics_listen": "127.0.0.1:0"}
+    with Fleet(tmp_path, {}, [told] * 2) as fleet, Control(fleet.control) as control:
+        events = control.events()
+        for _ in control.follow_job(control.start_job(job({}, rounds=1)).job_id, events):
+            pass
+        pages = [Page(address_of(client)) for client in fleet.clients]
+    steps = count_steps(SAMPLES, 1, BATCH)
+    for stage, page in enumerate(pages):
+        counts = page.by("kind", "fl_pipe_stage_seconds_count", stage=str(stage))
+        micro_batches = 4 * (steps - 1) + 3  # the last step is short
+        assert counts == {"forward": micro_batches, "backward": micro_batches, "update": steps}
+        assert 0 < page("fl_pipe_bubble_ratio") < 1
+        assert page("fl_pipe_inflight_microbatches") == 2 - stage
 
 
 def test_the_demo_shows_the_stages_profile(tmp_path: Path) -> None:

@@ -11,7 +11,10 @@ from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
 from fedring.client.grouped import parse_table, plan_of, take_part
+from fedring.client.pipe_metrics import KINDS, PipeMetrics
 from fedring.client.task import Task
+from fedring.pipeline.schedules import Kind
+from fedring.pipeline.worker import Report
 from fedring.ring import RingError, RingOptions
 from fedring.train.batches import fetch
 from fedring.train.cutting import count_layers, cut_model
@@ -24,6 +27,8 @@ from fedring.train.usage import Usage
 from fedring.train.watcher import Watcher
 
 log = logging.getLogger(__name__)
+
+_ORDER = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)  # as in KINDS
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +61,17 @@ class PipelineTrainer:
         cut_model(model, table, counts, self._trusted)  # or nobody is to wait for this worker
         standing = self._standing_for(task, model, optimizer)
         standing.replica.begin_round()
-        course = Course(samples, plan, table, loss, optimizer, self._device, self._trusted, counts)
+        course = Course(
+            samples,
+            plan,
+            table,
+            loss,
+            optimizer,
+            self._device,
+            self._trusted,
+            counts,
+            lambda report, in_flight: show(task.metrics.pipe, report, in_flight),
+        )
         take_part(task, Staged(standing, course), self._options, model)
 
     def _standing_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory) -> Standing:
@@ -127,6 +142,12 @@ class Staged:
     def digest(self) -> bytes:
         """SHA-256 of the parameters of all stages."""
         return self.standing.replica.digest()
+
+
+def show(metrics: PipeMetrics, report: Report, in_flight: int) -> None:
+    """The metrics have what a run of the schedule took."""
+    actions = {(stage, KINDS[_ORDER.index(kind)]): spent for (stage, kind), spent in report.spent.items()}
+    metrics.ran(report.bubble, in_flight, actions)
 
 
 def _first_inputs(samples: Dataset[Any], count: int) -> Tensor:
