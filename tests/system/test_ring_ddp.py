@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.system.ring_scripts import ranks
-from tests.system.ring_scripts.ddp import Outcome, Plan, train, train_alone, train_often
+from tests.system.ring_scripts.ddp import Outcome, Plan, train, train_alone, train_often, train_words
 
 MANY = 0.0005  # MiB: each parameter is a bucket
 TIMES = int(os.environ.get("FEDRING_REPEAT", "20"))
@@ -38,6 +38,12 @@ def test_replicas_are_equal_and_equal_to_one_process(name: str, tmp_path: Path) 
     )
     start = train_alone(range(size), plan._replace(steps=0))
     assert not torch.allclose(torch.tensor(alone.parameters), torch.tensor(start.parameters), atol=1e-2)
+
+
+def test_sparse_gradients_train_as_on_one_process(tmp_path: Path) -> None:
+    first, second = ranks.run(train_words, 2, tmp_path)
+    assert first == second
+    torch.testing.assert_close(torch.tensor(first), torch.tensor(train_words(0, 2, alone=True)), rtol=1e-4, atol=1e-5)
 
 
 def test_groups_of_some_ranks_train_models_of_their_own(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.system.ring_scripts import failures, ranks
         failures.another_dtype,
         failures.another_collective,
         failures.nothing_against_something,
+        failures.another_sparse_shape,
     ],
     ids=lambda body: body.__name__,
 )
@@ -41,6 +42,23 @@ def test_a_timeout_names_the_rank_that_is_late(body: ranks.Body, late: int | Non
     assert errors[0]["rank"] == late
 
 
+@pytest.mark.parametrize(("name_all", "names"), [(False, "Rank 1"), (True, "Ranks 1, 3")])
+def test_a_monitored_barrier_says_who_has_not_come(name_all: bool, names: str, tmp_path: Path) -> None:
+    body = partial(failures.a_monitored_barrier_that_some_do_not_reach, name_all=name_all)
+    errors = ranks.run(body, 4, tmp_path)
+    assert [error["kind"] for error in errors] == ["CollectiveTimeout"] * 4, errors
+    assert {error["rank"] for error in errors} == {1}
+    assert errors[0]["text"] == f"{names} failed to pass monitoredBarrier after 1000 ms"
+    assert errors[2]["text"].startswith("Rank 2 successfully reached monitoredBarrier, but received errors")
+    assert names in errors[2]["text"]
+
+
+def test_a_monitored_barrier_says_who_has_left(tmp_path: Path) -> None:
+    error, _ = ranks.run(failures.a_monitored_barrier_that_a_rank_has_left, 2, tmp_path)
+    assert (error["kind"], error["rank"]) == ("PeerLost", 1)
+    assert "Rank 1 failed to pass monitoredBarrier: rank 1 has left" in error["text"]
+
+
 def test_an_error_in_a_callback_reaches_whoever_waits(tmp_path: Path) -> None:
     errors = ranks.run(failures.a_failing_callback, 2, tmp_path)
     assert [error["kind"] for error in errors] == ["IndexError"] * 2, errors
@@ -63,7 +81,7 @@ def test_a_failed_group_ends_ddps_backward(hook: bool, tmp_path: Path) -> None:
 def test_what_is_not_supported_is_said_and_the_group_lives_on(tmp_path: Path) -> None:
     for errors in ranks.run(failures.what_is_not_supported, 2, tmp_path):
         *refusals, after = errors
-        assert [error["kind"] for error in refusals] == ["NotSupported"] * 4, errors
+        assert [error["kind"] for error in refusals] == ["NotSupported"] * 5, errors
         assert after == {"sum": 6.0}
 
 

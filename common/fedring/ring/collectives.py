@@ -165,6 +165,18 @@ def barrier(rank: int, size: int) -> Program:
             yield Send((rank + 1) % size, b"", lap)
 
 
+def monitored_barrier(rank: int, size: int) -> Program:
+    """Afterwards every rank has come here; rank 0 hears from all others, in their order, before it lets them go."""
+    if rank:
+        yield Send(0, b"")
+        yield Receive(0, 0, tag=1)
+        return
+    for source in range(1, size):
+        yield Receive(source, 0)
+    for to in range(1, size):
+        yield Send(to, b"", tag=1)
+
+
 def send(to: int, data: memoryview) -> Program:
     """Afterwards `data` is on its way to a rank."""
     yield from _send(to, data, tag=0)

@@ -356,7 +356,8 @@ class Endpoint:
                 if operation := group.overdue(now):
                     rank = operation.waiting_for
                     who = f"rank {rank} sent nothing" if rank is not None else "peers took nothing"
-                    self.fail(CollectiveTimeout(f"{who} for {operation.what} within its time", rank=rank))
+                    limit = f"within the timeout of {operation.timeout:g} s"
+                    self.fail(CollectiveTimeout(f"{who} for {operation.what} {limit}", rank=rank))
 
 
 def handler(exchange: Callable[[Iterator[bytes], grpc.ServicerContext], bytes]) -> grpc.GenericRpcHandler:

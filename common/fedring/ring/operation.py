@@ -3,7 +3,7 @@
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from fedring.ring.errors import BadFrame, Mismatch, PeerLost, RingError
@@ -39,6 +39,7 @@ class Operation:
     def __init__(self, carrier: Carrier, key: str, what: str, program: Program, *, timeout: float) -> None:
         self.key, self.what = key, what
         self.signature = zlib.crc32(what.encode())
+        self.timeout = timeout
         self.began = time.monotonic()
         self.deadline = self.began + timeout
         self.error: RingError | None = None
@@ -63,6 +64,12 @@ class Operation:
         """The rank that it waits for."""
         waiting = self._waiting
         return waiting.source if waiting else None
+
+    def unheard(self, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks` of which nothing lies here that the program has not taken yet."""
+        with self._lock:
+            heard = {source for source, _, _ in self._inbox}
+        return [rank for rank in ranks if rank not in heard]
 
     def is_overdue(self, now: float) -> bool:
         """Whether its time is up; later if it waits for one that has begun, and so must wait for another itself."""

@@ -17,8 +17,10 @@ from fedring.ring import arguments, collectives
 from fedring.ring.gathering import BytesGather, gather_bytes
 from fedring.ring.member import Member, storing
 from fedring.ring.messages import Messages, ReceiveFromAny
+from fedring.ring.monitored import monitored_barrier
 from fedring.ring.program import Program
 from fedring.ring.reduction import Reduction
+from fedring.ring.sparse import SparseSum
 from fedring.ring.staging import Staged, as_bytes, check_size, fill, in_host_memory, plain
 from fedring.ring.work import RingWork, together
 from fedring.ring.world import World
@@ -36,6 +38,8 @@ class RingProcessGroup(Member):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Limit = None) -> RingWork:
         """The tensors are being reduced over all ranks, in place."""
         listed = arguments.listed(tensors)
+        if listed[0].layout is torch.sparse_coo:
+            return self._allreduce_sparse(arguments.only(listed), arguments.op(opts), self.limit(opts, timeout))
         staged = Staged(listed)
         wire = self.wire if staged.dtype == torch.float32 else None
         reduction = Reduction(arguments.op(opts), staged.dtype, wire)
@@ -179,8 +183,9 @@ class RingProcessGroup(Member):
         return self.start("barrier", collectives.barrier(*self.place), results=[], limit=self.limit(opts, timeout))
 
     def monitored_barrier(self, timeout: Limit = None, wait_all_ranks: bool = False) -> None:
-        """All ranks have come here; the error names the first that has not."""
-        self.barrier(timeout=timeout).wait()
+        """All ranks have come here; rank 0's error names the first that has not within the timeout, or all of them."""
+        seconds = self.limit() if timeout is None else timeout.total_seconds()
+        monitored_barrier(self.ring, seconds, name_all=wait_all_ranks)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> RingWork:
         """The tensor is on its way to a rank."""
@@ -201,6 +206,12 @@ class RingProcessGroup(Member):
     def allgather_bytes(self, payload: bytes | memoryview, *, limit: int = 1 << 30) -> BytesGather:
         """`payload`, of at most `limit` bytes, and every other rank's, is on its way to every rank."""
         return gather_bytes(self.ring, payload, limit=limit, timeout=self.limit())
+
+    def _allreduce_sparse(self, tensor: Tensor, op: str, limit: float) -> RingWork:
+        rank, size = self.place
+        total = SparseSum(tensor, op, rank=rank, size=size)
+        program = collectives.allgather_bytes(rank, size, total.messages, total.limit)
+        return self.start(total.what, program, results=[tensor], limit=limit, finish=total.store)
 
     def _reduce_scatter(
         self, output: Tensor, inputs: list[Tensor], sizes: list[int], *, opts: Any, timeout: Limit = None

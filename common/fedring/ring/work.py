@@ -37,7 +37,7 @@ class RingWork(dist.Work):
         seconds = timeout.total_seconds()
         for operation in self.operations:
             if not operation.wait(seconds if seconds > 0 else None):
-                what = f"{operation.what} has not ended within {seconds:g} s"
+                what = f"{operation.what} has not ended within the timeout of {seconds:g} s"
                 raise self.failed(CollectiveTimeout(what, rank=operation.waiting_for))
         self.synchronize()
         return True

@@ -101,6 +101,26 @@ def all_reduce_where_memory_is_not_plain(rank: int, size: int) -> None:
         equal(tensor, all_of(size, *tensor.shape).sum(0))
 
 
+def all_reduce_of_sparse_tensors(rank: int, size: int) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        for rows in (size + 1, 100_000):  # directly, and around the ring
+            tensor = _some(rank, rows, dtype)
+            wanted = torch.stack([_some(other, rows, dtype).to_dense() for other in range(size)]).sum(0)
+            dist.all_reduce(tensor)
+            assert tensor.is_coalesced()
+            equal(tensor.to_dense(), wanted)
+    some = torch.full((5,), float(rank == 0)).to_sparse()  # only one rank has any
+    work = started(dist.all_reduce(some, async_op=True))
+    assert work.wait()
+    equal(some.to_dense(), torch.ones(5))
+
+
+def _some(rank: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """A rank's entries, one of them in two parts, of a tensor [rows, 3, 3] with one dense dimension."""
+    places = torch.tensor([[0, rank, rank + 1, rank], [0, 1, 2, 1]])
+    return torch.sparse_coo_tensor(places, make(rank, 4, 3, dtype=dtype), (rows, 3, 3), check_invariants=True)
+
+
 def half_precision_on_the_wire(rank: int, size: int) -> None:
     for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         group: Any = dist.new_group(pg_options=RingOptions.model_validate({"wire_dtype": name}))
@@ -253,12 +273,14 @@ def barriers(rank: int, size: int) -> None:
     dist.barrier()
     started(dist.barrier(async_op=True)).wait(timedelta(seconds=20))
     dist.group.WORLD.monitored_barrier()  # type: ignore[union-attr]
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=20), wait_all_ranks=True)  # type: ignore[union-attr]
 
 
 CHECKS = [
     all_reduce_of_every_dtype,
     all_reduce_of_every_kind,
     all_reduce_where_memory_is_not_plain,
+    all_reduce_of_sparse_tensors,
     half_precision_on_the_wire,
     broadcast_from_every_rank,
     reduce_to_every_rank,

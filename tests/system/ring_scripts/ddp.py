@@ -82,6 +82,22 @@ def train(rank: int, size: int, *, plan: Plan) -> Outcome:
     return _outcome(model)
 
 
+def train_words(rank: int, size: int, *, alone: bool = False) -> list[float]:
+    """The parameters of a model with a sparse gradient, trained by all ranks together, or by each for all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    trained = model if alone else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for one in range(size) if alone else [rank]:
+            words = torch.randint(0, 20, (BATCH, 2), generator=torch.Generator().manual_seed(100 * step + one))
+            loss = functional.cross_entropy(trained(words), words.sum(1) % 3)
+            torch.autograd.backward(loss / size if alone else loss)
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
 def train_alone(ranks: Iterable[int], plan: Plan) -> Outcome:
     """What the ranks would end with if each of their steps were one batch on one process."""
     ranks = list(ranks)

@@ -60,6 +60,27 @@ def a_barrier_that_is_not_reached(rank: int, size: int) -> Errors:
     return error_of(lambda: dist.recv(torch.ones(3), 0))
 
 
+def a_monitored_barrier_that_some_do_not_reach(rank: int, size: int, *, name_all: bool) -> Errors:
+    """Ranks 1 and 3 wait for a message instead."""
+    if rank in (1, 3):
+        dist.group.WORLD.set_timeout(timedelta(seconds=60))  # type: ignore[union-attr]
+        return error_of(lambda: dist.recv(torch.ones(3), 0))
+    return error_of(
+        lambda: dist.group.WORLD.monitored_barrier(timedelta(seconds=1), wait_all_ranks=name_all)  # type: ignore[union-attr]
+    )
+
+
+def a_monitored_barrier_that_a_rank_has_left(rank: int, size: int) -> Errors:
+    if rank == 1:
+        dist.destroy_process_group()
+        return {"kind": "", "text": "", "rank": None}
+    return error_of(lambda: dist.group.WORLD.monitored_barrier(timedelta(seconds=20)))  # type: ignore[union-attr]
+
+
+def another_sparse_shape(rank: int, size: int) -> Errors:
+    return error_of(lambda: dist.all_reduce(torch.ones(4 if rank == 1 else 3).to_sparse()))
+
+
 def a_message_that_nobody_sends(rank: int, size: int) -> Errors:
     if rank == 0:
         return error_of(lambda: dist.recv(torch.ones(3)))
@@ -113,7 +134,8 @@ def what_is_not_supported(rank: int, size: int) -> list[Errors]:
     errors = [
         error_of(lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)),
         error_of(lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BXOR)),
-        error_of(lambda: dist.all_reduce(torch.ones(3).to_sparse())),
+        error_of(lambda: dist.all_reduce(torch.ones(3).to_sparse(), dist.ReduceOp.MAX)),
+        error_of(lambda: dist.broadcast(torch.ones(3).to_sparse(), 0)),
         error_of(lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint16))),
     ]
     tensor = torch.ones(3)
