@@ -38,7 +38,7 @@ def allreduce(rank: int, size: int, data: memoryview, reduction: Reduction) -> P
         yield from _allreduce_direct(rank, size, data, reduction)
     else:
         cuts = even_cuts(len(data) // reduction.itemsize, size)
-        yield from _reduce_scatter(rank, size, data, reduction, cuts)
+        yield from _reduce_scatter(rank, size, data, reduction, cuts, spread=True)
         yield from _allgather_reduced(rank, size, data, reduction, cuts)
 
 
@@ -196,7 +196,8 @@ def parts(count: int, width: int) -> Iterator[tuple[int, int, int]]:
     """`count` values of `width` bytes on the wire, cut: each part's number, its first value, and its end."""
     total = count * width
     most = min(max(PART_BYTES, total // 6), MAX_PAYLOAD)
-    step = max(1, most // width)
+    number = -(-total // (most - most % width))
+    step = max(1, -(-count // max(1, number)))  # so that no small part is left, which costs as much work as others
     return ((part, begin, min(begin + step, count)) for part, begin in enumerate(range(0, count, step)))
 
 
@@ -213,8 +214,13 @@ def _allreduce_direct(rank: int, size: int, data: memoryview, reduction: Reducti
     reduction.finish(data, size)
 
 
-def _reduce_scatter(rank: int, size: int, data: memoryview, reduction: Reduction, cuts: Sequence[int]) -> Program:
-    """Afterwards rank r's chunk r of `data` is reduced over all ranks, and finished."""
+def _reduce_scatter(
+    rank: int, size: int, data: memoryview, reduction: Reduction, cuts: Sequence[int], *, spread: bool = False
+) -> Program:
+    """Afterwards rank r's chunk r of `data` is reduced over all ranks, and finished.
+
+    To be spread, each part goes on at once, so that no line is idle between this and the allgather.
+    """
     if size == 1:  # there is nobody to send to
         reduction.finish(data, size)
         return
@@ -231,12 +237,13 @@ def _reduce_scatter(rank: int, size: int, data: memoryview, reduction: Reduction
                 yield Send((rank + 1) % size, reduction.outgoing(into), step + 1, part)
             else:
                 reduction.finish(into, size)
+                if spread:
+                    yield Send((rank + 1) % size, reduction.outgoing(into), size, part)
 
 
 def _allgather_reduced(rank: int, size: int, data: memoryview, reduction: Reduction, cuts: Sequence[int]) -> Program:
-    """Afterwards every chunk of `data` is that of the rank which reduced it."""
+    """Afterwards every chunk of `data` is that of the rank which reduced it, and has sent it already."""
     width = reduction.itemsize
-    yield from _send_values((rank + 1) % size, _chunk(data, reduction, cuts, rank), reduction, tag=size)
     for step in range(size - 1):
         chunk = _chunk(data, reduction, cuts, (rank - step - 1) % size)
         for part, begin, end in parts(len(chunk) // width, reduction.wire_itemsize):
