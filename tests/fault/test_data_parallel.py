@@ -89,10 +89,21 @@ def test_a_lost_worker_is_noticed_and_the_others_train_to_the_end(
         assert {row["workers"] for row in told.values()} == {WORKERS - 1}
 
 
-def test_a_lost_worker_that_comes_back_takes_its_place_again(fleet: Fleet) -> None:
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"hook": "dgc"},
+        {"hook": "powersgd", "start_iteration": 2},
+        {"hook": "batched_powersgd", "start_iteration": 2},
+        {"hook": "topk", "ratio": 0.05},
+        {"hook": "topk", "ratio": 0.05, "feedback": "ef21"},
+    ],
+    ids=lambda table: "-".join(map(str, table.values())),
+)
+def test_a_lost_worker_that_comes_back_takes_its_place_again(fleet: Fleet, table: dict[str, Any]) -> None:
     doom = doom_of(fleet, signal.SIGKILL)
     with fleet, Control(fleet.control) as control:
-        story = Story(fleet, control, job(data_parallel={"replacement_seconds": 60, "hook": "dgc"}))
+        story = Story(fleet, control, job(data_parallel={"replacement_seconds": 60, **table}))
         doom.wait()
         story.until("group_lost")
         del fleet.clients[doom.victim].env["FL_TEST_FATE"]
@@ -102,6 +113,7 @@ def test_a_lost_worker_that_comes_back_takes_its_place_again(fleet: Fleet) -> No
         round_ = control.rounds(job_id=1)[0]
         assert {row["job_steps"] for row in profile(round_).values()} == {STEPS}
         assert round_.missing == []
+        assert round_.eval_correct / round_.eval_total > 0.8
 
 
 def test_a_client_that_was_not_selected_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:

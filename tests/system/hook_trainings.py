@@ -78,6 +78,44 @@ def stopped(rank: int, size: int) -> dict[str, dict[str, str]]:
     return results
 
 
+def saved(rank: int, size: int, *, folder: str) -> dict[str, Any]:
+    """Of each hook, a checkpoint in the folder after half a training in many buckets; and what this worker owes."""
+    owed = {}
+    for name in RESUMED:
+        training = Training(CASES[name], BUCKETS["many"])
+        for number in range(STEPS // 2 + 1):
+            training.step(number)
+        checkpoint = {"model": training.model.state_dict(), "hook": training.state.state_dict()}
+        torch.save(checkpoint, f"{folder}/{name} {rank}")
+        owed[name] = training.owed().tolist()
+    return owed
+
+
+def loaded(rank: int, size: int, *, folder: str) -> dict[str, Any]:
+    """The checkpoints of as many workers as there are now, and how training goes on in one bucket."""
+    results = {}
+    for name in RESUMED:
+        training = Training(CASES[name], BUCKETS["one"])
+        checkpoint = torch.load(f"{folder}/{name} {rank}", weights_only=True)
+        training.model.load_state_dict(checkpoint["model"])
+        training.state.load_state_dict(checkpoint["hook"])
+        before = mean(training.owed())
+        own = training.owed().tolist()
+        shared = {key: digest(tensor) for key, tensor in training.state.shared().items()}
+        training.step(STEPS)
+        estimates = getattr(training.state, "feedback", "") == "ef21"
+        wanted = mean(training.asked_to_send()) + (0 if estimates else before)
+        kept = mean(training.owed())
+        gap = training.result() - kept if estimates else training.result() + kept - wanted
+        results[name] = {
+            "owed": own,
+            "shared": shared,
+            "lost": float(gap.norm() / wanted.norm()),
+            "digest": digest(training.parameters()),
+        }
+    return results
+
+
 def loaded_whole(rank: int, size: int) -> dict[str, Any]:
     """A training that goes on with a copy of its state as an object, without its group."""
     straight, other = Training(CASES["powersgd"], BUCKETS["many"]), Training(CASES["powersgd"], BUCKETS["many"])

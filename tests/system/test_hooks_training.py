@@ -1,11 +1,13 @@
 """Trainings with hooks: beside torch's own hooks, stopped and resumed, and with many local steps between exchanges."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.system.hook_trainings import RESUMED, beside_torch, loaded_whole, locally, stopped
+from tests.system.hook_trainings import RESUMED, beside_torch, loaded, loaded_whole, locally, saved, stopped
 from tests.system.ring_scripts import ranks
 
 
@@ -24,6 +26,30 @@ def test_stopping_and_going_on_in_other_buckets_changes_no_bit(backend: str, tmp
         for result in results:
             assert result[name]["resumed"] == result[name]["straight"] == results[0][name]["straight"], name
             assert result[name]["forgetful"] != result[name]["straight"], name
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
+def test_a_state_goes_on_among_another_number_of_workers_in_other_buckets(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    owed = ranks.run(partial(saved, folder=str(tmp_path)), before, tmp_path / "before")
+    for name in RESUMED:
+        for newcomer in range(before, after):  # which begins where rank 0 was
+            shutil.copy(tmp_path / f"{name} 0", tmp_path / f"{name} {newcomer}")
+    results = ranks.run(partial(loaded, folder=str(tmp_path)), after, tmp_path / "after")
+    for name in RESUMED:
+        first = results[0][name]
+        assert all(result[name]["digest"] == first["digest"] for result in results), name
+        assert all(result[name]["shared"] == first["shared"] for result in results), name
+        law = 1e-2 if "(" in name else 1e-5  # a wrapper's 16 bits
+        assert all(result[name]["lost"] < law for result in results), (name, first["lost"])
+        assert bool(first["shared"]) == ("powersgd" in name or "ef21" in name or name == "dgc"), name
+        for rank in range(min(before, after)):
+            wanted = torch.tensor(owed[rank][name]) * (after / before)
+            got = torch.tensor(results[rank][name]["owed"])
+            assert torch.allclose(got, wanted, rtol=1e-5) != ("ef21" in name), name  # whose estimates begin anew
+        if "ef21" in name:
+            assert all(result[name]["owed"] == first["owed"] for result in results), name
 
 
 def test_a_state_loaded_as_an_object_asks_for_its_names_and_goes_on(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fedring.client.hooks import Compressed, make_hook
 from fedring.data import Samples
 from fedring.train.group import Course, GroupTraining
 from fedring.train.losses import cross_entropy
-from fedring.train.parallel import DataParallel
+from fedring.train.parallel import HOOKS, DataParallel
 from fedring.train.plan import Plan
 from fedring.train.replica import Replica, all_equal, synchronize
 from fedring.train.watcher import Watcher
@@ -95,6 +96,33 @@ def newcomer(rank: int) -> dict[str, Any]:
     return told(replica, training, source=source, again=again, equal=all_equal(replica))
 
 
+def newcomer_to(rank: int, hook: str, **table: Any) -> dict[str, Any]:
+    """Rank 1 is replaced after an epoch by one that knows nothing; what all share is compared after each."""
+    where = course(Plan(epochs=1, batch_size=8, seed=5), hook=hook, start_iteration=2, ratio=0.2, **table)
+    replica, lasting = _member(where)
+    lasting.enter(0, 0)
+    GroupTraining(replica, where, lasting).run()
+    if rank == 1:
+        replica, lasting = _member(where)
+    lasting.leave()
+    source = synchronize(replica)
+    lasting.enter(0 if rank == 1 else 2, replica.progress.steps)
+    replica.begin_round()
+    training = GroupTraining(replica, where, lasting)
+    training.run()
+    lasting.leave()
+    shared = {name: tensor.double().sum().item() for name, tensor in replica.shared.items()}
+    return told(replica, training, source=source, equal=all_equal(replica), shared=shared)
+
+
+def _member(where: Course) -> tuple[Replica, Compressed]:
+    replica = replica_of(net())
+    hook = make_hook(where.table, where.plan, replica.model.named_parameters(), ["tests"])
+    assert isinstance(hook, Compressed)
+    replica.shared = hook.shared
+    return replica, hook
+
+
 SCENARIOS: dict[str, Any] = {
     "none": lambda rank: plain(rank),
     "fp16": lambda rank: plain(rank, hook="fp16"),
@@ -105,6 +133,10 @@ SCENARIOS: dict[str, Any] = {
     "late buffers": lambda rank: plain(rank, buffers="before_evaluation"),
     "some buffers": lambda rank: plain(rank, buffers=1),
     "newcomer": newcomer,
+    **{hook: partial(plain, hook=hook, ratio=0.2, start_iteration=2) for hook in HOOKS[3:-1]},
+    **{f"newcomer to {hook}": partial(newcomer_to, hook=hook) for hook in HOOKS[3:-1]},
+    "newcomer to int8 ef21": partial(newcomer_to, hook="int8", feedback="ef21"),
+    "newcomer to topk ef21": partial(newcomer_to, hook="topk", feedback="ef21"),
 }
 
 

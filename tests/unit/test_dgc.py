@@ -10,7 +10,17 @@ from torch import Tensor
 
 from fedring.codec.gradient import Entries
 from fedring.codec.precision import Precision
-from fedring.compress.dgc import DGC, Memory, accumulate, clipped, forget, kept_count, ratio_at
+from fedring.compress.dgc import (
+    DGC,
+    Memory,
+    accumulate,
+    clip_together,
+    clipped,
+    forget,
+    kept_count,
+    put_back,
+    ratio_at,
+)
 from fedring.compress.dgc_select import select
 from fedring.ddp.parts import Round, apply_parts, make_part
 
@@ -107,6 +117,47 @@ def test_the_momentum_of_what_was_sent_is_masked(masking: bool) -> None:
     assert memory.momentum.tolist() == [1, 0 if masking else 2]
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "sign"])
+def test_what_a_broken_step_has_sent_is_owed_again_to_the_last_bit(momentum: float, precision: Precision) -> None:
+    config = dataclasses.replace(PLAIN, momentum=momentum, precision=precision)
+    first, second = gradients(2)
+    memory = empty()
+    make_part(first, memory, Round(config, 0.1, 0, workers=2))
+    nothing_sent = Memory(memory.momentum.clone(), memory.residual.clone())
+    accumulate(second, nothing_sent, config)
+    make_part(second, memory, Round(config, 0.1, 1, workers=2))
+    assert not torch.equal(memory.residual, nothing_sent.residual)
+    for _ in range(2):  # once is enough, and twice does nothing
+        put_back(memory)
+        assert torch.equal(memory.residual, nothing_sent.residual)
+        assert torch.equal(memory.momentum, nothing_sent.momentum)
+
+
+def test_a_tensor_sent_whole_in_a_broken_step_is_as_it_was_before() -> None:
+    config = dataclasses.replace(PLAIN, momentum=0.9, precision="fp16", min_numel_to_compress=SIZE + 1)
+    first, second = gradients(2)
+    memory = empty()
+    make_part(first / 3, memory, Round(config, 0.1, 0, workers=2))
+    before = memory.residual.clone()
+    part = make_part(second / 7, memory, Round(config, 0.1, 1, workers=2))
+    apply_parts([Entries(None, part.words.values)], second, memory, config)
+    assert memory.momentum.count_nonzero() > 0
+    put_back(memory)
+    assert torch.equal(memory.residual, before)
+    assert memory.momentum.count_nonzero() == 0
+
+
+def test_gradients_that_are_clipped_together_keep_their_direction() -> None:
+    grads = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
+    clip_together(grads, 2.0, workers=4)  # to 1
+    torch.testing.assert_close(torch.cat(grads), torch.tensor([0.6, 0.0, 0.8]))
+    clip_together(grads, 2.0, workers=1)
+    torch.testing.assert_close(torch.cat(grads), torch.tensor([0.6, 0.0, 0.8]))
+    part = make_part(grads[1], empty(1), Round(DGC(clip=0.1, clip_norm="global"), 1.0, 0, workers=1))
+    assert part.words.values[0] == pytest.approx(0.8, rel=1e-3)  # not clipped once more
+
+
 def test_a_mean_is_over_the_workers_that_sent() -> None:
     grad = torch.empty(4)
     one = torch.tensor([2.0, 4.0]).numpy()
@@ -167,9 +218,9 @@ def test_every_setting_says_which_way_is_more_aggressive() -> None:
     lines = [line.strip() for line in inspect.getsource(DGC).splitlines()]
     for field in dataclasses.fields(DGC):
         place = next(i for i, line in enumerate(lines) if line.startswith(f"{field.name}: "))
-        assert re.match(r"# .*\b(lower|higher|fewer|True|False|fp16)\b.* is more aggressive", lines[place - 1]), (
-            field.name
-        )
+        assert re.match(
+            r"# .*\b(lower|higher|fewer|True|False|fp16|tensor)\b.* is more aggressive", lines[place - 1]
+        ), field.name
 
 
 def test_nesterov_needs_momentum() -> None:

@@ -1,5 +1,6 @@
 """The state of compression and the loop without DistributedDataParallel, with a real group of one worker."""
 
+import dataclasses
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,7 +112,36 @@ def test_what_all_workers_share_is_the_momentum_of_whole_tensors(group: dist.Pro
     shared = state.shared()
     assert list(shared) == ["0.bias", "1.bias"]
     shared["0.bias"].fill_(3)  # as a broadcast does
+    state.regroup(shared, steps=7)
     assert state.state_dict()["momentum"]["0.bias"].eq(3).all()
+    assert state.step == 7
+
+
+def test_what_a_step_that_counts_has_sent_is_never_put_back(group: dist.ProcessGroup) -> None:
+    net = model()
+    state = state_of(net, group)
+    step(net, DGCStepper(state), 0)
+    after = {name: tensor.clone() for name, tensor in state.state_dict()["residual"].items()}
+    state.end_step()
+    state.undo()
+    assert all(torch.equal(after[name], tensor) for name, tensor in state.state_dict()["residual"].items())
+    step(net, DGCStepper(state), 1)
+    assert not torch.equal(state.shared()["0.bias"], state.state_dict()["momentum"]["0.bias"])
+    state.undo()
+    assert torch.equal(state.shared()["0.bias"], state.state_dict()["momentum"]["0.bias"])
+    assert state.state_dict()["residual"]["0.weight"].count_nonzero() == 1200
+
+
+def test_the_whole_gradient_is_clipped_in_the_place_of_each_tensor(group: dist.ProcessGroup) -> None:
+    net = model()
+    everything = DGC(ratio=1.0, warmup_epochs=0, momentum=0, precision="fp32", clip=0.1, clip_norm="global")
+    plain = step(net, DGCStepper(DGCState(group, everything, named_parameters=net.named_parameters())), 0)
+    free = dataclasses.replace(everything, clip=None)
+    whole = step(net, DGCStepper(DGCState(group, free, named_parameters=net.named_parameters())), 0)
+    norm = float(torch.cat([grad.flatten() for grad in whole]).norm())
+    assert norm > 0.1
+    for ours, theirs in zip(plain, whole, strict=True):
+        torch.testing.assert_close(ours, theirs * (0.1 / norm))
 
 
 def test_frozen_parameters_and_missing_gradients_are_no_obstacle(group: dist.ProcessGroup) -> None:

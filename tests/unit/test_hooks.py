@@ -125,6 +125,62 @@ def test_power_sgd_logs_how_much_smaller_messages_are(caplog: pytest.LogCaptureF
     assert [record.args[0] for record in caplog.records if record.args] == [2, 4]  # type: ignore[index]
 
 
+LASTING: dict[str, tuple[Make, Any]] = MAKERS | {
+    "int8 ef21": (lambda **names: hooks.Int8State(None, feedback="ef21", **names), hooks.int8_hook),
+    "topk ef21": (lambda **names: hooks.TopKState(None, feedback="ef21", **names), hooks.topk_hook),
+}
+
+
+@pytest.mark.parametrize("kind", LASTING)
+def test_a_step_that_broke_leaves_no_trace(kind: str) -> None:
+    make, hook = LASTING[kind]
+    net = model()
+    state = make(named_parameters=net.named_parameters())
+    state.undo()  # there is nothing yet
+    train(net, state, hook, steps=4)
+    state.end_step()
+    before, shared = copy.deepcopy(state.state_dict()), copy.deepcopy(state.shared())
+    train(net, state, hook, steps=1, values=torch.ones(4, 24))
+    assert not same(state.state_dict(), before)
+    assert same(state.shared(), shared)
+    state.undo()
+    assert same(state.state_dict(), before)
+
+
+@pytest.mark.parametrize("kind", LASTING)
+def test_a_newcomer_holds_what_workers_share(kind: str) -> None:
+    make, hook = LASTING[kind]
+    net, other = model(), model()
+    state, newcomer = make(named_parameters=net.named_parameters()), make(named_parameters=other.named_parameters())
+    layout = {name: (tensor.shape, tensor.dtype) for name, tensor in newcomer.shared().items()}
+    train(net, state, hook, steps=4)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in state.shared().items()} == layout
+    newcomer.regroup(state.shared(), steps=4)
+    state.regroup(state.shared(), steps=4)
+    assert same(newcomer.shared(), state.shared())
+    if layout:  # which knows enough then to do what the others do
+        for state_ in (state, newcomer):
+            state_.load_state_dict(state_.state_dict() | {"error": {}})
+        assert torch.equal(train(net, state, hook, steps=1), train(other, newcomer, hook, steps=1))
+
+
+def test_a_gradient_of_zeros_does_not_silence_a_matrix_for_ever() -> None:
+    net = model()
+    state = hooks.PowerSGDState(
+        None, start_powerSGD_iter=2, use_error_feedback=False, named_parameters=net.named_parameters()
+    )
+    train(net, state, hooks.powerSGD_hook, steps=4)
+    assert not train(net, state, hooks.powerSGD_hook, steps=1, values=torch.zeros(4, 24)).any()
+    assert train(net, state, hooks.powerSGD_hook, steps=1).any()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether both hold equal tensors and values."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
 @pytest.mark.parametrize("kind", ["powersgd", "int8"])
 def test_a_step_that_is_not_finite_says_so_and_poisons_no_later_one(kind: str) -> None:
     make, hook = MAKERS[kind]

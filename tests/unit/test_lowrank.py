@@ -94,8 +94,9 @@ def test_feedback_loses_nothing_over_many_steps_and_workers(feedback: Feedback) 
 def test_what_is_not_finite_is_not_kept(feedback: Feedback) -> None:
     kept = Correction.empty(3, feedback, torch.device("cpu"))
     target = target_of(torch.tensor([float("nan"), float("inf"), 3.0]), kept, feedback)
-    settle(kept, target, target * 0.5, feedback)
-    assert not result_of(target * 0.5, kept, feedback)[0].isfinite()
+    sent = target * 0.5
+    settle(kept, target, sent, feedback)
+    assert not result_of(sent, kept, feedback)[0].isfinite()
     assert kept.own.equal(torch.tensor([0, 0, 1.5]))
 
 

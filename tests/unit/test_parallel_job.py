@@ -1,22 +1,27 @@
 """What a data-parallel job may say, and what it means to server and client."""
 
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from fedring.client.hooks import Compressed, make_hook
+from fedring.compress.correction import Correction
 from fedring.ctl.presets import Dataset, Mode, preset_job
 from fedring.ctl.start import job_of
-from fedring.ddp import DGC
+from fedring.ddp.hooks import TopKState, by_name, topk_hook
+from fedring.ddp.hooks.by_name import Ready
 from fedring.server.plan import group_rules, job_spec, rules_of, train_cmd
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
-from fedring.train.parallel import DataParallel
+from fedring.train.parallel import HOOKS, DataParallel
 from fedring.train.plan import Plan
 from fedring.train.usage import TimedHook
 
@@ -32,7 +37,9 @@ def job(**keys: Any) -> Job:
     [
         ({"mu": 0.1}, "trainer and mu belong"),
         ({"trainer": "mine:train"}, "trainer and mu belong"),
-        ({"data_parallel": {"hook": "zip"}}, "hook 'zip' is none of none, fp16, bf16, dgc"),
+        ({"data_parallel": {"hook": "zip"}}, "hook 'zip' is none of none, fp16, bf16, int8, topk"),
+        ({"data_parallel": {"hook": "powersgd", "feedback": "ef21"}}, "powersgd has the feedback ef, or none"),
+        ({"data_parallel": {"hook": "powersgd", "start_iteration": 1}}, "start_iteration"),
         ({"data_parallel": {"rati": 0.1}}, "Extra inputs"),
         ({"data_parallel": {"ratio": 0}}, "greater than 0"),
         ({"data_parallel": {"buffers": "never"}}, "buffers"),
@@ -76,10 +83,34 @@ def test_the_demo_has_a_data_parallel_job_for_each_data_set(dataset: Dataset) ->
     assert (spec.mode, spec.subset_size, spec.name) == ("data_parallel", 0, f"{dataset} demo")
 
 
-@pytest.mark.parametrize("name", ["none", "fp16", "bf16", "dgc"])
+@pytest.mark.parametrize("name", HOOKS)
 def test_each_hook_can_be_made(name: str) -> None:
     hook = make_hook(DataParallel.model_validate({"hook": name}), Plan(), nn.Linear(2, 2).named_parameters(), [])
-    assert isinstance(hook, Compressed if name == "dgc" else TimedHook)
+    assert isinstance(hook, TimedHook if name in ("none", "fp16", "bf16") else Compressed)
+
+
+def test_a_job_can_name_every_hook_that_leaves_replicas_equal() -> None:
+    assert set(HOOKS) == set(by_name.HOOKS) - {"noop"}
+
+
+def test_the_keys_of_a_hook_reach_its_state() -> None:
+    keys = {"ratio": 0.2, "rank": 3, "start_iteration": 5, "feedback": "none", "clip": 2.0, "clip_norm": "global"}
+    states = {name: state_of(name, **keys) for name in ("int8", "topk", "powersgd", "batched_powersgd", "dgc")}
+    int8, topk, power, batched, dgc = states.values()
+    assert int8.feedback == "none"
+    assert (topk.feedback, topk.ratio) == ("none", 0.2)
+    for state in (power, batched):
+        assert not state.use_error_feedback
+        assert (state.matrix_approximation_rank, state.start_powerSGD_iter) == (3, 5)
+    assert (dgc.config.ratio, dgc.config.clip, dgc.config.clip_norm, dgc.config.momentum) == (0.2, 2.0, "global", 0.7)
+    assert (state_of("topk").ratio, state_of("dgc").config.ratio) == (0.01, 0.001)
+
+
+def state_of(name: str, **keys: Any) -> Any:
+    table = DataParallel.model_validate({"hook": name, **keys})
+    hook = make_hook(table, Plan(momentum=0.7), nn.Linear(2, 2).named_parameters(), [])
+    assert isinstance(hook, Compressed)
+    return hook.state
 
 
 def test_a_hook_of_ones_own_must_be_trusted() -> None:
@@ -89,11 +120,40 @@ def test_a_hook_of_ones_own_must_be_trusted() -> None:
         make_hook(table, Plan(), [], ["fedring"])
 
 
-def test_a_broken_step_leaves_no_trace_in_what_workers_share() -> None:
-    hook = Compressed(DGC(), [("bias", nn.Parameter(torch.zeros(3)))])
-    momentum = hook.state.shared()["bias"]
-    momentum.fill_(1)
+@pytest.fixture
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("completed", [False, True], ids=["by nobody", "by another worker"])
+def test_what_was_sent_in_a_broken_step_is_owed_again_unless_it_was_completed(completed: bool) -> None:
+    weight = nn.Parameter(torch.zeros(4))
+    state = TopKState(None, ratio=0.25, named_parameters=[("weight", weight)])
+    hook = Compressed(Ready(state, topk_hook))
+    hook.enter(0, 10)
+    state.kept["weight"] = Correction(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.empty(0))
     hook.end_step()
-    momentum.add_(5)  # a part of the next step's gradients has arrived
+    state.kept["weight"] = Correction(torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.empty(0))  # 4 is on its way
     hook.leave()
-    assert momentum.tolist() == [1, 1, 1]
+    hook.enter(2, 12 if completed else 11)
+    assert state.kept["weight"].own.tolist() == ([0.5, 1.0, 1.5, 0.0] if completed else [0.5, 1.0, 1.5, 2.0])
+
+
+@pytest.mark.usefixtures("_group")
+def test_a_newcomer_begins_with_what_all_workers_share() -> None:
+    ours, theirs = (by_name.make_hook("dgc", [("bias", nn.Parameter(torch.zeros(3)))]) for _ in range(2))
+    old, new = Compressed(ours), Compressed(theirs)
+    for hook in (old, new):
+        hook.enter(0, 0)
+    momentum = old.state.state_dict()["momentum"]["bias"]  # type: ignore[attr-defined]  # of a DGCState
+    momentum.fill_(1)
+    old.end_step()
+    for hook in (old, new):
+        hook.leave()
+    assert old.shared["bias"].tolist() == [1, 1, 1]
+    new.shared["bias"].copy_(old.shared["bias"])  # as a broadcast does
+    new.enter(0, 1)
+    assert new.state.shared()["bias"].tolist() == [1, 1, 1]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.unit.group_member import SIZE, net, samples
 
+from fedring.train.parallel import HOOKS
 from fedring.train.shards import World, count_steps, epoch_order, shares
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +50,7 @@ def alone(epochs: int = 2) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("scenario", ["none", "fp16", "bf16", "dgc", "accumulated", "own", "late buffers"])
+@pytest.mark.parametrize("scenario", [*HOOKS, "accumulated", "own", "late buffers"])
 def test_members_end_equal(scenario: str, told: Told) -> None:
     first, second = told[scenario]
     assert first["equal"]
@@ -59,6 +60,7 @@ def test_members_end_equal(scenario: str, told: Told) -> None:
     assert first["steps"] == expected
     assert first["usage"]["steps"] == expected
     assert first["usage"]["wait_seconds"] > 0
+    assert first["usage"]["compute_seconds"] > 0
 
 
 def test_a_group_computes_what_one_process_would(told: Told) -> None:
@@ -70,6 +72,17 @@ def test_a_group_computes_what_one_process_would(told: Told) -> None:
 def test_buffers_are_rank_0s_when_they_are_shared_with_each_step(told: Told) -> None:
     first, second = told["some buffers"]
     assert first["buffers"] == second["buffers"]
+
+
+@pytest.mark.parametrize("hook", ["int8", "topk", "powersgd", "batched_powersgd", "int8 ef21", "topk ef21"])
+def test_a_newcomer_to_a_hook_shares_what_all_workers_share(hook: str, told: Told) -> None:
+    first, second = told[f"newcomer to {hook}"]
+    assert first["source"] == second["source"] == 0
+    assert first["equal"]
+    assert first["digest"] == second["digest"]
+    assert first["shared"] == second["shared"]
+    assert bool(first["shared"]) == ("powersgd" in hook or "ef21" in hook)
+    assert first["momentum"] == second["momentum"] != []
 
 
 def test_a_newcomer_takes_over_model_momentum_and_place(told: Told) -> None:

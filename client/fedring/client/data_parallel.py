@@ -70,13 +70,12 @@ class DataParallelTrainer:
         if self._standing is None or self._key != key:
             plan = plan_of(task)
             hook = make_hook(table, plan, model.named_parameters(), self._trusted)
-            compressed = isinstance(hook, Compressed)
-            # Compression corrects momentum before it sends: an optimizer's own would act once more.
-            momentum = 0.0 if compressed else plan.momentum
+            # DGC corrects momentum before it sends: an optimizer's own would act once more.
+            momentum = 0.0 if table.hook == "dgc" else plan.momentum
             parameters = [p for p in model.parameters() if p.requires_grad]
             replica = Replica(model, optimizer(parameters, plan.lr, momentum))
             if isinstance(hook, Compressed):
-                replica.shared = hook.state.shared()
+                replica.shared = hook.shared
             self._standing, self._key = Standing(replica, hook), key
         return self._standing
 

@@ -15,6 +15,7 @@ from fedring.ctl.output import Output, duration, percent, print_json, print_tabl
 from fedring.ctl.presets import Dataset, Mode, check_data_root, preset_job
 from fedring.ctl.progress import people_display
 from fedring.daemon.exits import Exit
+from fedring.train.parallel import HOOKS
 
 _KEYS = {"batch_size": 64, "epochs": 1, "lr": 0.05, "momentum": 0.9, "seed": 0}
 
@@ -25,8 +26,8 @@ def data_parallel(
     epochs: Annotated[int, typer.Option(min=1, help="Epochs; the model is evaluated after each.")] = 5,
     workers: Annotated[int, typer.Option(min=2, max=64)] = 2,
     subset: Annotated[int, typer.Option(min=0, help="Samples of an epoch, over all workers; 0 = all.")] = 0,
-    hooks: Annotated[str, typer.Option(help="Comma-separated: none, fp16, bf16, dgc.")] = "none,dgc",
-    ratio: Annotated[float, typer.Option(help="Share of the gradient that dgc sends after its warm-up.")] = 0.001,
+    hooks: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(HOOKS)}.")] = "none,dgc",
+    ratio: Annotated[float, typer.Option(help="Share that topk sends, and dgc after its warm-up.")] = 0.001,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where data-parallel.json, plots and runs go.")] = Path(
         "bench-out"
     ),

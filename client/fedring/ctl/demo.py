@@ -11,6 +11,7 @@ from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, stderr_console
 from fedring.ctl.presets import PRESETS, Dataset, Mode, check_data_root, preset_job
 from fedring.ctl.progress import people_display
+from fedring.train.parallel import HOOKS
 
 _TRAINING, _SENDING, _SAMPLES, _GROUP, _STAGES = "Training", "Sending", "Samples", "Data-parallel", "Pipeline"
 
@@ -50,10 +51,10 @@ def demo(
     ] = None,
     alpha: Annotated[float | None, typer.Option(rich_help_panel=_SAMPLES, help="Of dirichlet; small = skewed.")] = None,
     hook: Annotated[
-        str | None, typer.Option(rich_help_panel=_GROUP, help="How gradients are sent: none, fp16, bf16 or dgc.")
+        str | None, typer.Option(rich_help_panel=_GROUP, help=f"How gradients are sent: {', '.join(HOOKS)}.")
     ] = None,
     ratio: Annotated[
-        float | None, typer.Option(rich_help_panel=_GROUP, help="Share of the gradient that dgc sends.")
+        float | None, typer.Option(rich_help_panel=_GROUP, help="Share of the gradient that dgc and topk send.")
     ] = None,
     schedule: Annotated[
         str | None, typer.Option(rich_help_panel=_STAGES, help="gpipe, 1f1b or pipedream; each client is a stage.")

@@ -10,6 +10,9 @@ change against an estimate that every worker keeps of its own gradient:
     target = gradient - own    own' = own + sent    result = shared' = shared + mean(sent)
 
 so result == mean(own'). With "none" what is left out is lost. `sent` is what counts as sent by this worker.
+
+A step puts other tensors in the place of those that are kept, and writes into none: who holds on to the old ones can
+undo it.
 """
 
 from dataclasses import dataclass
@@ -37,9 +40,9 @@ class Correction:
     def rescale(self, old_world: int, new_world: int) -> None:
         """The laws hold on in a mean over `new_world` workers instead of `old_world`."""
         if self.shared.numel():
-            self.own.copy_(self.shared)  # the one estimate that all workers know
+            self.own = self.shared.clone()  # the one estimate that all workers know
         else:
-            self.own.mul_(new_world / old_world)
+            self.own = self.own * (new_world / old_world)
 
 
 def target_of(grad: Tensor, kept: Correction, feedback: Feedback) -> Tensor:
@@ -50,21 +53,20 @@ def target_of(grad: Tensor, kept: Correction, feedback: Feedback) -> Tensor:
 
 
 def settle(kept: Correction, target: Tensor, sent: Tensor, feedback: Feedback) -> None:
-    """`kept` is as the law says after `sent` [n] went out for `target` [n], which may be overwritten.
+    """`kept` is as the law says after `sent` [n] went out for `target` [n], whose memory may be taken.
 
     What is not finite is not kept: it would never leave again.
     """
     if feedback == "ef":
-        torch.sub(target, sent, out=kept.own)
-        kept.own.nan_to_num_(0.0, 0.0, 0.0)
+        kept.own = torch.sub(target, sent, out=target).nan_to_num_(0.0, 0.0, 0.0)
     elif feedback == "ef21":
-        kept.own.add_(torch.nan_to_num(sent, 0.0, 0.0, 0.0))
+        kept.own = torch.add(kept.own, torch.nan_to_num(sent, 0.0, 0.0, 0.0), out=target)
 
 
 def result_of(mean: Tensor, kept: Correction, feedback: Feedback) -> Tensor:
     """The gradient [n] to train with, of which `mean` [n] is the mean of what all workers have sent."""
     if feedback != "ef21":
         return mean
-    result = kept.shared + mean
-    kept.shared.add_(torch.nan_to_num(mean, 0.0, 0.0, 0.0))
-    return result
+    before = kept.shared
+    kept.shared = before + torch.nan_to_num(mean, 0.0, 0.0, 0.0)
+    return before + mean

@@ -7,13 +7,17 @@ The one law: nothing is lost. What is not sent now stays in the residual, so wit
 A gradient is one worker's own, not yet divided by the number of workers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fedring.codec.precision import Precision
+
+ClipNorm = Literal["tensor", "global"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +34,10 @@ class DGC:
     nesterov: bool = False
     # Forget the momentum of what was sent (sec. 3.3); False is more aggressive, as stale momentum acts on.
     masking: bool = True
-    # Largest norm of a tensor's gradient over all workers, None is off; lower is more aggressive.
+    # Largest norm of a gradient over all workers, None is off; lower is more aggressive.
     clip: float | None = None
+    # Of each tensor's gradient, or of all together; tensor is more aggressive, as none has to wait for all others.
+    clip_norm: ClipNorm = "tensor"
     # Of the values on the wire; fp16 is more aggressive than fp32, and sign than fp16.
     precision: Precision = "fp16"
     # Smaller tensors are sent whole; lower is more aggressive.
@@ -56,6 +62,7 @@ class DGC:
             "momentum": 0 <= self.momentum < 1,
             "nesterov": not self.nesterov or self.momentum > 0,
             "clip": self.clip is None or self.clip > 0,
+            "clip_norm": self.clip_norm in get_args(ClipNorm),
             "precision": self.precision in ("fp32", "fp16", "sign"),
             "min_numel_to_compress": self.min_numel_to_compress >= 0,
             "sample_ratio": 0 < self.sample_ratio <= 1,
@@ -67,12 +74,22 @@ class DGC:
             raise ValueError("; ".join(f"DGC cannot work with {name}={getattr(self, name)!r}" for name in wrong))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """What a memory held before a step took from it."""
+
+    indices: Tensor | None  # [k] where; None = everywhere, and before the step's gradient came to it
+    momentum: Tensor  # [k], or [n]
+    residual: Tensor  # [k], or [n]
+
+
 @dataclass(slots=True, eq=False)
 class Memory:
     """What one tensor owes to later steps."""
 
     momentum: Tensor  # [n] float32; of a tensor sent whole, the momentum of the mean over all workers
     residual: Tensor  # [n] float32
+    taken: Taken | None = None  # by the newest step, until it counts
 
     @staticmethod
     def empty(numel: int, device: torch.device) -> "Memory":
@@ -97,6 +114,15 @@ def clipped(grad: Tensor, threshold: float, workers: int) -> Tensor:
     return grad * (limit / norm) if norm > limit else grad
 
 
+def clip_together(grads: Sequence[Tensor], threshold: float, workers: int) -> None:
+    """`grads`, all of one worker's, are scaled down to a norm of at most threshold * workers^-1/2 over all of them."""
+    norms = torch.stack([torch.linalg.vector_norm(grad.float()) for grad in grads])
+    norm, limit = float(torch.linalg.vector_norm(norms)), threshold * workers**-0.5
+    if norm > limit:
+        for grad in grads:
+            grad.mul_(limit / norm)
+
+
 def accumulate(grad: Tensor, memory: Memory, config: DGC) -> Tensor:
     """The residual [n] after momentum correction (sec. 3.2) of `grad` [n]; it is the memory's own."""
     momentum, residual = memory.momentum, memory.residual
@@ -109,12 +135,28 @@ def accumulate(grad: Tensor, memory: Memory, config: DGC) -> Tensor:
     return residual.add_(momentum)
 
 
+def put_back(memory: Memory) -> None:
+    """The newest step has sent nothing of the memory, unless it counts already.
+
+    The step's gradient stays in the residual of a tensor that is not sent whole: it is one more gradient at parameters
+    which another step follows.
+    """
+    taken, memory.taken = memory.taken, None
+    if taken is None:
+        return
+    places = slice(None) if taken.indices is None else taken.indices
+    memory.momentum[places] = taken.momentum
+    memory.residual[places] = taken.residual
+
+
 def forget(memory: Memory, indices: Tensor, sent: Tensor, config: DGC) -> None:
     """What was `sent` [k] at `indices` [k] is owed no more; its momentum is masked (sec. 3.3).
 
     `sent` is what the receivers see, so what rounding took away stays in the residual.
     """
-    memory.residual[indices] -= sent
+    before = memory.residual[indices]
+    memory.taken = Taken(indices, memory.momentum[indices], before)
+    memory.residual[indices] = before - sent
     if config.masking and config.momentum:
         memory.momentum[indices] = 0
 

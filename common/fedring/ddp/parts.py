@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedring.codec.gradient import Entries, Part
 from fedring.codec.precision import Precision, to_words
-from fedring.compress.dgc import DGC, Memory, accumulate, apply_momentum, clipped, forget, kept_count
+from fedring.compress.dgc import DGC, Memory, Taken, accumulate, apply_momentum, clipped, forget, kept_count
 from fedring.compress.dgc_select import select
 
 
@@ -36,10 +36,11 @@ def make_part(grad: Tensor, memory: Memory, this: Round) -> Part:
     """This worker's part of the message for `grad` [n] of any float dtype, which is not changed; `memory` is."""
     config = this.config
     grad = grad.to(torch.float32)
-    if config.clip is not None:
+    if config.clip is not None and config.clip_norm == "tensor":
         grad = clipped(grad, config.clip, this.workers)
     count = count_to_send(grad.numel(), this)
     if count is None:
+        memory.taken = Taken(None, memory.momentum.clone(), memory.residual.clone())
         owed = memory.residual.add_(grad)
         words = to_words(owed.cpu().numpy(), whole_precision(config))
         owed.sub_(torch.tensor(words.values, device=owed.device))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +13,23 @@ from torch.optim import Optimizer
 
 from fedring.codec import CodecError
 from fedring.codec.gradient import Entries, decode_gradient, encode_gradient, largest_message
-from fedring.compress.dgc import DGC, Memory, ratio_at
+from fedring.compress.dgc import DGC, Memory, clip_together, put_back, ratio_at
 from fedring.ddp.exchange import exchange
 from fedring.ddp.parts import Round, apply_parts, count_to_send, make_part, whole_precision
 from fedring.ddp.profile import Meter, Profile
 from fedring.ddp.sgd import check_optimizer
 
 _VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A bucket's gradients, which wait for those of all others."""
+
+    names: Sequence[str]
+    buffer: Tensor  # [n]
+    grads: Sequence[Tensor]  # parts of it
+    future: Future[Tensor]
 
 
 class DGCState:
@@ -43,6 +54,7 @@ class DGCState:
         self.epoch = 0
         self.step = 0
         self.meter = Meter()
+        self.held: list[Held] = []  # of a step whose gradients are clipped together
         self._names = {id(tensor): name for name, tensor in self.parameters.items()}
         self._memories = {name: Memory.empty(p.numel(), p.device) for name, p in self.parameters.items()}
 
@@ -62,6 +74,11 @@ class DGCState:
         norms = [torch.linalg.vector_norm(memory.residual) for memory in self._memories.values()]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
+    @property
+    def clips_globally(self) -> bool:
+        """Whether nothing can be sent before all of a step's gradients are there."""
+        return self.config.clip is not None and self.config.clip_norm == "global"
+
     def start_epoch(self, epoch: int) -> None:
         """The warm-up is in `epoch`, counted from 0; all workers call this between the same two steps."""
         self.epoch = epoch
@@ -73,6 +90,11 @@ class DGCState:
         except KeyError:
             shape = tuple(parameter.shape)
             raise ValueError(f"a parameter of shape {shape} is not among the named_parameters of DGCState") from None
+
+    def clip(self, grads: Sequence[Tensor]) -> None:
+        """`grads`, all of a step, are clipped, if it is their common norm that must be."""
+        if self.config.clip is not None and self.config.clip_norm == "global":
+            clip_together(grads, self.config.clip, self._workers())
 
     def send(self, names: Sequence[str], grads: Sequence[Tensor], *, last: bool) -> Future[list[memoryview]]:
         """Messages about `grads`, each flat, are on their way; `last` ends the step, and all workers send alike."""
@@ -98,15 +120,34 @@ class DGCState:
                 torch.cuda.current_stream().synchronize()
         self.meter.received(arrived=arrived)
 
+    def end_step(self) -> None:
+        """The step counts; how a state lives on when its group has failed, hooks/state.py tells."""
+        for memory in self._memories.values():
+            memory.taken = None
+
+    def undo(self) -> None:
+        """What was sent since the newest step that counts is owed again."""
+        for memory in self._memories.values():
+            put_back(memory)
+
     def shared(self) -> dict[str, Tensor]:
-        """What must be equal on all workers, to be broadcast into when one joins; the tensors are the state's own."""
-        this = Round(self.config, self.ratio, self.step, 1)
-        whole = [name for name, p in self.parameters.items() if count_to_send(p.numel(), this) is None]
-        return {name: self._memories[name].momentum for name in whole}
+        """What must be equal on all workers, as it was after the newest step that counts; copies."""
+        whole = {name: self._memories[name] for name in self._sent_whole()}
+        return {name: (memory.taken or memory).momentum.clone() for name, memory in whole.items()}
+
+    def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
+        """The state goes on after `steps` steps of the default group, whose workers all hold `shared`."""
+        self.group = dist.group.WORLD
+        self.step = steps
+        for name, momentum in shared.items():
+            self._memories[name].momentum.copy_(momentum)
+        meter = Meter()  # messages of a step that broke are never answered
+        meter.total.add(self.profile)
+        self.meter = meter
 
     def rescale(self, old_world: int, new_world: int) -> None:
         """What is owed counts in a mean over `new_world` workers as it would have in one over `old_world`."""
-        shared = self.shared()
+        shared = self._sent_whole()
         for name, memory in self._memories.items():
             memory.residual.mul_(new_world / old_world)
             if name not in shared:
@@ -135,6 +176,10 @@ class DGCState:
         self.epoch, self.step = state["epoch"], state["step"]
         if state["workers"] != self._workers():
             self.rescale(state["workers"], self._workers())
+
+    def _sent_whole(self) -> list[str]:
+        this = Round(self.config, self.ratio, self.step, 1)
+        return [name for name, p in self.parameters.items() if count_to_send(p.numel(), this) is None]
 
     def _check_sizes(self, tensors: dict[str, Tensor]) -> None:
         got = {name: tensor.numel() for name, tensor in tensors.items()}

@@ -16,13 +16,13 @@ class DGCStepper:
 
     def exchange(self) -> None:
         """Every parameter's `grad` holds what all workers have sent of theirs; one without had zeros to send."""
-        flights = []
+        buckets = []
         for names in self._buckets:
             tensors = [_grad(self.state.parameters[name]) for name in names]
-            grads = [tensor.reshape(-1) for tensor in tensors]  # a copy, if it is not contiguous
-            messages = self.state.send(names, grads, last=names is self._buckets[-1])
-            flights.append((names, tensors, grads, messages))
-        for names, tensors, grads, messages in flights:
+            buckets.append((names, tensors, [tensor.reshape(-1) for tensor in tensors]))  # copies, if not contiguous
+        self.state.clip([grad for _, _, grads in buckets for grad in grads])
+        flights = [self.state.send(names, grads, last=names is self._buckets[-1]) for names, _, grads in buckets]
+        for (names, tensors, grads), messages in zip(buckets, flights, strict=True):
             self.state.receive(names, grads, messages.wait())
             for tensor, grad in zip(tensors, grads, strict=True):
                 if not tensor.is_contiguous():

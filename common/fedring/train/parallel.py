@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-HOOKS = ("none", "fp16", "bf16", "dgc")
+HOOKS = ("none", "fp16", "bf16", "int8", "topk", "powersgd", "batched_powersgd", "dgc")
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -16,11 +16,24 @@ class DataParallel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     hook: str = Field(
-        "none", description="how gradients are sent: none, fp16, bf16, dgc, or a communication hook as module:attribute"
+        "none",
+        description=f"how gradients are sent: {', '.join(HOOKS)}, or a communication hook as module:attribute",
     )
-    ratio: float = Field(0.001, gt=0, le=1, description="share of the gradient's entries that dgc sends")
+    ratio: float | None = Field(
+        None, gt=0, le=1, description="share of the gradient's entries that dgc and topk send; none = 0.001 and 0.01"
+    )
     warmup_epochs: NonNegativeInt = Field(1, description="epochs in which dgc's share falls to ratio")
-    clip: Positive | None = Field(None, description="largest norm of the gradient; with dgc, of each tensor's")
+    rank: PositiveInt = Field(1, description="rank of the factors that powersgd and batched_powersgd send")
+    start_iteration: int = Field(10, ge=2, description="steps of the job that these two send whole at first")
+    feedback: Literal["ef", "ef21", "none"] = Field(
+        "ef", description="what becomes of what int8, topk and powersgd leave out; ef21 is for the first two"
+    )
+    clip: Positive | None = Field(None, description="largest norm of the gradient; with dgc see clip_norm")
+    clip_norm: Literal["tensor", "global"] = Field(
+        "tensor",
+        description="whether dgc clips each tensor's gradient by its own norm, or all by that of the whole gradient: "
+        "then nothing is sent during the backward pass",
+    )
 
     bucket_mb: Positive = Field(25.0, le=4096, description="gradients that are sent together, in MiB")
     accumulation_steps: PositiveInt = Field(1, description="batches whose gradients are added up before they are sent")
@@ -49,4 +62,6 @@ class DataParallel(BaseModel):
     def _known_hook(self) -> Self:
         if self.hook not in HOOKS and not _NAME.fullmatch(self.hook):
             raise ValueError(f"hook {self.hook!r} is none of {', '.join(HOOKS)}, and not of the form module:attribute")
+        if self.feedback == "ef21" and self.hook in ("powersgd", "batched_powersgd"):
+            raise ValueError(f"{self.hook} has the feedback ef, or none")
         return self

@@ -54,6 +54,22 @@ class CorrectedState(HookState):
         for kept in self.kept.values():
             kept.rescale(old_world, new_world)
 
+    def shared(self) -> dict[str, Tensor]:
+        """As HookState.shared: EF21's estimates of the mean."""
+        if self.feedback != "ef21":
+            return {}
+        known = (self._whole or self._contents())["shared"]
+        return {
+            name: known[name].clone() if name in known else torch.zeros(p.numel(), device=p.device)
+            for name, p in self.names.parameters.items()
+        }
+
+    def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
+        """As HookState.regroup; workers that came or went have estimates of which the shared one is not the mean."""
+        super().regroup(shared, steps=steps)
+        for name, estimate in shared.items():
+            self.kept[name] = Correction(estimate.clone(), estimate.clone())
+
     def _kept(self, name: str, grad: Tensor) -> Correction:
         kept = self.kept.get(name)
         if kept is None or kept.own.numel() != grad.numel() * (self.feedback != "none"):  # DDP has made other buckets

@@ -172,4 +172,5 @@ def _factor(state: PowerSGDState, batches: Sequence[_Batch], lefts: Sequence[Ten
 def _remember(state: PowerSGDState, batches: Sequence[_Batch]) -> None:
     if state.warm_start:
         for batch in batches:
-            state.q_memory_dict |= dict(zip(batch.keys, batch.right.clone(), strict=True))
+            for key, factor in zip(batch.keys, batch.right.clone(), strict=True):
+                state.keep_factor(key, factor)

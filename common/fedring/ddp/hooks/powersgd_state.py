@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+from fedring.compress.lowrank import as_matrix, worth_factoring
 from fedring.ddp.hooks.state import HookState
 
 log = logging.getLogger(__name__)
 
 _LARGEST_SEED = 1_000_000_000
+_FACTOR, _RANDOM = "factor of ", "random numbers"  # what workers share, by name
 
 
 class PowerSGDState(HookState):
@@ -125,10 +127,42 @@ class PowerSGDState(HookState):
         if self.use_error_feedback:
             self.error_dict[name] = target - sent
 
+    def keep_factor(self, key: str, factor: Tensor) -> None:
+        """The next step begins with the factor; instead of zeros, which no step would ever leave, with a new one."""
+        if bool(factor.any()):
+            self.q_memory_dict[key] = factor
+        else:
+            self.q_memory_dict.pop(key, None)
+
     def rescale(self, old_world: int, new_world: int) -> None:
         """As HookState.rescale."""
-        for error in self.error_dict.values():
-            error.mul_(new_world / old_world)
+        self.error_dict = {name: error * (new_world / old_world) for name, error in self.error_dict.items()}
+
+    def shared(self) -> dict[str, Tensor]:
+        """As HookState.shared: the right factor of each matrix, zeros until there is one, and the random numbers.
+
+        Those of whole buckets are drawn anew: DDP makes other buckets in every new group.
+        """
+        whole = self._whole or self._contents()
+        shared = {_RANDOM: torch.cat([whole["rng"], torch.tensor([whole["rng_position"]])])}
+        for name, parameter in self.names.parameters.items():
+            rows, columns = as_matrix(parameter.shape)
+            rank = min(rows, columns, self.matrix_approximation_rank)
+            if self.warm_start and worth_factoring(rows, columns, rank=rank, min_rate=self.min_compression_rate):
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                place = torch.zeros(columns, rank, dtype=dtype, device=parameter.device)
+                shared[_FACTOR + name] = place.copy_(whole["q"].get(name, place))
+        return shared
+
+    def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
+        """As HookState.regroup."""
+        super().regroup(shared, steps=steps)
+        self.iter = steps
+        self._set_random(shared[_RANDOM][:-1], int(shared[_RANDOM][-1]))
+        self.q_memory_dict = {}
+        for name, factor in shared.items():
+            if name.startswith(_FACTOR):
+                self.keep_factor(name.removeprefix(_FACTOR), factor.clone())
 
     def _contents(self) -> dict[str, Any]:
         twister = self.rng.get_state(legacy=False)["state"]
@@ -149,5 +183,7 @@ class PowerSGDState(HookState):
         self.iter, self.next_stats_report = state["iter"], state["next_stats_report"]
         self.total_numel_before_compression = state["numel_before"]
         self.total_numel_after_compression = state["numel_after"]
-        words = state["rng"].numpy().astype(np.uint32)
-        self.rng.set_state(("MT19937", words, state["rng_position"], 0, 0.0))
+        self._set_random(state["rng"], state["rng_position"])
+
+    def _set_random(self, words: Tensor, position: int) -> None:
+        self.rng.set_state(("MT19937", words.numpy().astype(np.uint32), position, 0, 0.0))

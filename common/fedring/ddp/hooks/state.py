@@ -1,4 +1,8 @@
-"""What the states of all hooks have in common: a group, names, and checkpoints."""
+"""What the states of all hooks have in common: a group, names, checkpoints, and a life beyond the group.
+
+A state that lasts while groups come and go is told of every step that counts with `end_step`. When a group has failed,
+`shared` and then `regroup` make it one of the next group's, with `undo` before if nobody completed the step that broke.
+"""
 
 import logging
 from collections.abc import Iterable
@@ -9,11 +13,12 @@ from torch import Tensor
 
 from fedring.ddp.hooks.gradients import Names
 from fedring.ddp.hooks.turns import Turns
+from fedring.ddp.profile import Profile
 
 log = logging.getLogger(__name__)
 
 _VERSION = 1
-_NOT_SAVED = ("process_group", "names", "turns")
+_NOT_SAVED = ("process_group", "names", "turns", "_whole")
 
 
 class HookState:
@@ -27,6 +32,7 @@ class HookState:
         self.process_group = process_group  # None is the default group
         self.names = Names(named_parameters)
         self.turns = Turns()
+        self._whole: dict[str, Any] = {}  # the contents after the newest step that counts
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -35,6 +41,11 @@ class HookState:
         if group is None:
             raise ValueError("a hook needs a process group: call torch.distributed.init_process_group first")
         return group
+
+    @property
+    def profile(self) -> Profile:
+        """The sums over all steps so far; what is decompressed counts as compressed."""
+        return self.turns.profile
 
     def bind(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """The state is kept by these names from now on, so that it outlives its buckets."""
@@ -60,6 +71,29 @@ class HookState:
         """What is owed counts in a mean over `new_world` workers as it would have in one over `old_world`."""
         raise NotImplementedError
 
+    def start_epoch(self, epoch: int) -> None:
+        """No epoch differs from another."""
+
+    def end_step(self) -> None:
+        """The step counts. This costs nothing: steps replace tensors, and never write into them."""
+        self._whole = self._contents()
+
+    def undo(self) -> None:
+        """The state is as it was after the newest step that counts."""
+        if self._whole:
+            self._load(self._whole)
+
+    def shared(self) -> dict[str, Tensor]:
+        """What must be equal on all workers, as it was after the newest step that counts; copies.
+
+        Their names and shapes depend on nothing but parameters and options.
+        """
+        return {}
+
+    def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
+        """The state goes on after `steps` steps of the default group, whose workers all hold `shared`."""
+        self.process_group = None
+
     def __getstate__(self) -> dict[str, Any]:
         log.warning("NOTE: Process group is not serializable and excluded from a saved state.")
         return {name: value for name, value in vars(self).items() if name not in _NOT_SAVED} | {
@@ -76,6 +110,7 @@ class HookState:
         self.process_group = dist.group.WORLD
         self.names = Names(() if bound else None)
         self.turns = Turns()
+        self._whole = {}
 
     def _contents(self) -> dict[str, Any]:
         raise NotImplementedError

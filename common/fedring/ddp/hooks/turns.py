@@ -6,6 +6,7 @@ the hook starts all of them: a bucket's first one at once, while backward goes o
 step's last bucket has come, those of all buckets together. So a step waits for as many round trips as one bucket does.
 """
 
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
+
+from fedring.ddp.profile import Profile
 
 
 class Waitable(Protocol):
@@ -39,25 +42,40 @@ class Turns:
     """The buckets of a step that are on their way."""
 
     def __init__(self) -> None:
+        self.profile = Profile()  # of all steps so far
+        self._step = Profile(steps=1)
         self._flights: list[_Flight] = []
 
     def start(self, bucket: GradBucket, steps: Steps) -> Future[Tensor]:
         """A future of what `steps` returns; all have their values once the last bucket of a step was started."""
-        if bucket.index() == 0:
-            self._flights.clear()  # of a step that failed
+        began = time.perf_counter()
+        if bucket.index() == 0:  # forget a step that failed
+            self._flights.clear()
+            self._step = Profile(steps=1)
         device = bucket.buffer().device
         future: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
         with torch.no_grad():
             self._flights.append(_Flight(steps, next(steps), future))
             if bucket.is_last():
                 self._land()
+        self._step.compress_seconds += time.perf_counter() - began
+        if bucket.is_last():
+            self._end_step()
         return future
+
+    def _end_step(self) -> None:
+        step = self._step
+        step.compress_seconds -= step.wait_seconds
+        step.longest_wait_seconds = step.wait_seconds
+        self.profile.add(step)
 
     def _land(self) -> None:
         while self._flights:
             flights, self._flights = self._flights, []
             for flight in flights:
+                began = time.perf_counter()
                 came = flight.waits_for.wait()
+                self._step.wait_seconds += time.perf_counter() - began
                 try:
                     flight.waits_for = flight.steps.send(came)
                 except StopIteration as end:
