@@ -1,8 +1,10 @@
 """The backend's process group: several ranks in one process, each with an endpoint of its own."""
 
+import gc
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -27,6 +29,7 @@ from fedring.ring import (
     allgather_bytes,
     traffic,
 )
+from fedring.ring.futures import deferred
 from fedring.ring.world import World
 
 Make = Callable[..., list[RingProcessGroup]]
@@ -149,6 +152,28 @@ def test_a_failed_future_raises_for_everyone_who_looks(make: Make) -> None:
     assert work.is_completed()
     with pytest.raises(RingError, match="rank 1 has aborted"):
         str(torch.futures.collect_all([future]).wait()[0].value())
+
+
+@pytest.mark.parametrize("error", [LookupError("the callback has failed"), PeerLost("rank 1 is lost", rank=1)])
+def test_a_failed_future_keeps_nothing_of_those_who_waited(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    class Model:
+        pass
+
+    def wait() -> "weakref.ref[Model]":
+        model = Model()
+        with pytest.raises(type(error), match=str(error)) as raised:
+            future.wait()
+        assert vars(raised.value) == vars(error)
+        return weakref.ref(model)
+
+    future, complete = deferred("0", fail)
+    complete()
+    model = wait()
+    gc.collect()
+    assert model() is None
 
 
 def test_a_callbacks_error_is_logged_if_nobody_can_wait_for_it(make: Make) -> None:

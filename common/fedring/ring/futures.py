@@ -5,6 +5,7 @@ collective keeps nobody waiting, and ranks may attach theirs in different orders
 what it starts has one name on all ranks (see causal.py), also in chains of `then`.
 """
 
+import copy
 import logging
 import queue
 import threading
@@ -26,14 +27,27 @@ class Failure:
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
+    def again(self) -> BaseException:
+        """The error, to be raised: a copy.
+
+        What is raised holds, by its traceback, the frames of those who wait, and in them DDP with its hooks. A future
+        that held it would be held by them, in a circle through C++ that nothing collects.
+        """
+        try:
+            error = copy.copy(self.error)
+        except TypeError:  # its class wants other arguments than it keeps
+            return self.error
+        error.__cause__ = self.error
+        return error
+
     def __getitem__(self, index: Any) -> NoReturn:
-        raise self.error
+        raise self.again()
 
     def __str__(self) -> str:  # DDP, when a hook's result is no tensor
-        raise self.error
+        raise self.again()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # DDP, when it looks for tensors in a result
-        raise self.error
+        raise self.again()
 
 
 class RingFuture(Future[Any]):
@@ -109,7 +123,7 @@ def deferred(path: str, function: Callable[[], Any]) -> tuple[RingFuture, Callab
 
 def _value(value: Any) -> Any:
     if isinstance(value, Failure):
-        raise value.error
+        raise value.again()
     return value
 
 
