@@ -147,6 +147,16 @@ def test_a_step_that_broke_leaves_no_trace(kind: str) -> None:
     assert same(state.state_dict(), before)
 
 
+def test_what_is_owed_and_the_share_that_is_sent_are_told() -> None:
+    for kind, (make, hook) in LASTING.items():
+        net = model()
+        state = make(named_parameters=net.named_parameters())
+        assert state.residual_norm == 0
+        train(net, state, hook, steps=4)
+        assert (state.residual_norm > 0) == ("ef21" not in kind), kind
+        assert state.ratio == pytest.approx({"topk": 0.01, "powersgd": 56 / 400}.get(kind.split()[0], 1.0)), kind
+
+
 @pytest.mark.parametrize("kind", LASTING)
 def test_a_newcomer_holds_what_workers_share(kind: str) -> None:
     make, hook = LASTING[kind]

@@ -27,6 +27,14 @@ class Lasting(Protocol):
     def profile(self) -> Profile:
         """The sums over all steps so far."""
 
+    @property
+    def ratio(self) -> float:
+        """The share of a gradient's entries that is sent now."""
+
+    @property
+    def residual_norm(self) -> float:
+        """The L2 norm of what is owed."""
+
     def start_epoch(self, epoch: int) -> None:
         """The next step is in that epoch of the job."""
 
@@ -89,7 +97,7 @@ class Compressed:
         self._steps += 1
 
     def sparsity(self) -> float:
-        """The share of the entries that are sent in this epoch."""
+        """The share of the entries that is sent now."""
         return self.state.ratio
 
     def residual_norm(self) -> float:

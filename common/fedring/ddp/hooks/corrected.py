@@ -76,6 +76,9 @@ class CorrectedState(HookState):
             kept = self.kept[name] = Correction.empty(grad.numel(), self.feedback, grad.device)
         return kept
 
+    def _owed(self) -> list[Tensor]:
+        return [kept.own for kept in list(self.kept.values())] if self.feedback == "ef" else []
+
     def _contents(self) -> dict[str, Any]:
         known = self.kept if self.feedback != "none" else {}
         return {

@@ -86,6 +86,8 @@ class PowerSGDState(HookState):
             rate, before, after = self.compression_stats()
             log.info("PowerSGD at step %d: %d entries sent as %d, rate %.1f", self.iter, before, after, rate)
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
+        if self.compresses:
+            self.ratio = self.total_numel_after_compression / self.total_numel_before_compression
         self.rng.set_state(self._drawing.get_state(legacy=False))
         self.iter += 1
 
@@ -163,6 +165,9 @@ class PowerSGDState(HookState):
         for name, factor in shared.items():
             if name.startswith(_FACTOR):
                 self.keep_factor(name.removeprefix(_FACTOR), factor.clone())
+
+    def _owed(self) -> list[Tensor]:
+        return list(self.error_dict.values())
 
     def _contents(self) -> dict[str, Any]:
         twister = self.rng.get_state(legacy=False)["state"]

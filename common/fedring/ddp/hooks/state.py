@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,6 +26,7 @@ class HookState:
     """The state of one hook on one worker; subclasses say what they keep."""
 
     kind = ""
+    ratio = 1.0  # share of a gradient's entries that is sent
 
     def __init__(
         self, process_group: dist.ProcessGroup | None, named_parameters: Iterable[tuple[str, Tensor]] | None
@@ -46,6 +48,12 @@ class HookState:
     def profile(self) -> Profile:
         """The sums over all steps so far; what is decompressed counts as compressed."""
         return self.turns.profile
+
+    @property
+    def residual_norm(self) -> float:
+        """The L2 norm of what is owed."""
+        norms = [torch.linalg.vector_norm(tensor) for tensor in self._owed()]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def bind(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """The state is kept by these names from now on, so that it outlives its buckets."""
@@ -111,6 +119,9 @@ class HookState:
         self.names = Names(() if bound else None)
         self.turns = Turns()
         self._whole = {}
+
+    def _owed(self) -> list[Tensor]:
+        raise NotImplementedError
 
     def _contents(self) -> dict[str, Any]:
         raise NotImplementedError
