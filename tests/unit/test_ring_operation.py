@@ -175,3 +175,26 @@ def test_who_waits_for_one_that_has_begun_is_overdue_later() -> None:
     assert first.is_overdue(now + 0.1)
     assert not second.is_overdue(now + 0.1)
     assert second.is_overdue(now + 10)
+
+
+def test_a_wait_counts_for_the_rank_that_has_not_begun() -> None:
+    wire = Wire()
+    operation = wire.run(exchange([]))
+    operation.arrived(1, frame())
+    assert [rank for rank, _ in wire.waits] == [1]
+    assert wire.waits[0][1] > 0
+
+
+def test_what_was_there_before_costs_no_wait() -> None:
+    wire = Wire()
+    wire.run(exchange([]), [(1, frame())])
+    assert wire.waits == []
+
+
+def test_a_wait_for_one_who_may_wait_itself_is_nobodys_fault() -> None:
+    def later() -> Program:
+        yield Receive(1, 3, tag=1)
+
+    wire = Wire()
+    wire.run(later()).arrived(1, frame(tag=1))
+    assert wire.waits == []
