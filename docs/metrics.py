@@ -62,10 +62,18 @@ They are written by `python deploy/grafana/generate.py`; change the tables in it
 
 ## What costs what
 
-A metric of a round, an update or a call costs a microsecond or two where it happens. Clients, disks and queues are read
-when Prometheus asks, and so is all that is known of rings and data-parallel training: their steps count nothing for
-it, but for two looks at the clock an exchange and two a wait. The norm of what compression owes is computed when
-Prometheus asks, over all of the residual.
+Clients, disks and queues are read when Prometheus asks, and so is all that is known of rings and data-parallel
+training: their steps count nothing for it, but for two looks at the clock an exchange and two a wait. The norm of what
+compression owes is computed when Prometheus asks, over all of the residual. Processor time, on a core of a shared
+server:
+
+| what | costs |
+|---|---|
+| a call of gRPC, and a message in it | 7 µs, and 0.6 µs |
+| an accepted update | 4 µs |
+| an exchange of gradients, and a wait for a peer | 0.4 µs, and 0.9 µs |
+| a page of fl-server, of 960 lines | 16 ms |
+| the norm of 25 M values that are owed | 6 ms a page |
 
 How long gRPC takes and what it moves is told by method and by the code that the caller saw. Handshakes that fail never
 become calls, and are not among them.

@@ -93,8 +93,10 @@ class Metrics:
         self._norm = new.histogram("fl_server_update_norm", "L2 norms of accepted updates' parameters.", _NORMS)
         text = "From the accepted updates to the next model on disk."
         self.aggregate_seconds = new.histogram("fl_server_aggregate_seconds", text, _SECONDS)
-        self._loss = new.gauge("fl_server_model_loss", "Mean loss of the model that was evaluated last.")
-        text = "Its accuracy, on the clients' held-out samples, or else on the server's; NaN = none was evaluated yet."
+        self._loss = new.gauge(
+            "fl_server_model_loss", "Mean loss of the model that was evaluated last; NaN = none was yet."
+        )
+        text = "Accuracy of the model that was evaluated last: on clients' held-out samples, or else on the server's."
         self._accuracy = new.gauge("fl_server_model_accuracy_ratio", text)
         for gauge in (self._loss, self._accuracy):
             gauge.set(nan)
@@ -112,7 +114,7 @@ class Metrics:
         self._queue = new.gauge("fl_server_executor_queue_length", text)
         text = "What the disk of the state folder can still hold."
         self._disk_free = new.gauge("fl_server_disk_free_bytes", text)
-        self._disk_size = new.gauge("fl_server_disk_size_bytes", "What it can hold in all.")
+        self._disk_size = new.gauge("fl_server_disk_size_bytes", "What the disk of the state folder can hold in all.")
         text = "What the newest commit of accepted updates took to be on the disk."
         self._fsync = new.gauge("fl_server_last_fsync_seconds", text)
 
