@@ -174,6 +174,13 @@ PROCESS = Dashboard(
                 "{{instance}} ": "fl_client_certificate_expiry_timestamp_seconds - time()",
             }),
         ),
+        "Doors": (
+            Panel("Refused callers", "ops", {"{{reason}}": rate("fl_server_auth_refusals_total", "reason")}, 12),
+            Panel("Handshakes", "ops", {
+                "begun": rate("fl_server_handshakes_total"),
+                "followed by a call": rate("fl_server_connections_total"),
+            }, 12, text="With TLS. gRPC tells nobody of a handshake that fails: it is one that no call follows."),
+        ),
         "gRPC": (
             Panel("Calls of the server", "ops", {"{{grpc_code}}": rate("grpc_server_handled_total", "grpc_code")}, 6),
             Panel("Calls of the server, by method", "ops",

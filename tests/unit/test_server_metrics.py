@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Iterator
 from math import isnan
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -156,3 +157,11 @@ def test_the_servers_own_evaluation_counts_where_clients_have_none(metrics: Metr
     metrics.evaluated({"correct": 9, "total": 10, "loss_sum": 5.0, "server_accuracy": 0.5, "server_loss": 2.0})
     assert value(metrics, "fl_server_model_accuracy_ratio") == 0.9
     assert value(metrics, "fl_server_model_loss") == 0.5
+
+
+def test_what_the_doors_count_is_told_as_it_is(metrics: Metrics) -> None:
+    metrics.guard.read(SimpleNamespace(refused={"bad_token": 2, "not_operator": 0}, handshakes=5, connections=3))
+    assert value(metrics, "fl_server_auth_refusals_total", reason="bad_token") == 2
+    assert value(metrics, "fl_server_auth_refusals_total", reason="not_operator") == 0
+    assert value(metrics, "fl_server_handshakes_total") == 5
+    assert value(metrics, "fl_server_connections_total") == 3

@@ -17,6 +17,7 @@ from fedring.rpc.errors import FedringError
 from fedring.rpc.metrics import Calls
 from fedring.server import rounds as rd
 from fedring.server.facts import Facts
+from fedring.server.guard_metrics import GuardMetrics
 from fedring.server.rows import UpdateRow
 from fedring.v1 import control_pb2, federation_pb2, rendezvous_pb2
 
@@ -61,6 +62,8 @@ class Metrics:
         self.registry = registry = Registry()
         files = (federation_pb2, rendezvous_pb2, control_pb2, health_pb2)
         self.calls = Calls("server", registry, [file.DESCRIPTOR for file in files])
+        self.guard = GuardMetrics()
+        registry.register(self.guard)
         self._began = 0.0  # the training of the round in progress, monotonic
         self._declare_rounds()
         self._declare_updates()

@@ -1,0 +1,51 @@
+"""Metrics of what guards the ports."""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+
+class Tally(Protocol):
+    """What is counted at the door; all reasons are there from the start."""
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """Calls that were refused, by reason."""
+        ...
+
+    @property
+    def handshakes(self) -> int:
+        """Handshakes of TLS that began."""
+        ...
+
+    @property
+    def connections(self) -> int:
+        """Connections on which a call came."""
+        ...
+
+
+class GuardMetrics(Collector):
+    """What the doors of both ports count, read when Prometheus asks."""
+
+    def __init__(self) -> None:
+        self._tally: Tally | None = None
+
+    def read(self, tally: Tally) -> None:
+        """From now on `tally` says who was refused."""
+        self._tally = tally
+
+    def collect(self) -> Iterator[Metric]:
+        """What Prometheus is told."""
+        tally = self._tally
+        text = "Calls that were refused because of who made them."
+        refusals = CounterMetricFamily("fl_server_auth_refusals_total", text, labels=["reason"])
+        for reason, count in sorted(tally.refused.items()) if tally else ():
+            refusals.add_metric([reason], count)
+        yield refusals
+        # gRPC tells nobody of a handshake that fails. Both of these only grow, as their difference does not.
+        text = "Handshakes of TLS that began; without a call after it, it failed, or somebody only looked."
+        yield CounterMetricFamily("fl_server_handshakes_total", text, tally.handshakes if tally else 0)
+        text = "Connections on which a call came."
+        yield CounterMetricFamily("fl_server_connections_total", text, tally.connections if tally else 0)
