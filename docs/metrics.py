@@ -24,7 +24,9 @@ fl-client metrics_listen=127.0.0.1:9465
 curl -s http://127.0.0.1:9464/metrics
 ```
 
-Whoever reaches that port can read it, in plaintext; so an address that other hosts can reach needs `insecure = true`.
+Whoever reaches that port can read it, in plaintext; so an address that other hosts can reach needs `metrics_insecure =
+true` (or `insecure = true`). Prometheus on another host reads it through a network of its own, as in
+`deploy/docker/compose.yml`, or through ssh.
 `fl-server` prints the address in its first line, as "metrics"; `fl-client` logs it. A client in Python, `connect(...,
 metrics_listen=...)`, serves the same. Nothing in these metrics names a client: `flctl clients` and the logs do.
 

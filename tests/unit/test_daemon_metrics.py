@@ -57,8 +57,11 @@ def test_only_this_host_can_read_the_page_unless_the_operator_says_so(
 ) -> None:
     assert config.model_validate({"metrics_listen": "127.0.0.1:9464"}).metrics_listen == "127.0.0.1:9464"
     assert config.model_validate({"metrics_listen": "0.0.0.0:9464", "insecure": True}).insecure
-    with pytest.raises(ValidationError, match="insecure"):
+    assert config.model_validate({"metrics_listen": "0.0.0.0:9464", "metrics_insecure": True}).metrics_insecure
+    with pytest.raises(ValidationError, match="metrics_insecure"):
         config.model_validate({"metrics_listen": "0.0.0.0:9464"})
+    with pytest.raises(ValidationError, match="host:port"):
+        config.model_validate({"metrics_listen": "9464:"})
 
 
 def test_the_page_of_all_metrics_is_up_to_date() -> None:

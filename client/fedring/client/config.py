@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from fedring.rpc.channel import is_address, is_loopback
+from fedring.rpc.metrics import check_metrics_address
 
 
 def _own_name() -> str:
@@ -49,18 +50,20 @@ class ClientConfig(BaseSettings):
     clients_on_host: PositiveInt = Field(1, description="clients that share this host's cores")
 
     metrics_listen: str = Field("", description="where Prometheus reads metrics, host:port; empty = nowhere")
+    metrics_insecure: bool = Field(False, description="let other hosts read metrics, in plaintext")
     log_style: Literal["auto", "text", "json"] = Field("auto", description="auto = text on a terminal, else JSON")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        check_metrics_address(self.metrics_listen, insecure=self.insecure or self.metrics_insecure)
         if self.partition_index >= self.partition_count:
             raise ValueError("partition_index must be below partition_count")
         if not is_address(self.server):
             raise ValueError(f"server {self.server!r} is not host:port")
         if self.health_listen and not is_address(self.health_listen):
             raise ValueError(f"health_listen {self.health_listen!r} is not host:port")
-        for address in (self.server, self.peer_listen, *filter(None, [self.metrics_listen])):
+        for address in (self.server, self.peer_listen):
             if not is_loopback(address) and not self.insecure:
                 raise ValueError(
                     f"{address!r} can be reached from other hosts in plaintext: set insecure = true to allow it"

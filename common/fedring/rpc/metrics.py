@@ -14,12 +14,26 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from fedring.daemon.metrics import Registry
 from fedring.rpc.boundary import FACTORY
+from fedring.rpc.channel import is_loopback
 from fedring.rpc.chunks import serialize
 from fedring.rpc.streams import GRPC_PREFIX
 
 _BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0, 600.0)
 _NEWS = 0.1  # seconds that a call may still have when its caller's deadline has passed
 _NAMES = {code.value[0]: code.name for code in StatusCode}
+
+
+def check_metrics_address(address: str, *, insecure: bool) -> None:
+    """Return if metrics may be served there; ValueError if not."""
+    if not address:
+        return
+    if not address.rpartition(":")[2].isdigit() or address.startswith("unix:"):
+        raise ValueError(f"metrics_listen {address!r} is not host:port")
+    if not is_loopback(address) and not insecure:
+        raise ValueError(
+            f"{address!r} can be reached from other hosts in plaintext: set metrics_insecure = true to let them read "
+            "metrics"
+        )
 
 
 @dataclass(frozen=True, slots=True)

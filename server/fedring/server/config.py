@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from fedring.rpc.channel import is_address, is_loopback
+from fedring.rpc.metrics import check_metrics_address
 from fedring.train.job import Job, Seconds
 
 
@@ -21,6 +22,7 @@ class ServerConfig(BaseSettings):
     control_listen: str = Field("127.0.0.1:8444", description="address for flctl")
     insecure: bool = Field(False, description="allow plaintext on an address that other hosts can reach")
     metrics_listen: str = Field("", description="where Prometheus reads metrics, host:port; empty = nowhere")
+    metrics_insecure: bool = Field(False, description="let other hosts read metrics, in plaintext")
     health_listen: str = Field("", description="address that answers health checks alone, in plaintext; empty = none")
     reflection: bool = Field(False, description="let callers ask which services there are")
     state_dir: Path = Field(Path("fl-server-state"), description="folder for models, updates and the database")
@@ -50,11 +52,12 @@ class ServerConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        check_metrics_address(self.metrics_listen, insecure=self.insecure or self.metrics_insecure)
         if self.lost_after_seconds <= self.heartbeat_seconds:
             raise ValueError("lost_after_seconds must be above heartbeat_seconds")
         if self.health_listen and not is_address(self.health_listen):
             raise ValueError(f"{self.health_listen!r} is not host:port")
-        for address in (self.listen, self.control_listen, *filter(None, [self.metrics_listen])):
+        for address in (self.listen, self.control_listen):
             if not is_address(address):
                 raise ValueError(f"{address!r} is not host:port")
             if not is_loopback(address) and not self.insecure:
