@@ -3,9 +3,9 @@
 import ast
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -159,8 +159,15 @@ def test_the_servers_own_evaluation_counts_where_clients_have_none(metrics: Metr
     assert value(metrics, "fl_server_model_loss") == 0.5
 
 
+@dataclass(frozen=True)
+class Tally:
+    refused: dict[str, int]
+    handshakes: int
+    connections: int
+
+
 def test_what_the_doors_count_is_told_as_it_is(metrics: Metrics) -> None:
-    metrics.guard.read(SimpleNamespace(refused={"bad_token": 2, "not_operator": 0}, handshakes=5, connections=3))
+    metrics.guard.read(Tally({"bad_token": 2, "not_operator": 0}, handshakes=5, connections=3))
     assert value(metrics, "fl_server_auth_refusals_total", reason="bad_token") == 2
     assert value(metrics, "fl_server_auth_refusals_total", reason="not_operator") == 0
     assert value(metrics, "fl_server_handshakes_total") == 5
