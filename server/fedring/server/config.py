@@ -20,6 +20,10 @@ class ServerConfig(BaseSettings):
 
     listen: str = Field("127.0.0.1:8443", description="address for clients, host:port; port 0 = any free one")
     control_listen: str = Field("127.0.0.1:8444", description="address for flctl")
+    web_port: int | None = Field(None, ge=0, le=65535, description="port of the page to look at; 0 = any free one")
+    web_host: str = Field(
+        "127.0.0.1", min_length=1, description="its address; another than loopback needs insecure = true"
+    )
     insecure: bool = Field(False, description="allow plaintext on an address that other hosts can reach")
     metrics_listen: str = Field("", description="where Prometheus reads metrics, host:port; empty = nowhere")
     metrics_insecure: bool = Field(False, description="let other hosts read metrics, in plaintext")
@@ -65,3 +69,17 @@ class ServerConfig(BaseSettings):
                     f"{address!r} can be reached from other hosts in plaintext: set insecure = true to allow it"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _page_is_local(self) -> Self:
+        if self.web_port is not None and not self.page_is_local and not self.insecure:
+            raise ValueError(
+                f"web_host {self.web_host!r} can be reached from other hosts, and the page asks nobody for a name: "
+                "set insecure = true to allow it"
+            )
+        return self
+
+    @property
+    def page_is_local(self) -> bool:
+        """Whether only this host can reach the page."""
+        return is_loopback(f"{self.web_host}:0")

@@ -77,6 +77,15 @@ class Journal:
             self._unsaved.put_nowait(EventRow(event.id, at, kind, text, job_id, number, client_id))
 
     @property
+    def last_id(self) -> int:
+        """The id of the newest event."""
+        return self._last_id
+
+    def recent(self, after: int = 0) -> list[pb.Event]:
+        """The events above the id `after` that are remembered here, oldest first."""
+        return [event for event in self._recent if event.id > after]
+
+    @property
     def oldest(self) -> int:
         """The id of the oldest event that is remembered here; older ones are in the store."""
         return self._recent[0].id if self._recent else self._last_id + 1

@@ -8,10 +8,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported; our own log says what matters
 
@@ -45,6 +45,7 @@ from fedring.server.models import Models
 from fedring.server.sessions import Sessions
 from fedring.server.store import SqlStore
 from fedring.server.uploads import ClientUpdateService, add_update_service
+from fedring.server.view import View
 from fedring.train.errors import SeamError
 from fedring.v1 import (
     control_pb2,
@@ -55,6 +56,7 @@ from fedring.v1 import (
     rendezvous_pb2_grpc,
 )
 from fedring.version import SOFTWARE, VERSION
+from fedring.web.serve import WebServer
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +154,9 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     if config.health_listen:
         server, addresses["health"] = health_port(config.health_listen, health)
         servers.append(server)
+    pages = _pages(coordinator, config, stack)
+    for page in pages:
+        addresses["web"] = page.url
     if check_only:
         print("the configuration is good")
         return Exit.OK
@@ -169,9 +174,10 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
         coordinator.journal.close()
         for session in coordinator.sessions:
             session.close(Unavailable("the server is stopping"))
-        await asyncio.gather(*(server.stop(seconds) for server in servers))
+        await asyncio.gather(*(server.stop(seconds) for server in [*servers, *pages]))
 
-    return await _until_stopped(coordinator, jobs, drain, config.drain_seconds)
+    others = [jobs.run(), *(page.run() for page in pages)]
+    return await _until_stopped(coordinator, others, drain, config.drain_seconds)
 
 
 async def _recover(config: ServerConfig, stack: ExitStack, *, sweep: bool) -> tuple[Coordinator, Jobs]:
@@ -207,8 +213,20 @@ def _bind(server: aio.Server, address: str) -> str:
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
 
+def _pages(coordinator: Coordinator, config: ServerConfig, stack: ExitStack) -> list[WebServer]:
+    """The page, if it is wanted."""
+    if config.web_port is None:
+        return []
+    page = WebServer(View(coordinator, VERSION), config.web_host, config.web_port, local=config.page_is_local)
+    stack.enter_context(page.socket)
+    return [page]
+
+
 async def _until_stopped(
-    coordinator: Coordinator, jobs: Jobs, drain: Callable[[float], Awaitable[None]], drain_seconds: float
+    coordinator: Coordinator,
+    others: Sequence[Coroutine[Any, Any, None]],
+    drain: Callable[[float], Awaitable[None]],
+    drain_seconds: float,
 ) -> int:
     """Serve until a signal comes, or something ends that must not; calls in progress end while all still works."""
     stop = asyncio.Event()
@@ -222,9 +240,9 @@ async def _until_stopped(
         coordinator.acceptor.run(),
         coordinator.journal.save(coordinator.save_events),
         look_after_groups(coordinator),
-        jobs.run(),
         watchdog(),
         coordinator.metrics.measure_lag(),
+        *others,
     ]
     code = Exit.OK
     try:

@@ -289,7 +289,7 @@ def due(state: State, now: float) -> Effect | None:
         return _due_waiting(state, round_, now)
     if round_.phase is Phase.TRAINING:
         return _due_training(state, round_, now)
-    if round_.phase is Phase.ABANDONED or not pending(state, now) or now >= _deadline(round_):
+    if round_.phase is Phase.ABANDONED or not pending(state, now) or now >= deadline(round_):
         return Finish()
     return None
 
@@ -299,14 +299,14 @@ def _due_waiting(state: State, round_: Round, now: float) -> Effect | None:
     needed = 1 if round_.rules.barrier == "none" else round_.rules.min_clients
     if len(candidates) >= needed:
         return Start(frozenset(sample(candidates, round_)))
-    return Abandon("barrier_timeout") if now >= _deadline(round_) else None
+    return Abandon("barrier_timeout") if now >= deadline(round_) else None
 
 
 def _due_training(state: State, round_: Round, now: float) -> Effect | None:
     enough = len(round_.delivered) >= round_.rules.min_to_aggregate
     if round_.rules.close_at_minimum and enough:
         return Aggregate()
-    if pending(state, now) and now < _deadline(round_):
+    if pending(state, now) and now < deadline(round_):
         return None
     return Aggregate() if enough else Abandon("too_few_clients")
 
@@ -317,7 +317,14 @@ def wake_at(state: State, now: float) -> float:
     if round_ is None or round_.phase in (Phase.AGGREGATING, Phase.ABANDONED):
         return inf
     graces = (state.members[client].since + round_.rules.grace for client in _absent(state, round_))
-    return min([_deadline(round_), *(at for at in graces if at > now)])
+    return min([deadline(round_), *(at for at in graces if at > now)])
+
+
+def deadline(round_: Round) -> float:
+    """When the phase that the round is in ends at the latest, monotonic seconds."""
+    rules = round_.rules
+    seconds = {Phase.WAITING: rules.barrier_timeout, Phase.TRAINING: rules.deadline}
+    return round_.since + seconds.get(round_.phase, rules.evaluate_timeout)
 
 
 def ready(state: State, rules: Rules) -> list[str]:
@@ -353,12 +360,6 @@ def _outstanding(round_: Round) -> frozenset[str]:
 
 def _absent(state: State, round_: Round) -> Iterator[str]:
     return (c for c in _outstanding(round_) if state.members[c].presence is Presence.AWAY)
-
-
-def _deadline(round_: Round) -> float:
-    rules = round_.rules
-    seconds = {Phase.WAITING: rules.barrier_timeout, Phase.TRAINING: rules.deadline}
-    return round_.since + seconds.get(round_.phase, rules.evaluate_timeout)
 
 
 def _member(state: State, client: str, presence: Presence, now: float) -> State:

@@ -1,0 +1,8 @@
+"""A small page to look at, read-only, and the JSON behind it: docs/web.md. It knows HTTP, and nothing of rounds.
+
+app          what is served at which path
+feed         what has changed, as server-sent events
+headers      what every response says to the browser
+serve        the listener
+static       the page itself
+"""

@@ -1,0 +1,85 @@
+"""What is served at which path."""
+
+import sysconfig
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from fedring.web.feed import Feed
+from fedring.web.headers import Careful
+
+STATIC = Path(__file__).with_name("static")
+MAX_ID = 2**63 - 1
+
+
+class Source(Protocol):
+    """Where the page's facts come from; all are ready to become JSON."""
+
+    async def state(self) -> Mapping[str, Any]:
+        """How things are now, in parts."""
+        ...
+
+    async def rounds(self, job_id: int, after: int) -> Mapping[str, Any]:
+        """The job (0 = the newest) with its ended rounds above the round `after`."""
+        ...
+
+    async def events(self, after: int) -> Mapping[str, Any]:
+        """What happened after the event `after`; 0 = what happened last."""
+        ...
+
+
+def make_app(source: Source, feed: Feed, *, hosts: Sequence[str]) -> ASGIApp:
+    """The page and its JSON, for browsers that call it by one of `hosts`; "*" = by any name."""
+
+    async def state(request: Request) -> Response:
+        return JSONResponse(await source.state())
+
+    async def rounds(request: Request) -> Response:
+        return JSONResponse(await source.rounds(_number(request, "job"), _number(request, "after")))
+
+    async def events(request: Request) -> Response:
+        return JSONResponse(await source.events(_number(request, "after")))
+
+    async def health(request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def plotly(request: Request) -> Response:
+        return FileResponse(script, headers={"Cache-Control": "max-age=3600"})
+
+    script = plotly_script()
+    routes = [
+        Route("/healthz", health),
+        Route("/api/state", state),
+        Route("/api/rounds", rounds),
+        Route("/api/events", events),
+        Route("/api/stream", feed),
+        Route("/plotly.min.js", plotly),
+        Mount("/", StaticFiles(directory=STATIC, html=True)),
+    ]
+    # Against DNS rebinding: a name that leads here is not enough to be answered.
+    return Careful(TrustedHostMiddleware(Starlette(routes=routes), list(hosts), www_redirect=False))
+
+
+def plotly_script() -> Path:
+    """plotly.js, as the Python package brings it; found without an import, which takes long."""
+    spec = find_spec("plotly")
+    places = spec.submodule_search_locations if spec else None
+    return Path(places[0] if places else sysconfig.get_path("purelib"), "package_data", "plotly.min.js")
+
+
+def _number(request: Request, name: str) -> int:
+    """The parameter as a number that the store can be asked for; 0 if it is not given."""
+    text = request.query_params.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise HTTPException(400, f"{name} must be a number, 0 or above")
+    return min(int(text), MAX_ID)

@@ -1,0 +1,57 @@
+"""What every response says to the browser: to trust nothing but this page's own files, and to tell nobody of it."""
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "style-src-attr 'unsafe-inline'",  # plotly sets attributes named style
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+class Careful:
+    """`app` answers to GET alone, and not to the scripts of other sites; its responses carry the headers above."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def careful(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await (_refusal(scope) or self._app)(scope, receive, careful)
+
+
+def _refusal(scope: Scope) -> ASGIApp | None:
+    if scope["method"] != "GET":
+        return PlainTextResponse("this page can only be read", 405, {"Allow": "GET"})
+    headers = Headers(scope=scope)
+    # A link from elsewhere may lead here; a script from elsewhere may not even take up a stream.
+    foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+    if foreign and headers.get("sec-fetch-mode") != "navigate":
+        return PlainTextResponse("this page is for nobody's scripts but its own", 403)
+    return None

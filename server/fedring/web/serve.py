@@ -1,0 +1,76 @@
+"""The page's listener, within the daemon's own event loop."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+
+import uvicorn
+
+from fedring.daemon.config import ConfigError
+from fedring.web.app import Source, make_app
+from fedring.web.feed import Feed
+
+log = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 128
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals stay with the daemon."""
+        yield
+
+
+class WebServer:
+    """The page, at `url` while `run` runs; of `local` ones, only a browser on this host gets an answer."""
+
+    def __init__(self, source: Source, host: str, port: int, *, local: bool) -> None:
+        self.socket = _bind(host, port)
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{self.socket.getsockname()[1]}/"
+        self._feed = Feed(source.state)
+        hosts = (name, "localhost", "127.0.0.1", "[::1]") if local else ("*",)
+        self._config = uvicorn.Config(
+            make_app(source, self._feed, hosts=hosts),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=MOST_CONNECTIONS,
+        )
+        self._server = _Server(self._config)
+        self._ended = asyncio.Event()
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the daemon's own log says the rest
+
+    async def run(self) -> None:
+        """Serve until `stop`."""
+        log.info("a page shows what happens: %s", self.url)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                looking = tasks.create_task(self._feed.run())
+                await self._server.serve(sockets=[self.socket])
+                looking.cancel()
+        finally:
+            self._ended.set()
+
+    async def stop(self, seconds: float) -> None:
+        """Nothing is served any more: streams end at once, what else is in progress has so much time."""
+        self._feed.close()
+        self._config.timeout_graceful_shutdown = ceil(seconds)
+        self._server.should_exit = True
+        await self._ended.wait()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        why = str(error.strerror or error).partition(" (")[0]
+        raise ConfigError(f"web_port: cannot listen on {host}:{port}: {why}") from error

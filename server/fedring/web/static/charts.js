@@ -1,0 +1,105 @@
+// Curves and bars, by plotly.
+
+import { at, empty, fill, h } from "./dom.js";
+import { bytes } from "./format.js";
+
+const ENCODINGS = ["uniform", "packed", "fp32", "int8", "fp32_sparse", "sq8", "fp16", "bf16", "none"];
+const CONFIG = { displayModeBar: false, responsive: true };
+
+// The script is large: the page does not wait for it.
+export const plotly = new Promise((resolve, reject) => {
+  const script = document.createElement("script");
+  script.src = "plotly.min.js";
+  script.onload = () => resolve(window.Plotly);
+  script.onerror = () => reject(new Error("plotly did not load"));
+  document.head.append(script);
+});
+plotly.catch(() => {}); // whoever draws says so
+
+export async function showCharts(rounds, job) {
+  const published = rounds.filter((round) => round.phase === "published");
+  fill(at("totals"), totals(published, job));
+  await Promise.all([
+    draw(at("accuracy"), curves(published, "accuracy", ".2%"), { tickformat: "~%" }, "No round has been evaluated yet."),
+    draw(at("loss"), curves(published, "loss", ".4f"), { rangemode: "tozero" }, "No round has been evaluated yet."),
+    draw(at("bytes"), bars(published, job), { tickformat: "~s", ticksuffix: "B", rangemode: "tozero" },
+      "No round has been published yet.", { barmode: "stack", bargap: 0.25 }),
+  ]);
+}
+
+function curves(rounds, key, format) {
+  const colors = palette();
+  const one = (name, field, color, dash) => {
+    const known = rounds.filter((round) => round[field] != null);
+    return {
+      type: "scatter", mode: "lines+markers", name, x: known.map((round) => round.job_round),
+      y: known.map((round) => round[field]), line: { color, width: 2, dash }, marker: { color, size: known.length > 60 ? 3 : 6 },
+      hovertemplate: `round %{x}: %{y:${format}}<extra>${name}</extra>`,
+    };
+  };
+  const traces = [one("clients' samples", key, colors.series[0]), one("server's samples", `server_${key}`, colors.series[1], "dot")];
+  return traces.filter((trace) => trace.x.length);
+}
+
+// What each kind of traffic is called, and how many bytes of it a round moved.
+function traffic(rounds, job) {
+  const used = new Set(rounds.flatMap((round) => Object.keys(round.upload_by_encoding)));
+  const kinds = ENCODINGS.filter((name) => used.has(name)).map((name) => ({
+    name: `up, ${name}`, side: "up", of: (round) => round.upload_by_encoding[name] ?? 0,
+  }));
+  kinds.push({ name: `down, ${job?.download_encoding || "full"}`, side: "down", of: (round) => round.download_bytes });
+  kinds.push({ name: "between workers", side: "peers", of: (round) => round.peer_bytes });
+  return kinds.filter((kind) => rounds.some((round) => kind.of(round)));
+}
+
+function bars(rounds, job) {
+  const colors = palette();
+  const fixed = { down: colors.series[4], peers: colors.series[2] };
+  let next = 0;
+  return traffic(rounds, job).map((kind) => ({
+    type: "bar", name: kind.name, offsetgroup: kind.side, x: rounds.map((round) => round.job_round), y: rounds.map(kind.of),
+    marker: { color: fixed[kind.side] ?? colors.series[[0, 1, 3, 5][next++ % 4]] },
+    customdata: rounds.map((round) => bytes(kind.of(round))),
+    hovertemplate: `round %{x}: %{customdata}<extra>${kind.name}</extra>`,
+  }));
+}
+
+function totals(rounds, job) {
+  return traffic(rounds, job).map((kind) =>
+    h("li", {}, `${kind.name}: `, h("span", { class: "number" }, bytes(rounds.reduce((sum, round) => sum + kind.of(round), 0)))));
+}
+
+async function draw(element, traces, yaxis, nothing, more = {}) {
+  if (!traces.length) {
+    if (element.data) (await plotly).purge(element);
+    return fill(element, empty(nothing));
+  }
+  try {
+    const Plotly = await plotly;
+    if (!element.data) element.replaceChildren();
+    await Plotly.react(element, traces, { ...layout(yaxis, traces), ...more }, CONFIG);
+  } catch (error) {
+    fill(element, empty(`The plot cannot be drawn: ${error.message}.`));
+  }
+}
+
+function layout(yaxis, traces) {
+  const { ink, line, card } = palette();
+  const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, fixedrange: true, automargin: true };
+  const most = Math.max(...traces.flatMap((trace) => trace.x));
+  return {
+    autosize: true, dragmode: false, hovermode: "x unified", uirevision: "same",
+    margin: { l: 48, r: 8, t: 6, b: 32 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: "system-ui, Segoe UI, DejaVu Sans, sans-serif", size: 12, color: ink },
+    hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink } },
+    showlegend: traces.length > 1, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal" },
+    xaxis: { ...axis, showgrid: false, tickformat: "d", hoverformat: "d", ...(most < 11 ? { dtick: 1 } : {}) },
+    yaxis: { ...axis, ...yaxis },
+  };
+}
+
+function palette() {
+  const style = getComputedStyle(document.documentElement);
+  const color = (name) => style.getPropertyValue(`--${name}`).trim();
+  return { ink: color("muted"), line: color("line"), card: color("card"), series: [1, 2, 3, 4, 5, 6].map((i) => color(`c${i}`)) };
+}

@@ -1,0 +1,46 @@
+// Figures for people.
+
+let ahead = 0; // of this computer's clock is the server's, in milliseconds
+
+export function setClock(date) {
+  const told = Date.parse(date ?? "");
+  if (!Number.isNaN(told) && Math.abs(told - Date.now()) > 2000) ahead = told - Date.now();
+}
+
+export const secondsUntil = (time) => (Date.parse(time) - Date.now() - ahead) / 1000;
+
+export function bytes(count) {
+  for (const [unit, scale] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) {
+    if (count >= 0.9995 * scale) {
+      const value = count / scale;
+      return `${value.toFixed(value < 9.995 ? 2 : value < 99.95 ? 1 : 0)} ${unit}`;
+    }
+  }
+  return `${count} B`;
+}
+
+export const percent = (share) => (share == null ? "–" : `${(100 * share).toFixed(2)} %`);
+
+export const number = (value, digits = 3) =>
+  value == null ? "–" : Math.abs(value) >= 1e6 ? value.toExponential(2) : value.toFixed(digits);
+
+export const count = (value) => value.toLocaleString("en");
+
+export function duration(seconds) {
+  if (seconds < 0.1 && seconds > 0) return `${Math.round(1000 * seconds)} ms`;
+  if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`;
+  return longDuration(seconds);
+}
+
+// In steps that change at most once a second.
+export function longDuration(seconds) {
+  const whole = Math.max(0, Math.round(seconds));
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  const hours = Math.floor(whole / 3600);
+  return hours < 48 ? `${hours} h ${Math.floor((whole % 3600) / 60)} min` : `${Math.floor(hours / 24)} days`;
+}
+
+export const clock = (time) => new Date(time).toLocaleTimeString("en-GB");
+
+export const plural = (n, one, many = `${one}s`) => `${count(n)} ${n === 1 ? one : many}`;

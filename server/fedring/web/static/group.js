@@ -1,0 +1,105 @@
+// The workers that train together: a ring (data-parallel), or stages in a row (pipeline).
+
+import { at, fill, h, s } from "./dom.js";
+import { count, plural } from "./format.js";
+
+const WORDS = { ready: "ready", joined: "joined", done: "done", lost: "lost", expected: "expected" };
+const MOST_NAMED = 16;
+
+export function showGroup(group) {
+  at("group").hidden = !group;
+  at("bytes-card").classList.toggle("alone", !group);
+  if (!group) return;
+  const title = group.mode === "pipeline" ? "Pipeline" : "Ring";
+  at("group-title").textContent = `${title} of ${plural(group.members.length || group.target, "worker")}`;
+  // Before a group is formed, those that gather are shown where its members will be.
+  const workers = group.members.length ? group.members : group.others;
+  const drawn = group.mode === "pipeline" ? stages(workers, group) : ring(workers, group);
+  fill(at("group-body"), facts(group), h("div", { class: "drawing" }, drawn), legend(workers), list(workers));
+}
+
+function facts(group) {
+  const rows = [["generation", count(group.generation)], ["phase", group.phase], ["steps before it", count(group.steps)]];
+  if (group.reason) rows.push([group.phase === "ended" ? "ended" : "last one ended", group.reason]);
+  if (group.members.length && group.others.length) rows.push(["not in it", group.others.map((worker) => worker.client_id).join(", ")]);
+  return h("dl", { class: "group-facts" }, rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+}
+
+function legend(workers) {
+  const used = Object.keys(WORDS).filter((state) => workers.some((worker) => worker.state === state));
+  const kinds = { ready: "warn", joined: "busy", done: "good", lost: "bad", expected: "muted" };
+  return h("div", { class: "legend", "aria-hidden": "true" }, used.map((state) => h("span", { class: `dot ${kinds[state]}` }, WORDS[state])));
+}
+
+const list = (workers) =>
+  h("ol", { class: "unseen", id: "members" }, workers.map((worker) => h("li", {}, `${worker.client_id}: ${WORDS[worker.state]}`)));
+
+function ring(workers, group) {
+  const [x, y, radius] = [210, 140, workers.length < 4 ? 84 : 98];
+  const size = workers.length <= 8 ? 21 : workers.length <= MOST_NAMED ? 15 : 220 / workers.length;
+  const place = (i) => {
+    const angle = (2 * Math.PI * i) / Math.max(workers.length, 1) - Math.PI / 2;
+    return { x: x + radius * Math.cos(angle), y: y + radius * Math.sin(angle), cos: Math.cos(angle), sin: Math.sin(angle), angle };
+  };
+  const wires = group.members.length < 2 ? [] : workers.length > MOST_NAMED ? s("circle", { class: "wire", cx: x, cy: y, r: radius })
+    : workers.map((_, i) => arc(place(i), workers.length, { x, y, radius, size }));
+  const nodes = workers.map((worker, i) => {
+    const { x: cx, y: cy, cos, sin } = place(i);
+    const side = Math.abs(cos) < 0.3 ? "middle" : cos > 0 ? "start" : "end";
+    const gap = size + 10;
+    return s("g", { class: worker.state },
+      s("title", {}, `${worker.client_id}: ${WORDS[worker.state]}`),
+      s("circle", { class: "node", cx, cy, r: size }),
+      workers.length <= MOST_NAMED && group.members.length ? s("text", { class: "rank", x: cx, y: cy + 1 }, String(i)) : null,
+      workers.length <= MOST_NAMED
+        ? s("text", { class: "small", x: cx + gap * cos, y: cy + gap * sin + (side === "middle" ? 4 * Math.sign(sin) : 0), style: { textAnchor: side } }, short(worker.client_id))
+        : null);
+  });
+  return svg(`0 0 420 284`, group, `a ring of ${workers.length} workers`, wires, nodes);
+}
+
+// The wire from one worker to the next, clockwise, with a tip in its middle.
+function arc(from, total, { x, y, radius, size }) {
+  const gap = (size + 3) / radius;
+  const step = (2 * Math.PI) / total;
+  const point = (angle) => [x + radius * Math.cos(angle), y + radius * Math.sin(angle)];
+  const [start, middle, end] = [from.angle + gap, from.angle + step / 2, from.angle + step - gap];
+  const [x1, y1] = point(start);
+  const [x2, y2] = point(end);
+  const large = end - start > Math.PI ? 1 : 0;
+  const [mx, my] = point(middle);
+  const turn = (middle * 180) / Math.PI + 90;
+  return [
+    s("path", { class: "wire", d: `M ${x1} ${y1} A ${radius} ${radius} 0 ${large} 1 ${x2} ${y2}` }),
+    s("path", { class: "tip", d: "M -6 -5 L 7 0 L -6 5 Z", transform: `translate(${mx} ${my}) rotate(${turn})` }),
+  ];
+}
+
+function stages(workers, group) {
+  const [wide, high, gap] = [112, 64, 44];
+  const width = workers.length * (wide + gap) - gap + 8;
+  const wires = workers.slice(1).map((_, i) => {
+    const start = 4 + (i + 1) * (wide + gap) - gap;
+    return [
+      s("path", { class: "wire", d: `M ${start + 3} 34 H ${start + gap - 9}` }),
+      s("path", { class: "tip", d: `M ${start + gap - 13} 29 L ${start + gap - 2} 34 L ${start + gap - 13} 39 Z` }),
+      s("path", { class: "wire", d: `M ${start + gap - 3} 50 H ${start + 9}` }),
+      s("path", { class: "tip", d: `M ${start + 13} 45 L ${start + 2} 50 L ${start + 13} 55 Z` }),
+    ];
+  });
+  const nodes = workers.map((worker, i) => s("g", { class: worker.state },
+    s("title", {}, `${worker.client_id}: ${WORDS[worker.state]}`),
+    s("rect", { class: "node", x: 4 + i * (wide + gap), y: 10, width: wide, height: high, rx: 10 }),
+    s("text", { class: "rank", x: 4 + i * (wide + gap) + wide / 2, y: 34 }, group.members.length ? `stage ${i}` : "–"),
+    s("text", { class: "small", x: 4 + i * (wide + gap) + wide / 2, y: 54 }, short(worker.client_id))));
+  const drawing = svg(`0 0 ${width} 84`, group, `${workers.length} stages in a row`, wires, nodes);
+  drawing.setAttribute("width", width);
+  drawing.classList.add("row");
+  return drawing;
+}
+
+const svg = (viewBox, group, label, ...children) =>
+  s("svg", { viewBox, width: viewBox.split(" ")[2], class: group.phase, role: "img", "aria-label": label },
+    s("g", { class: group.phase }, children));
+
+const short = (name) => (name.length > 15 ? `${name.slice(0, 14)}…` : name);

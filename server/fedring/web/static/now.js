@@ -1,0 +1,107 @@
+// What happens at this moment: the job, the phase of its round, and whom it waits for.
+
+import { at, bar, fill, h, empty } from "./dom.js";
+import { bytes, count, duration, longDuration, number, percent, plural, secondsUntil } from "./format.js";
+
+const PHASES = [
+  ["waiting", "Waiting"],
+  ["training", "Training"],
+  ["aggregating", "Aggregating"],
+  ["evaluating", "Evaluating"],
+];
+const KINDS = { running: "busy", completed: "good", failed: "bad", published: "good", abandoned: "bad", stopped: "warn" };
+
+export const badge = (word, kind = KINDS[word] ?? "") => h("span", { class: `badge ${kind}` }, word);
+
+// The job that matters most: the running one, else that of the last round, else the newest.
+export function presentJob(state) {
+  const jobs = state.jobs ?? [];
+  return jobs.find((job) => job.state === "running")
+    ?? jobs.find((job) => job.job_id === state.round?.job_id) ?? jobs[0];
+}
+
+export function showNow(state) {
+  const job = presentJob(state);
+  document.title = job ? `${job.name} ${job.rounds_done}/${job.rounds} – fedring` : "fedring";
+  if (!job) return fill(at("now-body"), nothingYet(state));
+  const round = state.round?.job_id === job.job_id ? state.round : null;
+  const queued = state.jobs.filter((other) => other.state === "queued" && other !== job).length;
+  fill(at("now-body"), h("div", { class: "now" },
+    h("div", {},
+      h("p", { class: "headline" }, h("strong", {}, job.name), badge(job.state)),
+      h("p", { class: "muted number" }, jobLine(job), queued ? ` · ${plural(queued, "job")} queued` : ""),
+      bar(job.rounds_done / job.rounds, "published rounds of the job"),
+      job.reason ? h("p", { class: "bad" }, job.reason) : null,
+    ),
+    h("div", {}, round ? [phases(round, state.waits_for), waits(round, state)] : h("p", { class: "muted" }, before(job))),
+  ));
+}
+
+const jobLine = (job) =>
+  `job ${job.job_id} · ${job.mode.replace("_", "-")} · ${count(job.rounds_done)} of ${plural(job.rounds, "round")} published`;
+
+function before(job) {
+  if (job.state === "queued") return "It waits for its turn.";
+  return job.state === "running" ? "Its next round is about to open." : "It has no round.";
+}
+
+function nothingYet(state) {
+  const clients = state.server?.clients ?? 0;
+  return [
+    empty("No job has run yet. Start one: ", h("code", {}, "flctl start-round --wait"), " or ",
+      h("code", {}, "flctl run job.toml")),
+    h("p", { class: "empty" }, clients ? `${plural(clients, "client")} ${clients === 1 ? "is" : "are"} here.`
+      : ["No client is here yet. On each client's machine: ", h("code", {}, "fl-client server=HOST:PORT")]),
+  ];
+}
+
+function phases(round, open) {
+  const current = round.phase === "published" ? (open ? 3 : 4) : PHASES.findIndex(([name]) => name === round.phase);
+  return h("ol", { class: "phases", "aria-label": `phases of round ${round.round}` },
+    PHASES.map(([, title], i) => h("li", {
+      class: round.phase === "abandoned" ? "failed" : i < current ? "past" : i === current ? "current" : "",
+      "aria-current": i === current ? "step" : null,
+    }, title)));
+}
+
+function waits(round, state) {
+  const name = h("strong", { id: "round-name" }, `Round ${round.job_round}`);
+  const number = round.round === round.job_round ? " " : ` (number ${round.round}) `;
+  return h("p", { class: "waits number" }, name, number, sentence(round, state.waits_for, state.group));
+}
+
+function sentence(round, open, group) {
+  if (round.phase === "abandoned") return `was abandoned: ${round.reason}.`;
+  if (!open) return round.model_version ? `published model ${round.model_version} in ${duration(round.seconds)}.` : "has ended.";
+  if (open.what === "aggregation") return `adds up ${plural(round.delivered, "update")}.`;
+  const names = open.clients.length && open.need - open.have <= open.clients.length ? open.clients.join(", ") : "";
+  const left = secondsUntil(open.until);
+  const limit = left > 0 ? ` (at most ${longDuration(left)} more)` : "";
+  if (open.what === "clients") return `waits for clients: ${open.have} of ${open.need} are ready${limit}.`;
+  if (open.what === "evaluations") return `is evaluated: ${open.have} of ${open.need} have reported${names && `, it waits for ${names}`}.`;
+  if (group && group.phase === "gathering") return `forms its group: it waits for workers to be ready${limit}.`;
+  if (group && group.phase === "running") return `is trained by ${plural(group.members.length, "worker")} together${limit}.`;
+  return `has ${open.have} of ${open.need} updates${names && `, and waits for ${names}`}${limit}.`;
+}
+
+export function showTiles(state, job, rounds) {
+  const published = rounds.filter((round) => round.phase === "published");
+  const last = published.at(-1);
+  const rated = published.filter((round) => round.accuracy != null);
+  const best = rated.reduce((most, round) => Math.max(most, round.accuracy), 0);
+  const sums = (key) => rounds.reduce((sum, round) => sum + round[key], 0);
+  const server = state.server;
+  const peer = sums("peer_bytes");
+  const tiles = [
+    ["Accuracy", percent(rated.at(-1)?.accuracy), rated.length ? `best ${percent(best)}` : "not evaluated yet"],
+    ["Loss", number(rated.at(-1)?.loss), rated.length ? `after round ${rated.at(-1).job_round}` : ""],
+    ["Round time", last ? duration(last.seconds) : "–", last ? `training ${duration(last.train_seconds_max)} at most` : ""],
+    ["Clients", server ? count(server.watching) : "–", server ? `ready, of ${count(server.clients)} here` : ""],
+    ["Sent up", bytes(sums("upload_bytes")), peer ? `and ${bytes(peer)} between workers` : encodingNote(job?.mode === "federated" ? job.encoding : "fp32", job)],
+    ["Sent down", bytes(sums("download_bytes")), encodingNote(job?.download_encoding, job)],
+  ];
+  fill(at("tiles"), tiles.map(([name, value, note]) =>
+    h("div", {}, h("dt", {}, name), h("dd", {}, value), h("dd", { class: "note", title: note }, note || "\u00a0"))));
+}
+
+const encodingNote = (encoding, job) => (job && encoding ? `as ${encoding === "full" ? "full models" : encoding}` : "");

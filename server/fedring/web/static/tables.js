@@ -1,0 +1,65 @@
+// Clients, rounds, models and events as tables and lists.
+
+import { at, bar, empty, fill, h, table } from "./dom.js";
+import { bytes, clock, count, duration, number, percent } from "./format.js";
+import { badge } from "./now.js";
+
+const MOST_ROWS = 200;
+const GOOD = new Set(["round_published", "round_evaluated", "group_formed"]);
+const BAD = new Set(["round_abandoned", "client_failed", "client_lost", "update_refused", "group_lost"]);
+const STATES = { watching: ["good", "ready"], joined: ["warn", "joining"], away: ["bad", "away"] };
+
+export function showClients(clients, server) {
+  at("clients-title").replaceChildren("Clients ", h("span", { class: "muted" }, `${count(server?.clients ?? 0)} here`));
+  if (!clients?.length) {
+    return fill(at("clients"), empty("No client is here. On each client's machine: ", h("code", {}, "fl-client server=HOST:PORT")));
+  }
+  const columns = [["client", ""], ["state", ""], ["does", ""], ["in this round", ""], ["updates", "right"], ["software", "extra"], ["address", "extra"]];
+  const rows = clients.map((client) => {
+    const [kind, word] = STATES[client.state] ?? ["", client.state];
+    return [h("span", { title: client.client_id }, client.client_id), h("span", { class: `dot ${kind}` }, word), doing(client), client.part || "–", count(client.updates),
+            client.software, client.address.replace(/^ipv[46]:/, "")];
+  });
+  const more = server && server.clients > clients.length ? empty(`and ${count(server.clients - clients.length)} more: flctl clients`) : null;
+  fill(at("clients"), table("clients", columns, rows), more);
+}
+
+function doing(client) {
+  if (client.state === "away") return "–";
+  if (!client.activity) return h("span", { class: "muted" }, "idle");
+  return [client.activity, bar(client.progress ?? 0, `${client.client_id}: ${client.activity}`)];
+}
+
+export function showRounds(rounds, job) {
+  at("rounds-of").textContent = job ? `of job ${job.job_id}, newest first` : "";
+  if (!rounds.length) return fill(at("rounds"), empty("No round of this job has ended yet."));
+  const columns = [["round", "right"], ["phase", ""], ["clients", "right"], ["accuracy", "right"], ["loss", "right"], ["time", "right"],
+                   ["up", "right"], ["down", "right extra"], ["model", "right extra"], ["missing", "extra"]];
+  const rows = rounds.slice(-MOST_ROWS).reverse().map((round) => [
+    count(round.job_round), badge(round.reason || round.phase, round.phase === "published" ? "good" : "bad"),
+    `${count(round.delivered)} of ${count(round.selected)}`,
+    percent(round.accuracy), number(round.loss), round.seconds ? duration(round.seconds) : "–",
+    bytes(round.upload_bytes), bytes(round.download_bytes), round.model_version || "–", round.missing.join(", ") || "–",
+  ]);
+  const more = rounds.length > MOST_ROWS ? empty(`and ${count(rounds.length - MOST_ROWS)} older ones: flctl rounds --job ${job.job_id}`) : null;
+  fill(at("rounds"), table("rounds of the job", columns, rows), more);
+}
+
+export function showModels(models) {
+  if (!models?.length) return fill(at("models"), empty("The server has no model yet."));
+  const columns = [["version", "right"], ["round", "right"], ["accuracy", "right"], ["size", "right"], ["digest", ""]];
+  const rows = models.map((model) => [
+    count(model.version), model.round || "first", percent(model.accuracy), bytes(model.bytes),
+    h("code", { title: `${model.digest}, ${count(model.parameters)} parameters` }, model.digest.slice(0, 8)),
+  ]);
+  fill(at("models"), table("models that the server keeps", columns, rows));
+}
+
+export function showEvents(events) {
+  if (!events?.length) return fill(at("events"), empty("Nothing has happened yet."));
+  const rows = events.toReversed().map((event) =>
+    h("li", {},
+      h("time", { datetime: event.at, title: event.at }, clock(event.at)),
+      h("span", { class: BAD.has(event.kind) ? "bad" : GOOD.has(event.kind) ? "good" : "" }, event.text)));
+  fill(at("events"), h("ol", { class: "events" }, rows));
+}
