@@ -57,7 +57,8 @@ def test_the_demo_trains_and_leaves_its_report_model_plot_and_logs(tmp_path: Pat
     assert report["parameters"] == sum(tensor.size for tensor in load_file(model).values()) == 4810
     assert (tmp_path / "rounds.png").stat().st_size > 10_000
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"server.log", "client-0.log", "client-1.log"}
-    assert len(err.splitlines()) == 4  # a line a round, and the job's end
+    assert len(err.splitlines()) == 5  # where the page is, a line a round, and the job's end
+    assert re.match(r"watch it at http://127\.0\.0\.1:\d+/\n", err)
     assert all(map(_gone, _daemons(tmp_path)))
 
 
@@ -65,6 +66,7 @@ def test_the_demo_trains_and_leaves_its_report_model_plot_and_logs(tmp_path: Pat
 def test_a_demo_that_is_interrupted_leaves_no_process(tmp_path: Path, number: int, code: int) -> None:
     demo = _demo(tmp_path, "--clients", "1", "--rounds", "100000")
     assert demo.stderr is not None
+    assert "watch it at" in demo.stderr.readline()
     assert "round 1 is evaluated" in demo.stderr.readline()
     daemons = _daemons(tmp_path)
     demo.send_signal(number)

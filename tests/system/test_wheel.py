@@ -17,7 +17,7 @@ from tests.conftest import ROOT, missing
 SOURCES = ("server", "client", "common", "protos", "pyproject.toml", "README.md", "LICENSE")
 PARTS = (
     *("client", "codec", "compress", "ctl", "daemon", "data", "ddp", "pipeline"),
-    *("ring", "rpc", "server", "train", "v1", "vision"),
+    *("ring", "rpc", "server", "train", "v1", "vision", "web"),
 )
 
 pytestmark = pytest.mark.timeout(1200)
@@ -61,6 +61,7 @@ def test_the_wheel_holds_the_program_its_data_and_no_tests(wheel: Path) -> None:
         "fedring/v1/federation_pb2_grpc.py",
         "fedring/v1/control_pb2.py",
         "fedring/v1/federation.proto",
+        *(f"fedring/web/static/{path.name}" for path in (ROOT / "server/fedring/web/static").iterdir()),
         *(f"fedring/{part}/py.typed" for part in PARTS),
     ):
         assert needed in names

@@ -24,14 +24,16 @@ def test_ids_rise_also_when_the_clock_was_set_back() -> None:
     journal.begin(tomorrow)
     for _ in range(3):
         journal.write("job_started", "go")
-    assert [event.id - tomorrow for event in journal._recent] == [1, 2, 3]
+    assert [event.id - tomorrow for event in journal.recent()] == [1, 2, 3]
+    assert [event.id - tomorrow for event in journal.recent(tomorrow + 1)] == [2, 3]
+    assert journal.last_id == tomorrow + 3
 
 
 def test_ids_rise_within_one_microsecond() -> None:
     journal = Journal()
     for _ in range(1000):
         journal.write("job_started", "go")
-    assert all(before.id < after.id for before, after in pairwise(journal._recent))
+    assert all(before.id < after.id for before, after in pairwise(journal.recent()))
 
 
 async def test_a_watcher_gets_what_it_missed_and_what_comes_without_a_gap() -> None:

@@ -72,6 +72,8 @@ class TestStore:
         other = a_round(store, a_job(store))
         assert [row.round for row in store.rounds()] == [other.round, opened.round]
         assert store.rounds(10, job.job_id) == [ended]
+        assert store.rounds(10, below=other.round) == [ended]
+        assert store.rounds(10, other.job_id, other.round) == []
         assert (store.job_rounds_ended(job.job_id), store.job_rounds_ended(other.job_id)) == (1, 0)
 
     def test_an_update_is_accepted_once_and_listed_in_client_order(self, store: SqlStore) -> None:
@@ -139,6 +141,7 @@ class TestStore:
         store.append_events([])
         assert store.events_after(0) == rows
         assert store.events_after(10, 1) == [rows[1]]
+        assert store.last_events(2) == rows[1:]
 
     def test_retention_keeps_the_newest_and_every_open_round(self, store: SqlStore) -> None:
         job = a_job(store)

@@ -112,7 +112,7 @@ def run_demo(experiment: Experiment, out: Path, *, label: str, output: Output) -
 
 def _experiment(dataset: Dataset, keys: Mapping[str, Any], *, clients: int, data_root: Path | None) -> Experiment:
     check_data_root(dataset, data_root)
-    return Experiment(make_job(clients, keys), clients, data_root.absolute() if data_root else None)
+    return Experiment(make_job(clients, keys), clients, data_root.absolute() if data_root else None, web=True)
 
 
 def _number(text: str | None) -> int | str | None:

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class Experiment:
     job: Job
     clients: int
     data_root: Path | None = None
+    web: bool = False  # a page shows it meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +79,11 @@ def run_experiment(experiment: Experiment, directory: Path, show: Show) -> Resul
     client = {"data_root": experiment.data_root} if experiment.data_root else {}
     with (
         ended_by_signals(),
-        Fleet(directory, clients=[client] * experiment.clients) as fleet,
+        Fleet(directory, {"web_port": 0} if experiment.web else {}, [client] * experiment.clients) as fleet,
         Control(fleet.control) as control,
     ):
+        if fleet.web:
+            print(f"watch it at {fleet.web}", file=sys.stderr)
         job_id = _follow(fleet, control, experiment.job, show)
         job = control.job(job_id)
         if job.state != "completed":

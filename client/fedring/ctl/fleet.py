@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from fedring.ctl.failure import Failure
 from fedring.ctl.process import Process, stop_all
@@ -24,7 +25,7 @@ _STOP_SECONDS = 15.0
 
 
 class Fleet:
-    """The daemons; `listen` and `control` are the server's addresses once it runs."""
+    """The daemons; `listen`, `control` and, if it has a page, `web` are the server's addresses once it runs."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class Fleet:
         self.control = ""
         self.ready: dict[str, str] = {}
         """All addresses that the server told when it was ready, by name."""
+        self.web = ""
         self.server = self._process("server", "fedring.server.main", {**_ANY_PORTS, **(server_overrides or {})})
         self.clients = [
             self._process(f"client-{i}", "fedring.client.main", {**_part(i, len(clients)), **given})
@@ -80,6 +82,8 @@ class Fleet:
         self.ready = json.loads(self.server.first_line(_READY_SECONDS))
         self.listen, self.control = self.ready["listen"], self.ready["control"]
         self.server.settings |= {"listen": self.listen, "control_listen": self.control}
+        if page := self.ready.get("web", ""):
+            self.web, self.server.settings["web_port"] = page, urlsplit(page).port
 
     def restart_server(self) -> None:
         """The server has been killed, if it still ran, and is ready again."""

@@ -1,0 +1,297 @@
+"""The page's paths, headers and JSON, from a real fl-server over a real socket."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+from fedring.ctl.control import Control
+from fedring.ctl.fleet import Fleet
+from fedring.web.app import STATIC
+from fedring.web.feed import MOST_VIEWERS
+from fedring.web.headers import POLICY
+from tests.conftest import ROOT
+
+CLIENTS, ROUNDS = 2, 3
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A server with its page, and no client."""
+    with Fleet(tmp_path_factory.mktemp("web"), {"web_port": 0}) as fleet:
+        yield fleet
+
+
+def ask(fleet: Fleet, path: str, *, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
+    """The answer, to exactly this path."""
+    connection = open_connection(fleet)
+    try:
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        response = connection.getresponse()
+        return response, response.read()
+    finally:
+        connection.close()
+
+
+def open_connection(fleet: Fleet) -> HTTPConnection:
+    place = urlsplit(fleet.web)
+    return HTTPConnection(place.hostname or "", place.port, timeout=20)
+
+
+def read(fleet: Fleet, path: str) -> Any:
+    response, body = ask(fleet, path)
+    assert response.status == 200, body
+    assert response.headers["content-type"] == "application/json"
+    return json.loads(body)
+
+
+class Stream:
+    """An open stream of events."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._connection = open_connection(fleet)
+        self._connection.request("GET", "/api/stream")
+        self.response = self._connection.getresponse()
+
+    def news(self) -> Any:
+        """The next message with data."""
+        while not (line := self.response.readline()).startswith(b"data: "):
+            assert line, "the stream has ended"
+        return json.loads(line.removeprefix(b"data: "))
+
+    def close(self) -> None:
+        self.response.close()
+        self._connection.close()
+
+
+class TestFiles:
+    def test_the_page_and_its_files_are_served(self, fleet: Fleet) -> None:
+        response, body = ask(fleet, "/")
+        assert response.headers["content-type"] == "text/html; charset=utf-8"
+        assert b"<title>fedring</title>" in body
+        for path in STATIC.iterdir():
+            response, body = ask(fleet, f"/{path.name}")
+            assert (response.status, body) == (200, path.read_bytes())
+            again, nothing = ask(fleet, f"/{path.name}", If_None_Match=response.headers["etag"])
+            assert (again.status, nothing) == (304, b"")
+
+    def test_plotly_comes_from_its_python_package(self, fleet: Fleet) -> None:
+        response, body = ask(fleet, "/plotly.min.js")
+        assert response.headers["content-type"].startswith("text/javascript")
+        assert b"plotly.js" in body[:100]
+
+    def test_scripts_name_no_other_place(self) -> None:
+        for path in STATIC.iterdir():
+            text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+            assert "http://" not in text.replace("http://HOST", "")
+            assert "https://" not in text
+            assert len(text.splitlines()) < 400
+
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "/../app.py",
+            "/%2e%2e/app.py",
+            "/..%2fapp.py",
+            "/static/../../app.py",
+            "//etc/passwd",
+            "/..%5capp.py",
+            "/%00",
+        ],
+    )
+    def test_no_path_leads_out_of_the_page(self, fleet: Fleet, path: str) -> None:
+        response, body = ask(fleet, path)
+        assert response.status == 404
+        assert body == b"Not Found"
+
+    def test_health_is_told(self, fleet: Fleet) -> None:
+        assert ask(fleet, "/healthz")[1] == b"ok\n"
+
+
+class TestCare:
+    @pytest.mark.parametrize(
+        ("path", "status"),
+        [("/", 200), ("/style.css", 200), ("/api/state", 200), ("/none", 404), ("/api/rounds?job=x", 400)],
+    )
+    def test_every_answer_tells_the_browser_to_trust_nothing_else(self, fleet: Fleet, path: str, status: int) -> None:
+        response, _ = ask(fleet, path)
+        assert response.status == status
+        assert response.headers["content-security-policy"] == POLICY
+        assert "unsafe-eval" not in POLICY
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["referrer-policy"] == "no-referrer"
+        assert response.headers["x-frame-options"] == "DENY"
+        assert response.headers["set-cookie"] is None
+        assert response.headers["access-control-allow-origin"] is None
+        assert response.headers["server"] is None
+
+    @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE"])
+    def test_the_page_can_only_be_read(self, fleet: Fleet, method: str) -> None:
+        for path in ("/", "/api/state", "/api/stream"):
+            response, _ = ask(fleet, path, method=method)
+            assert (response.status, response.headers["allow"]) == (405, "GET")
+            assert response.headers["content-security-policy"] == POLICY
+
+    @pytest.mark.parametrize(
+        "host", ["evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "127.0.0.1@evil"]
+    )
+    def test_a_foreign_name_for_this_host_is_refused(self, fleet: Fleet, host: str) -> None:
+        for path in ("/", "/api/state", "/api/stream", "/healthz"):
+            response, body = ask(fleet, path, Host=host)
+            assert (response.status, body) == (400, b"Invalid host header")
+
+    @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1", "[::1]:9"])
+    def test_its_own_names_are_answered(self, fleet: Fleet, host: str) -> None:
+        assert ask(fleet, "/healthz", Host=host)[0].status == 200
+
+    def test_scripts_of_other_sites_are_refused_but_links_work(self, fleet: Fleet) -> None:
+        for site in ("cross-site", "same-site"):
+            foreign, _ = ask(fleet, "/api/stream", Sec_Fetch_Site=site, Sec_Fetch_Mode="cors")
+            assert foreign.status == 403
+            assert ask(fleet, "/", Sec_Fetch_Site=site, Sec_Fetch_Mode="navigate")[0].status == 200
+        own, _ = ask(fleet, "/api/state", Sec_Fetch_Site="same-origin", Sec_Fetch_Mode="cors")
+        assert own.status == 200
+
+    def test_garbage_is_refused_and_harms_nobody(self, fleet: Fleet) -> None:
+        place = urlsplit(fleet.web)
+        for garbage in (b"\x16\x03\x01\x00\xff", b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 10_000, b"GET /\r\n\r\n"):
+            with socket.create_connection((place.hostname, place.port), timeout=20) as raw:
+                raw.sendall(garbage)
+                assert raw.recv(100).startswith(b"HTTP/1.1 400") or raw.recv(1) == b""
+        assert ask(fleet, "/healthz")[0].status == 200
+
+
+class TestEmpty:
+    def test_an_empty_server_says_so(self, fleet: Fleet) -> None:
+        state = read(fleet, "/api/state")
+        assert state["jobs"] == state["models"] == state["clients"] == []
+        assert state["round"] is state["waits_for"] is state["group"] is None
+        assert read(fleet, "/api/rounds") == {"job": None, "rounds": []}
+        assert read(fleet, "/api/events") == {"events": state["events"]}
+
+    @pytest.mark.parametrize(
+        "path", ["/api/rounds?job=-1", "/api/rounds?after=1e3", "/api/events?after=٣", "/api/rounds?job=" + "9" * 99]
+    )
+    def test_what_is_no_number_is_refused(self, fleet: Fleet, path: str) -> None:
+        response, body = ask(fleet, quote(path, safe="/?=&"))
+        assert (response.status, body.partition(b" ")[2]) == (400, b"must be a number, 0 or above")
+
+    def test_large_numbers_are_no_fault(self, fleet: Fleet) -> None:
+        assert read(fleet, f"/api/rounds?job={10**19 - 1}&after={10**19 - 1}") == {"job": None, "rounds": []}
+        assert read(fleet, f"/api/events?after={10**19 - 1}") == {"events": []}
+
+
+class TestStreams:
+    def test_only_so_many_look_at_once_and_who_leaves_makes_room(self, fleet: Fleet) -> None:
+        streams = [Stream(fleet) for _ in range(MOST_VIEWERS)]
+        try:
+            assert all("server" in stream.news() for stream in streams)
+            refused, _ = ask(fleet, "/api/stream")
+            assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+            streams.pop().close()
+            streams.append(open_stream(fleet))
+        finally:
+            for stream in streams:
+                stream.close()
+
+    def test_a_stop_does_not_wait_for_who_looks(self, tmp_path: Path) -> None:
+        with Fleet(tmp_path, {"web_port": 0, "drain_seconds": 60}) as fleet:
+            stream = Stream(fleet)
+            assert "server" in stream.news()
+            fleet.server.send(signal.SIGTERM)
+            assert fleet.server.wait(10) == 0
+            assert "Traceback" not in fleet.server.log.read_text()
+            stream.close()
+
+
+def open_stream(fleet: Fleet) -> Stream:
+    """A stream, as soon as there is room for it."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        stream = Stream(fleet)
+        if stream.response.status == 200:
+            return stream
+        stream.close()
+    pytest.fail("there is no room for one more stream")
+
+
+def test_what_a_job_did_can_be_read_live_and_afterwards(tmp_path: Path) -> None:
+    name = '<img src="x" onerror="alert(1)">'
+    with Fleet(tmp_path, {"web_port": 0}, [{}] * CLIENTS) as fleet, Control(fleet.control) as control:
+        stream = Stream(fleet)
+        seen = stream.news()
+        events = control.events()
+        job_id = control.start_job({"name": name, "rounds": ROUNDS, "min_clients": CLIENTS, "epochs": 2}).job_id
+        assert [event.kind for event in control.follow_job(job_id, events)][-1] == "job_ended"
+        while [job["state"] for job in seen["jobs"]] != ["completed"]:
+            seen |= stream.news()
+        stream.close()
+        assert seen["round"]["phase"] == "published"
+        assert seen["waits_for"] is None
+        assert {client["client_id"]: client["state"] for client in seen["clients"]} == {
+            f"client-{i}": "watching" for i in range(CLIENTS)
+        }
+        told = read(fleet, f"/api/rounds?job={job_id}")
+        assert (
+            told["job"] | {"name": name, "mode": "federated", "encoding": "uniform"} == told["job"] == seen["jobs"][0]
+        )
+        expected = sorted(control.rounds(job_id=job_id), key=lambda round_: round_.round)
+        for row, round_ in zip(told["rounds"], expected, strict=True):
+            assert row["accuracy"] == round_.eval_correct / round_.eval_total > 0.5
+            assert row["loss"] == pytest.approx(round_.eval_loss_sum / round_.eval_total)
+            assert row["upload_by_encoding"] == {"uniform": round_.upload_bytes}
+            assert row["download_bytes"] == round_.download_bytes
+        assert read(fleet, f"/api/rounds?job={job_id}&after={expected[0].round}")["rounds"] == told["rounds"][1:]
+        models = {model.version: model.accuracy for model in control.models() if model.HasField("accuracy")}
+        assert {row["version"]: row["accuracy"] for row in seen["models"] if row["accuracy"]} == models
+        kinds = [event["kind"] for event in read(fleet, "/api/events")["events"] if event["job_id"] == job_id]
+        assert (kinds[0], kinds[-1]) == ("job_started", "job_ended")
+        last = seen["events"][-1]["id"]
+        assert read(fleet, f"/api/events?after={last}") == {"events": []}
+        fleet.restart_server()
+        after = read(fleet, "/api/state")
+        assert after["round"] == seen["round"]
+        assert [event["kind"] for event in after["events"] if event["kind"] == "job_ended"] == ["job_ended"]
+
+
+class TestConfiguration:
+    def test_a_port_in_use_is_named(self, fleet: Fleet, tmp_path: Path) -> None:
+        port = urlsplit(fleet.web).port
+        code, error = start(tmp_path, f"web_port={port}")
+        assert (code, error) == (
+            78,
+            f"fl-server: web_port: cannot listen on 127.0.0.1:{port}: Address already in use\n",
+        )
+
+    def test_other_hosts_are_let_in_by_an_explicit_word_alone(self, tmp_path: Path) -> None:
+        code, error = start(tmp_path, "web_port=0", "web_host=0.0.0.0")
+        assert code == 78
+        assert "set insecure = true" in error
+        assert start(tmp_path, "web_host=0.0.0.0") == (0, "")  # there is no page
+
+    def test_a_host_that_is_none_is_named(self, tmp_path: Path) -> None:
+        code, error = start(tmp_path, "web_port=0", "web_host=127.0.0.1.", "insecure=true")
+        assert (code, error.partition(" on ")[0]) == (78, "fl-server: web_port: cannot listen")
+
+
+def start(state: Path, *overrides: str) -> tuple[int, str]:
+    """How a server that is only checked ends, and what it says of it."""
+    command = [sys.executable, "-m", "fedring.server.main", "--check-config", f"state_dir={state}", *overrides]
+    done = subprocess.run(
+        [*command, "listen=127.0.0.1:0", "control_listen=127.0.0.1:0"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stderr

@@ -1,0 +1,183 @@
+"""The page in a real browser, shown what real daemons bring about only with many machines or bad luck."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from fedring.web.serve import WebServer
+from tests.system.browser import Look, open_browser
+
+JOB = {
+    "job_id": 7, "name": "large", "state": "running", "reason": "", "rounds": 2000, "rounds_done": 990,
+    "created_at": "2026-01-01T00:00:00.000+00:00", "mode": "federated", "model": "m", "data": "d",
+    "encoding": "packed", "download_encoding": "uniform",
+}  # fmt: skip
+ROUND = {
+    "round": 1, "job_id": 7, "job_round": 1, "phase": "published", "reason": "", "selected": 3, "delivered": 3,
+    "model_version": 2, "seconds": 1.5, "evaluate_seconds": 0.1, "train_seconds_max": 1.0, "upload_bytes": 3000,
+    "download_bytes": 9000, "started_at": "2026-01-01T00:00:00.000+00:00", "missing": [], "accuracy": 0.5, "loss": 1.0,
+    "server_accuracy": None, "server_loss": None, "upload_by_encoding": {"packed": 3000}, "peer_bytes": 0,
+}  # fmt: skip
+SERVER = {
+    "version": "1",
+    "run_id": "r",
+    "started_at": ROUND["started_at"],
+    "clients": 3,
+    "watching": 3,
+    "model_version": 2,
+}
+
+
+class Script:
+    """A source that says what a test wants."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, Any] = {
+            "server": SERVER, "round": None, "waits_for": None, "clients": [], "group": None,
+            "jobs": [], "models": [], "events": [],
+        }  # fmt: skip
+        self.history: list[dict[str, Any]] = []
+
+    async def state(self) -> Mapping[str, Any]:
+        return dict(self.now)
+
+    async def rounds(self, job_id: int, after: int) -> Mapping[str, Any]:
+        return {"job": JOB, "rounds": [row for row in self.history if row["round"] > after]}
+
+    async def events(self, after: int) -> Mapping[str, Any]:
+        return {"events": []}
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def url(script: Script) -> Iterator[str]:
+    """The page, served on a free port by an event loop in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    server = WebServer(script, "127.0.0.1", 0, local=True)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    run = asyncio.run_coroutine_threadsafe(server.run(), loop)
+    yield server.url
+    asyncio.run_coroutine_threadsafe(server.stop(5), loop).result(20)
+    run.result(20)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def look(browser: Any, url: str) -> Iterator[Look]:
+    look = Look(browser, url, viewport={"width": 1280, "height": 900})
+    yield look
+    assert look.complaints == []
+    look.close()
+
+
+def workers(*states: str) -> list[dict[str, Any]]:
+    return [{"client_id": f"stage-{i}", "state": state, "steps": 40, "progress": 0.5} for i, state in enumerate(states)]
+
+
+def group(mode: str, *states: str, **keys: Any) -> dict[str, Any]:
+    fixed = {"round": 1, "generation": 2, "phase": "running", "reason": "", "target": 4, "steps": 40, "others": []}
+    return {"mode": mode, **fixed, "members": workers(*states), **keys}
+
+
+def test_the_stages_of_a_pipeline_stand_in_a_row(look: Look, script: Script) -> None:
+    script.now["group"] = group("pipeline", "joined", "joined", "done", "lost")
+    look.until("document.querySelectorAll('#group rect').length === 4")
+    assert look.text("#group-title") == "Pipeline of 4 workers"
+    boxes = [box.bounding_box() for box in look.page.locator("#group rect").all()]
+    assert len({box["y"] for box in boxes}) == 1
+    assert all(left["x"] + left["width"] < right["x"] for left, right in pairwise(boxes))
+    assert [text.text_content() for text in look.page.locator("#group .rank").all()] == [f"stage {i}" for i in range(4)]
+    script.now["group"] = group("data_parallel", *["joined"] * 4)
+    look.until("document.querySelectorAll('#group .node').length === 4")
+    script.now["group"] = None
+    look.until("document.querySelector('#group').hidden")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 16, 64, 200])
+def test_a_ring_of_any_size_is_drawn_without_overlap(look: Look, script: Script, count: int) -> None:
+    script.now["group"] = group("data_parallel", *["joined"] * count)
+    look.until(f"document.querySelectorAll('#group .node').length === {count}")
+    circles = look.page.evaluate(
+        "[...document.querySelectorAll('#group .node')].map((n) => [n.cx, n.cy, n.r].map((one) => one.baseVal.value))"
+    )
+    for i, (x, y, r) in enumerate(circles):
+        for other_x, other_y, other_r in circles[:i]:
+            assert (x - other_x) ** 2 + (y - other_y) ** 2 > (r + other_r) ** 2
+
+
+def test_a_long_job_is_shown_whole_in_its_curves_and_by_its_newest_rounds_in_the_table(
+    look: Look, script: Script
+) -> None:
+    script.history = [ROUND | {"round": i, "job_round": i, "accuracy": i / 1000} for i in range(1, 991)]
+    script.history[4] |= {"phase": "abandoned", "reason": "too_few_clients", "missing": ["b"], "accuracy": None}
+    script.now |= {"jobs": [JOB], "round": script.history[-1]}
+    look.until("document.getElementById('accuracy').data?.[0].x.length === 989")
+    assert look.page.locator("#rounds tbody tr").count() == 200
+    assert "and 790 older ones: flctl rounds --job 7" in look.text("#rounds")
+    assert "98.90 %" not in look.text("#tiles")
+    assert "99.00 %" in look.text("#tiles")
+
+
+def test_what_is_not_shown_of_many_clients_is_counted(look: Look, script: Script) -> None:
+    client = {
+        "state": "watching",
+        "activity": "training",
+        "progress": 0.4,
+        "software": "s",
+        "address": "a",
+        "updates": 1,
+        "part": "asked",
+    }
+    script.now |= {
+        "server": SERVER | {"clients": 1000},
+        "clients": [client | {"client_id": f"client-{i}"} for i in range(200)],
+    }
+    look.until("document.querySelectorAll('#clients tbody tr').length === 200")
+    assert "and 800 more: flctl clients" in look.text("#clients")
+    assert look.page.get_attribute("#clients [role=progressbar]", "aria-valuenow") == "40"
+
+
+@pytest.mark.parametrize(
+    ("waits", "sentence"),
+    [
+        ({"what": "clients", "have": 1, "need": 3}, "waits for clients: 1 of 3 are ready"),
+        (
+            {"what": "updates", "have": 1, "need": 3, "clients": ["ann", "bob"]},
+            "has 1 of 3 updates, and waits for ann, bob",
+        ),
+        ({"what": "aggregation", "have": 0, "need": 0}, "adds up 3 updates"),
+        (
+            {"what": "evaluations", "have": 2, "need": 3, "clients": ["ann"]},
+            "is evaluated: 2 of 3 have reported, it waits for ann",
+        ),
+    ],
+)
+def test_what_a_round_waits_for_is_said_in_a_sentence(
+    look: Look, script: Script, waits: dict[str, Any], sentence: str
+) -> None:
+    script.now |= {
+        "jobs": [JOB],
+        "round": ROUND | {"phase": "training"},
+        "waits_for": {"clients": [], "until": "", **waits},
+    }
+    look.until("document.querySelector('.waits')")
+    assert sentence in look.text(".waits")
+    script.now |= {"round": ROUND | {"phase": "abandoned", "reason": "barrier_timeout"}, "waits_for": None}
+    look.until("document.querySelector('.waits').textContent.includes('was abandoned: barrier_timeout')")
