@@ -287,7 +287,7 @@ def start(state: Path, *overrides: str) -> tuple[int, str]:
     """How a server that is only checked ends, and what it says of it."""
     command = [sys.executable, "-m", "fedring.server.main", "--check-config", f"state_dir={state}", *overrides]
     done = subprocess.run(
-        [*command, "listen=127.0.0.1:0", "control_listen=127.0.0.1:0"],
+        [*command, "listen=127.0.0.1:0", "control_listen=127.0.0.1:0", "log_level=error"],
         capture_output=True,
         text=True,
         cwd=ROOT,
