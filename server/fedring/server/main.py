@@ -174,7 +174,8 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
         coordinator.journal.close()
         for session in coordinator.sessions:
             session.close(Unavailable("the server is stopping"))
-        await asyncio.gather(*(server.stop(seconds) for server in [*servers, *pages]))
+        stops = [*(server.stop(seconds) for server in servers), *(page.stop(seconds) for page in pages)]
+        await asyncio.gather(*stops)
 
     others = [jobs.run(), *(page.run() for page in pages)]
     return await _until_stopped(coordinator, others, drain, config.drain_seconds)
