@@ -19,7 +19,13 @@ from fedring.server.main import load
         ("keep_models=0", "keep_models (from override): Input should be greater than 0"),
         ("job.lr=-1", "job.lr (from override): Input should be greater than 0"),
         ("listen=here", "'here' is not host:port"),
-        ("listen=0.0.0.0:8443", "'0.0.0.0:8443' can be reached from other hosts in plaintext: set insecure = true"),
+        (
+            "listen=0.0.0.0:8443",
+            "'0.0.0.0:8443' can be reached from other hosts in plaintext: set tls.cert and tls.key",
+        ),
+        ("tls.ca=ca.crt", "tls.ca needs tls.cert and tls.key"),
+        ("tls.cert=server.crt", "tls.cert and tls.key belong together"),
+        ("tls.cart=server.crt", "did you mean 'tls.cert'?"),
         ("lost_after_seconds=1", "lost_after_seconds must be above heartbeat_seconds"),
         ("=3", "'=3' is not of the form key=value"),
     ],
@@ -86,3 +92,25 @@ def test_loopback_is_allowed_in_plaintext_and_others_when_the_operator_says_so()
     for address in ("127.0.0.1:0", "localhost:1", "[::1]:5", "unix:/tmp/x.sock"):
         assert ServerConfig.model_validate({"listen": address}).listen == address
     assert isinstance(load_config(ServerConfig, overrides=["listen=0.0.0.0:1", "insecure=true"]), Loaded)
+
+
+TLS = ("tls.cert=server.crt", "tls.key=server.key")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["tokens=true", "insecure=true"], "tokens must not travel in plaintext"),
+        ([*TLS], "nothing says who may call: set tls.ca, or tokens = true"),
+        ([*TLS, "insecure=true"], ""),
+        ([*TLS, "tokens=true"], ""),
+        ([*TLS, "tls.ca=ca.crt"], ""),
+    ],
+)
+def test_beyond_loopback_somebody_must_say_who_may_call(overrides: list[str], sentence: str) -> None:
+    everywhere = ["listen=0.0.0.0:8443", "control_listen=0.0.0.0:8444", *overrides]
+    if not sentence:
+        assert load_config(ServerConfig, overrides=everywhere).config.tls.on
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(ServerConfig, overrides=everywhere)

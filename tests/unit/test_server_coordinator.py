@@ -12,6 +12,7 @@ import pytest
 
 from fedring.codec import Encoding, encode
 from fedring.rpc.errors import OtherUpdate, Overloaded, UnknownRound
+from fedring.rpc.identity import IDENTITY, LOCAL
 from fedring.server import rounds as rd
 from fedring.server.blobs import FileBlobs, FilePartial, Partial, StorageError
 from fedring.server.config import ServerConfig
@@ -119,6 +120,7 @@ class Host:
         self._names = iter(range(1000))
 
     def join(self, client: str) -> Session:
+        IDENTITY.set(LOCAL)
         session = self.coordinator.sessions.join(pb.JoinRequest(client_id=client), "test")
         self.coordinator.handle(rd.Joined(client))
         session.matched = True

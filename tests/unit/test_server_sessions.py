@@ -3,7 +3,8 @@
 import pytest
 
 from fedring.rpc.contract import SESSION_KEY
-from fedring.rpc.errors import BadRequest, NoSession, Overloaded, Superseded
+from fedring.rpc.errors import BadRequest, NoSession, NotAllowed, Overloaded, Superseded
+from fedring.rpc.identity import IDENTITY, LOCAL, Identity, Role
 from fedring.server.sessions import OUTBOX, Session, Sessions
 from fedring.v1 import federation_pb2 as pb
 
@@ -18,7 +19,8 @@ class Call:
         return self._metadata or None
 
 
-def join(sessions: Sessions, client: str) -> Session:
+def join(sessions: Sessions, client: str, who: Identity = LOCAL) -> Session:
+    IDENTITY.set(who)
     return sessions.join(pb.JoinRequest(client_id=client, software="x" * 1000), "ipv4:127.0.0.1:5")
 
 
@@ -31,6 +33,17 @@ def test_a_call_is_of_the_session_that_it_names() -> None:
     for call in (Call(), Call((SESSION_KEY, "made up"))):
         with pytest.raises(NoSession):
             sessions.of(call)
+
+
+def test_a_session_is_of_no_use_to_another_than_who_opened_it() -> None:
+    sessions = Sessions(3)
+    ann, bob = Identity(Role.CLIENT, "ann"), Identity(Role.CLIENT, "bob")
+    call = Call((SESSION_KEY, join(sessions, "ann", ann).session_id))
+    assert sessions.of(call).client_id == "ann"
+    IDENTITY.set(bob)
+    with pytest.raises(NotAllowed) as refused:
+        sessions.of(call)
+    assert refused.value.reason == "other_session"
 
 
 def test_the_newest_session_of_a_client_wins() -> None:

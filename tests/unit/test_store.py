@@ -200,14 +200,14 @@ def test_a_newer_state_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(file)
     connection.execute("PRAGMA user_version = 7")
     connection.close()
-    with pytest.raises(StoreError, match="newer version: schema 7, this program knows 1") as caught:
+    with pytest.raises(StoreError, match="newer version: schema 7, this program knows 2") as caught:
         SqlStore(f"sqlite:///{file}")
     assert caught.value.reason == "newer_state"
 
 
 def test_an_older_state_is_migrated_after_a_backup(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'facts.sqlite'}"
-    SqlStore(url).close()
+    open_database(url, ()).dispose()
 
     def rename(connection: Connection) -> None:
         connection.execute(meta.update().values(value="migrated"))
@@ -218,14 +218,26 @@ def test_an_older_state_is_migrated_after_a_backup(tmp_path: Path) -> None:
             assert connection.execute(select(meta.c.value)).scalar() == "migrated"
             assert connection.execute(text("PRAGMA user_version")).scalar() == 2
         engine.dispose()
-    copy = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite.v1.bak'}")
-    assert copy.run_id != "migrated"
-    copy.close()
+    copy = open_database(f"sqlite:///{tmp_path / 'facts.sqlite.v1.bak'}", ())
+    with copy.begin() as connection:
+        assert connection.execute(select(meta.c.value)).scalar() != "migrated"
+    copy.dispose()
+
+
+def test_a_state_of_the_first_version_gets_a_table_of_tokens(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'facts.sqlite'}"
+    engine = open_database(url, ())
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE tokens"))  # which the first version did not have
+    engine.dispose()
+    store = SqlStore(url)
+    assert store.tokens() == []
+    store.close()
 
 
 def test_a_failed_migration_changes_nothing(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'facts.sqlite'}"
-    SqlStore(url).close()
+    open_database(url, ()).dispose()
 
     def fail(connection: Connection) -> None:
         connection.execute(meta.update().values(value="half"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from fedring.client.config import ClientConfig
 from fedring.client.trainer import NAMES, trusted_by
 from fedring.daemon.config import ConfigError
+from fedring.rpc.tls import check_tls, read_token
 from fedring.train.device import pick_device
 from fedring.train.errors import SeamError
 from fedring.train.seam import resolve
@@ -17,6 +18,9 @@ def check(config: ClientConfig) -> None:
         raise ConfigError(f"state_dir {config.state_dir} cannot be written: give the client a folder of its own")
     if config.data_root is not None and not config.data_root.is_dir():
         raise ConfigError(f"data_root {config.data_root} is no folder: create it, or correct the path")
+    check_tls(config.tls)
+    if config.token_file:
+        read_token(config.token_file)
     try:
         pick_device(config.device)
         for part in NAMES:

@@ -8,8 +8,9 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from fedring.rpc.channel import is_address, is_loopback
+from fedring.rpc.channel import encrypts, is_address, is_loopback
 from fedring.rpc.metrics import check_metrics_address
+from fedring.rpc.tls import Tls
 
 
 def _own_name() -> str:
@@ -24,7 +25,9 @@ class ClientConfig(BaseSettings):
     )
 
     server: str = Field("127.0.0.1:8443", description="fl-server's address, host:port")
-    insecure: bool = Field(False, description="allow plaintext to another host")
+    insecure: bool = Field(False, description="allow plaintext to and from other hosts")
+    tls: Tls = Field(Tls(), description="certificates; ca is who signed the server's, and the other workers'")
+    token_file: Path | None = Field(None, description="file with a bearer token (flctl token create)")
     health_listen: str = Field("", description="address that answers health checks, in plaintext; empty = none")
     reflection: bool = Field(False, description="let callers at health_listen ask which services there are")
     client_id: str = Field(default_factory=_own_name, pattern=r"^[A-Za-z0-9._-]{1,128}$", description="stable name")
@@ -63,9 +66,19 @@ class ClientConfig(BaseSettings):
             raise ValueError(f"server {self.server!r} is not host:port")
         if self.health_listen and not is_address(self.health_listen):
             raise ValueError(f"health_listen {self.health_listen!r} is not host:port")
-        for address in (self.server, self.peer_listen):
-            if not is_loopback(address) and not self.insecure:
-                raise ValueError(
-                    f"{address!r} can be reached from other hosts in plaintext: set insecure = true to allow it"
-                )
+        self._check_exposed()
         return self
+
+    def _check_exposed(self) -> None:
+        plain = not encrypts(self.server, self.tls) and not is_loopback(self.server)
+        if plain and self.token_file:
+            raise ValueError(f"a token must not travel in plaintext to {self.server!r}: set tls.ca")
+        if plain and not self.insecure:
+            raise ValueError(
+                f"{self.server!r} is another host, in plaintext: set tls.ca, or insecure = true to allow it"
+            )
+        if not (is_loopback(self.peer_listen) or self.tls.mutual or self.insecure):
+            raise ValueError(
+                f"{self.peer_listen!r} can be reached from other hosts in plaintext: set tls.ca, tls.cert and tls.key, "
+                "or insecure = true to allow it"
+            )

@@ -1,13 +1,16 @@
 """The channel to fl-server, and the session that every call on it names."""
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from grpc import StatusCode, aio
 
+from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused
 from fedring.client.metrics import Metrics
+from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.daemon.tracing import trace_metadata
 from fedring.rpc.channel import open_channel
@@ -15,10 +18,13 @@ from fedring.rpc.chunks import part_parser, serialize
 from fedring.rpc.contract import PROTOCOL, SESSION_KEY
 from fedring.rpc.errors import Unavailable, reason_of, status_of
 from fedring.rpc.metrics import counted
+from fedring.rpc.tls import read_token
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.federation_pb2_grpc import ClientUpdateServiceStub, TrainCmdServiceStub
 from fedring.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 from fedring.version import SOFTWARE
+
+log = logging.getLogger(__name__)
 
 CALL_SECONDS = 10.0
 """Deadline of a call that moves no payload."""
@@ -27,6 +33,7 @@ _FINAL = {
     StatusCode.INVALID_ARGUMENT: Exit.CONFIG,
     StatusCode.FAILED_PRECONDITION: Exit.CONFIG,
     StatusCode.PERMISSION_DENIED: Exit.NOT_ALLOWED,
+    StatusCode.UNAUTHENTICATED: Exit.NOT_ALLOWED,
 }
 
 
@@ -49,35 +56,58 @@ def stray_cancellation() -> Iterator[None]:
 class Connection:
     """The three services of one server; belongs to the event loop that made it."""
 
-    def __init__(self, address: str, client_id: str, metrics: Metrics) -> None:
-        self.address = address
+    def __init__(self, config: ClientConfig, metrics: Metrics) -> None:
+        self.address = config.server
+        self.client_id = config.client_id
         self.metrics = metrics
-        self.client_id = client_id
-        self._channel = counted(open_channel(address), metrics.calls)
-        self.commands = TrainCmdServiceStub(self._channel)
-        # Not by the generated stubs: chunks are made and read without protobuf's copies.
-        self.fetch_model = self._channel.unary_stream(
-            "/fedring.v1.ModelBlobService/FetchModel",
-            request_serializer=serialize,
-            response_deserializer=part_parser(pb.ModelBlob),
-        )
-        self.push_update = self._channel.stream_stream(
-            "/fedring.v1.ClientUpdateService/PushUpdate",
-            request_serializer=serialize,
-            response_deserializer=pb.UpdateReply.FromString,
-        )
-        self.rendezvous = RendezvousServiceStub(self._channel)
-        self.updates = ClientUpdateServiceStub(self._channel)  # for small ones
         self.session = pb.JoinReply()  # of the newest Join
         self.spoke = 0.0  # when a call that is no heartbeat last went well, monotonic seconds
         self._changed = asyncio.Condition()
         self._refused = ""  # the last session that a call was refused for
+        self._tls, self._token_file = config.tls, config.token_file
+        self._authorization: tuple[tuple[str, str], ...] = ()
+        self._channels: list[aio.Channel] = []  # the newest is last; the one before may still have calls
+        self._open()
+
+    def _open(self) -> None:
+        """New calls go over a new channel, with the certificate and the token as they are on disk now."""
+        self._stamp = self._tls.stamp()
+        channel = counted(open_channel(self.address, self._tls), self.metrics.calls)
+        self._channels.append(channel)
+        self.commands = TrainCmdServiceStub(channel)
+        # Not by the generated stubs: chunks are made and read without protobuf's copies.
+        self.fetch_model = channel.unary_stream(
+            "/fedring.v1.ModelBlobService/FetchModel",
+            request_serializer=serialize,
+            response_deserializer=part_parser(pb.ModelBlob),
+        )
+        self.push_update = channel.stream_stream(
+            "/fedring.v1.ClientUpdateService/PushUpdate",
+            request_serializer=serialize,
+            response_deserializer=pb.UpdateReply.FromString,
+        )
+        self.rendezvous = RendezvousServiceStub(channel)
+        self.updates = ClientUpdateServiceStub(channel)  # for small ones
+
+    async def _refresh(self) -> None:
+        """What proves who this client is is as new as the files."""
+        try:
+            if self._token_file:
+                self._authorization = (("authorization", f"Bearer {read_token(self._token_file)}"),)
+            if self._tls.stamp() != self._stamp:
+                self._open()
+        except (ConfigError, OSError) as error:  # they are being written: the next session looks again
+            log.warning("the new certificate or token cannot be used, the old one stays: %s", error)
+        while len(self._channels) > 2:
+            await self._channels.pop(0).close()
 
     async def join(self, *, wait: bool) -> pb.JoinReply:
         """Open a session; Refused if this client will never get one. With `wait`, be patient with a silent server."""
+        await self._refresh()
         request = pb.JoinRequest(client_id=self.client_id, protocol=PROTOCOL, software=SOFTWARE)
+        call = self.commands.Join(request, metadata=self._authorization, timeout=CALL_SECONDS, wait_for_ready=wait)
         try:
-            session = await self.commands.Join(request, timeout=CALL_SECONDS, wait_for_ready=wait)
+            session = await call
         except aio.AioRpcError as error:
             if exit_code := _FINAL.get(status_of(error)):
                 raise Refused(
@@ -94,8 +124,8 @@ class Connection:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Names the session, and the span that the call belongs to."""
-        return ((SESSION_KEY, self.session.session_id), *trace_metadata())
+        """Names the session and the span that the call belongs to, and shows the token if there is one."""
+        return ((SESSION_KEY, self.session.session_id), *self._authorization, *trace_metadata())
 
     @property
     def stale(self) -> bool:
@@ -110,4 +140,5 @@ class Connection:
 
     async def close(self) -> None:
         """End every call."""
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()

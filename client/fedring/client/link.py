@@ -87,7 +87,7 @@ class Link:
     async def _serve(self, started: threading.Event) -> None:
         """Run the session; ends with Refused, a fault of ours, or a cancellation."""
         try:
-            self.connection = Connection(self._config.server, self._config.client_id, self.metrics)
+            self.connection = Connection(self._config, self.metrics)
             health = Health(reflection=self._config.reflection)
             port = await self._answer_health_checks(health)
             self.session = Session(self.connection, health, evaluates=self._evaluates, tell=self._tell)

@@ -12,8 +12,10 @@ from typing import TypeVar
 
 from pydantic_settings import BaseSettings
 
+from fedring.ctl.access import Access
 from fedring.ctl.health import check_health
 from fedring.daemon.config import ConfigError, load_config
+from fedring.rpc.tls import Tls, check_tls
 
 _NEED_BYTES, _WANT_BYTES = 100_000_000, 2_000_000_000
 _NETWORK_TYPES = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "glusterfs", "ceph"})
@@ -68,9 +70,23 @@ def check_listen(name: str, address: str) -> Check:
     return Check(name, Level.OK, f"{address} is free")
 
 
-def check_reachable(name: str, address: str) -> Check:
+def check_certificates(tls: Tls) -> Iterator[Check]:
+    """Whether the table's files can be used, if it names any."""
+    try:
+        check_tls(tls)
+    except ConfigError as error:
+        yield Check("tls", Level.FAIL, str(error), "correct the paths, or make new ones: flctl certs --help")
+    else:
+        if tls.on:
+            yield Check("tls", Level.OK, f"{tls.cert or tls.ca}")
+
+
+def check_reachable(name: str, address: str, access: Access) -> Check:
     """Whether fl-server answers at the address."""
-    answer = check_health(address, _TIMEOUT_SECONDS)
+    try:
+        answer = check_health(address, _TIMEOUT_SECONDS, access)
+    except ConfigError as error:
+        answer = str(error)
     if answer == "serving":
         return Check(name, Level.OK, f"fl-server serves at {address}")
     advice = "start fl-server, or correct the address; if a firewall is between, open the port"

@@ -11,9 +11,9 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from fedring.ctl.failure import Failure, Unreachable, failure_of
-from fedring.rpc.channel import CLIENT_OPTIONS
+from fedring.rpc.channel import open_sync_channel
 from fedring.v1 import control_pb2 as pb
-from fedring.v1.control_pb2_grpc import ControlServiceStub
+from fedring.v1.control_pb2_grpc import ControlServiceStub, TokenServiceStub
 from fedring.v1.federation_pb2 import FetchModelRequest, ModelHeader
 
 ENDED = frozenset({"completed", "failed", "stopped"})
@@ -48,13 +48,14 @@ class Events:
 
 
 class Control:
-    """A connection to the control port at `address`, "host:port"."""
+    """A connection to the control port at `address`, "host:port": over the channel, or in plaintext."""
 
-    def __init__(self, address: str, *, timeout_seconds: float = 10.0) -> None:
+    def __init__(self, address: str, *, channel: grpc.Channel | None = None, timeout_seconds: float = 10.0) -> None:
         self.address = address
         self._timeout = timeout_seconds
-        self._channel = grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+        self._channel = channel or open_sync_channel(address)
         self._stub = ControlServiceStub(self._channel)
+        self._tokens = TokenServiceStub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -110,6 +111,20 @@ class Control:
         """The model versions that the server keeps, newest first."""
         request = pb.ListRequest(limit=limit)
         return list(self._call(lambda: self._stub.ListModels(request, timeout=self._timeout)).models)
+
+    def create_token(self, role: str, name: str, *, valid_seconds: int = 0) -> pb.CreatedToken:
+        """A new token, whose secret nobody can ask for again; `valid_seconds` 0 = for ever."""
+        request = pb.CreateTokenRequest(role=role, name=name, valid_seconds=valid_seconds)
+        return self._call(lambda: self._tokens.CreateToken(request, timeout=self._timeout))
+
+    def tokens(self) -> list[pb.Token]:
+        """All tokens, oldest first."""
+        return list(self._call(lambda: self._tokens.ListTokens(pb.ListTokensRequest(), timeout=self._timeout)).tokens)
+
+    def revoke_token(self, token_id: str) -> pb.Token:
+        """The token, which is refused from now on."""
+        request = pb.RevokeTokenRequest(token_id=token_id)
+        return self._call(lambda: self._tokens.RevokeToken(request, timeout=self._timeout))
 
     def job(self, job_id: int) -> pb.Job:
         """The job; Failure if the server knows none of this id."""

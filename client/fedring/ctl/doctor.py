@@ -10,6 +10,7 @@ import typer
 
 from fedring.client.config import ClientConfig
 from fedring.ctl import checks
+from fedring.ctl.access import Access
 from fedring.ctl.checks import Check, Level
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
@@ -59,6 +60,7 @@ def _examine(server_path: Path | None, client_path: Path | None) -> Iterator[Che
 
 
 def _examine_server(config: ServerConfig) -> Iterator[Check]:
+    yield from checks.check_certificates(config.tls)
     yield checks.check_listen("listen", config.listen)
     yield checks.check_listen("control_listen", config.control_listen)
     yield from checks.check_state_dir(config.state_dir)
@@ -72,7 +74,8 @@ def _examine_server(config: ServerConfig) -> Iterator[Check]:
 
 
 def _examine_client(config: ClientConfig, job: Job) -> Iterator[Check]:
-    yield checks.check_reachable("server", config.server)
+    yield from checks.check_certificates(config.tls)
+    yield checks.check_reachable("server", config.server, Access(config.tls))
     yield from checks.check_state_dir(config.state_dir)
     yield from checks.check_data_root(config.data_root)
     names = {key: getattr(config, key) or getattr(job, key) for key in _SEAM}

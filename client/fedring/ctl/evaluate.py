@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedring.ctl.control import Control
+from fedring.ctl.access import connect
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
 from fedring.ctl.output import Output, number, percent, print_json, print_table
@@ -39,7 +39,7 @@ def evaluate(
         path = Path(source)
         if source.isdecimal() and not path.exists():
             path = Path(folder) / "model.safetensors"
-            with Control(server) as control:
+            with connect(server) as control:
                 control.export_model(int(source), path)
         counts = evaluate_file(path, names, arguments, data_root=data_root, device=device)
     accuracy, mean_loss = counts["correct"] / counts["total"], counts["loss_sum"] / counts["total"]

@@ -37,10 +37,13 @@ def failure_of(error: grpc.RpcError, address: str) -> Failure:
     status = status_of(error)
     details = (error.details() or "") if isinstance(error, grpc.Call) else str(error)
     match status:
+        case StatusCode.UNAVAILABLE if "handshake" in details.lower() or "certificate" in details.lower():
+            return Unreachable(f"no TLS with {address}: {details}: check --tls-ca, --tls-cert and --tls-key")
         case StatusCode.UNAVAILABLE:
             return Unreachable(
                 f"cannot reach fl-server's control port at {address}: is it running? "
-                "Start it with `fl-server`, or name its control_listen address with --server"
+                "Start it with `fl-server`, or name its control_listen address with --server; if it speaks TLS, "
+                "give --tls-ca, and --tls-cert with --tls-key or --token-file"
             )
         case StatusCode.UNIMPLEMENTED:
             return Failure(

@@ -7,10 +7,10 @@ import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fedring.ctl.access import PLAIN, Access, access
 from fedring.ctl.failure import Failure, Unreachable
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
 from fedring.ctl.output import Output, print_json, print_table
-from fedring.rpc.channel import CLIENT_OPTIONS
 from fedring.rpc.errors import status_of
 
 DEFAULT_LISTEN = "127.0.0.1:8443"
@@ -39,7 +39,10 @@ def health(
     An fl-client serves while it is in session with its fl-server.
     """
     ports = [("health", at)] if at else [("control", server), ("listen", listen)]
-    rows = [{"port": name, "address": address, "status": check_health(address, timeout)} for name, address in ports]
+    who = PLAIN if at else access()  # health_listen speaks no TLS
+    rows = [
+        {"port": name, "address": address, "status": check_health(address, timeout, who)} for name, address in ports
+    ]
     if output is Output.JSON:
         print_json({"ports": rows, "ok": all(row["status"] == "serving" for row in rows)})
     else:
@@ -56,9 +59,9 @@ def _judge(rows: Sequence[Mapping[str, str]]) -> None:
             raise Failure(f"the {row['port']} port at {row['address']} answers {row['status']}")
 
 
-def check_health(address: str, timeout_seconds: float) -> str:
+def check_health(address: str, timeout_seconds: float, access: Access = PLAIN) -> str:
     """What grpc.health.v1 says at `address`: "serving", "not_serving", ..., or "unreachable"."""
-    with grpc.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
+    with access.channel(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # it has no types
         try:
             request = health_pb2.HealthCheckRequest()

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fedring.ctl import figures
+from fedring.ctl.access import connect
 from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption
@@ -29,7 +30,7 @@ ROUND_COLUMNS = (
 
 def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
     """Show what fl-server does now."""
-    with Control(server) as control:
+    with connect(server) as control:
         now = control.status()
     if output is Output.JSON:
         return print_json(to_dict(now))
@@ -41,6 +42,7 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
         ("round", _round_sentence(now.round) if now.HasField("round") else "none yet"),
         ("clients", f"{now.clients_watching} watching"),
         ("model", f"version {now.model_version}" if now.model_version else "none yet"),
+        ("refused", ", ".join(f"{count} {reason}" for reason, count in sorted(now.refused.items()) if count) or "none"),
     ]
     print_table(f"fl-server at {server}", ("what", "now"), rows)
 
@@ -49,7 +51,7 @@ def clients(
     limit: LimitOption = 100, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE
 ) -> None:
     """List the clients, and what each does."""
-    with Control(server) as control:
+    with connect(server) as control:
         known = control.clients(limit=limit)
     if output is Output.JSON:
         return print_json(to_dict(pb.ClientList(clients=known)))
@@ -78,7 +80,7 @@ def rounds(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """List the rounds, newest first, or show one with each client's part in it."""
-    with Control(server) as control:
+    with connect(server) as control:
         if round_id:
             return _show_round(_find_round(control, round_id), output)
         known = control.rounds(limit=limit, job_id=job)
@@ -89,7 +91,7 @@ def rounds(
 
 def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
     """List the model versions that the server keeps, newest first."""
-    with Control(server) as control:
+    with connect(server) as control:
         known = control.models(limit=limit)
     if output is Output.JSON:
         return print_json(to_dict(pb.ModelList(models=known)))

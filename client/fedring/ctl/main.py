@@ -12,6 +12,7 @@ import typer
 from fedring.ctl import (
     bench,
     bench_parallel,
+    certs,
     demo,
     doctor,
     evaluate,
@@ -24,8 +25,10 @@ from fedring.ctl import (
     profile,
     start,
     stop,
+    token,
     watch,
 )
+from fedring.ctl.access import with_access
 from fedring.ctl.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
@@ -42,13 +45,15 @@ app = typer.Typer(
 models_app = typer.Typer(no_args_is_help=True, help="List and export model versions.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, and draw what was measured.")
 pipeline_app = typer.Typer(no_args_is_help=True, help="See what a pipeline does and needs, without a server.")
+certs_app = typer.Typer(no_args_is_help=True, help="Make and renew certificates: an authority in a folder.")
+token_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke bearer tokens.")
 
-_WORK, _SEE, _TRY = "Work", "See", "Try and check"
+_WORK, _SEE, _TRY, _LET = "Work", "See", "Try and check", "Let in"
 
 
 def _verb(group: typer.Typer, name: str, verb: Callable[..., Any], *examples: str, panel: str | None = None) -> None:
     epilog = "\n\n".join(["Examples:", *examples]).replace("[", r"\[") if examples else None
-    group.command(name, epilog=epilog, rich_help_panel=panel)(verb)
+    group.command(name, epilog=epilog, rich_help_panel=panel)(with_access(verb))
 
 
 _verb(app, "start-round", start.start_round, "flctl start-round --wait", "flctl start-round lr=0.1 encoding=int8",
@@ -89,6 +94,16 @@ _verb(pipeline_app, "print", pipeline.print_, "flctl pipeline print pipedream --
 _verb(pipeline_app, "memory", pipeline_memory.memory, "flctl pipeline memory torchvision:resnet18 --stages 1,2,4",
       "flctl pipeline memory fedring.train.models:mnist_cnn --shape 1x28x28 --recompute", panel=None)  # fmt: skip
 app.add_typer(pipeline_app, name="pipeline", rich_help_panel=_TRY)
+_verb(certs_app, "init", certs.init, "flctl certs init pki --host fl.example.org --host 10.0.0.5")
+_verb(certs_app, "issue", certs.issue, "flctl certs issue pki hospital-a", "flctl certs issue pki ann --role operator")
+_verb(certs_app, "renew", certs.renew, "flctl certs renew pki", "flctl certs renew pki server --days 90")
+_verb(certs_app, "show", certs.show, "flctl certs show pki", "flctl certs show /etc/fedring/server.crt --output json")
+app.add_typer(certs_app, name="certs", rich_help_panel=_LET)
+_verb(token_app, "create", token.create, "flctl token create --name hospital-a > hospital-a.token",
+      "flctl token create --role operator --name ann --days 30 --state-dir /var/lib/fl-server")  # fmt: skip
+_verb(token_app, "list", token.list_, "flctl token list")
+_verb(token_app, "revoke", token.revoke, "flctl token revoke 3f0c2a9d11ee")
+app.add_typer(token_app, name="token", rich_help_panel=_LET)
 _verb(app, "help", guide.help_, "flctl help run", "flctl help exit-codes")
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedring.ctl.control import Control
+from fedring.ctl.access import connect
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
 from fedring.ctl.output import Output, print_json, size
 
@@ -17,7 +17,7 @@ def export(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Write a model version as safetensors, in its own dtypes."""
-    with Control(server) as control:
+    with connect(server) as control:
         header = control.export_model(version, out)
     written = out.stat().st_size
     if output is Output.JSON:

@@ -100,7 +100,10 @@ def _natural(table: dict[str, Any], descriptor: Any) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for field in descriptor.fields:  # a Descriptor, of the pure or of the compiled implementation
         value = table.get(field.name)
-        if isinstance(value, list):
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            kind = field.message_type.fields_by_name["value"]
+            result[field.name] = {key: _natural_value(item, kind) for key, item in (value or {}).items()}
+        elif isinstance(value, list):
             result[field.name] = [_natural_value(item, field) for item in value]
         else:
             result[field.name] = None if value is None else _natural_value(value, field)

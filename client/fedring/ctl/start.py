@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from fedring.ctl.access import connect
 from fedring.ctl.control import Control, Events
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import DEFAULT_SERVER, KeyOption, OutputOption, ServerOption
@@ -72,7 +73,7 @@ def _check(table: Mapping[str, Any], *, where: str) -> None:
 
 
 def _start(server: str, start: Start, *, wait: bool, output: Output) -> None:
-    with Control(server) as control:
+    with connect(server) as control:
         events = control.events() if wait else None
         reply = start(control)
         if events is not None:

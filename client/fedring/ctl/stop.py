@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fedring.ctl.control import Control
+from fedring.ctl.access import connect
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
 from fedring.ctl.output import Output, print_json, to_dict
@@ -20,7 +20,7 @@ def stop(
     """Stop a job and its round, or with --round only the round in progress."""
     if round_only and job:
         raise Failure("--round ends the round in progress, whatever its job: leave --job out", Exit.USAGE)
-    with Control(server) as control:
+    with connect(server) as control:
         reply = control.stop_round() if round_only else control.stop_job(job)
     if output is Output.JSON:
         print_json(to_dict(reply))

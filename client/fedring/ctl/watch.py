@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from fedring.ctl.access import connect
 from fedring.ctl.control import Control
 from fedring.ctl.lists import ROUND_COLUMNS, round_row
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
@@ -19,7 +20,7 @@ _ROUNDS, _LINES = 12, 5
 
 def watch(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
     """Show rounds, clients and accuracy live, until Ctrl-C; where stdout is no terminal, a line an event."""
-    with Control(server) as control:
+    with connect(server) as control:
         if output is Output.TABLE and sys.stdout.isatty():
             return _watch_live(control)
         line = json_line if output is Output.JSON else plain_line

@@ -4,7 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import grpc
 from grpc import aio
+
+from fedring.rpc.tls import PLAINTEXT, Tls, channel_credentials
 
 _RETRY = {
     "maxAttempts": 4,
@@ -44,14 +47,36 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-def open_channel(address: str) -> aio.Channel:
-    """A plaintext channel to `address`, "host:port"."""
-    return aio.insecure_channel(address, options=CLIENT_OPTIONS)
+# A connection that was opened with an old certificate, or by somebody who is not welcome any more, ends at some time.
+_AGING: list[tuple[str, Any]] = [
+    ("grpc.max_connection_age_ms", 24 * 3600 * 1000),
+    ("grpc.max_connection_age_grace_ms", 3600 * 1000),
+]
 
 
-def make_server(interceptors: Sequence[aio.ServerInterceptor], *, max_streams: int) -> aio.Server:
+def open_channel(address: str, tls: Tls = PLAINTEXT) -> aio.Channel:
+    """A channel to `address`, "host:port", with the certificates as they are now."""
+    if not encrypts(address, tls):
+        return aio.insecure_channel(address, options=CLIENT_OPTIONS)
+    return aio.secure_channel(address, channel_credentials(tls), options=CLIENT_OPTIONS)
+
+
+def open_sync_channel(address: str, tls: Tls = PLAINTEXT, token: str = "") -> grpc.Channel:
+    """As open_channel, for threads; every call on it shows the token, if it is encrypted."""
+    if not encrypts(address, tls):
+        return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+    return grpc.secure_channel(address, channel_credentials(tls, token), options=CLIENT_OPTIONS)
+
+
+def make_server(interceptors: Sequence[aio.ServerInterceptor], *, max_streams: int, tls: Tls = PLAINTEXT) -> aio.Server:
     """A server without services or ports that serves at most `max_streams` calls at once."""
-    return aio.server(interceptors=interceptors, options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_streams)
+    options = SERVER_OPTIONS + (_AGING if tls.on else [])
+    return aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=max_streams)
+
+
+def encrypts(address: str, tls: Tls) -> bool:
+    """Whether what goes to `address` is encrypted: a Unix socket never is."""
+    return tls.on and not address.startswith("unix:")
 
 
 def is_address(text: str) -> bool:

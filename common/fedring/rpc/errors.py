@@ -54,6 +54,12 @@ class NoSuchJob(FedringError):
     status, reason = StatusCode.NOT_FOUND, "unknown_job"
 
 
+class NoSuchToken(FedringError):
+    """No such token was ever made."""
+
+    status, reason = StatusCode.NOT_FOUND, "unknown_token"
+
+
 class OtherUpdate(FedringError):
     """Another update of this client was accepted for the round."""
 
@@ -64,6 +70,12 @@ class NotAllowed(FedringError):
     """The caller may not do this."""
 
     status, reason = StatusCode.PERMISSION_DENIED, "not_allowed"
+
+
+class Unauthenticated(FedringError):
+    """The caller has not proven who they are."""
+
+    status, reason = StatusCode.UNAUTHENTICATED, "no_identity"
 
 
 class NoSession(FedringError):

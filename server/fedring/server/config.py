@@ -6,8 +6,9 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from fedring.rpc.channel import is_address, is_loopback
+from fedring.rpc.channel import encrypts, is_address, is_loopback
 from fedring.rpc.metrics import check_metrics_address
+from fedring.rpc.tls import Tls
 from fedring.train.job import Job, Seconds
 
 
@@ -24,7 +25,9 @@ class ServerConfig(BaseSettings):
     web_host: str = Field(
         "127.0.0.1", min_length=1, description="its address; another than loopback needs insecure = true"
     )
-    insecure: bool = Field(False, description="allow plaintext on an address that other hosts can reach")
+    insecure: bool = Field(False, description="let everybody in on an address that other hosts can reach")
+    tls: Tls = Field(Tls(), description="certificates; with ca, callers must show one that it has signed")
+    tokens: bool = Field(False, description="take bearer tokens (flctl token create), too")
     metrics_listen: str = Field("", description="where Prometheus reads metrics, host:port; empty = nowhere")
     metrics_insecure: bool = Field(False, description="let other hosts read metrics, in plaintext")
     health_listen: str = Field("", description="address that answers health checks alone, in plaintext; empty = none")
@@ -64,10 +67,11 @@ class ServerConfig(BaseSettings):
         for address in (self.listen, self.control_listen):
             if not is_address(address):
                 raise ValueError(f"{address!r} is not host:port")
-            if not is_loopback(address) and not self.insecure:
-                raise ValueError(
-                    f"{address!r} can be reached from other hosts in plaintext: set insecure = true to allow it"
-                )
+        for address in (self.listen, self.control_listen):
+            if not is_loopback(address):
+                self._check_exposed(address)
+        if self.tls.ca and not self.tls.cert:
+            raise ValueError("tls.ca needs tls.cert and tls.key")
         return self
 
     @model_validator(mode="after")
@@ -83,3 +87,18 @@ class ServerConfig(BaseSettings):
     def page_is_local(self) -> bool:
         """Whether only this host can reach the page."""
         return is_loopback(f"{self.web_host}:0")
+
+    def _check_exposed(self, address: str) -> None:
+        if not encrypts(address, self.tls):
+            if self.tokens:
+                raise ValueError(f"tokens must not travel in plaintext to {address!r}: set tls.cert and tls.key")
+            if not self.insecure:
+                raise ValueError(
+                    f"{address!r} can be reached from other hosts in plaintext: set tls.cert and tls.key, "
+                    "or insecure = true to allow it"
+                )
+        elif not (self.tls.ca or self.tokens or self.insecure):
+            raise ValueError(
+                f"{address!r} can be reached from other hosts, and nothing says who may call: set tls.ca, "
+                "or tokens = true, or insecure = true to allow it"
+            )

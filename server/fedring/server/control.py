@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +29,18 @@ MAX_ID = 2**63 - 1
 class ControlService(rpc.ControlServiceServicer):
     """What an operator can ask for and see."""
 
-    def __init__(self, coordinator: Coordinator, jobs: Jobs, defaults: Job, version: str) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        jobs: Jobs,
+        defaults: Job,
+        version: str,
+        *,
+        refused: Callable[[], Mapping[str, int]],
+    ) -> None:
         self._coordinator, self._jobs, self._defaults, self._version = coordinator, jobs, defaults, version
         self._facts, self._store = coordinator.facts, coordinator.facts.store
+        self._refused = refused
         self._began = time.monotonic()
 
     async def StartRound(self, request: pb.StartRoundRequest, context: Any) -> pb.StartReply:
@@ -69,6 +78,7 @@ class ControlService(rpc.ControlServiceServicer):
             job=job_message(replace(current, state="running")) if current else None,
             round=round_,
             jobs_queued=sum(row.state == "queued" for row in jobs),
+            refused=self._refused(),
         )
 
     async def ListJobs(self, request: pb.ListRequest, context: Any) -> pb.JobList:

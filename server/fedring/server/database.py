@@ -12,11 +12,16 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
 from fedring.server.blobs import FsyncFailed, StorageError
-from fedring.server.tables import METADATA, meta
+from fedring.server.tables import METADATA, meta, tokens
 
 Migration = Callable[[Connection], None]
 
-MIGRATIONS: tuple[Migration, ...] = ()
+
+def _add_tokens(connection: Connection) -> None:
+    tokens.create(connection, checkfirst=True)
+
+
+MIGRATIONS: tuple[Migration, ...] = (_add_tokens,)
 """Number i takes a database from schema version i + 1 to i + 2."""
 
 _VERSION = "schema_version"

@@ -42,8 +42,10 @@ from fedring.server.forming import RendezvousService, look_after_groups
 from fedring.server.jobs import Jobs
 from fedring.server.journal import Journal
 from fedring.server.models import Models
+from fedring.server.security import Security
 from fedring.server.sessions import Sessions
 from fedring.server.store import SqlStore
+from fedring.server.tokens import TokenService
 from fedring.server.uploads import ClientUpdateService, add_update_service
 from fedring.server.view import View
 from fedring.train.errors import SeamError
@@ -65,7 +67,7 @@ _PUBLIC_SERVICES = tuple(
     for file in (federation_pb2, rendezvous_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
 )
-_CONTROL_SERVICE = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
+_CONTROL_SERVICES = tuple(service.full_name for service in control_pb2.DESCRIPTOR.services_by_name.values())
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
@@ -134,20 +136,16 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     log_always(lambda: coordinator.ids)
     metrics = coordinator.metrics
     metrics.min_clients.set(config.job.min_clients)
-    guards = [CountCalls(metrics.calls), Boundary(), Spans()]
-    public = make_server(guards, max_streams=4 * config.max_clients)
-    federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(TrainCmdService(coordinator, config, SOFTWARE), public)
-    federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(ModelBlobService(coordinator, config), public)
-    rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(coordinator, config), public)
-    add_update_service(ClientUpdateService(coordinator, config), public)
-    control = make_server(guards, max_streams=64)
-    control_pb2_grpc.add_ControlServiceServicer_to_server(
-        ControlService(coordinator, jobs, config.job, VERSION), control
-    )
+    security = Security(config, coordinator.facts, stack)
+    await security.tokens.load()
+    public, control = _servers(coordinator, jobs, security, config)
     health = Health(reflection=config.reflection)
     health.serve_on(public, *_PUBLIC_SERVICES)
-    health.serve_on(control, _CONTROL_SERVICE)
-    addresses = {"listen": _bind(public, config.listen), "control": _bind(control, config.control_listen)}
+    health.serve_on(control, *_CONTROL_SERVICES)
+    addresses = {
+        "listen": security.bind(public, config.listen),
+        "control": security.bind(control, config.control_listen),
+    }
     if metrics_address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
         addresses["metrics"] = metrics_address
     servers = [control, public]
@@ -181,6 +179,24 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     return await _until_stopped(coordinator, others, drain, config.drain_seconds)
 
 
+def _servers(
+    coordinator: Coordinator, jobs: Jobs, security: Security, config: ServerConfig
+) -> tuple[aio.Server, aio.Server]:
+    """What clients call, and what flctl calls, behind their guards."""
+    guards = [CountCalls(coordinator.metrics.calls), Boundary()]
+    public = make_server([*guards, security.public, Spans()], max_streams=4 * config.max_clients, tls=config.tls)
+    federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(TrainCmdService(coordinator, config, SOFTWARE), public)
+    federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(ModelBlobService(coordinator, config), public)
+    rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(coordinator, config), public)
+    add_update_service(ClientUpdateService(coordinator, config), public)
+    control = make_server([*guards, security.control, Spans()], max_streams=64, tls=config.tls)
+    operate = ControlService(coordinator, jobs, config.job, VERSION, refused=security.tally.counts)
+    control_pb2_grpc.add_ControlServiceServicer_to_server(operate, control)
+    tokens = TokenService(security.tokens, coordinator.sessions)
+    control_pb2_grpc.add_TokenServiceServicer_to_server(tokens, control)
+    return public, control
+
+
 async def _recover(config: ServerConfig, stack: ExitStack, *, sweep: bool) -> tuple[Coordinator, Jobs]:
     """The state as the last process left it, ready to go on."""
     try:
@@ -204,14 +220,6 @@ async def _recover(config: ServerConfig, stack: ExitStack, *, sweep: bool) -> tu
 def _resumable(facts: Facts, number: int) -> list[str]:
     """The partial uploads that the open round may go on with."""
     return [name for name in facts.blobs.partials() if name.startswith(f"{number}-")]
-
-
-def _bind(server: aio.Server, address: str) -> str:
-    try:
-        port = server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {address}: is another program using it?") from error
-    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
 
 def _pages(coordinator: Coordinator, config: ServerConfig, stack: ExitStack) -> list[WebServer]:

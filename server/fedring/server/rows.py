@@ -98,3 +98,16 @@ class EventRow:
     job_id: int = 0
     round: int = 0
     client_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """A bearer token, but for its secret."""
+
+    token_id: str
+    digest: str  # SHA-256 of the secret
+    role: str
+    name: str
+    created_at: float
+    expires_at: float | None = None
+    revoked_at: float | None = None

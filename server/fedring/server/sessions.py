@@ -1,7 +1,6 @@
 """The clients' sessions: who is here, what is to be sent to whom, what went over the wire."""
 
 import asyncio
-import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -11,14 +10,13 @@ from typing import Any
 from fedring.daemon.logs import log_with
 from fedring.rpc.chunks import serialize
 from fedring.rpc.contract import SESSION_KEY
-from fedring.rpc.errors import BadRequest, FedringError, NoSession, Overloaded, Superseded
+from fedring.rpc.errors import BadRequest, FedringError, NoSession, NotAllowed, Overloaded, Superseded
+from fedring.rpc.identity import IDENTITY, NAME, Identity
 from fedring.server.journal import printable
 from fedring.v1 import federation_pb2 as pb
 
 OUTBOX = 64
 """Events that may wait for one client; one that reads none of them for so long is cut off."""
-
-_CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +27,7 @@ class Session:
     session_id: str
     software: str
     address: str
+    owner: Identity  # who opened it: the id alone does not let anybody in
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     reason: FedringError | None = None  # why it was closed
@@ -69,13 +68,14 @@ class Sessions:
         self._by_client: dict[str, Session] = {}
 
     def join(self, request: pb.JoinRequest, address: str) -> Session:
-        """A new session for the client; its older one is closed."""
-        if not _CLIENT_ID.fullmatch(request.client_id):
+        """A new session for the client, of whoever makes this call; its older one is closed."""
+        if not NAME.fullmatch(request.client_id):
             raise BadRequest("client_id must be 1 to 128 characters of A-Z a-z 0-9 . _ -", reason="bad_client_id")
         older = self._by_client.get(request.client_id)
         if older is None and len(self._by_client) >= self._limit:
             raise Overloaded(f"{self._limit} clients are here already")
-        session = Session(request.client_id, secrets.token_hex(16), printable(request.software[:128]), address)
+        software = printable(request.software[:128])
+        session = Session(request.client_id, secrets.token_hex(16), software, address, IDENTITY.get())
         if older:
             older.close(Superseded(f"a newer session of {older.client_id} took over"))
             self.drop(older)
@@ -84,11 +84,14 @@ class Sessions:
         return session
 
     def of(self, context: Any) -> Session:
-        """The session that a call names; NoSession if it is none, or an old one."""
+        """The session that a call names; NoSession if it is none, or an old one; NotAllowed if it is another's."""
         name = next((value for key, value in context.invocation_metadata() or () if key == SESSION_KEY), "")
         session = self._by_id.get(str(name))
         if session is None:
             raise NoSession("this session is not open: join first")
+        who = IDENTITY.get()
+        if not who.owns(session.owner):
+            raise NotAllowed(f"this session is not {who}'s", reason="other_session")
         session.hear()
         log_with(client=session.client_id)
         return session

@@ -31,10 +31,10 @@ from sqlalchemy.exc import DBAPIError
 
 from fedring.daemon.crash import crashpoint
 from fedring.server.database import backup, open_database, translate
-from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, UpdateRow
-from fedring.server.tables import evaluations, events, jobs, meta, models, rounds, updates
+from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, TokenRow, UpdateRow
+from fedring.server.tables import evaluations, events, jobs, meta, models, rounds, tokens, updates
 
-Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow)
+Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow, TokenRow)
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
 _BLOB_COLUMNS = (updates.c.blob, models.c.blob, models.c.delta_blob, models.c.residual_blob, models.c.optimizer_blob)
 _KEY = (updates.c.round, updates.c.client_id)
@@ -92,6 +92,9 @@ class Store(Protocol):
     def events_after(self, event_id: int, limit: int = 1000) -> list[EventRow]: ...
     def last_events(self, limit: int) -> list[EventRow]: ...
     def last_event_id(self) -> int: ...
+    def add_token(self, row: TokenRow) -> None: ...
+    def tokens(self) -> list[TokenRow]: ...
+    def revoke_token(self, token_id: str, at: float) -> None: ...
     def prune(self, keep_models: int, keep_update_rounds: int) -> Pruned: ...
     def named_blobs(self) -> set[str]: ...
     def close(self) -> None: ...
@@ -278,6 +281,21 @@ class SqlStore:
         """The id of the newest event, 0 without any."""
         with self._transaction() as connection:
             return connection.execute(select(func.max(events.c.id))).scalar() or 0
+
+    def add_token(self, row: TokenRow) -> None:
+        """The token is known."""
+        with self._transaction() as connection:
+            connection.execute(insert(tokens), _values(row))
+
+    def tokens(self) -> list[TokenRow]:
+        """All tokens, oldest first."""
+        return self._list(select(tokens).order_by(tokens.c.created_at, tokens.c.token_id), TokenRow)
+
+    def revoke_token(self, token_id: str, at: float) -> None:
+        """The token is revoked, if it was not before."""
+        mine = (tokens.c.token_id == token_id) & tokens.c.revoked_at.is_(None)
+        with self._transaction() as connection:
+            connection.execute(update(tokens).where(mine).values(revoked_at=at))
 
     def prune(self, keep_models: int, keep_update_rounds: int) -> Pruned:
         """Only the newest models, and the updates of open and of the newest ended rounds, are kept.

@@ -157,3 +157,15 @@ events = Table(
     _column("client_id", Text),
     sqlite_strict=True,
 )
+tokens = Table(
+    "tokens",
+    METADATA,
+    _column("token_id", Text, key=True),
+    _column("digest", Text),
+    _column("role", Text),
+    _column("name", Text),
+    _column("created_at", _FLOAT),
+    _column("expires_at", _FLOAT, null=True),
+    _column("revoked_at", _FLOAT, null=True),
+    sqlite_strict=True,
+)

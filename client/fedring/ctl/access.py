@@ -1,0 +1,98 @@
+"""How flctl shows who its user is: options that every verb with --server takes."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc
+import typer
+from pydantic import ValidationError
+
+from fedring.ctl.control import Control
+from fedring.ctl.failure import Failure
+from fedring.daemon.config import explain
+from fedring.daemon.exits import Exit
+from fedring.rpc.channel import encrypts, is_loopback, open_sync_channel
+from fedring.rpc.tls import PLAINTEXT, Tls, read_token
+
+_PANEL = "Who you are"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What flctl shows the server, and expects of it."""
+
+    tls: Tls = PLAINTEXT
+    token_file: Path | None = None
+
+    def channel(self, address: str) -> grpc.Channel:
+        """A channel to the address; Failure if the token would travel in plaintext."""
+        if not self.token_file:
+            return open_sync_channel(address, self.tls)
+        if not encrypts(address, self.tls) and not is_loopback(address):
+            raise Failure(f"the token must not travel in plaintext to {address}: give --tls-ca", Exit.USAGE)
+        return open_sync_channel(address, self.tls, read_token(self.token_file))
+
+
+PLAIN = Access()
+_ACCESS: ContextVar[Access] = ContextVar("_ACCESS", default=PLAIN)
+
+_OPTIONS = {
+    "tls_ca": ("--tls-ca", "Who signed fl-server's certificate; without it, plaintext."),
+    "tls_cert": ("--tls-cert", "Your own certificate, an operator's."),
+    "tls_key": ("--tls-key", "Its private key."),
+    "token_file": ("--token-file", "A file with your token."),
+}
+
+
+def access() -> Access:
+    """As the command line of the running verb, or the environment, says."""
+    return _ACCESS.get()
+
+
+def connect(server: str) -> Control:
+    """A connection to the control port, as the user who called the running verb."""
+    return Control(server, channel=access().channel(server))
+
+
+def with_access(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb; if it takes a server, also the options that say who calls."""
+    signature = inspect.signature(verb)
+    if "server" not in signature.parameters:
+        return verb
+
+    @functools.wraps(verb)
+    def run(**given: Any) -> None:
+        paths = {name: given.pop(name) for name in _OPTIONS}
+        before = _ACCESS.set(_access(**paths))
+        try:
+            verb(**given)
+        finally:
+            _ACCESS.reset(before)
+
+    extra = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                Path | None,
+                typer.Option(flag, envvar=f"FLCTL_{name.upper()}", metavar="FILE", help=help_, rich_help_panel=_PANEL),
+            ],
+        )
+        for name, (flag, help_) in _OPTIONS.items()
+    ]
+    untyped: Any = run  # typer looks here
+    untyped.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *extra])
+    return run
+
+
+def _access(tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, token_file: Path | None) -> Access:
+    try:
+        return Access(Tls(ca=tls_ca, cert=tls_cert, key=tls_key), token_file)
+    except ValidationError as error:
+        raise Failure(explain(error, {}).replace("tls.", "--tls-"), Exit.USAGE) from error

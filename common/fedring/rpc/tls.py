@@ -1,0 +1,154 @@
+"""The table `tls` of both daemons, and what gRPC makes of it. Files are read again when they have changed."""
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Self
+
+import grpc
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedring.daemon.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+_SOON = timedelta(days=14)
+
+Stamp = tuple[tuple[int, int], ...]
+
+
+class Tls(BaseModel):
+    """Where the certificates are, all PEM files; nothing = plaintext."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cert: Path | None = Field(
+        default=None, description="this daemon's certificate, and what leads from it to the authority's"
+    )
+    key: Path | None = Field(default=None, description="its private key, without a password")
+    ca: Path | None = Field(
+        default=None, description="who signs the other side's certificates; on fl-server: callers must have one"
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("tls.cert and tls.key belong together: give both or none")
+        return self
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is encrypted."""
+        return bool(self.cert or self.ca)
+
+    @property
+    def mutual(self) -> bool:
+        """Whether both sides prove who they are."""
+        return bool(self.cert and self.ca)
+
+    def stamp(self) -> Stamp:
+        """Differs when a file has changed; OSError if one is gone."""
+        facts = [path.stat() for path in (self.cert, self.key, self.ca) if path]
+        return tuple((fact.st_mtime_ns, fact.st_ino) for fact in facts)
+
+
+PLAINTEXT = Tls()
+
+
+def check_tls(tls: Tls) -> None:
+    """Return if the files can be used now; ConfigError, in one sentence, if not."""
+    from fedring.rpc.certificates import check_dates, load_authorities, load_pair  # plaintext needs no cryptography
+
+    if tls.cert and tls.key:
+        left = check_dates(load_pair(tls.cert, tls.key).certificate, str(tls.cert))
+        if left < _SOON:
+            log.warning("the certificate in %s expires in %d days", tls.cert, left.days)
+    if tls.ca:
+        for authority in load_authorities(tls.ca):
+            check_dates(authority, str(tls.ca))
+
+
+def ends_at(tls: Tls) -> float | None:
+    """When this daemon's certificate, as it is on disk now, ends, in seconds since 1970; None without one."""
+    from fedring.rpc.certificates import load_authorities
+
+    try:
+        return load_authorities(tls.cert)[0].not_valid_after_utc.timestamp() if tls.cert else None
+    except ConfigError:  # it is being written
+        return None
+
+
+def server_credentials(tls: Tls, on_handshake: Callable[[], None]) -> grpc.ServerCredentials:
+    """What a port of this daemon shows, always as the files are now; `on_handshake` is called before each."""
+    renewed = _Renewed(tls)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        on_handshake()
+        return renewed()
+
+    return grpc.dynamic_ssl_server_credentials(
+        renewed.first,
+        fetch,  # type: ignore[arg-type]  # the stubs do not know of None, which means: no change
+        require_client_authentication=tls.ca is not None,
+    )
+
+
+def channel_credentials(tls: Tls, token: str = "") -> grpc.ChannelCredentials:
+    """What a new channel shows and asks for, as the files are now."""
+    from fedring.rpc.certificates import load_pair, read_secretly
+
+    pair = load_pair(tls.cert, tls.key) if tls.cert and tls.key else None
+    roots = read_secretly(tls.ca, secret=False) if tls.ca else None
+    credentials = grpc.ssl_channel_credentials(roots, pair.key if pair else None, pair.chain if pair else None)
+    if not token:
+        return credentials
+    return grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
+
+
+def read_token(path: Path) -> str:
+    """The token in the file; ConfigError if there is none, or any user can read it."""
+    from fedring.rpc.certificates import read_secretly
+
+    token = read_secretly(path).decode("ascii", "replace").strip()
+    if not token.isprintable() or not token or " " in token:
+        raise ConfigError(f"{path} must hold one token and nothing else")
+    return token
+
+
+class _Renewed:
+    """Gives the certificates that have changed since the last look; None if none have."""
+
+    def __init__(self, tls: Tls) -> None:
+        self._tls = tls
+        self._complained = False
+        try:
+            self._stamp = tls.stamp()
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+        self.first = _configuration(tls)
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        try:
+            stamp = self._tls.stamp()
+            if stamp == self._stamp:
+                return None
+            configuration = _configuration(self._tls)
+        except (OSError, ConfigError) as error:  # they are being written: the next handshake looks again
+            if not self._complained:
+                log.warning("the new certificate cannot be used, the old one stays: %s", error)
+            self._complained = True
+            return None
+        self._stamp, self._complained = stamp, False
+        log.info("the certificate in %s was read again", self._tls.cert)
+        return configuration
+
+
+def _configuration(tls: Tls) -> grpc.ServerCertificateConfiguration:
+    from fedring.rpc.certificates import load_pair, read_secretly
+
+    if tls.cert is None or tls.key is None:
+        raise ConfigError("a server needs tls.cert and tls.key")
+    pair = load_pair(tls.cert, tls.key)
+    roots = read_secretly(tls.ca, secret=False) if tls.ca else None
+    return grpc.ssl_server_certificate_configuration([(pair.key, pair.chain)], root_certificates=roots)
