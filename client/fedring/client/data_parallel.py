@@ -10,11 +10,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
-from fedring.client.grouped import parse_table, plan_of, take_part
+from fedring.client.grouped import parse_table, peer_options, plan_of, take_part
 from fedring.client.hooks import Compressed, make_hook
 from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
-from fedring.ring import RingOptions
 from fedring.train.group import Course, GroupTraining
 from fedring.train.loop import Loss, OptimizerFactory
 from fedring.train.parallel import DataParallel
@@ -38,7 +37,7 @@ class DataParallelTrainer:
     """Keeps a job's optimizer, and what compression owes, from round to round."""
 
     def __init__(self, config: ClientConfig, trusted: Sequence[str], device: torch.device) -> None:
-        self._options = RingOptions(listen=config.peer_listen, advertise=config.peer_address)
+        self._options = peer_options(config)
         self._trusted = trusted
         self._device = device
         self._key: tuple[Any, ...] = ()
@@ -48,7 +47,7 @@ class DataParallelTrainer:
         self, task: Task, model: nn.Module, samples: Dataset[Any], *, loss: Loss, optimizer: OptimizerFactory
     ) -> None:
         """The round is over, and was delivered if that fell to this worker; TrainingStopped if it ended too early."""
-        table, plan = table_of(task), plan_of(task)
+        return parse_table(DataParallel, "data_parallel", task.job.data_parallel)
         task.load_into(model)
         standing = self._standing_for(task, model, optimizer, table)
         standing.replica.begin_round()
@@ -132,8 +131,3 @@ class Replicated:
     def digest(self) -> bytes:
         """SHA-256 of the parameters."""
         return self.standing.replica.digest()
-
-
-def table_of(task: Task) -> DataParallel:
-    """The job's table; SeamError if this client does not understand it."""
-    return parse_table(DataParallel, "data_parallel", task.job.data_parallel)

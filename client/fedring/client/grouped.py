@@ -6,6 +6,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from torch import nn
 
+from fedring.client.config import ClientConfig
 from fedring.client.task import Task
 from fedring.client.worker import Part, Worker
 from fedring.ring import RingOptions, total_traffic
@@ -27,6 +28,16 @@ def take_part(task: Task, part: Part, options: RingOptions, model: nn.Module) ->
             worker.stay()
         task.stand_aside(part.usage.seconds)
     log.info("round %d is over", task.round, extra={"round": task.round, **part.metrics})
+
+
+def peer_options(config: ClientConfig) -> RingOptions:
+    """How this worker's streams to its peers are made: with the certificate that it shows the server, if it has one."""
+    options = RingOptions(listen=config.peer_listen, advertise=config.peer_address)
+    tls = config.tls
+    if not tls.mutual:
+        return options
+    files = {"tls_ca": tls.ca, "tls_cert": tls.cert, "tls_key": tls.key, "tls_members_only": True}
+    return options.model_copy(update=files)
 
 
 def parse_table(kind: type[Table], name: str, text: str) -> Table:

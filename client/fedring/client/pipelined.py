@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
-from fedring.client.grouped import parse_table, plan_of, take_part
+from fedring.client.grouped import parse_table, peer_options, plan_of, take_part
 from fedring.client.pipe_metrics import KINDS, PipeMetrics
 from fedring.client.task import Task
 from fedring.pipeline.schedules import Kind
 from fedring.pipeline.worker import Report
-from fedring.ring import RingError, RingOptions
+from fedring.ring import RingError
 from fedring.train.batches import fetch
 from fedring.train.cutting import count_layers, cut_model
 from fedring.train.errors import TrainError
@@ -43,7 +43,7 @@ class PipelineTrainer:
     """Keeps a job's newest checkpoint from round to round."""
 
     def __init__(self, config: ClientConfig, trusted: Sequence[str], device: torch.device) -> None:
-        self._options = RingOptions(listen=config.peer_listen, advertise=config.peer_address)
+        self._options = peer_options(config)
         self._trusted = trusted
         self._device = device
         self._key: tuple[Any, ...] = ()

@@ -107,7 +107,8 @@ class Worker:
         ready = pb.Ready(generation=generation, address=endpoint.address, steps=part.steps)
         self.rendezvous.tell(pb.WorkerMessage(ready=ready))
         group = self._next(generation, "group").group
-        join(endpoint, rank=group.rank, members=list(group.members), timeout=_JOIN_SECONDS)
+        members, identities = list(group.members), list(group.identities)
+        join(endpoint, rank=group.rank, members=members, identities=identities, timeout=_JOIN_SECONDS)
         self.rendezvous.tell(pb.WorkerMessage(joined=pb.Joined(generation=generation)))
         self._next(generation, "start")
         part.enter(generation, workers=len(group.members))

@@ -97,8 +97,11 @@ def is_here(address: str) -> bool:
     return address.partition(";")[2].partition(";")[0] == _host_id()
 
 
-def dial(address: str, options: RingOptions, *, pulse: bool = False) -> grpc.Channel:
-    """A channel of its own to a peer's address, for frames, or for the pulse that tells whether the peer lives."""
+def dial(address: str, options: RingOptions, *, pulse: bool = False, name: str = "") -> grpc.Channel:
+    """A channel of its own to a peer's address, for frames, or for the pulse that tells whether the peer lives.
+
+    With TLS, the peer's certificate must carry the `name`; without one, tls_name or the host that is dialled.
+    """
     tcp, _, unix = address.partition(";")
     host_id, _, path = unix.partition(";")
     settings = [*_channel_options(), *(_pulse_options(options) if pulse else _FRAMES)]
@@ -106,8 +109,8 @@ def dial(address: str, options: RingOptions, *, pulse: bool = False) -> grpc.Cha
         return grpc.insecure_channel(f"unix:{path}", settings)
     if options.tls_ca is None:
         return grpc.insecure_channel(tcp, settings)
-    if options.tls_name:
-        settings = [*settings, ("grpc.ssl_target_name_override", options.tls_name)]
+    if wanted := name or options.tls_name:
+        settings = [*settings, ("grpc.ssl_target_name_override", wanted)]
     ca, key, certificate = _pem(options)
     return grpc.secure_channel(tcp, grpc.ssl_channel_credentials(ca, key, certificate), settings)
 
@@ -150,7 +153,10 @@ def _server_credentials(options: RingOptions) -> grpc.ServerCredentials | None:
 def _pem(options: RingOptions) -> tuple[bytes, bytes, bytes]:
     """The certificate authority, the private key, and the certificate."""
     files = [path for path in (options.tls_ca, options.tls_key, options.tls_cert) if path is not None]
-    ca, key, certificate = (path.read_bytes() for path in files)
+    try:
+        ca, key, certificate = (path.read_bytes() for path in files)
+    except OSError as error:
+        raise RingError(f"cannot read {error.filename}: {error.strerror}") from error
     return ca, key, certificate
 
 

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -14,6 +14,7 @@ from fedring.ring.address import advertised, dial, is_here, open_server
 from fedring.ring.errors import BY_REASON, BadFrame, CollectiveTimeout, Overrun, PeerLost, RingError
 from fedring.ring.frames import Frame, read
 from fedring.ring.group import Group
+from fedring.ring.guests import Guests
 from fedring.ring.link import GENERATION_KEY, METHOD, PEER_KEY, PREFIX, Link, Outgoing, Traffic, Wait
 from fedring.ring.memory import Inbox, Outbox
 from fedring.ring.options import RingOptions
@@ -49,7 +50,8 @@ class Endpoint:
         self._here: set[str] = set()  # peers whose stream to us is open
         self._left: set[str] = set()
         self._closed = threading.Event()
-        self._server = open_server(self.options, handler(self._exchange))
+        self.guests = Guests(members_only=self.options.tls_members_only)
+        self._server = open_server(self.options, handler(self._exchange, self._pulse))
         self.address = advertised(self.options, self._server.port, self._server.unix_path)
         self._server.grpc.start()
         self._watch = threading.Thread(target=self._watch_deadlines, name="ring-deadlines", daemon=True)
@@ -57,6 +59,8 @@ class Endpoint:
 
     def group(self, name: str, *, rank: int, members: Sequence[str]) -> Group:
         """This rank's side of a group of addresses, one of them this endpoint's; its neighbours are dialled."""
+        if not self.guests.known:
+            raise RingError("tls_members_only needs a rendezvous that names the members' identities")
         if members[rank] != self.address:
             raise RingError(f"rank {rank} is {members[rank]}, and this is {self.address}", rank=rank)
         group = Group(
@@ -157,6 +161,7 @@ class Endpoint:
             patience = {peer: _FLUSH if self.failure or peer not in self._here else _LEAVE for peer in self._links}
             self.failure = self.failure or RingError("this worker has left the group")
             self._changed.notify_all()
+        self.guests.close()
         for link in self._links.values():
             link.leave(self._head(pb.FRAME_KIND_LEAVING))
         begin = time.monotonic()
@@ -174,7 +179,8 @@ class Endpoint:
         with self._lock:
             link = self._links.get(peer)
             if link is None and not self._closed.is_set():
-                channel = dial(peer, self.options)
+                name = self.guests.name_of(peer)
+                channel = dial(peer, self.options, name=name)
                 hello = self._head(pb.FRAME_KIND_HELLO)
                 outbox = Outbox() if self._shares_memory(peer) else None
                 hello.memory = outbox.name if outbox else ""
@@ -186,7 +192,7 @@ class Endpoint:
                     ended=lambda detail: self._lost(peer, f"cannot be reached ({detail})"),
                 )
                 link.pulse = Pulse(
-                    dial(peer, self.options, pulse=True), ended=lambda detail: self._stopped(peer, detail)
+                    dial(peer, self.options, pulse=True, name=name), ended=lambda detail: self._stopped(peer, detail)
                 )
                 link.checksum = self.options.frame_checksum
                 link.offered = outbox
@@ -201,6 +207,8 @@ class Endpoint:
             self.traffic.dropped_frames += 1
             context.set_trailing_metadata(((REASON_KEY, "stale_generation"),))
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"this is generation {self.generation}")
+        if not self.guests.admits(peer, context):
+            self._turn_away(peer, context)
         detail = "its stream ended"
         try:
             for place, frame in enumerate(self._frames(peer, messages)):
@@ -217,6 +225,18 @@ class Endpoint:
             detail = "its stream broke"
         self._lost(peer, detail)
         return b""
+
+    def _pulse(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        if not self.guests.admits("", context):
+            self._turn_away("a pulse", context)
+        return pulse.hold(request, context)
+
+    def _turn_away(self, peer: str, context: grpc.ServicerContext) -> NoReturn:
+        """The call has ended: its certificate is no member's, and nothing of it was read."""
+        self.traffic.refused_streams += 1
+        log.warning("%s, from %s, was refused: it is no member of the group", peer, context.peer())
+        context.set_trailing_metadata(((REASON_KEY, "not_a_member"),))
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, "this certificate is no member's")
 
     def _frames(self, peer: str, messages: Iterator[bytes]) -> Iterator[Frame]:
         """The frames of one stream in their order, without those that repeat or belong to another generation."""
@@ -360,11 +380,14 @@ class Endpoint:
                     self.fail(CollectiveTimeout(f"{who} for {operation.what} {limit}", rank=rank))
 
 
-def handler(exchange: Callable[[Iterator[bytes], grpc.ServicerContext], bytes]) -> grpc.GenericRpcHandler:
+def handler(
+    exchange: Callable[[Iterator[bytes], grpc.ServicerContext], bytes],
+    hold: Callable[[bytes, grpc.ServicerContext], bytes] = pulse.hold,
+) -> grpc.GenericRpcHandler:
     """What a worker serves: `exchange`, and the pulse."""
     _, service, method = METHOD.split("/")
     methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         method: grpc.stream_unary_rpc_method_handler(exchange),
-        pulse.METHOD.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(pulse.hold),
+        pulse.METHOD.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(hold),
     }
     return grpc.method_handlers_generic_handler(service, methods)

@@ -47,6 +47,7 @@ class Traffic:
     received_bytes: int = 0
     received_frames: int = 0
     dropped_frames: int = 0  # repeated, or of another generation
+    refused_streams: int = 0  # of a certificate that is no member's
     exchanges: int = 0  # of gradients: allreduces, and allgathers of compressed ones
     exchange_seconds: float = 0.0
     waits: dict[int, Wait] = field(default_factory=dict)  # for each rank to begin with its part of a collective

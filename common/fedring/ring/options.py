@@ -38,10 +38,15 @@ class RingOptions(BaseSettings):
     tls_name: str = Field(
         default="", description="the name in every peer's certificate; empty = the host that is dialled"
     )
+    tls_members_only: bool = Field(
+        default=False, description="let in, and dial, only the identities that the rendezvous names"
+    )
 
     @model_validator(mode="after")
     def _complete_tls(self) -> Self:
         given = [self.tls_ca, self.tls_cert, self.tls_key]
         if any(given) and not all(given):
             raise ValueError("tls_ca, tls_cert and tls_key belong together: give all three or none")
+        if self.tls_members_only and not all(given):
+            raise ValueError("tls_members_only needs tls_ca, tls_cert and tls_key")
         return self

@@ -33,15 +33,21 @@ _joined: Endpoint | None = None
 _lock = threading.Lock()
 
 
-def join(endpoint: Endpoint, *, rank: int, members: Sequence[str], timeout: float) -> None:
+def join(
+    endpoint: Endpoint, *, rank: int, members: Sequence[str], timeout: float, identities: Sequence[str] = ()
+) -> None:
     """torch's default group is of these members, of which `endpoint` is one: all have come, and know that all have.
 
     RingError if one does not come within `timeout` seconds; then there is no group, and the endpoint is closed. Once
-    joined, a collective may take half an hour: who is slow only slows, and who is gone is noticed by the streams.
+    joined, a collective may take half an hour: who is slow only slows, and who is gone is noticed by the streams. With
+    the option tls_members_only each member must show its identity, of the same place.
     """
     global _joined
     if dist.is_initialized():
         raise RingError("there is a default group already: leave it before joining another")
+    if endpoint.options.tls_members_only and len(identities) != len(members):
+        raise RingError("the server does not name the members' identities: update it")
+    endpoint.guests.expect(dict(zip(members, identities, strict=False)))
     with _lock:
         _joined = endpoint
     hook = sys.excepthook

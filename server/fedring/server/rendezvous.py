@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from math import inf
 
+from fedring.rpc.identity import Role, uri_of
 from fedring.server import groups as gr
 from fedring.server.openround import OpenRound
 from fedring.server.plan import group_rules
@@ -102,7 +103,9 @@ def view(state: gr.State, client: str) -> pb.GroupMessage:
         return pb.GroupMessage(wait=pb.Wait())
     if state.phase is gr.Phase.JOINING:
         addresses = [state.workers[name].address for name in state.members]
-        group = pb.Group(generation=generation, rank=state.members.index(client), members=addresses)
+        identities = [uri_of(Role.CLIENT, name) for name in state.members]
+        rank = state.members.index(client)
+        group = pb.Group(generation=generation, rank=rank, members=addresses, identities=identities)
         return pb.GroupMessage(group=group)
     if state.phase is gr.Phase.RUNNING:
         return pb.GroupMessage(start=pb.Start(generation=generation))
