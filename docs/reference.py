@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from fedring.client.config import ClientConfig
+from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
 from fedring.train.job import Job, ServerOptimizer
 from fedring.train.parallel import DataParallel
@@ -28,6 +29,7 @@ origin, `--check-config` says whether the daemon could start. Examples with comm
 SECTIONS = (
     ("fl-server", ServerConfig, "Keys of `fl-server`. The table `[job]` holds the defaults of every job."),
     ("fl-client", ClientConfig, "Keys of `fl-client`."),
+    ("TLS", Tls, "Keys of the table `[tls]` of both daemons; docs/security.md tells more."),
     (
         "Jobs",
         Job,

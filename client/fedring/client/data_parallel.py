@@ -47,7 +47,7 @@ class DataParallelTrainer:
         self, task: Task, model: nn.Module, samples: Dataset[Any], *, loss: Loss, optimizer: OptimizerFactory
     ) -> None:
         """The round is over, and was delivered if that fell to this worker; TrainingStopped if it ended too early."""
-        return parse_table(DataParallel, "data_parallel", task.job.data_parallel)
+        table, plan = parse_table(DataParallel, "data_parallel", task.job.data_parallel), plan_of(task)
         task.load_into(model)
         standing = self._standing_for(task, model, optimizer, table)
         standing.replica.begin_round()

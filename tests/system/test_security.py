@@ -1,0 +1,362 @@
+"""Who is let in, who is not, and with which word: the table of docs/security.md, against real daemons."""
+
+import json
+import queue
+import shutil
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+
+from fedring.ctl.access import Access
+from fedring.ctl.control import Control
+from fedring.ctl.failure import Failure
+from fedring.ctl.fleet import Fleet
+from fedring.ctl.health import check_health
+from fedring.ctl.main import main
+from fedring.daemon.exits import Exit
+from fedring.rpc.channel import open_sync_channel
+from fedring.rpc.errors import reason_of
+from fedring.rpc.tls import PLAINTEXT, Tls
+from fedring.server.store import SqlStore
+from fedring.server.tokens import new_token
+from fedring.v1 import control_pb2 as pb
+from fedring.v1.control_pb2_grpc import ControlServiceStub
+from fedring.v1.federation_pb2 import FetchModelRequest, JoinRequest, WatchRequest
+from fedring.v1.federation_pb2_grpc import ModelBlobServiceStub, TrainCmdServiceStub
+from tests.pki import Pki, flctl
+
+SECONDS = 20.0
+
+
+@dataclass
+class Site:
+    """A server, what is signed for it, and its operator."""
+
+    fleet: Fleet
+    pki: Pki
+    other: Pki
+    control: Control
+    tokens: dict[str, str] = field(default_factory=dict)
+
+    def counts(self) -> dict[str, int]:
+        return dict(self.control.status().refused)
+
+    def audit(self) -> list[dict[str, Any]]:
+        text = (self.fleet.directory / "state" / "server" / "audit.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+
+@contextmanager
+def site(folder: Path, *, mutual: bool, tokens: bool) -> Iterator[Site]:
+    pki, other = Pki(folder / "pki"), Pki(folder / "other")
+    pki.issue("ann", "bob")
+    other.issue("ann")
+    table = pki.tls("server").model_dump(mode="json")
+    if not mutual:
+        del table["ca"]
+    with Fleet(folder, {"tls": table, "tokens": tokens}) as fleet:
+        tls, token = (pki.tls("operator"), "") if mutual else (pki.trust(), keep_token(fleet, "operator"))
+        channel = open_sync_channel(fleet.control, tls, token)
+        with Control(fleet.control, channel=channel) as control:
+            yield Site(fleet, pki, other, control)
+
+
+def keep_token(fleet: Fleet, role: str, *, ends: float | None = None) -> str:
+    """A token of ann's, put beside the running server into its own files."""
+    row, token = new_token(role, "ann", 0)
+    store = SqlStore(f"sqlite:///{fleet.directory / 'state' / 'server' / 'facts.sqlite'}")
+    store.add_token(replace(row, expires_at=ends))
+    store.close()
+    return token
+
+
+@pytest.fixture(scope="module")
+def mutual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A server that asks for certificates, and takes tokens."""
+    with site(tmp_path_factory.mktemp("mutual"), mutual=True, tokens=True) as made:
+        made.pki.sign("nameless")
+        made.pki.sign("past", "fedring://client/past", ended=True)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def bearers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A server with TLS that asks for tokens alone; it knows a good one, an expired one and a revoked one."""
+    with site(tmp_path_factory.mktemp("bearers"), mutual=False, tokens=True) as made:
+        control = made.control
+        made.tokens["good"] = control.create_token("client", "ann").secret
+        made.tokens["expired"] = keep_token(made.fleet, "client", ends=1.0)
+        revoked = control.create_token("client", "ann")
+        control.revoke_token(revoked.token.token_id)
+        made.tokens |= {"revoked": revoked.secret, "made up": "fr_0123456789ab_secret", "cut": made.tokens["good"][:-1]}
+        yield made
+
+
+def join(channel: grpc.Channel, client: str, token: str = "") -> Any:
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    request = JoinRequest(client_id=client, protocol=1, software="test")
+    return TrainCmdServiceStub(channel).Join(request, metadata=metadata, timeout=SECONDS)
+
+
+def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
+    """How the call is refused."""
+    with pytest.raises(grpc.RpcError) as refused:
+        call()
+    return refused.value.code(), reason_of(refused.value)
+
+
+HANDSHAKES = ["no certificate", "another authority's", "expired", "plaintext"]
+
+
+@pytest.mark.parametrize("case", HANDSHAKES)
+def test_a_bad_handshake_never_becomes_a_call(mutual: Site, case: str) -> None:
+    tls = {
+        "no certificate": mutual.pki.trust(),
+        "another authority's": mutual.other.tls("ann", ca=mutual.pki),
+        "expired": mutual.pki.tls("past"),
+        "plaintext": PLAINTEXT,
+    }[case]
+    before, written = mutual.counts()["handshake"], len(mutual.audit())
+    with open_sync_channel(mutual.fleet.listen, tls) as channel:
+        assert refusal(lambda: join(channel, "ann"))[0] is grpc.StatusCode.UNAVAILABLE
+    assert mutual.counts()["handshake"] > before
+    assert len(mutual.audit()) == written
+
+
+def test_a_client_does_not_believe_a_server_of_another_authority(mutual: Site) -> None:
+    with open_sync_channel(mutual.fleet.listen, mutual.pki.tls("ann", ca=mutual.other)) as channel:
+        assert refusal(lambda: join(channel, "ann"))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+CALLS = [
+    ("nameless", "join as ann", "UNAUTHENTICATED", "no_identity"),
+    ("ann", "join as bob", "PERMISSION_DENIED", "other_client"),
+    ("operator", "join as ann", "PERMISSION_DENIED", "not_client"),
+    ("server", "join as ann", "PERMISSION_DENIED", "not_client"),
+    ("bob", "fetch in ann's session", "PERMISSION_DENIED", "other_session"),
+    ("ann", "status", "PERMISSION_DENIED", "not_operator"),
+    ("ann", "stop", "PERMISSION_DENIED", "not_operator"),
+    ("ann", "join with bob's token", "PERMISSION_DENIED", "two_identities"),
+]
+
+
+@pytest.mark.parametrize(("name", "deed", "status", "reason"), CALLS, ids=[f"{who}: {what}" for who, what, *_ in CALLS])
+def test_a_caller_does_only_what_is_theirs(mutual: Site, name: str, deed: str, status: str, reason: str) -> None:
+    ann = session(mutual) if "session" in deed else ""
+    bob = mutual.control.create_token("client", "bob").secret if "token" in deed else ""
+    before = mutual.counts()
+    address = mutual.fleet.control if deed in ("status", "stop") else mutual.fleet.listen
+    with open_sync_channel(address, mutual.pki.tls(name)) as channel:
+        operate = ControlServiceStub(channel)
+        fetch = ModelBlobServiceStub(channel).FetchModel
+        deeds: dict[str, Any] = {
+            "join as ann": lambda: join(channel, "ann"),
+            "join as bob": lambda: join(channel, "bob"),
+            "fetch in ann's session": lambda: list(fetch(FetchModelRequest(), metadata=(("fl-session", ann),))),
+            "status": lambda: operate.GetStatus(pb.GetStatusRequest(), timeout=SECONDS),
+            "stop": lambda: operate.StopJob(pb.StopJobRequest(), timeout=SECONDS),
+            "join with bob's token": lambda: join(channel, "ann", bob),
+        }
+        code, found = refusal(deeds[deed])
+    assert (code.name, found) == (status, reason)
+    after = mutual.counts()
+    assert {key for key in after if after[key] != before[key]} == {reason}
+    assert mutual.audit()[-1]["result"] == reason
+
+
+def session(site: Site) -> str:
+    """Of ann, who is who she says."""
+    with open_sync_channel(site.fleet.listen, site.pki.tls("ann")) as channel:
+        return str(join(channel, "ann").session_id)
+
+
+TOKENS = [
+    ("none", "no_identity"),
+    ("made up", "bad_token"),
+    ("cut", "bad_token"),
+    ("expired", "expired_token"),
+    ("revoked", "revoked_token"),
+]
+
+
+@pytest.mark.parametrize(("token", "reason"), TOKENS)
+def test_a_token_that_is_not_valid_opens_nothing(bearers: Site, token: str, reason: str) -> None:
+    before = bearers.counts()[reason]
+    with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
+        code, found = refusal(lambda: join(channel, "ann", bearers.tokens.get(token, "")))
+    assert (code, found) == (grpc.StatusCode.UNAUTHENTICATED, reason)
+    assert bearers.counts()[reason] == before + 1
+    assert bearers.audit()[-1]["result"] == reason
+
+
+def test_a_client_with_a_token_is_that_client_and_no_operator(bearers: Site) -> None:
+    good = bearers.tokens["good"]
+    with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
+        assert join(channel, "ann", good).session_id
+        assert refusal(lambda: join(channel, "bob", good)) == (grpc.StatusCode.PERMISSION_DENIED, "other_client")
+    with open_sync_channel(bearers.fleet.control, bearers.pki.trust(), good) as channel:
+        status = ControlServiceStub(channel).GetStatus
+        assert refusal(lambda: status(pb.GetStatusRequest())) == (grpc.StatusCode.PERMISSION_DENIED, "not_operator")
+
+
+def test_a_token_is_kept_as_a_digest_alone(bearers: Site) -> None:
+    secret = bearers.tokens["good"].rpartition("_")[2].encode()
+    kept = b"".join(path.read_bytes() for path in (bearers.fleet.directory / "state" / "server").glob("facts*"))
+    assert bearers.tokens["good"].split("_")[1].encode() in kept
+    assert secret not in kept
+
+
+def test_a_revoked_token_ends_the_session_that_it_opened(bearers: Site) -> None:
+    made = bearers.control.create_token("client", "carol")
+    with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
+        shown = (("authorization", f"Bearer {made.secret}"),)
+        session_id = join(channel, "carol", made.secret).session_id
+        said: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()
+        said.put(WatchRequest())
+        metadata = (("fl-session", session_id), *shown)
+        watch = TrainCmdServiceStub(channel).Watch(iter(said.get, None), metadata=metadata)
+        next(watch)  # the server's first heartbeat
+        bearers.control.revoke_token(made.token.token_id)
+        assert refusal(lambda: list(watch)) == (grpc.StatusCode.UNAUTHENTICATED, "revoked_token")
+        said.put(None)
+
+
+def test_tls_to_a_plaintext_port_is_no_call(server: Fleet, tmp_path: Path) -> None:
+    with open_sync_channel(server.listen, Pki(tmp_path / "pki").trust()) as channel:
+        assert refusal(lambda: join(channel, "ann"))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+def test_on_loopback_without_tls_and_tokens_everybody_is_the_local_user(server: Fleet, control: Control) -> None:
+    with open_sync_channel(server.listen) as channel:
+        assert join(channel, "anybody", "any token").session_id
+    assert set(control.status().refused.values()) == {0}
+
+
+def test_operators_deeds_are_written_down(mutual: Site) -> None:
+    token = mutual.control.create_token("client", "dave").token
+    with pytest.raises(Failure):
+        mutual.control.stop_round()
+    mutual.control.revoke_token(token.token_id)
+    lines = mutual.audit()[-3:]
+    verbs = ["TokenService/CreateToken", "ControlService/StopRound", "TokenService/RevokeToken"]
+    assert [line["verb"] for line in lines] == [f"/fedring.v1.{verb}" for verb in verbs]
+    assert [line["result"] for line in lines] == ["ok", "no_round", "ok"]
+    assert {line["identity"] for line in lines} == {"fedring://operator/operator"}
+    assert all(line["peer"].startswith("ipv4:127.0.0.1:") and line["at"] for line in lines)
+
+
+def test_health_is_told_to_everybody_who_gets_through_the_handshake(mutual: Site, bearers: Site) -> None:
+    assert check_health(mutual.fleet.listen, SECONDS, Access(mutual.pki.tls("nameless"))) == "serving"
+    assert check_health(bearers.fleet.listen, SECONDS, Access(bearers.pki.trust())) == "serving"
+
+
+def test_flctl_shows_who_its_user_is(mutual: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    tls = mutual.pki.tls("operator")
+    options = ["--tls-ca", str(tls.ca), "--tls-cert", str(tls.cert), "--tls-key", str(tls.key)]
+    assert main(["status", "--server", mutual.fleet.control, *options, "--output", "json"]) == Exit.OK
+    assert json.loads(capsys.readouterr().out)["refused"].keys() >= {"handshake", "no_identity"}
+    assert main(["status", "--server", mutual.fleet.control]) == Exit.UNAVAILABLE
+    assert "--tls-ca" in capsys.readouterr().err
+    ann = [part.replace("operator", "ann") for part in options]
+    assert main(["stop", "--server", mutual.fleet.control, *ann]) == Exit.NOT_ALLOWED
+    assert "fedring://client/ann is no operator" in capsys.readouterr().err
+
+
+def test_a_new_certificate_is_shown_without_a_restart(mutual: Site) -> None:
+    with open_sync_channel(mutual.fleet.listen, mutual.pki.tls("ann")) as channel:
+        assert join(channel, "ann").session_id
+        before = serial(mutual)
+        flctl("certs", "renew", mutual.pki.folder, "server")
+        assert serial(mutual) != before
+        assert join(channel, "ann").session_id  # over the connection that was there
+    with open_sync_channel(mutual.fleet.listen, mutual.pki.tls("ann")) as channel:
+        assert join(channel, "ann").session_id
+
+
+def test_half_a_new_certificate_changes_nothing(mutual: Site) -> None:
+    key, before = mutual.pki.folder / "server.key", serial(mutual)
+    kept = key.read_bytes()
+    key.write_bytes((mutual.pki.folder / "ann.key").read_bytes())
+    assert serial(mutual) == before
+    key.write_bytes(kept)
+    assert serial(mutual) == before
+
+
+def test_a_client_takes_up_its_new_certificate_without_a_restart(tmp_path: Path) -> None:
+    pki, other = Pki(tmp_path / "pki"), Pki(tmp_path / "other")
+    for authority in (pki, other):
+        authority.issue("client-0")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    install(other, "client-0", mine)  # a certificate that this server does not accept
+    (mine / "ca.crt").write_bytes((pki.folder / "ca.crt").read_bytes())
+    table = Tls(cert=mine / "client-0.crt", key=mine / "client-0.key", ca=mine / "ca.crt").model_dump(mode="json")
+    with (
+        Fleet(tmp_path, {"tls": pki.table("server")}, [{"tls": table}]) as fleet,
+        open_sync_channel(fleet.control, pki.tls("operator")) as channel,
+        Control(fleet.control, channel=channel) as control,
+    ):
+        events = control.events()
+        until(lambda: control.status().refused["handshake"] > 0)
+        install(pki, "client-0", mine)
+        assert next(event.client_id for event in events if event.kind == "client_joined") == "client-0"
+
+
+def test_workers_train_together_with_mutual_tls(tmp_path: Path) -> None:
+    pki = Pki(tmp_path / "pki")
+    pki.issue("client-0", "client-1")
+    clients = [{"tls": pki.table(name)} for name in ("client-0", "client-1")]
+    job = {"mode": "data_parallel", "min_clients": 2, "rounds": 2, "batch_size": 32}
+    with (
+        Fleet(tmp_path, {"tls": pki.table("server")}, clients) as fleet,
+        open_sync_channel(fleet.control, pki.tls("operator")) as channel,
+        Control(fleet.control, channel=channel) as control,
+    ):
+        events = control.events()
+        job_id = control.start_job(job).job_id
+        formed = [event.text for event in control.follow_job(job_id, events) if event.kind == "group_formed"]
+        assert control.job(job_id).state == "completed", [daemon.tail(20) for daemon in fleet.clients]
+        assert all("2 workers" in text for text in formed)
+        assert [len(round_.clients) for round_ in control.rounds(job_id=job_id)] == [2, 2]
+        assert control.status().refused["handshake"] == 0
+
+
+def install(pki: Pki, name: str, folder: Path) -> None:
+    """The owner's files are in the folder, in the place of older ones."""
+    for ending in ("key", "crt"):
+        new = folder / "new"
+        shutil.copy(pki.folder / f"{name}.{ending}", new)  # with its mode
+        new.replace(folder / f"{name}.{ending}")
+
+
+def serial(site: Site) -> int:
+    """Of the certificate that the server shows now, to somebody who speaks no gRPC."""
+    tls, (host, _, port) = site.pki.tls("ann"), site.fleet.listen.rpartition(":")
+    context = ssl.create_default_context(cafile=str(tls.ca))
+    context.load_cert_chain(str(tls.cert), str(tls.key))
+    context.set_alpn_protocols(["h2"])
+    with (
+        socket.create_connection((host, int(port)), SECONDS) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as encrypted,
+    ):
+        shown = encrypted.getpeercert(binary_form=True)
+    assert shown is not None
+    return x509.load_der_x509_certificate(shown).serial_number
+
+
+def until(true: Callable[[], bool]) -> None:
+    """It has become true; fails if it does not within a minute."""
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.05)
