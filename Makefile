@@ -8,7 +8,7 @@ DEMO ?=
 
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test check format bench clean wheel-test
+.PHONY: install demo secure-demo test check format bench clean wheel-test
 
 install: $(STAMP)
 
@@ -21,6 +21,10 @@ $(STAMP): pyproject.toml constraints.txt protos/generate.py $(wildcard protos/fe
 
 demo: install
 	$(BIN)/flctl demo $(DEMO)
+
+secure-demo: install
+	rm -rf secure-demo
+	PATH="$(abspath $(BIN)):$$PATH" deploy/quickstart.sh secure-demo
 
 test: install
 	$(BIN)/python -m pytest -q
@@ -41,4 +45,4 @@ bench: install
 	$(BIN)/flctl bench federated
 
 clean:
-	rm -rf $(VENV) demo bench-out dist
+	rm -rf $(VENV) demo secure-demo bench-out dist

@@ -1,0 +1,47 @@
+"""deploy/quickstart.sh: from nothing to two trained jobs with mutual TLS between everything."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 240
+
+
+def quickstart(folder: Path) -> "subprocess.CompletedProcess[str]":
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        [ROOT / "deploy" / "quickstart.sh", folder],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**os.environ, "PATH": programs},
+    )
+
+
+def test_one_command_makes_certificates_and_trains_with_mutual_tls(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    done = quickstart(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = done.stdout.partition("==> summary")[2]
+    assert "federated:     job 1 completed: 3 rounds, accuracy" in summary
+    assert "data parallel: job 2 completed: 1 rounds, accuracy" in summary
+    assert "fedring://client/ann is no operator" in done.stdout
+    assert "1 not_operator" in done.stdout
+    assert "2 workers go on" in (folder / "logs" / "server.log").read_text()
+    audit = (folder / "server" / "audit.jsonl").read_text()
+    verbs = [json.loads(line)["verb"].rpartition("/")[2] for line in audit.splitlines()]
+    assert verbs[:6] == ["CreateToken", "StartJob", "StartJob", "ExportModel", "StopJob", "RevokeToken"]
+    assert (folder / "model.safetensors").stat().st_size > 10_000
+    for daemon in ("server", "ann", "bob"):
+        pid = int((folder / daemon / "lock").read_text())
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_it_touches_nothing_that_is_there(tmp_path: Path) -> None:
+    done = quickstart(tmp_path)
+    assert done.returncode == 1
+    assert "is there already" in done.stderr
+    assert list(tmp_path.iterdir()) == []
