@@ -14,20 +14,20 @@ from fedring.ctl.fleet import Fleet
 from fedring.v1 import control_pb2 as pb
 
 ROOT = Path(__file__).parent.parent.parent
+TRUSTED = ["fedring", "torchvision", "tests"]
 
 
 @contextlib.contextmanager
 def fleet_of(clients: Sequence[Mapping[str, Any]], **server: Any) -> Iterator[tuple[Fleet, Control]]:
     """A running fleet whose daemons can import this folder's modules; its state is gone afterwards."""
-    trusted = ["fedring", "torchvision", "tests"]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     with (
         ended_by_signals(),
         tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder,
         Fleet(
             Path(folder),
-            {"trusted": trusted, **server},
-            [{"trusted": trusted, **client} for client in clients],
+            {"trusted": TRUSTED, **server},
+            [{"trusted": TRUSTED, **client} for client in clients],
             env={"PYTHONPATH": path},
         ) as fleet,
         Control(fleet.control) as control,
