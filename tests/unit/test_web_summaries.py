@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from math import nan
 
+from fedring.rpc.identity import NOBODY
 from fedring.server import groups as gr
 from fedring.server import rounds as rd
 from fedring.server.openround import OpenRound
@@ -58,7 +59,7 @@ def test_a_loss_that_is_no_number_is_not_told_as_one() -> None:
 
 
 def test_everything_can_be_sent_as_json() -> None:
-    session = Session("a", "s", "soft", "here", progress=nan)
+    session = Session("a", "s", "soft", "here", NOBODY, progress=nan)
     told = [
         job_summary(JOB),
         round_summary(pb.Round(phase=rd.Phase.TRAINING)),
@@ -71,7 +72,8 @@ def test_everything_can_be_sent_as_json() -> None:
 
 
 def test_clients_that_are_away_follow_those_that_are_here() -> None:
-    sessions = [Session("b", "s", "soft", "here", matched=True, activity=2), Session("c", "t", "soft", "there")]
+    here = Session("b", "s", "soft", "here", NOBODY, matched=True, activity=2)
+    sessions = [here, Session("c", "t", "soft", "there", NOBODY)]
     round_ = replace(ROUND, delivered=frozenset("b"), failed=frozenset("c"))
     told = client_summaries(sessions, {"z": 9, "b": 1}, round_)
     assert [(one["client_id"], one["state"], one["part"], one["updates"]) for one in told] == [

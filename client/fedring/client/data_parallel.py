@@ -47,7 +47,7 @@ class DataParallelTrainer:
         self, task: Task, model: nn.Module, samples: Dataset[Any], *, loss: Loss, optimizer: OptimizerFactory
     ) -> None:
         """The round is over, and was delivered if that fell to this worker; TrainingStopped if it ended too early."""
-        table, plan = parse_table(DataParallel, "data_parallel", task.job.data_parallel), plan_of(task)
+        table, plan = table_of(task), plan_of(task)
         task.load_into(model)
         standing = self._standing_for(task, model, optimizer, table)
         standing.replica.begin_round()
@@ -131,3 +131,8 @@ class Replicated:
     def digest(self) -> bytes:
         """SHA-256 of the parameters."""
         return self.standing.replica.digest()
+
+
+def table_of(task: Task) -> DataParallel:
+    """The job's table; SeamError if this client does not understand it."""
+    return parse_table(DataParallel, "data_parallel", task.job.data_parallel)

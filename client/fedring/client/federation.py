@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack
+from math import nan
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from fedring.client.task import Evaluation, Task
 from fedring.daemon.config import load_config
 from fedring.daemon.lock import StateLock
 from fedring.daemon.metrics import serving
+from fedring.rpc.tls import ends_at
 from fedring.train.evaluation import Counts
 from fedring.v1 import federation_pb2 as pb
 
@@ -78,6 +80,7 @@ class Federation:
         self._spool = Spool(config.state_dir)
         metrics = Metrics()
         metrics.spool_bytes.set_function(lambda: self._spool.size)
+        metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
         with ExitStack() as stack:
             stack.enter_context(StateLock(config.state_dir))
             if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):

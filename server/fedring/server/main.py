@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
+from math import nan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +33,7 @@ from fedring.rpc.errors import Unavailable
 from fedring.rpc.health import Health, health_port
 from fedring.rpc.metrics import CountCalls
 from fedring.rpc.spans import Spans
+from fedring.rpc.tls import ends_at
 from fedring.server.blobs import FileBlobs, FsyncFailed, StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.control import ControlService
@@ -138,6 +140,8 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     metrics.min_clients.set(config.job.min_clients)
     security = Security(config, coordinator.facts, stack)
     await security.tokens.load()
+    metrics.guard.read(security.tally)
+    metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
     public, control = _servers(coordinator, jobs, security, config)
     health = Health(reflection=config.reflection)
     health.serve_on(public, *_PUBLIC_SERVICES)
