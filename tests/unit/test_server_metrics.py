@@ -15,13 +15,14 @@ import fedring.server.mean
 import fedring.server.uploads
 from fedring.codec.errors import CodecError
 from fedring.rpc import errors
+from fedring.rpc.auth import REASONS
 from fedring.rpc.errors import FedringError, OtherUpdate, Stalled, Unavailable
 from fedring.server import blobs, database
 from fedring.server import rounds as rd
 from fedring.server.metrics import REJECTIONS, Metrics
 from fedring.server.rows import UpdateRow
 
-OTHERS = {"bad_schema", "unknown_model", "unknown_job"}  # reasons that no upload is refused for
+OTHERS = {"bad_schema", "unknown_model", "unknown_job", "unknown_token"}  # reasons that no upload is refused for
 OTHERS |= {"no_session", "superseded", "gone", "stalled", "unavailable", "damaged"}  # after which it goes on
 
 
@@ -60,7 +61,7 @@ def test_the_reasons_of_refusals_are_a_closed_set() -> None:
         found |= set(words_of(Path(module.__file__ or ""), argument=0, keyword="", errors="StorageError"))
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FedringError)]
     found |= {kind.reason for kind in kinds}
-    assert found - OTHERS - set(REJECTIONS) == set()
+    assert found - OTHERS - set(REASONS) - set(REJECTIONS) == set()
 
 
 def test_a_reason_that_nobody_knows_is_another(metrics: Metrics) -> None:
