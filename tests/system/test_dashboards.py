@@ -26,8 +26,9 @@ ANY_PORT = {"metrics_listen": "127.0.0.1:0"}
 SECONDS = 60.0
 FEDERATED = {"min_clients": 2, "epochs": 1}
 PARALLEL = {"mode": "data_parallel", "min_clients": 2, "rounds": 1, "data_parallel": {"hook": "dgc", "ratio": 0.01}}
+PIPELINE = {"mode": "pipeline", "min_clients": 2, "rounds": 1, "pipeline": {"stages": 2}}
 WITHOUT_NUMBERS = {"Certificates end in"}  # here is no certificate
-WITHOUT_SERIES = {"An action of a stage", "Refused callers"}  # here is no pipeline, and no door is guarded
+WITHOUT_SERIES = {"Refused callers"}  # here no door is guarded
 
 T = TypeVar("T")
 Series = list[dict[str, Any]]
@@ -102,8 +103,8 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         with Prometheus(folder / "prometheus") as running:
             up = eventually(lambda: running.query("up == 1"), lambda found: len(found) == 3)
             assert len(up) == 3, running.query("up")
-            run(control, PARALLEL)
-            run(control, {**FEDERATED, "rounds": 2})
+            for spec in (PARALLEL, PIPELINE, {**FEDERATED, "rounds": 2}):
+                run(control, spec)
             endless = control.start_job({**FEDERATED, "rounds": 10_000}).job_id
             yield running
             control.stop_job(endless)
