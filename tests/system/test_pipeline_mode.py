@@ -220,6 +220,15 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(
             assert sentence in event.text
 
 
+def test_a_loss_that_is_not_finite_ends_the_round_at_once(tmp_path: Path) -> None:
+    with Fleet(tmp_path, {}, [{}] * 2) as fleet, Control(fleet.control) as control:
+        events = control.events()
+        spec = job({"replacement_seconds": 600}, lr=1e30, rounds=1)
+        kinds = {event.kind: event.text for event in control.follow_job(control.start_job(spec).job_id, events)}
+        assert kinds["round_abandoned"] == "round 1 was abandoned: diverged"
+        assert "use a learning rate below" in "".join(client.tail(50) for client in fleet.clients)
+
+
 def test_each_worker_tells_prometheus_what_its_stage_does(tmp_path: Path) -> None:
     told = {"metrics_listen": "127.0.0.1:0"}
     with Fleet(tmp_path, {}, [told] * 2) as fleet, Control(fleet.control) as control:
