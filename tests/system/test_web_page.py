@@ -98,6 +98,9 @@ def test_a_job_can_be_followed_live_without_a_reload(look: Look, fleet: Fleet, t
         last = control.rounds(limit=1)[0]
     assert f"{100 * last.eval_correct / last.eval_total:.2f} %" in look.text("#tiles")
     picture(look, "web", tmp_path)
+    for plot in ("accuracy", "bytes"):
+        look.page.hover(f"#{plot} .nsewdrag", force=True)
+        look.until(f"document.querySelector('#{plot} .hoverlayer')?.textContent.includes('round ')")
 
 
 WATCH_ROUNDS = """() => {

@@ -173,7 +173,7 @@ def _part(name: str, round_: rd.Round) -> str:
         return "failed"
     if name in round_.delivered:
         return "delivered"
-    return "asked" if name in round_.selected | round_.evaluators else ""
+    return "asked" if name in round_.selected or name in round_.evaluators else ""
 
 
 def _finite(value: float) -> float | None:

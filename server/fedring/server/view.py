@@ -23,7 +23,7 @@ from fedring.v1 import control_pb2 as pb
 
 MOST_JOBS, MOST_MODELS, MOST_EVENTS, MOST_ROUNDS = 50, 10, 50, 1000
 MOST_STORED_EVENTS = 1000
-CHUNK = 20
+CHUNK = 10
 """Rounds that are read at once: those of large fleets are long, and uploads wait for the same thread."""
 STORE_SECONDS = 2.0
 """The store is read again after this time, or after an event."""

@@ -9,8 +9,7 @@ POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "style-src-attr 'unsafe-inline'",  # plotly sets attributes named style
-        "img-src 'self' data:",
+        "img-src 'self'",
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",

@@ -34,7 +34,7 @@ function curves(rounds, key, format) {
     return {
       type: "scatter", mode: "lines+markers", name, x: known.map((round) => round.job_round),
       y: known.map((round) => round[field]), line: { color, width: 2, dash }, marker: { color, size: known.length > 60 ? 3 : 6 },
-      hovertemplate: `round %{x}: %{y:${format}}<extra>${name}</extra>`,
+      hovertemplate: `%{y:${format}}<extra>${name}</extra>`,
     };
   };
   const traces = [one("clients' samples", key, colors.series[0]), one("server's samples", `server_${key}`, colors.series[1], "dot")];
@@ -60,7 +60,7 @@ function bars(rounds, job) {
     type: "bar", name: kind.name, offsetgroup: kind.side, x: rounds.map((round) => round.job_round), y: rounds.map(kind.of),
     marker: { color: fixed[kind.side] ?? colors.series[[0, 1, 3, 5][next++ % 4]] },
     customdata: rounds.map((round) => bytes(kind.of(round))),
-    hovertemplate: `round %{x}: %{customdata}<extra>${kind.name}</extra>`,
+    hovertemplate: `%{customdata}<extra>${kind.name}</extra>`,
   }));
 }
 
@@ -88,12 +88,12 @@ function layout(yaxis, traces) {
   const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, fixedrange: true, automargin: true };
   const most = Math.max(...traces.flatMap((trace) => trace.x));
   return {
-    autosize: true, dragmode: false, hovermode: "x unified", uirevision: "same",
+    autosize: true, dragmode: false, hovermode: "x unified", hoverdistance: -1, uirevision: "same",
     margin: { l: 48, r: 8, t: 6, b: 32 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, Segoe UI, DejaVu Sans, sans-serif", size: 12, color: ink },
     hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink } },
     showlegend: traces.length > 1, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal" },
-    xaxis: { ...axis, showgrid: false, tickformat: "d", hoverformat: "d", ...(most < 11 ? { dtick: 1 } : {}) },
+    xaxis: { ...axis, showgrid: false, tickformat: "d", unifiedhovertitle: { text: "round %{x}" }, ...(most < 11 ? { dtick: 1 } : {}) },
     yaxis: { ...axis, ...yaxis },
   };
 }

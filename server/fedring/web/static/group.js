@@ -76,7 +76,7 @@ function arc(from, total, { x, y, radius, size }) {
 }
 
 function stages(workers, group) {
-  const [wide, high, gap] = [112, 64, 44];
+  const [wide, high, gap] = [104, 64, 38];
   const width = workers.length * (wide + gap) - gap + 8;
   const wires = workers.slice(1).map((_, i) => {
     const start = 4 + (i + 1) * (wide + gap) - gap;

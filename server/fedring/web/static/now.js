@@ -97,7 +97,7 @@ export function showTiles(state, job, rounds) {
     ["Loss", number(rated.at(-1)?.loss), rated.length ? `after round ${rated.at(-1).job_round}` : ""],
     ["Round time", last ? duration(last.seconds) : "–", last ? `training ${duration(last.train_seconds_max)} at most` : ""],
     ["Clients", server ? count(server.watching) : "–", server ? `ready, of ${count(server.clients)} here` : ""],
-    ["Sent up", bytes(sums("upload_bytes")), peer ? `and ${bytes(peer)} between workers` : encodingNote(job?.mode === "federated" ? job.encoding : "fp32", job)],
+    ["Sent up", bytes(sums("upload_bytes")), peer ? `+ ${bytes(peer)} to peers` : encodingNote(job?.mode === "federated" ? job.encoding : "fp32", job)],
     ["Sent down", bytes(sums("download_bytes")), encodingNote(job?.download_encoding, job)],
   ];
   fill(at("tiles"), tiles.map(([name, value, note]) =>
