@@ -46,3 +46,5 @@ bench: install
 
 clean:
 	rm -rf $(VENV) demo secure-demo bench-out dist
+
+include deploy/systemd/install.mk

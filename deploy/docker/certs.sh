@@ -1,0 +1,23 @@
+#!/bin/sh
+# Every party has its certificate, in a folder that nobody else sees. What is there stays, unless it is about to expire.
+set -eu
+cd "${1:-/certs}"
+
+give() { # NAME FOLDER: the folder holds what NAME needs
+    cp ca/ca.crt "$2/ca.crt"
+    cp "ca/$1.crt" "$2/tls.crt"
+    cp "ca/$1.key" "$2/tls.key"
+    chmod 600 "$2/tls.key"
+}
+
+if [ -e ca/ca.crt ]; then
+    flctl certs renew ca # what ends within 30 days
+else
+    flctl certs init ca --host server
+fi
+for client in client-1 client-2; do
+    [ -e "ca/$client.crt" ] || flctl certs issue ca "$client" --role client
+    give "$client" "$client"
+done
+give server server
+give operator operator

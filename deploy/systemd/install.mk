@@ -1,0 +1,32 @@
+# make install-systemd [PREFIX=/opt/fedring] [DESTDIR=] [GPU=1] [TORCH_INDEX=...]: the programs, their units and examples.
+PREFIX ?= /opt/fedring
+DESTDIR ?=
+UNITS := $(DESTDIR)/etc/systemd/system
+GPU ?=
+
+.PHONY: install-systemd install-programs install-units
+
+install-systemd: install-programs install-units
+	$(if $(DESTDIR),,systemd-sysusers fedring.conf)
+	$(if $(DESTDIR),,systemd-tmpfiles --create fedring.conf)
+	$(if $(DESTDIR),,systemctl daemon-reload)
+
+install-programs:
+	$(PYTHON) -m venv $(DESTDIR)$(PREFIX)
+	$(DESTDIR)$(PREFIX)/bin/python -m pip install --quiet --upgrade pip
+	$(DESTDIR)$(PREFIX)/bin/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(DESTDIR)$(PREFIX)/bin/python -m pip install --quiet --constraint constraints.txt '.[tracing]'
+	sed -i '1s|#!.*|#!$(PREFIX)/bin/python|' $(addprefix $(DESTDIR)$(PREFIX)/bin/,fl-server fl-client flctl)
+
+# Examples in /etc/fedring that are there already stay as they are.
+install-units:
+	install -d '$(UNITS)' '$(DESTDIR)/etc/fedring'
+	for unit in fl-server.service fl-client@.service; do \
+	    sed 's|/opt/fedring/|$(PREFIX)/|' "deploy/systemd/$$unit" > "$(UNITS)/$$unit" && chmod 644 "$(UNITS)/$$unit" || exit; \
+	done
+	$(if $(GPU),install -Dm644 -t '$(UNITS)/fl-client@.service.d' 'deploy/systemd/fl-client@.service.d/gpu.conf')
+	install -Dm644 deploy/systemd/fedring.sysusers '$(DESTDIR)/usr/lib/sysusers.d/fedring.conf'
+	install -Dm644 deploy/systemd/fedring.tmpfiles '$(DESTDIR)/usr/lib/tmpfiles.d/fedring.conf'
+	for file in server.toml client.toml; do \
+	    [ -e "$(DESTDIR)/etc/fedring/$$file" ] || install -m644 -t '$(DESTDIR)/etc/fedring' "deploy/systemd/$$file" || exit; \
+	done

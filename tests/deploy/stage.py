@@ -1,0 +1,102 @@
+"""A deployment on this host: its commands run as they are written, below a temporary folder and on free ports."""
+
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+PROGRAMS = Path(sys.executable).parent
+SECONDS = 120.0
+"""Longest wait for whatever is sure to come."""
+
+_HIDDEN = ("FEDRING_", "FLCTL_", "OTEL_", "NOTIFY_", "WATCHDOG_")
+_ADDRESS = re.compile(r"\b(?P<host>0\.0\.0\.0|127\.0\.0\.1|[a-z][a-z0-9-]*):(?P<port>\d{4,5})\b")
+
+
+class Stage:
+    """Where the paths and ports of a deployment are on this host; one root folder for each machine or container."""
+
+    def __init__(self) -> None:
+        self._ports: dict[str, int] = {}
+
+    def port(self, number: str) -> int:
+        """The free port that stands for that one."""
+        if number not in self._ports:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self._ports[number] = free.getsockname()[1]
+        return self._ports[number]
+
+    def translate(self, text: str, paths: Mapping[str, Path], machine: str = "") -> str:
+        """The text with this host's paths for those that begin with a key of `paths`, and its addresses.
+
+        A machine's own ports are its alone; a host name in an address is a machine's.
+        """
+
+        def address(match: re.Match[str]) -> str:
+            owner = machine if match["host"][0].isdigit() else match["host"]
+            return f"127.0.0.1:{self.port(f'{owner}:' + match['port'])}"
+
+        for path in sorted(paths, key=len, reverse=True):
+            text = re.sub(rf"(?<![\w./-]){re.escape(path)}(?![\w-])", str(paths[path]), text)
+        return _ADDRESS.sub(address, text)
+
+
+class Running:
+    """A command that runs, until the end of `with` at the latest; it knows nothing of this shell's settings."""
+
+    def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        self.log = log
+        given = {name: value for name, value in os.environ.items() if not name.startswith(_HIDDEN)}
+        path = f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**given, "PATH": path, **(env or {})},
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        if self.process.stdout:
+            self.process.stdout.close()
+
+    def first_line(self) -> str:
+        """The first line on stdout."""
+        stdout = self.process.stdout
+        assert stdout is not None
+        deadline, data = time.monotonic() + SECONDS, b""
+        while not data.endswith(b"\n"):
+            ready = select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]
+            byte = os.read(stdout.fileno(), 1) if ready else b""
+            assert byte, f"no line came: {self.log.read_text()[-3000:]}"
+            data += byte
+        return data.decode()
+
+    def end(self, number: int = signal.SIGTERM, seconds: float = SECONDS) -> int:
+        """Its exit code, after that signal."""
+        self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+
+def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """What became of the command, which ends by itself."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith(_HIDDEN)}
+    path = f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"
+    environment = {**given, "PATH": path, **(env or {})}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS, check=False)

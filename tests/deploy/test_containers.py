@@ -1,0 +1,219 @@
+"""The image and the compose file keep our rules, and what compose would run works, here, without a container."""
+
+import json
+import re
+import shutil
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedring.daemon.config import load_config
+from fedring.server.config import ServerConfig
+from tests.conftest import ROOT, missing
+from tests.deploy.stage import PROGRAMS, Running, Stage, run
+
+DOCKER = ROOT / "deploy" / "docker"
+COMPOSE = DOCKER / "compose.yml"
+SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(COMPOSE.read_text())["services"]
+VOLUMES: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())["volumes"]
+OURS = sorted(name for name, service in SERVICES.items() if service["image"].startswith("fedring:"))
+DAEMONS = sorted(name for name, service in SERVICES.items() if service["restart"] != "no")
+
+
+def tool(name: str) -> str:
+    """A program of the development tools."""
+    if (program := shutil.which(name, path=str(PROGRAMS)) or shutil.which(name)) is None:
+        missing(name)
+    return str(program)
+
+
+def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+    done = run([tool("hadolint"), str(DOCKER / "Dockerfile")])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_compose_file_fits_the_specification() -> None:
+    done = run([tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(COMPOSE)])
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_image_is_made_of_what_the_dockerfile_copies_and_nothing_else() -> None:
+    text = (DOCKER / "Dockerfile").read_text()
+    copied = {word for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M) for word in line.split()}
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    let_in = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    assert "*" in lines
+    assert copied == let_in
+    assert all((ROOT / name).exists() for name in copied)
+    assert re.findall(r"^USER (.*)$", text, re.M)[-1] == "10001:10001"
+
+
+def test_the_image_is_tagged_with_our_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    texts = [COMPOSE.read_text(), *(path.read_text() for path in (ROOT / "deploy" / "kubernetes").glob("*.yaml"))]
+    assert {tag for text in texts for tag in re.findall(r"image: fedring:(\S+)", text)} == {version}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_can_do_no_more_than_it_must(name: str) -> None:
+    service = SERVICES[name]
+    assert re.fullmatch(r"[1-9]\d*:\d+", service["user"])
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert "cap_add" not in service
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert "privileged" not in service
+    assert re.fullmatch(r"\d+[mg]", service["mem_limit"])
+    assert 0 < service["pids_limit"] <= 512
+    assert service["init"] is True
+    assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"])  # an explicit version
+    assert all(str(port).startswith("127.0.0.1:") for port in service.get("ports", []))
+
+
+@pytest.mark.parametrize("name", DAEMONS)
+def test_a_daemon_is_checked_restarted_and_given_time_to_drain(name: str) -> None:
+    service = SERVICES[name]
+    assert service["restart"] == "on-failure"
+    drain = load_config(ServerConfig, DOCKER / "server.toml").config.drain_seconds
+    assert int(service["stop_grace_period"].removesuffix("s")) > drain + 5
+    assert service["healthcheck"]["test"][0] == "CMD"
+    if name in OURS:
+        assert service["healthcheck"]["test"][1:3] == ["flctl", "health"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_mount_is_there_and_what_is_not_the_services_own_is_read_only(name: str) -> None:
+    for mount in SERVICES[name].get("volumes", []):
+        if mount["type"] == "bind":
+            assert (DOCKER / mount["source"]).exists(), mount
+            assert mount["read_only"] is True
+        else:
+            assert mount["source"] in VOLUMES
+            written = not mount.get("read_only")
+            assert written == (name == "certs" or not mount["source"].startswith("tls-"))
+
+
+def test_nobody_sees_the_key_of_another() -> None:
+    seen: dict[str, set[str]] = {}
+    for name, service in SERVICES.items():
+        for mount in service.get("volumes", []):
+            if mount["source"] == "ca" or mount["source"].startswith("tls-"):
+                seen.setdefault(mount["source"], set()).add(name)
+    assert seen.pop("ca") == {"certs"}
+    assert all(len(names - {"certs"}) == 1 for names in seen.values())
+    made = re.search(r"/certs /certs/ca (.*)$", (DOCKER / "Dockerfile").read_text(), re.M)
+    assert made is not None
+    targets = {mount["target"] for mount in SERVICES["certs"]["volumes"] if mount["type"] == "volume"}
+    assert targets == {"/certs/ca", *made[1].split()}
+
+
+class Containers:
+    """Each service's command on this host: every volume is a folder, and every container's paths are its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.stage = folder, Stage()
+
+    def command(self, name: str, *arguments: str) -> list[str]:
+        """What the container would run."""
+        service = SERVICES[name]
+        words = [*service.get("entrypoint", []), *(arguments or service["command"])]
+        return [self.stage.translate(word, self.paths(name), name) for word in words]
+
+    def env(self, name: str) -> dict[str, str]:
+        """Its environment."""
+        given = SERVICES[name].get("environment", {})
+        return {key: self.stage.translate(value, self.paths(name), name) for key, value in given.items()}
+
+    def check(self, name: str) -> list[str]:
+        """Its health check."""
+        return [self.stage.translate(word, {}, name) for word in SERVICES[name]["healthcheck"]["test"][1:]]
+
+    def paths(self, name: str) -> dict[str, Path]:
+        """Where on this host the container's paths are; the files and folders are there."""
+        paths = {"/certs": self.folder / "certs"} if name == "certs" else {}
+        for mount in SERVICES[name]["volumes"]:
+            if mount["type"] == "volume":
+                place = self.folder / mount["source"]
+                place.mkdir(mode=0o700, exist_ok=True)
+                if mount["target"].startswith("/certs/"):
+                    self._link(self.folder / mount["target"].removeprefix("/"), place)
+            else:
+                place = self.folder / f"{name}-{Path(mount['source']).name}"
+            paths[mount["target"]] = place
+        for mount in SERVICES[name]["volumes"]:
+            if mount["type"] == "bind":
+                text = (DOCKER / mount["source"]).read_text()
+                translated = text if mount["source"].endswith(".sh") else self.stage.translate(text, paths, name)
+                paths[mount["target"]].write_text(translated)
+        return paths
+
+    @staticmethod
+    def _link(at: Path, place: Path) -> None:
+        at.parent.mkdir(exist_ok=True)
+        if not at.exists():
+            at.symlink_to(place)
+
+
+@pytest.fixture(scope="module")
+def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
+    """All of our services, as `docker compose up` starts them."""
+    containers = Containers(tmp_path_factory.mktemp("compose"))
+    logs = containers.folder
+    for _ in range(2):  # the second time nothing is made again
+        done = run(containers.command("certs"), containers.env("certs"))
+        assert done.returncode == 0, done.stderr
+    with ExitStack() as stack:
+        for name in ("server", "client-1", "client-2"):
+            running = Running(containers.command(name), logs / f"{name}.log", containers.env(name))
+            stack.enter_context(running)
+            if name == "server":
+                running.first_line()
+        yield containers
+
+
+def test_a_federated_round_goes_through_all_services(containers: Containers) -> None:
+    command = containers.command("flctl", "start-round", "--wait", "--output", "json")
+    done = run(command, containers.env("flctl"))
+    assert done.returncode == 0, done.stderr
+    kinds = [json.loads(line)["kind"] for line in done.stdout.splitlines()]
+    assert "round_published" in kinds
+    assert run(containers.command("flctl"), containers.env("flctl")).returncode == 0  # what it does by default
+
+
+@pytest.mark.parametrize("name", sorted(set(OURS) & set(DAEMONS)))
+def test_the_health_check_of_a_service_says_that_it_serves(containers: Containers, name: str) -> None:
+    done = run(containers.check(name))
+    assert (done.returncode, "serving" in done.stdout) == (0, True), done.stderr
+
+
+def test_who_has_no_certificate_gets_nowhere(containers: Containers) -> None:
+    env = {key: value for key, value in containers.env("flctl").items() if "CERT" not in key and "KEY" not in key}
+    assert run(containers.command("flctl"), env).returncode != 0
+
+
+def test_every_path_that_a_service_uses_is_mounted() -> None:
+    for name in OURS:
+        service = SERVICES[name]
+        targets = [mount["target"] for mount in service["volumes"]]
+        texts = [*service["command"], *service.get("environment", {}).values()]
+        binds = [DOCKER / mount["source"] for mount in service["volumes"] if mount["type"] == "bind"]
+        texts += [path.read_text() for path in binds if path.suffix == ".toml"]
+        used = {path for text in texts for path in re.findall(r"""(?:^|["\s=])(/[\w./-]+)""", text)}
+        assert used, name
+        for path in used:
+            below = any(path == target or path.startswith(f"{target}/") for target in targets)
+            above = any(target.startswith(f"{path}/") for target in targets)
+            assert below or above, (name, path)
+
+
+def test_every_port_that_is_published_is_listened_on() -> None:
+    config = load_config(ServerConfig, DOCKER / "server.toml").config
+    listened = {config.listen.rpartition(":")[2], config.control_listen.rpartition(":")[2]}
+    published = {port.rpartition(":")[2] for port in SERVICES["server"]["ports"]}
+    assert published <= listened
+    assert not any(address.startswith("127.") for address in (config.listen, config.control_listen))

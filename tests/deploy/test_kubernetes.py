@@ -1,0 +1,90 @@
+"""The Kubernetes manifests fit the schemas, and are as strict as the containers."""
+
+import tomllib
+from typing import Any
+
+import pytest
+import yaml
+
+from fedring.client.config import ClientConfig
+from fedring.server.config import ServerConfig
+from tests.conftest import ROOT, missing
+
+FOLDER = ROOT / "deploy" / "kubernetes"
+KUSTOMIZATION = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+MANIFESTS: list[dict[str, Any]] = [
+    manifest for name in KUSTOMIZATION["resources"] for manifest in yaml.safe_load_all((FOLDER / name).read_text())
+]
+VERSIONS = ("1.31", "1.37")
+SETS = [manifest for manifest in MANIFESTS if manifest["kind"] == "StatefulSet"]
+PORT = {"fl-server": ServerConfig, "fl-client": ClientConfig}
+
+
+def name_of(manifest: dict[str, Any]) -> str:
+    return f"{manifest['kind']}-{manifest['metadata']['name']}"
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The daemon's configuration file, as its ConfigMap has it."""
+    (found,) = (m for m in MANIFESTS if m["kind"] == "ConfigMap" and m["metadata"]["name"] == name)
+    (text,) = found["data"].values()
+    return tomllib.loads(text)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=name_of)
+def test_a_manifest_fits_the_schema(manifest: dict[str, Any], version: str) -> None:
+    try:
+        import kubernetes_validate
+    except ImportError:
+        missing("the package kubernetes-validate")
+    kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_all_files_are_applied() -> None:
+    files = {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
+    assert files == set(KUSTOMIZATION["resources"])
+    namespaced = [manifest for manifest in MANIFESTS if manifest["kind"] != "Namespace"]
+    assert {manifest["metadata"]["namespace"] for manifest in namespaced} == {KUSTOMIZATION["namespace"]}
+
+
+@pytest.mark.parametrize("manifest", SETS, ids=name_of)
+def test_a_pod_is_restricted_limited_and_given_time_to_drain(manifest: dict[str, Any]) -> None:
+    pod = manifest["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert container["resources"]["limits"]["memory"]
+    assert pod["terminationGracePeriodSeconds"] > config_of("fl-server")["drain_seconds"] + 5
+
+
+@pytest.mark.parametrize("manifest", SETS, ids=name_of)
+def test_the_configuration_listens_where_the_pod_says_and_the_probes_ask(manifest: dict[str, Any]) -> None:
+    name = manifest["metadata"]["name"]
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    config = config_of(name)
+    model: Any = PORT[name]
+    model.model_validate({**config, "client_id": f"{name}-0"} if name == "fl-client" else config)
+    listened = {key: int(config[key].rpartition(":")[2]) for key in config if key.endswith("listen")}
+    assert sorted(listened.values()) == sorted(port["containerPort"] for port in container["ports"])
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["grpc"]["port"] == listened["health_listen"]
+    assert container["livenessProbe"]["grpc"]["service"] == "alive"
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    for path in (*config["tls"].values(), config["state_dir"]):
+        assert any(path == place or path.startswith(f"{place}/") for place in mounted), path
+
+
+def test_every_port_of_a_service_is_a_port_of_its_pods() -> None:
+    services = [manifest for manifest in MANIFESTS if manifest["kind"] == "Service"]
+    for service in services:
+        (pods,) = (m for m in SETS if m["spec"]["selector"]["matchLabels"] == service["spec"]["selector"])
+        (container,) = pods["spec"]["template"]["spec"]["containers"]
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= {p["name"] for p in container["ports"]}
+        assert pods["spec"]["serviceName"] == service["metadata"]["name"]

@@ -1,0 +1,248 @@
+"""The units are valid and hardened, and what they say of the daemons is true."""
+
+import json
+import shutil
+import signal
+import socket
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from fedring.daemon.exits import Exit
+from tests.conftest import ROOT, missing
+from tests.deploy.stage import PROGRAMS, SECONDS, Running, Stage, run
+from tests.deploy.units import UNITS, Unit
+
+SERVER, CLIENT = UNITS / "fl-server.service", UNITS / "fl-client@.service"
+GPU = UNITS / "fl-client@.service.d" / "gpu.conf"
+BEAT_SECONDS = 0.2
+
+
+@pytest.fixture(scope="module")
+def analyze() -> str:
+    """systemd-analyze."""
+    if (program := shutil.which("systemd-analyze")) is None:
+        missing("systemd-analyze")
+    return str(program)
+
+
+@pytest.fixture
+def runnable(tmp_path: Path) -> Path:
+    """The units in a folder of their own, with programs that are there."""
+    for unit in (SERVER, CLIENT):
+        text = unit.read_text()
+        for program in ("fl-server", "fl-client"):
+            text = text.replace(f"/opt/fedring/bin/{program} ", "/bin/true ")
+        (tmp_path / unit.name.replace("@", "@a")).write_text(text)
+    return tmp_path
+
+
+def test_systemd_has_nothing_to_say_against_the_units(analyze: str, runnable: Path) -> None:
+    units = sorted(map(str, runnable.glob("*.service")))
+    done = run([analyze, "verify", "--man=no", *units])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_mistake_in_a_unit_would_be_found(analyze: str, runnable: Path) -> None:
+    unit = runnable / SERVER.name
+    unit.write_text(unit.read_text().replace("ProtectSystem=strict", "ProtectSystem=strct"))
+    assert "strct" in run([analyze, "verify", "--man=no", str(unit)]).stderr
+
+
+@pytest.mark.parametrize("drop_in", [None, GPU], ids=["without", "with-gpu"])
+@pytest.mark.parametrize("unit", [SERVER, CLIENT], ids=lambda unit: unit.name)
+def test_the_units_are_hardened(analyze: str, runnable: Path, unit: Path, drop_in: Path | None) -> None:
+    file = runnable / unit.name.replace("@", "@a")
+    if drop_in:
+        file.write_text(file.read_text() + drop_in.read_text())
+    done = run([analyze, "security", "--offline=yes", "--threshold=20", "--no-pager", str(file)])
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+@pytest.mark.parametrize("path", [SERVER, CLIENT], ids=lambda path: path.name)
+def test_systemd_waits_for_the_drain_lets_the_incurable_lie_and_sends_no_signal_that_kills(path: Path) -> None:
+    unit = Unit(path)
+    drain = tomllib.loads((UNITS / "server.toml").read_text())["drain_seconds"]
+    assert unit.seconds("TimeoutStopSec") > drain + 5
+    assert unit["Restart"] == "on-failure"
+    assert {int(code) for code in unit["RestartPreventExitStatus"].split()} == {Exit.NOT_ALLOWED, Exit.CONFIG}
+    assert unit["Type"] == "notify"
+    assert "ExecReload" not in unit  # the daemons take SIGHUP as everybody does: it ends them
+    assert unit.seconds("WatchdogSec") >= 30
+
+
+@pytest.mark.parametrize("path", [SERVER, CLIENT], ids=lambda path: path.name)
+def test_no_private_key_is_readable_but_as_a_credential(path: Path) -> None:
+    unit = Unit(path)
+    given = dict(credential.split(":") for credential in unit.values["LoadCredential"])
+    used = {word.split("=%d/")[1] for word in unit["ExecStart"].split() if "=%d/" in word}
+    assert used == set(given)
+    assert all(Path(source).parent == Path("/etc/fedring/tls") for source in given.values())
+    assert "d /etc/fedring/tls 0700 root root" in (UNITS / "fedring.tmpfiles").read_text()
+
+
+def test_the_install_target_puts_everything_where_systemd_looks(analyze: str, tmp_path: Path) -> None:
+    options = [f"DESTDIR={tmp_path}", "PREFIX=/srv/fl", "GPU=1"]
+    for _ in range(2):  # also over what is there
+        done = run(["make", "--directory", str(ROOT), "install-units", *options])
+        assert done.returncode == 0, done.stderr
+    units = tmp_path / "etc" / "systemd" / "system"
+    installed = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert installed == {
+        "etc/systemd/system/fl-server.service",
+        "etc/systemd/system/fl-client@.service",
+        "etc/systemd/system/fl-client@.service.d/gpu.conf",
+        "usr/lib/sysusers.d/fedring.conf",
+        "usr/lib/tmpfiles.d/fedring.conf",
+        "etc/fedring/server.toml",
+        "etc/fedring/client.toml",
+    }
+    assert Unit(units / "fl-server.service")["ExecStart"].startswith("/srv/fl/bin/fl-server /etc/fedring/server.toml ")
+
+
+def test_the_user_that_the_units_name_is_made(tmp_path: Path) -> None:
+    if (program := shutil.which("systemd-sysusers")) is None:
+        missing("systemd-sysusers")
+    (tmp_path / "etc").mkdir()
+    done = run([str(program), f"--root={tmp_path}", str(UNITS / "fedring.sysusers")])
+    assert done.returncode == 0, done.stderr
+    assert "fedring:" in (tmp_path / "etc" / "passwd").read_text()
+    assert (Unit(SERVER)["User"], Unit(CLIENT)["User"]) == ("fedring", "fedring")
+
+
+class Manager:
+    """systemd's side of the notification socket."""
+
+    def __init__(self, path: Path) -> None:
+        self.env = {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": str(int(BEAT_SECONDS * 1e6))}
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(str(path))
+
+    def until(self, wanted: str) -> str:
+        """The first message that has this in it."""
+        deadline = time.monotonic() + SECONDS
+        while True:
+            self.socket.settimeout(deadline - time.monotonic())
+            if wanted in (message := self.socket.recv(1 << 16).decode()):
+                return message
+
+    def silent(self) -> bool:
+        """Whether nothing comes for several beats' time, once all that was sent before is read."""
+        self.socket.setblocking(False)
+        try:
+            while True:
+                self.socket.recv(1 << 16)
+        except BlockingIOError:
+            pass
+        self.socket.settimeout(5 * BEAT_SECONDS)
+        try:
+            self.socket.recv(1 << 16)
+        except TimeoutError:
+            return True
+        return False
+
+
+class Host:
+    """A machine with both units, as root would start them, below a folder."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self.stage, self._stack = folder, Stage(), stack
+        (folder / "etc").mkdir()
+        (folder / "logs").mkdir()
+        for name in ("server.toml", "client.toml"):
+            text = self.stage.translate((UNITS / name).read_text(), {"/var/lib/fedring": folder}, "host")
+            (folder / "etc" / name).write_text(text)
+        done = run(["flctl", "certs", "init", str(folder / "tls"), "--host", "127.0.0.1"])
+        assert done.returncode == 0, done.stderr
+
+    @property
+    def operator(self) -> dict[str, str]:
+        """The environment of an flctl that may do everything."""
+        tls = {key: str(self.folder / "tls" / f"operator.{key}") for key in ("crt", "key")}
+        return {
+            "FLCTL_SERVER": f"127.0.0.1:{self.stage.port('host:8444')}",
+            "FLCTL_TLS_CA": str(self.folder / "tls" / "ca.crt"),
+            "FLCTL_TLS_CERT": tls["crt"],
+            "FLCTL_TLS_KEY": tls["key"],
+        }
+
+    def start(self, path: Path, manager: Manager, instance: str = "") -> Running:
+        """The unit's command runs, with its credentials."""
+        unit, name = Unit(path), instance or "server"
+        credentials = self.folder / f"credentials-{name}"
+        credentials.mkdir()
+        if instance:
+            done = run(["flctl", "certs", "issue", str(self.folder / "tls"), instance, "--role", "client"])
+            assert done.returncode == 0, done.stderr
+        for credential in unit.values["LoadCredential"]:
+            key, source = credential.replace("%i", instance).split(":")
+            shutil.copy(self.folder / "tls" / Path(source).name, credentials / key)
+        for key, below in (("StateDirectory", "state"), ("RuntimeDirectory", "run")):
+            if key in unit:
+                (self.folder / below / unit[key].replace("%i", instance)).mkdir(parents=True)
+        specifiers = {"%S": "state", "%t": "run", "%d": credentials.name, "/etc/fedring": "etc"}
+        command = unit["ExecStart"].replace("%i", instance)
+        for word, folder in specifiers.items():
+            command = command.replace(word, str(self.folder / folder))
+        command = command.replace("/opt/fedring/bin", str(PROGRAMS))
+        return self._stack.enter_context(Running(command.split(), self.folder / "logs" / name, manager.env))
+
+
+def wait_for_training(host: Host) -> None:
+    """Return when the client is within its epoch."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        done = run(["flctl", "clients", "--output", "json"], host.operator)
+        if any(client["activity"].endswith("TRAINING") for client in json.loads(done.stdout)["clients"]):
+            return
+    pytest.fail("the client does not train")
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    with tempfile.TemporaryDirectory(prefix="fl-") as folder, ExitStack() as stack:  # short, for Unix sockets
+        yield Host(Path(folder), stack)
+
+
+def test_the_server_tells_systemd_when_it_is_ready_alive_and_stopping(host: Host) -> None:
+    manager = Manager(host.folder / "notify")
+    server = host.start(SERVER, manager)
+    server.first_line()
+    ready = manager.until("READY=1")
+    assert "WATCHDOG=1" not in ready
+    assert manager.until("WATCHDOG=1")
+    server.process.send_signal(signal.SIGSTOP)
+    assert manager.silent()
+    server.process.send_signal(signal.SIGCONT)
+    assert manager.until("WATCHDOG=1")
+    server.process.send_signal(signal.SIGTERM)
+    assert "STATUS=" in manager.until("STOPPING=1")
+    assert server.process.wait(Unit(SERVER).seconds("TimeoutStopSec")) == 0
+
+
+def test_the_client_beats_through_a_long_epoch_and_stops_within_it(host: Host) -> None:
+    server = host.start(SERVER, Manager(host.folder / "notify"))
+    server.first_line()
+    manager = Manager(host.folder / "notify-client")
+    client = host.start(CLIENT, manager, "ward-7")
+    assert manager.until("READY=1")
+    assert "in session" in manager.until("STATUS=")
+    done = run(["flctl", "start-round", "min_clients=1", "epochs=1000000", "lr=1e-6"], host.operator)
+    assert done.returncode == 0, done.stderr
+    wait_for_training(host)
+    assert not manager.silent()
+    for _ in range(5):
+        assert manager.until("WATCHDOG=1")
+    health = run(["flctl", "health", "--at", f"unix:{host.folder}/run/fedring-client/ward-7/health"])
+    assert (health.returncode, "serving" in health.stdout) == (0, True)
+    client.process.send_signal(signal.SIGSTOP)
+    assert manager.silent()
+    client.process.send_signal(signal.SIGCONT)
+    client.process.send_signal(signal.SIGTERM)
+    assert manager.until("STOPPING=1")
+    assert client.process.wait(Unit(CLIENT).seconds("TimeoutStopSec")) == 0
