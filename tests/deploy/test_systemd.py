@@ -118,7 +118,8 @@ def test_the_user_that_the_units_name_is_made(tmp_path: Path) -> None:
 class Manager:
     """systemd's side of the notification socket."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, log: Path) -> None:
+        self._log = log
         self.env = {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": str(int(BEAT_SECONDS * 1e6))}
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(str(path))
@@ -127,8 +128,12 @@ class Manager:
         """The first message that has this in it."""
         deadline = time.monotonic() + SECONDS
         while True:
-            self.socket.settimeout(deadline - time.monotonic())
-            if wanted in (message := self.socket.recv(1 << 16).decode()):
+            self.socket.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                message = self.socket.recv(1 << 16).decode()
+            except TimeoutError:
+                pytest.fail(f"{wanted} did not come:\n{self._log.read_text()[-3000:]}")
+            if wanted in message:
                 return message
 
     def silent(self) -> bool:
@@ -152,8 +157,8 @@ class Host:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self.stage, self._stack = folder, Stage(), stack
-        (folder / "etc").mkdir()
-        (folder / "logs").mkdir()
+        for below in ("etc", "logs", "data"):
+            (folder / below).mkdir()
         for name in ("server.toml", "client.toml"):
             text = self.stage.translate((UNITS / name).read_text(), {"/var/lib/fedring": folder}, "host")
             (folder / "etc" / name).write_text(text)
@@ -171,9 +176,11 @@ class Host:
             "FLCTL_TLS_KEY": tls["key"],
         }
 
-    def start(self, path: Path, manager: Manager, instance: str = "") -> Running:
-        """The unit's command runs, with its credentials."""
+    def start(self, path: Path, instance: str = "") -> tuple[Running, Manager]:
+        """The unit's command runs, with its credentials, and tells the manager how it is."""
         unit, name = Unit(path), instance or "server"
+        manager = Manager(self.folder / f"notify-{name}", self.folder / "logs" / name)
+        self._stack.callback(manager.socket.close)
         credentials = self.folder / f"credentials-{name}"
         credentials.mkdir()
         if instance:
@@ -190,7 +197,8 @@ class Host:
         for word, folder in specifiers.items():
             command = command.replace(word, str(self.folder / folder))
         command = command.replace("/opt/fedring/bin", str(PROGRAMS))
-        return self._stack.enter_context(Running(command.split(), self.folder / "logs" / name, manager.env))
+        running = Running(command.split(), self.folder / "logs" / name, manager.env)
+        return self._stack.enter_context(running), manager
 
 
 def wait_for_training(host: Host) -> None:
@@ -210,8 +218,7 @@ def host() -> Iterator[Host]:
 
 
 def test_the_server_tells_systemd_when_it_is_ready_alive_and_stopping(host: Host) -> None:
-    manager = Manager(host.folder / "notify")
-    server = host.start(SERVER, manager)
+    server, manager = host.start(SERVER)
     server.first_line()
     ready = manager.until("READY=1")
     assert "WATCHDOG=1" not in ready
@@ -226,12 +233,11 @@ def test_the_server_tells_systemd_when_it_is_ready_alive_and_stopping(host: Host
 
 
 def test_the_client_beats_through_a_long_epoch_and_stops_within_it(host: Host) -> None:
-    server = host.start(SERVER, Manager(host.folder / "notify"))
+    server, _ = host.start(SERVER)
     server.first_line()
-    manager = Manager(host.folder / "notify-client")
-    client = host.start(CLIENT, manager, "ward-7")
+    client, manager = host.start(CLIENT, "ward-7")
     assert manager.until("READY=1")
-    assert "in session" in manager.until("STATUS=")
+    assert manager.until("in session").startswith("STATUS=")
     done = run(["flctl", "start-round", "min_clients=1", "epochs=1000000", "lr=1e-6"], host.operator)
     assert done.returncode == 0, done.stderr
     wait_for_training(host)
