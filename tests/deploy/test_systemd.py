@@ -233,7 +233,7 @@ def test_the_server_tells_systemd_when_it_is_ready_alive_and_stopping(host: Host
 
 
 def test_the_client_beats_through_a_long_epoch_and_stops_within_it(host: Host) -> None:
-    server, _ = host.start(SERVER)
+    server, _ = host.start(SERVER)  # which goes on though nobody reads what it notifies
     server.first_line()
     client, manager = host.start(CLIENT, "ward-7")
     assert manager.until("READY=1")

@@ -9,7 +9,9 @@ from contextlib import suppress
 def sd_notify(state: str) -> None:
     """Tell systemd; do nothing outside it, or where it does not listen."""
     if path := os.environ.get("NOTIFY_SOCKET"):
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        # Without waiting: a manager that does not read must not hold the event loop.
+        kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+        with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sock:
             sock.sendto(state.encode(), "\0" + path[1:] if path[0] == "@" else path)
 
 
