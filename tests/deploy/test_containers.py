@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.conftest import ROOT, missing
+from tests.deploy.stage import PROGRAMS, Running, Stage, run
 
 from fedring.daemon.config import load_config
 from fedring.server.config import ServerConfig
-from tests.conftest import ROOT, missing
-from tests.deploy.stage import PROGRAMS, Running, Stage, run
 
 DOCKER = ROOT / "deploy" / "docker"
 COMPOSE = DOCKER / "compose.yml"

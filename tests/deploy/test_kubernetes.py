@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.conftest import ROOT, missing
 
 from fedring.client.config import ClientConfig
 from fedring.server.config import ServerConfig
-from tests.conftest import ROOT, missing
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 KUSTOMIZATION = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())

@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
-from fedring.daemon.exits import Exit
 from tests.conftest import ROOT, missing
 from tests.deploy.stage import PROGRAMS, SECONDS, Running, Stage, run
 from tests.deploy.units import UNITS, Unit
+
+from fedring.daemon.exits import Exit
 
 SERVER, CLIENT = UNITS / "fl-server.service", UNITS / "fl-client@.service"
 GPU = UNITS / "fl-client@.service.d" / "gpu.conf"
