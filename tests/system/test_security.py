@@ -2,12 +2,9 @@
 
 import json
 import queue
-import shutil
 import socket
 import ssl
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +23,7 @@ from fedring.ctl.main import main
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.errors import reason_of
-from fedring.rpc.tls import PLAINTEXT, Tls
+from fedring.rpc.tls import PLAINTEXT
 from fedring.server.store import SqlStore
 from fedring.server.tokens import new_token
 from fedring.v1 import control_pb2 as pb
@@ -292,53 +289,6 @@ def test_half_a_new_certificate_changes_nothing(mutual: Site) -> None:
     assert serial(mutual) == before
 
 
-def test_a_client_takes_up_its_new_certificate_without_a_restart(tmp_path: Path) -> None:
-    pki, other = Pki(tmp_path / "pki"), Pki(tmp_path / "other")
-    for authority in (pki, other):
-        authority.issue("client-0")
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    install(other, "client-0", mine)  # a certificate that this server does not accept
-    (mine / "ca.crt").write_bytes((pki.folder / "ca.crt").read_bytes())
-    table = Tls(cert=mine / "client-0.crt", key=mine / "client-0.key", ca=mine / "ca.crt").model_dump(mode="json")
-    with (
-        Fleet(tmp_path, {"tls": pki.table("server")}, [{"tls": table}]) as fleet,
-        open_sync_channel(fleet.control, pki.tls("operator")) as channel,
-        Control(fleet.control, channel=channel) as control,
-    ):
-        events = control.events()
-        until(lambda: control.status().refused["handshake"] > 0)
-        install(pki, "client-0", mine)
-        assert next(event.client_id for event in events if event.kind == "client_joined") == "client-0"
-
-
-def test_workers_train_together_with_mutual_tls(tmp_path: Path) -> None:
-    pki = Pki(tmp_path / "pki")
-    pki.issue("client-0", "client-1")
-    clients = [{"tls": pki.table(name)} for name in ("client-0", "client-1")]
-    job = {"mode": "data_parallel", "min_clients": 2, "rounds": 2, "batch_size": 32}
-    with (
-        Fleet(tmp_path, {"tls": pki.table("server")}, clients) as fleet,
-        open_sync_channel(fleet.control, pki.tls("operator")) as channel,
-        Control(fleet.control, channel=channel) as control,
-    ):
-        events = control.events()
-        job_id = control.start_job(job).job_id
-        formed = [event.text for event in control.follow_job(job_id, events) if event.kind == "group_formed"]
-        assert control.job(job_id).state == "completed", [daemon.tail(20) for daemon in fleet.clients]
-        assert all("2 workers" in text for text in formed)
-        assert [len(round_.clients) for round_ in control.rounds(job_id=job_id)] == [2, 2]
-        assert control.status().refused["handshake"] == 0
-
-
-def install(pki: Pki, name: str, folder: Path) -> None:
-    """The owner's files are in the folder, in the place of older ones."""
-    for ending in ("key", "crt"):
-        new = folder / "new"
-        shutil.copy(pki.folder / f"{name}.{ending}", new)  # with its mode
-        new.replace(folder / f"{name}.{ending}")
-
-
 def serial(site: Site) -> int:
     """Of the certificate that the server shows now, to somebody who speaks no gRPC."""
     tls, (host, _, port) = site.pki.tls("ann"), site.fleet.listen.rpartition(":")
@@ -352,11 +302,3 @@ def serial(site: Site) -> int:
         shown = encrypted.getpeercert(binary_form=True)
     assert shown is not None
     return x509.load_der_x509_certificate(shown).serial_number
-
-
-def until(true: Callable[[], bool]) -> None:
-    """It has become true; fails if it does not within a minute."""
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.05)
