@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
+from fedring.client.checks import warn_of_insecurity
+from fedring.client.config import ClientConfig
 from fedring.client.main import app
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import BadRequest
@@ -117,3 +119,19 @@ def test_the_daemon_ends_with_78_when_it_is_refused(peer: "Peer", settings: dict
     assert "wrong_protocol" in errors
     with pytest.raises(queue.Empty):
         peer.accepted.get_nowait()
+
+
+@pytest.mark.parametrize(
+    ("keys", "warnings"),
+    [
+        ({}, 0),
+        ({"server": "fl.example.org:1", "insecure": True}, 1),
+        ({"server": "fl.example.org:1", "insecure": True, "peer_listen": "0.0.0.0:1"}, 2),
+        ({"server": "fl.example.org:1", "tls": {"ca": "ca"}, "insecure": True, "peer_listen": "0.0.0.0:1"}, 1),
+        ({"server": "fl.example.org:1", "tls": {"ca": "a", "cert": "b", "key": "c"}, "peer_listen": "0.0.0.0:1"}, 0),
+    ],
+)
+def test_the_log_says_what_is_left_open(keys: dict[str, Any], warnings: int, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_insecurity(ClientConfig.model_validate(keys))
+    assert len(caplog.messages) == warnings
+    assert all(message.startswith("insecure: ") for message in caplog.messages)

@@ -1,12 +1,14 @@
 """fl-server's configuration: layers, and what is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedring.daemon.config import ConfigError, Loaded, describe, load_config
 from fedring.server.config import ServerConfig
 from fedring.server.main import load
+from fedring.server.security import warn_of_insecurity
 
 
 @pytest.mark.parametrize(
@@ -114,3 +116,19 @@ def test_beyond_loopback_somebody_must_say_who_may_call(overrides: list[str], se
         return
     with pytest.raises(ConfigError, match=sentence):
         load_config(ServerConfig, overrides=everywhere)
+
+
+@pytest.mark.parametrize(
+    ("keys", "warnings"),
+    [
+        ({}, 0),
+        ({"listen": "0.0.0.0:1", "insecure": True}, 1),
+        ({"listen": "0.0.0.0:1", "insecure": True, "tls": {"cert": "a", "key": "b"}}, 1),
+        ({"listen": "0.0.0.0:1", "control_listen": "0.0.0.0:2", "insecure": True}, 2),
+        ({"listen": "0.0.0.0:1", "tls": {"cert": "a", "key": "b", "ca": "c"}}, 0),
+    ],
+)
+def test_the_log_says_what_is_left_open(keys: dict[str, Any], warnings: int, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_insecurity(ServerConfig.model_validate(keys))
+    assert len(caplog.messages) == warnings
+    assert all(message.startswith("insecure: ") for message in caplog.messages)

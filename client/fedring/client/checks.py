@@ -1,15 +1,19 @@
 """What can be known to be wrong before the first round."""
 
+import logging
 import os
 from pathlib import Path
 
 from fedring.client.config import ClientConfig
 from fedring.client.trainer import NAMES, trusted_by
 from fedring.daemon.config import ConfigError
+from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.tls import check_tls, read_token
 from fedring.train.device import pick_device
 from fedring.train.errors import SeamError
 from fedring.train.seam import resolve
+
+log = logging.getLogger(__name__)
 
 
 def check(config: ClientConfig) -> None:
@@ -28,6 +32,14 @@ def check(config: ClientConfig) -> None:
                 resolve(name, trusted_by(config))
     except SeamError as error:
         raise ConfigError(str(error)) from error
+
+
+def warn_of_insecurity(config: ClientConfig) -> None:
+    """The log says what `insecure = true` leaves open."""
+    if not (is_loopback(config.server) or encrypts(config.server, config.tls)):
+        log.warning("insecure: whoever is between can read and change what goes to and from %s", config.server)
+    if not (is_loopback(config.peer_listen) or config.tls.mutual):
+        log.warning("insecure: whoever reaches %s can take part in data-parallel training", config.peer_listen)
 
 
 def _writable(folder: Path) -> bool:

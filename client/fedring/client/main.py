@@ -108,6 +108,7 @@ def parse_partition(text: str | None) -> dict[str, str | None]:
 
 def serve(loaded: Loaded[ClientConfig]) -> Exit:
     """Take part until told to stop, or refused for good."""
+    from fedring.client.checks import warn_of_insecurity
     from fedring.client.federation import Federation
     from fedring.client.trainer import MODES, Declared, prepare
 
@@ -117,6 +118,7 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
     where = f"server {config.server}, client {config.client_id}, state in {config.state_dir}"
     log_always(lambda: {"client": config.client_id})
     log.info("fl-client of %s, %s, configuration from %s", SOFTWARE, where, origins)
+    warn_of_insecurity(config)
     set_up_tracing("fl-client")
     prepare(config)
     trainer = Declared(config)

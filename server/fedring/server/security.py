@@ -27,6 +27,7 @@ class Security:
         self.tokens = Tokens(facts)
         self.tally = Tally()
         check_tls(config.tls)
+        warn_of_insecurity(config)
         audit = AuditLog(config.state_dir / "audit.jsonl")
         stack.callback(audit.close)
         self.public = Auth(self._door(config.listen, local=not config.tokens), audit, self.tally)
@@ -35,8 +36,6 @@ class Security:
     def bind(self, server: aio.Server, address: str) -> str:
         """The address at which the server will listen; ConfigError if it cannot."""
         plain = not encrypts(address, self._config.tls)
-        if plain and not is_loopback(address):
-            log.warning("insecure: whoever reaches %s can read, change and command everything", address)
         others = os.umask(S_IRWXG | S_IRWXO)  # a Unix socket is its user's alone
         try:
             if plain:
@@ -62,3 +61,14 @@ class Security:
             encrypted=encrypted,
             tokens=self.tokens.identify if self._config.tokens else None,
         )
+
+
+def warn_of_insecurity(config: ServerConfig) -> None:
+    """The log says what `insecure = true` leaves open."""
+    for address in (config.listen, config.control_listen):
+        if is_loopback(address):
+            continue
+        if not encrypts(address, config.tls):
+            log.warning("insecure: whoever is between can read and change what goes to %s, and anybody call", address)
+        elif not (config.tls.ca or config.tokens):
+            log.warning("insecure: anybody who reaches %s can call: set tls.ca, or tokens = true", address)
