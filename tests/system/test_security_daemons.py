@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,11 +43,18 @@ def test_a_client_takes_up_its_new_certificate_without_a_restart(tmp_path: Path)
         assert next(event.client_id for event in events if event.kind == "client_joined") == "client-0"
 
 
-def test_workers_train_together_with_mutual_tls(tmp_path: Path) -> None:
+GROUPED: dict[str, dict[str, Any]] = {
+    "data_parallel": {},
+    "pipeline": {"model_args": {"layers": 3}, "pipeline": {"stages": 2}},
+}
+
+
+@pytest.mark.parametrize("mode", GROUPED)
+def test_workers_train_together_with_mutual_tls(tmp_path: Path, mode: str) -> None:
     pki = Pki(tmp_path / "pki")
     pki.issue("client-0", "client-1")
     clients = [{"tls": pki.table(name)} for name in ("client-0", "client-1")]
-    job = {"mode": "data_parallel", "min_clients": 2, "rounds": 2, "batch_size": 32}
+    job = {"mode": mode, "min_clients": 2, "rounds": 2, "batch_size": 32, **GROUPED[mode]}
     with (
         Fleet(tmp_path, {"tls": pki.table("server")}, clients) as fleet,
         open_sync_channel(fleet.control, pki.tls("operator")) as channel,
@@ -56,6 +64,7 @@ def test_workers_train_together_with_mutual_tls(tmp_path: Path) -> None:
         job_id = control.start_job(job).job_id
         formed = [event.text for event in control.follow_job(job_id, events) if event.kind == "group_formed"]
         assert control.job(job_id).state == "completed", [daemon.tail(20) for daemon in fleet.clients]
+        assert formed
         assert all("2 workers" in text for text in formed)
         assert [len(round_.clients) for round_ in control.rounds(job_id=job_id)] == [2, 2]
         assert control.status().refused["handshake"] == 0

@@ -67,7 +67,6 @@ class ServerConfig(BaseSettings):
         for address in (self.listen, self.control_listen):
             if not is_address(address):
                 raise ValueError(f"{address!r} is not host:port")
-        for address in (self.listen, self.control_listen):
             if not is_loopback(address):
                 self._check_exposed(address)
         if self.tls.ca and not self.tls.cert:
