@@ -5,21 +5,28 @@ from collections.abc import Callable, Iterator
 from math import isnan
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
 from fedring.ctl.control import Control
+from fedring.ctl.failure import Failure
 from fedring.ctl.fleet import Fleet
 from fedring.ctl.process import Process
+from fedring.rpc.channel import open_sync_channel
 from fedring.train.shards import count_steps
+from fedring.v1.federation_pb2 import JoinRequest
+from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 from tests.deploy.promtool import promtool
 from tests.metrics_page import Page, address_of, eventually
+from tests.pki import Pki
 from tests.system.wire import SIZE, Refused, WireClient, deliver, outcome, payload_of, vector_job
 
 ANY_PORT = "127.0.0.1:0"
 FEDERATED = {"min_clients": 2, "rounds": 3, "epochs": 1}
 PARALLEL = {"min_clients": 2, "rounds": 2, "mode": "data_parallel", "data_parallel": {"hook": "dgc"}, "batch_size": 32}
 PUSH = "ClientUpdateService/PushUpdate"
+STATUS = "ControlService/GetStatus"
 ONES = np.ones(SIZE, np.float32)
 PAYLOAD = len(payload_of(ONES))
 
@@ -163,6 +170,26 @@ def test_a_server_that_comes_back_is_a_reconnect(tmp_path: Path) -> None:
         fleet.restart_server()
         page = eventually(address, lambda page: page("fl_client_reconnects_total") == 1)
         assert page.by("grpc_code", "grpc_client_handled_total", grpc_method="TrainCmdService/Watch")
+
+
+def test_refused_callers_are_counted_and_certificates_dated(tmp_path: Path) -> None:
+    pki = Pki(tmp_path / "pki")
+    pki.issue("client-0")
+    mine, told = pki.tls("client-0"), {"metrics_listen": ANY_PORT}
+    with Fleet(tmp_path, {**told, "tls": pki.table("server")}, [{**told, "tls": pki.table("client-0")}]) as fleet:
+        with Control(fleet.control, channel=open_sync_channel(fleet.control, mine)) as control:
+            for _ in range(2):
+                with pytest.raises(Failure, match="no operator"):
+                    control.status()
+        with open_sync_channel(fleet.listen, pki.trust()) as nobody, pytest.raises(grpc.RpcError):
+            TrainCmdServiceStub(nobody).Join(JoinRequest(client_id="client-0", protocol=1), timeout=20)
+        page = eventually(fleet.ready["metrics"], lambda page: page("fl_server_clients_connected") == 1)
+        client = Page(address_of(fleet.clients[0]))
+    assert page.by("reason", "fl_server_auth_refusals_total") == {"not_operator": 2}
+    assert page.by("grpc_code", "grpc_server_handled_total", grpc_method=STATUS) == {"PERMISSION_DENIED": 2}
+    assert page("fl_server_handshakes_total") > page("fl_server_connections_total") > 0
+    for daemon, told_by in (("server", page), ("client", client)):
+        assert told_by(f"fl_{daemon}_certificate_expiry_timestamp_seconds") > time.time()
 
 
 def test_a_daemon_whose_address_is_taken_does_not_start(server: Fleet, address: str, tmp_path: Path) -> None:
