@@ -18,6 +18,7 @@ SECONDS = 120.0
 """Longest wait for whatever is sure to come."""
 
 _HIDDEN = ("FEDRING_", "FLCTL_", "OTEL_", "NOTIFY_", "WATCHDOG_")
+_WEB_PORT = re.compile(r"\bweb_port = (\d+)")
 _ADDRESS = re.compile(r"\b(?P<host>0\.0\.0\.0|127\.0\.0\.1|[a-z][a-z0-9-]*):(?P<port>\d{4,5})\b")
 
 
@@ -46,6 +47,7 @@ class Stage:
 
         for path in sorted(paths, key=len, reverse=True):
             text = re.sub(rf"(?<![\w./-]){re.escape(path)}(?![\w-])", str(paths[path]), text)
+        text = _WEB_PORT.sub(lambda match: f"web_port = {self.port(f'{machine}:{match[1]}')}", text)
         return _ADDRESS.sub(address, text)
 
 

@@ -211,6 +211,16 @@ def test_every_path_that_a_service_uses_is_mounted() -> None:
             assert below or above, (name, path)
 
 
+def test_prometheus_scrapes_every_daemon_where_it_listens() -> None:
+    targets = [yaml.safe_load(path.read_text()) for path in sorted((DOCKER / "targets").glob("*.yml"))]
+    scraped = {target for file in targets for group in file for target in group["targets"]}
+    ports = {}
+    for name in set(OURS) & set(DAEMONS):
+        config = tomllib.loads((DOCKER / SERVICES[name]["command"][1].replace("/etc/fedring/", "")).read_text())
+        ports[name] = config["metrics_listen"].rpartition(":")[2]
+    assert scraped == {f"{name}:{port}" for name, port in ports.items()}
+
+
 def test_every_port_that_is_published_is_listened_on() -> None:
     config = load_config(ServerConfig, DOCKER / "server.toml").config
     listened = {config.listen.rpartition(":")[2], config.control_listen.rpartition(":")[2]}
