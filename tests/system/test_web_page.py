@@ -97,6 +97,7 @@ def test_a_job_can_be_followed_live_without_a_reload(look: Look, fleet: Fleet, t
     with Control(fleet.control) as control:
         last = control.rounds(limit=1)[0]
     assert f"{100 * last.eval_correct / last.eval_total:.2f} %" in look.text("#tiles")
+    look.until("document.querySelectorAll('#clients .muted').length === 2")  # they are idle
     picture(look, "web", tmp_path)
     for plot in ("accuracy", "bytes"):
         look.page.hover(f"#{plot} .nsewdrag", force=True)
@@ -203,6 +204,18 @@ def test_the_ring_shows_its_members_and_a_loss(look: Look, fleet: Fleet, tmp_pat
         fleet.restart(1)
         story.until("group_formed")
         look.until("document.querySelectorAll('#group svg.running .joined').length === 2")
+        control.stop_job()
+        story.until("job_ended")
+
+
+def test_a_pipeline_shows_its_stages(look: Look, fleet: Fleet) -> None:
+    model = {"model": "fedring.train.models:digits_mlp", "model_args": {"hidden": 32, "layers": 3}}
+    with Control(fleet.control) as control:
+        story = Story(fleet, control, {"mode": "pipeline", "epochs": 100_000, "batch_size": 32, **model})
+        story.until("group_formed")
+        look.until("document.querySelectorAll('#group svg.running rect').length === 2")
+        assert look.text("#group-title") == "Pipeline of 2 workers"
+        assert [one.text_content() for one in look.page.locator("#group .rank").all()] == ["stage 0", "stage 1"]
         control.stop_job()
         story.until("job_ended")
 

@@ -93,6 +93,7 @@ def workers(*states: str) -> list[dict[str, Any]]:
 
 def group(mode: str, *states: str, **keys: Any) -> dict[str, Any]:
     fixed = {"round": 1, "generation": 2, "phase": "running", "reason": "", "target": 4, "steps": 40, "others": []}
+    fixed |= {"replicas": 1, "stages_per_worker": 1}
     return {"mode": mode, **fixed, "members": workers(*states), **keys}
 
 
@@ -104,6 +105,9 @@ def test_the_stages_of_a_pipeline_stand_in_a_row(look: Look, script: Script) -> 
     assert len({box["y"] for box in boxes}) == 1
     assert all(left["x"] + left["width"] < right["x"] for left, right in pairwise(boxes))
     assert [text.text_content() for text in look.page.locator("#group .rank").all()] == [f"stage {i}" for i in range(4)]
+    script.now["group"] = group("pipeline", *["joined"] * 4, replicas=2, stages_per_worker=2)
+    look.until("document.querySelector('#group .rank').textContent === 'stage 0, 2'")
+    assert len({box["y"] for one in look.page.locator("#group rect").all() if (box := one.bounding_box())}) == 2
     script.now["group"] = group("data_parallel", *["joined"] * 4)
     look.until("document.querySelectorAll('#group .node').length === 4")
     script.now["group"] = None

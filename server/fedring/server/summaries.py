@@ -126,6 +126,7 @@ def group_summary(rendezvous: Rendezvous, sessions: Sessions, job: JobRow) -> Su
     state, mode = rendezvous.state, job.spec.get("mode", "")
     if state is None or mode not in _GROUP_MODES:
         return None
+    cut = job.spec.get("pipeline", {}) if mode == "pipeline" else {}
     others = sorted((state.workers.keys() | state.expected) - set(state.members))
     return {
         "mode": mode,
@@ -134,6 +135,8 @@ def group_summary(rendezvous: Rendezvous, sessions: Sessions, job: JobRow) -> Su
         "phase": state.phase,
         "reason": state.reason,
         "target": state.rules.target,
+        "replicas": cut.get("replicas", 1),
+        "stages_per_worker": cut.get("stages_per_worker", 1),
         "steps": max((worker.steps for worker in state.workers.values()), default=0),
         "members": [_worker(state, name, sessions) for name in state.members[:MOST_CLIENTS]],
         "others": [_worker(state, name, sessions) for name in others[:MOST_CLIENTS]],

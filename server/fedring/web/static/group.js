@@ -75,28 +75,34 @@ function arc(from, total, { x, y, radius, size }) {
   ];
 }
 
+// One row a replica; with several stages a worker, these go round and round.
 function stages(workers, group) {
-  const [wide, high, gap] = [104, 64, 38];
-  const width = workers.length * (wide + gap) - gap + 8;
-  const wires = workers.slice(1).map((_, i) => {
-    const start = 4 + (i + 1) * (wide + gap) - gap;
-    return [
-      s("path", { class: "wire", d: `M ${start + 3} 34 H ${start + gap - 9}` }),
-      s("path", { class: "tip", d: `M ${start + gap - 13} 29 L ${start + gap - 2} 34 L ${start + gap - 13} 39 Z` }),
-      s("path", { class: "wire", d: `M ${start + gap - 3} 50 H ${start + 9}` }),
-      s("path", { class: "tip", d: `M ${start + 13} 45 L ${start + 2} 50 L ${start + 13} 55 Z` }),
-    ];
+  const [wide, high, gap, line] = [104, 64, 38, 84];
+  const inRow = Math.ceil(workers.length / group.replicas);
+  const width = inRow * (wide + gap) - gap + 8;
+  const wires = workers.flatMap((_, i) => (i % inRow ? [wire(4 + (i % inRow) * (wide + gap) - gap, Math.floor(i / inRow) * line, gap)] : []));
+  const nodes = workers.map((worker, i) => {
+    const [x, y, place] = [4 + (i % inRow) * (wide + gap), Math.floor(i / inRow) * line, i % inRow];
+    const held = Array.from({ length: group.stages_per_worker }, (_, k) => place + k * inRow).join(", ");
+    return s("g", { class: worker.state },
+      s("title", {}, `${worker.client_id}: ${WORDS[worker.state]}`),
+      s("rect", { class: "node", x, y: y + 10, width: wide, height: high, rx: 10 }),
+      s("text", { class: "rank", x: x + wide / 2, y: y + 34 }, group.members.length ? `stage ${held}` : "–"),
+      s("text", { class: "small", x: x + wide / 2, y: y + 54 }, short(worker.client_id)));
   });
-  const nodes = workers.map((worker, i) => s("g", { class: worker.state },
-    s("title", {}, `${worker.client_id}: ${WORDS[worker.state]}`),
-    s("rect", { class: "node", x: 4 + i * (wide + gap), y: 10, width: wide, height: high, rx: 10 }),
-    s("text", { class: "rank", x: 4 + i * (wide + gap) + wide / 2, y: 34 }, group.members.length ? `stage ${i}` : "–"),
-    s("text", { class: "small", x: 4 + i * (wide + gap) + wide / 2, y: 54 }, short(worker.client_id))));
-  const drawing = svg(`0 0 ${width} 84`, group, `${workers.length} stages in a row`, wires, nodes);
-  drawing.setAttribute("width", width);
+  const rows = Math.ceil(workers.length / Math.max(inRow, 1));
+  const drawing = svg(`0 0 ${width} ${rows * line}`, group, `${inRow} workers with stages in a row, ${rows} times`, wires, nodes);
   drawing.classList.add("row");
   return drawing;
 }
+
+// Activations go one way, gradients the other.
+const wire = (x, y, gap) => [
+  s("path", { class: "wire", d: `M ${x + 3} ${y + 34} H ${x + gap - 9}` }),
+  s("path", { class: "tip", d: `M ${x + gap - 13} ${y + 29} L ${x + gap - 2} ${y + 34} L ${x + gap - 13} ${y + 39} Z` }),
+  s("path", { class: "wire", d: `M ${x + gap - 3} ${y + 50} H ${x + 9}` }),
+  s("path", { class: "tip", d: `M ${x + 13} ${y + 45} L ${x + 2} ${y + 50} L ${x + 13} ${y + 55} Z` }),
+];
 
 const svg = (viewBox, group, label, ...children) =>
   s("svg", { viewBox, width: viewBox.split(" ")[2], class: group.phase, role: "img", "aria-label": label },
