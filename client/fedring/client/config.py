@@ -45,7 +45,7 @@ class ClientConfig(BaseSettings):
     optimizer: str = Field("", description="module:attribute to use instead of the job's")
     trainer: str = Field("", description="module:attribute to use instead of the job's")
 
-    peer_listen: str = Field("127.0.0.1:0", description="where data-parallel workers reach this one; port 0 = any")
+    peer_listen: str = Field("127.0.0.1:0", description="where other workers of a group reach this one; port 0 = any")
     peer_address: str = Field("", description="host or host:port that they dial; empty = as in peer_listen")
 
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
