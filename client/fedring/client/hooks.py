@@ -26,14 +26,17 @@ class Lasting(Protocol):
     @property
     def profile(self) -> Profile:
         """The sums over all steps so far."""
+        ...
 
     @property
     def ratio(self) -> float:
         """The share of a gradient's entries that is sent now."""
+        ...
 
     @property
     def residual_norm(self) -> float:
         """The L2 norm of what is owed."""
+        ...
 
     def start_epoch(self, epoch: int) -> None:
         """The next step is in that epoch of the job."""
