@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 from tests.conftest import ROOT
 from tests.deploy.promtool import promtool
 from tests.deploy.test_prometheus import check_names
@@ -96,3 +97,15 @@ def test_panels_neither_overlap_nor_share_a_title(path: Path) -> None:
     assert all(0 <= x < 24 for x, _ in cells)
     titles = [panel["title"] for panel in read(path)["panels"] if panel["type"] != "row"]
     assert len(titles) == len(set(titles))
+
+
+def test_grafana_finds_the_dashboards_and_their_prometheus() -> None:
+    provisioning = FOLDER / "provisioning"
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "fedring.yml").read_text())["providers"]
+    assert (provider["type"], provider["allowUiUpdates"]) == ("file", False)
+    services = yaml.safe_load((ROOT / "deploy" / "docker" / "compose.yml").read_text())["services"]
+    mounts = {mount["target"]: mount["source"] for mount in services["grafana"]["volumes"]}
+    assert mounts[provider["options"]["path"]] == "../grafana/dashboards"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
+    assert (source["type"], source["isDefault"], source["url"]) == ("prometheus", True, "$PROMETHEUS_URL")
+    assert services["grafana"]["environment"]["PROMETHEUS_URL"].startswith("http://prometheus:")
