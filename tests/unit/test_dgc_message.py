@@ -169,6 +169,10 @@ def test_a_value_that_overflows_where_it_is_read_is_refused() -> None:
     assert reason(message(precision=1, words=words)) == "non_finite"
 
 
+def test_a_signalling_nan_is_refused_without_a_warning() -> None:
+    assert reason(message(precision=1, words=struct.pack("<bH", 0, 0x7C01))) == "non_finite"
+
+
 def test_a_negative_scale_is_refused() -> None:
     assert reason(message(precision=2, words=struct.pack("<HB", 0xBF80, 1))) == "bad_scale"
 

@@ -78,7 +78,7 @@ def _to_halves(values: NDArray[np.float32]) -> bytes:
 def _from_halves(data: memoryview) -> NDArray[np.float32]:
     (exponent,) = struct.unpack_from("<b", data)
     halves = np.frombuffer(data, "<f2", offset=1).astype(np.float32)
-    with np.errstate(over="ignore"):  # what overflows is refused as not finite
+    with np.errstate(over="ignore", invalid="ignore"):  # an overflow and a signalling NaN are refused as not finite
         values: NDArray[np.float32] = np.ldexp(halves, -exponent)
     return values
 
