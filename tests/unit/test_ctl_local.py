@@ -130,9 +130,10 @@ def test_doctor_finds_what_is_wrong_with_a_server(flctl: Call, tmp_path: Path) -
 def test_doctor_shows_a_misspelt_key(flctl: Call, tmp_path: Path) -> None:
     config = tmp_path / "server.toml"
     config.write_text('lisen = "127.0.0.1:1"\n')
-    code, out, _ = flctl("doctor", "--server-config", config)
+    code, out, err = flctl("doctor", "--server-config", config)
     assert code == Exit.FAILED
-    assert "did you mean 'listen'?" in out
+    assert "unknown key 'lisen'" in out
+    assert "did you mean 'listen'?" in err
 
 
 def test_doctor_finds_what_is_wrong_with_a_client(flctl: Call, tmp_path: Path) -> None:
