@@ -291,7 +291,7 @@ def test_bytes_that_are_no_message_get_one_clear_answer(wire: WireClient, comman
 
 
 def test_another_protocol_is_refused_with_advice(wire: WireClient) -> None:
-    with pytest.raises(Exception, match="install the same version"):
+    with pytest.raises(Exception, match="speaks protocol 1, the client 2: update fl-server"):
         wire.commands.Join(pb.JoinRequest(client_id="new", protocol=2))
 
 
