@@ -31,12 +31,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-@pytest.fixture
-def control(server: Fleet) -> Iterator[Control]:
-    with Control(server.control) as control:
-        yield control
-
-
 def noise(size: int, seed: int) -> NDArray[np.float32]:
     return np.random.default_rng(seed).standard_normal(size).astype(np.float32) * np.float32(0.01)
 

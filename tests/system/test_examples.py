@@ -29,12 +29,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-@pytest.fixture
-def control(server: Fleet) -> Iterator[Control]:
-    with Control(server.control) as control:
-        yield control
-
-
 def run(*arguments: str | Path, cwd: Path) -> "subprocess.Popen[str]":
     """A module, or a script, as its documentation says, with its output in a pipe."""
     path = [str(ROOT / name) for name in ("docs/examples", "server", "client", "common", "protos")]

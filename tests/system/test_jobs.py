@@ -17,7 +17,7 @@ from fedring.rpc.errors import reason_of
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed
-from tests.system.wire import SIZE, WireClient, deliver, outcome, payload_of, run, vector_job
+from tests.system.wire import SIZE, WireClient, deliver, outcome, payload_of, run, stop_jobs, vector_job
 
 ONES = np.ones(SIZE, np.float32)
 DEFAULTS = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "encoding": "fp32", "epochs": 3}
@@ -37,12 +37,7 @@ def control(server: Fleet) -> Iterator[Control]:
     """flctl's connection; at the end no job is left."""
     with Control(server.control) as control:
         yield control
-        for job in control.jobs():
-            if job.state in ("queued", "running"):
-                with suppress(Failure):  # it may end by itself before it is told to
-                    control.stop_job(job.job_id)
-                for _ in control.follow_job(job.job_id) if job.state == "running" else ():
-                    pass
+        stop_jobs(control)
 
 
 class TestQueue:

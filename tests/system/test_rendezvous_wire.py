@@ -2,7 +2,6 @@
 
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -11,12 +10,11 @@ import pytest
 from grpc import StatusCode
 
 from fedring.ctl.control import Control
-from fedring.ctl.failure import Failure
 from fedring.ctl.fleet import Fleet
 from fedring.v1 import federation_pb2 as fed
 from fedring.v1 import rendezvous_pb2 as pb
 from fedring.v1.rendezvous_pb2_grpc import RendezvousServiceStub
-from tests.system.wire import SIZE, Refused, WireClient, payload_of, run
+from tests.system.wire import SIZE, Refused, WireClient, payload_of, run, stop_jobs
 
 Clients = Callable[..., list[WireClient]]
 DIGEST = bytes(32)
@@ -34,11 +32,7 @@ def control(server: Fleet) -> Iterator[Control]:
     """flctl's connection; at the end no job is left."""
     with Control(server.control) as control:
         yield control
-        if (job_id := control.status().job.job_id) != 0:
-            with suppress(Failure):  # it may end by itself before it is told to
-                control.stop_job(job_id)
-            for _ in control.follow_job(job_id):
-                pass
+        stop_jobs(control)
 
 
 class WireWorker:

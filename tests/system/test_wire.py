@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,9 @@ from grpc import StatusCode
 
 from fedring.codec import decode
 from fedring.ctl.control import Control
-from fedring.ctl.failure import Failure
 from fedring.ctl.fleet import Fleet
 from fedring.v1 import federation_pb2 as pb
-from tests.system.wire import SIZE, Refused, WireClient, model_of, payload_of, vector_job
+from tests.system.wire import SIZE, Refused, WireClient, model_of, payload_of, stop_jobs, vector_job
 
 ONES = np.ones(SIZE, np.float32)
 
@@ -31,11 +29,7 @@ def control(server: Fleet) -> Iterator[Control]:
     """flctl's connection; at the end no job is left."""
     with Control(server.control) as control:
         yield control
-        if (job_id := control.status().job.job_id) != 0:
-            with suppress(Failure):  # it may end by itself before it is told to
-                control.stop_job(job_id)
-            for _ in control.follow_job(job_id):
-                pass
+        stop_jobs(control)
 
 
 @pytest.fixture

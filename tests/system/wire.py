@@ -4,6 +4,7 @@ import hashlib
 import queue
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ import numpy as np
 from fedring.codec import Encoding, encode
 from fedring.codec.schema import Schema
 from fedring.ctl.control import Control
+from fedring.ctl.failure import Failure
 from fedring.rpc.errors import reason_of
 from fedring.train.models import vector
 from fedring.train.state import schema_of
@@ -209,3 +211,13 @@ def parameters(client: WireClient, version: int = 0) -> "np.ndarray[Any, np.dtyp
     header, payload = client.fetch(version)
     assert [packet.encoding for packet in header.packets] == ["fp32"]
     return np.frombuffer(payload[16:], "<f4")
+
+
+def stop_jobs(control: Control) -> None:
+    """No job is left."""
+    for job in control.jobs():
+        if job.state in ("queued", "running"):
+            with suppress(Failure):  # it may end by itself before it is told to
+                control.stop_job(job.job_id)
+            for _ in control.follow_job(job.job_id) if job.state == "running" else ():
+                pass

@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from fedring.codec import Encoding, Schema, Vectors, encode, encode_buffers
+from fedring.ctl.main import main
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import BadRequest, FedringError, NoSession
@@ -255,3 +256,16 @@ def peer() -> Iterator[Peer]:
 def settings(peer: Peer, tmp_path: Path) -> dict[str, Any]:
     """What `connect` needs to reach it."""
     return {"server": f"127.0.0.1:{peer.port}", "client_id": "alice", "state_dir": tmp_path / "state"}
+
+
+@pytest.fixture
+def flctl(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs flctl; gives its exit code, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call

@@ -14,11 +14,12 @@ from tests.control_server import Server
 
 from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
-from fedring.ctl.main import main
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import BadRequest, FedringError, NoSuchJob, NotAllowed, Overloaded, Unavailable
 from fedring.v1 import control_pb2 as pb
+
+Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -27,21 +28,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("FLCTL_SERVER", served.address)
     yield served
     served.stop()
-
-
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def flctl(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs flctl; gives its exit code, stdout and stderr."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 def test_start_round_sends_the_keys_and_tells_the_job(server: Server, flctl: Call) -> None:

@@ -10,7 +10,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from tests.pki import Pki
 
-from fedring.ctl.main import main
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.rpc.certificates import identity_of, load_authorities, load_pair, names_of
@@ -18,19 +17,6 @@ from fedring.rpc.identity import Identity, Role, peer_name
 from fedring.rpc.tls import Tls, check_tls
 
 Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def flctl(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs flctl; gives its exit code, stdout and stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import pytest
 from fedring.ctl.experiment import Result, make_job
 from fedring.ctl.failure import Failure
 from fedring.ctl.guide import EXIT_CODES
-from fedring.ctl.main import main
 from fedring.ctl.output import duration, percent, size, to_dict
 from fedring.ctl.plots import Bars, plot_bars, plot_rounds
 from fedring.ctl.presets import PRESETS, Dataset, preset_job
@@ -28,18 +27,6 @@ from fedring.v1 import control_pb2 as pb
 
 Call = Callable[..., tuple[int, str, str]]
 VERBS = ["start-round", "run", "stop", "status", "clients", "rounds", "watch", "evaluate", "doctor", "health", "demo"]
-
-
-@pytest.fixture
-def flctl(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs flctl; gives its exit code, stdout and stderr."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 def test_help_explains_every_exit_code(flctl: Call) -> None:
