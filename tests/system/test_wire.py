@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -342,3 +342,21 @@ def test_a_late_update_of_a_closed_round_is_refused(server: Fleet, control: Cont
         with pytest.raises(Refused) as refused:
             b.push(b.header(command, payload), payload)
         assert refused.value.reason in ("unknown_round", "round_closed")
+
+
+def test_losses_that_have_no_sum_are_refused(server: Fleet, control: Control) -> None:
+    job_id = control.start_job(vector_job(min_clients=2, evaluate=True)).job_id
+    with WireClient(server.listen, "a") as a, WireClient(server.listen, "b") as b:
+        for client in (a, b):
+            payload = payload_of(ONES)
+            client.push(client.header(client.expect("train"), payload), payload)
+        for client in (a, b):
+            order = client.expect("evaluate")
+            for loss in (1.7e308, float("inf"), float("nan"), 1.0):
+                report = pb.EvaluationReport(
+                    round=order.round, model_version=order.model_version, total=1, loss_sum=loss
+                )
+                with nullcontext() if loss == 1 else pytest.raises(Exception, match="a number of at most"):
+                    client.commands.ReportEvaluation(report, metadata=client.metadata)
+        assert list(control.follow_job(job_id))[-1].kind == "job_ended"
+    assert control.rounds(limit=1)[0].eval_loss_sum == 2

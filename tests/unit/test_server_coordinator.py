@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fedring.codec import Encoding, encode
 from fedring.rpc.errors import OtherUpdate, Overloaded, UnknownRound
@@ -135,9 +136,11 @@ class Host:
                 if event.WhichOneof("event") == "train":
                     return event.train
 
-    def update(self, command: pb.TrainCmd, client: str, factor: float = 1.0) -> tuple[FilePartial, UpdateRow]:
+    def update(
+        self, command: pb.TrainCmd, client: str, values: NDArray[np.float32] = ONES
+    ) -> tuple[FilePartial, UpdateRow]:
         """An update, received and checked."""
-        payload = encode(ONES * np.float32(factor), Encoding("fp32"))
+        payload = encode(values, Encoding("fp32"))
         partial = self.blobs.open_partial(f"update-{next(self._names)}")
         partial.write(payload)
         packets = lay_out([("parameters", "delta", "fp32", len(payload))])
@@ -258,7 +261,7 @@ async def test_of_two_updates_of_one_client_the_second_is_refused(host: Host) ->
     host.join("b")
     await host.jobs.start(spec(min_clients=2), "")
     command = await host.command(session)
-    first, second = (host.offer(host.update(command, "a", factor)) for factor in (1, 2))
+    first, second = (host.offer(host.update(command, "a", values)) for values in (ONES, 2 * ONES))
     assert not await first
     with pytest.raises(OtherUpdate):
         await second
@@ -292,3 +295,15 @@ async def test_an_evaluation_that_comes_as_its_round_ends_does_no_harm(host: Hos
     assert await host.ended(job.job_id) == "completed"
     await host.coordinator.evaluated("a", report)
     assert len(await host.facts.db(host.store.evaluations, 2)) == 1
+
+
+async def test_a_model_whose_loss_is_no_number_is_published_without_a_score(host: Host) -> None:
+    session = host.join("a")
+    keys = {"model": "fedring.train.models:digits_mlp", "model_args": {}, "evaluate_on_server": True, "rounds": 2}
+    job, _ = await host.jobs.start(spec(**keys), "")
+    huge = np.full(64 * 64 + 64 + 64 * 10 + 10, 1e28, np.float32)  # below the norm from which updates are refused
+    for _ in range(2):
+        await host.offer(host.update(await host.command(session), "a", huge))
+    assert await host.ended(job.job_id) == "completed"
+    assert host.coordinator.last is not None
+    assert "server_accuracy" not in host.coordinator.last.stats
