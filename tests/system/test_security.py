@@ -215,17 +215,21 @@ def test_a_token_is_kept_as_a_digest_alone(bearers: Site) -> None:
 
 def test_a_revoked_token_ends_the_session_that_it_opened(bearers: Site) -> None:
     made = bearers.control.create_token("client", "carol")
+    events = bearers.control.events()
     with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
         shown = (("authorization", f"Bearer {made.secret}"),)
         session_id = join(channel, "carol", made.secret).session_id
         said: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()
-        said.put(WatchRequest())
+        said.put(WatchRequest(matched=True))
         metadata = (("fl-session", session_id), *shown)
         watch = TrainCmdServiceStub(channel).Watch(iter(said.get, None), metadata=metadata)
-        next(watch)  # the server's first heartbeat
+        assert next(event.client_id for event in events if event.kind == "client_joined") == "carol"
         bearers.control.revoke_token(made.token.token_id)
         assert refusal(lambda: list(watch)) == (grpc.StatusCode.UNAUTHENTICATED, "revoked_token")
         said.put(None)
+        # A round that waited for her does so no more.
+        assert next(event.client_id for event in events if event.kind == "client_lost") == "carol"
+    events.cancel()
 
 
 def test_tls_to_a_plaintext_port_is_no_call(server: Fleet, tmp_path: Path) -> None:

@@ -132,8 +132,7 @@ class TokenService(rpc.TokenServiceServicer):
         revoked: FedringError = Unauthenticated("its token was revoked", reason="revoked_token")
         for session in self._sessions:
             if session.owner.token == row.token_id:
-                session.close(revoked)
-                self._sessions.drop(session)
+                session.close(revoked)  # who serves its stream then drops it, and tells the round
         return _message(row)
 
 
