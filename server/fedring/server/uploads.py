@@ -108,9 +108,8 @@ class ClientUpdateService:
             yield pb.UpdateReply(accepted=self._accepted(already=True))
             return
         async with self._slots, self._only_one(session.client_id):
-            partial = await self._open(header)
             with ExitStack() as undo:
-                undo.callback(partial.close)
+                partial = await self._open(header, undo)
                 resumed = partial.size
                 yield pb.UpdateReply(resume_offset=resumed)
                 await self._receive(messages, partial, header)
@@ -198,21 +197,26 @@ class ClientUpdateService:
         finally:
             del self._uploads[client_id]
 
-    async def _open(self, header: pb.UpdateHeader) -> Partial:
-        """Where the payload goes: a small one waits in memory, another goes on in the file that may be here."""
+    async def _open(self, header: pb.UpdateHeader, undo: ExitStack) -> Partial:
+        """Where the payload goes, until `undo`: a small one waits in memory, another goes on in the file of before."""
         if header.total_bytes <= SMALL_BYTES:  # kept in its row, and handled here: a thread would cost more
             return MemoryPartial()
         facts = self._coordinator.facts
         # One file per client and round, whatever the digest: a client cannot fill the disk with beginnings.
         name = f"{header.round}-{hashlib.sha256(header.client_id.encode()).hexdigest()[:32]}"
-        try:
-            partial = await facts.work(facts.blobs.open_partial, name)
+
+        def open_() -> Partial:  # all of it in the thread: the caller may be gone when the file is open
+            partial = facts.blobs.open_partial(name)
             if partial.size > header.total_bytes:
                 partial.close()
-                partial = await facts.work(facts.blobs.open_partial, name, fresh=True)
+                partial = facts.blobs.open_partial(name, fresh=True)
+            undo.callback(partial.close)
+            return partial
+
+        try:
+            return await facts.work(open_)
         except StorageError as error:
             raise Overloaded(str(error), reason=error.reason) from error
-        return partial
 
     def _abort(self, partial: Partial) -> None:
         if isinstance(partial, FilePartial):
