@@ -1,6 +1,7 @@
 """The wire contract, spoken by a client of its own against a real fl-server."""
 
 import hashlib
+import queue
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -13,6 +14,7 @@ from fedring.codec import decode
 from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
 from fedring.ctl.fleet import Fleet
+from fedring.server.sessions import MOST_CALLS
 from fedring.v1 import federation_pb2 as pb
 from tests.system.wire import SIZE, Refused, WireClient, model_of, payload_of, vector_job
 
@@ -317,6 +319,23 @@ def test_a_broken_download_goes_on_at_the_offset(wire: WireClient, command: pb.T
     request.payload_digest = b"another"
     messages = list(wire.models.FetchModel(request, metadata=wire.metadata))
     assert b"".join(message.chunk.data for message in messages[1:]) == payload
+
+
+def test_one_client_cannot_take_all_streams(server: Fleet, wire: WireClient) -> None:
+    for _ in range(2 * MOST_CALLS):  # those that have ended do not count
+        with pytest.raises(Refused, match="unknown_model"):
+            wire.fetch(777)
+    silent: queue.Queue[pb.WatchRequest | None] = queue.Queue()
+    streams = [wire.commands.Watch(iter(silent.get, None), metadata=wire.metadata) for _ in range(MOST_CALLS - 1)]
+    for stream in streams:
+        next(stream)
+    with pytest.raises(Refused) as refused:
+        wire.fetch(777)
+    assert (refused.value.code, refused.value.reason) == (StatusCode.RESOURCE_EXHAUSTED, "overloaded")
+    with WireClient(server.listen, "other") as other:
+        other.expect("heartbeat")
+    for _ in streams:
+        silent.put(None)
 
 
 def test_an_unknown_model_is_refused(wire: WireClient, command: pb.TrainCmd) -> None:
