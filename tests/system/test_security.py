@@ -4,6 +4,7 @@ import json
 import queue
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -230,6 +231,21 @@ def test_a_revoked_token_ends_the_session_that_it_opened(bearers: Site) -> None:
         # A round that waited for her does so no more.
         assert next(event.client_id for event in events if event.kind == "client_lost") == "carol"
     events.cancel()
+
+
+def test_a_session_ends_with_the_token_that_opened_it(bearers: Site) -> None:
+    token = keep_token(bearers.fleet, "client", ends=time.time() + 2.0)
+    with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
+        metadata = (("fl-session", join(channel, "ann", token).session_id), ("authorization", f"Bearer {token}"))
+        said: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()
+        watch = TrainCmdServiceStub(channel).Watch(iter(said.get, None), metadata=metadata, timeout=SECONDS)
+
+        def talk() -> None:
+            for _ in watch:
+                said.put(WatchRequest())
+
+        assert refusal(talk) == (grpc.StatusCode.UNAUTHENTICATED, "expired_token")
+        said.put(None)
 
 
 def test_tls_to_a_plaintext_port_is_no_call(server: Fleet, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedring.rpc.chunks import chunks
 from fedring.rpc.contract import PROTOCOL
-from fedring.rpc.errors import BadRequest, Gone, Stalled, Unavailable, refusal_in
+from fedring.rpc.errors import BadRequest, Gone, Stalled, Unauthenticated, Unavailable, refusal_in
 from fedring.rpc.streams import METER, wire_bytes
 from fedring.server import rounds as rd
 from fedring.server.config import ServerConfig
@@ -99,6 +99,8 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
         """Keep the session's time, until it is closed or lost: one timer a session is cheaper than one a message."""
         beat, lost = self._config.heartbeat_seconds, self._config.lost_after_seconds
         while True:
+            if session.owner.ends_at is not None and time.time() >= session.owner.ends_at:
+                raise Unauthenticated("the token of this session has expired", reason="expired_token")
             now, due = time.monotonic(), session.spoke + beat
             if now >= session.heard + lost or (session.writing and now >= session.spoke + lost):
                 raise Stalled(f"{session.client_id} said or read nothing for {lost:g} s")

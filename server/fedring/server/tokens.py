@@ -100,7 +100,7 @@ class Tokens:
             raise Unauthenticated(f"the token {token_id} was revoked", reason="revoked_token")
         if row.expires_at is not None and time.time() >= row.expires_at:
             raise Unauthenticated(f"the token {token_id} has expired", reason="expired_token")
-        return Identity(Role(row.role), row.name, token_id)
+        return Identity(Role(row.role), row.name, token_id, row.expires_at)
 
     async def _look(self) -> None:
         """The store was read after this call began: a token may have been made beside this process.
