@@ -19,6 +19,8 @@ from fedring.rpc.errors import OtherUpdate, Overloaded, UnknownRound
 from fedring.rpc.identity import IDENTITY, LOCAL
 from fedring.rpc.streams import METER, Meter
 from fedring.server import rounds as rd
+from fedring.server import uploads
+from fedring.server.admit import Admitted, check_payload
 from fedring.server.blobs import FileBlobs, FilePartial, Partial, StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator
@@ -30,7 +32,6 @@ from fedring.server.packets import lay_out
 from fedring.server.rows import ModelRow, RoundRow, UpdateRow
 from fedring.server.sessions import Session, Sessions
 from fedring.server.store import Acceptance, Pruned, SqlStore
-from fedring.server.uploads import ClientUpdateService
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
@@ -143,7 +144,7 @@ class Host:
         models.gate = self.gate
         self.coordinator = Coordinator(self.facts, models, Sessions(10), Journal(), self.config)
         self.jobs = Jobs(self.coordinator)
-        self.uploads = ClientUpdateService(self.coordinator, self.config)
+        self.uploads = uploads.ClientUpdateService(self.coordinator, self.config)
         self._names = iter(range(1000))
 
     def join(self, client: str) -> Session:
@@ -173,11 +174,13 @@ class Host:
         size, digest = len(payload), partial.digest
         return partial, UpdateRow(command.round, client, digest, packets, 1, size, 0.1, 1.0, time.time(), blob=digest)
 
-    async def push(self, session: Session, command: pb.TrainCmd, values: NDArray[np.float32]) -> pb.UpdateReply:
+    async def push(
+        self, session: Session, command: pb.TrainCmd, values: NDArray[np.float32], name: str = "fp32"
+    ) -> pb.UpdateReply:
         """The last reply to an update that goes the whole way."""
         METER.set(Meter())
-        payload = encode(values, Encoding("fp32"))
-        packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=len(payload))
+        payload = encode(values, Encoding(name))
+        packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=name, bytes=len(payload))
         packet.num_samples = 1
         facts: dict[str, Any] = {"client_id": session.client_id, "packets": [packet], "total_bytes": len(payload)}
         for name in ("run_id", "round", "model_version", "schema_hash"):
@@ -378,3 +381,20 @@ async def test_nobody_goes_before_the_thread_that_works_for_him(host: Host) -> N
     host.gate.open()
     with pytest.raises(asyncio.CancelledError):
         await caller
+
+
+async def test_few_bytes_that_stand_for_many_values_do_not_hold_up_the_loop(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+
+    def check(*given: Any) -> Admitted:
+        checked.append(threading.current_thread() is threading.main_thread())
+        return check_payload(*given)
+
+    monkeypatch.setattr(uploads, "check_payload", check)
+    session = host.join("a")
+    for size in (SIZE, 500_000):
+        await host.jobs.start(spec(model_args={"size": size}), "")
+        await host.push(session, await host.command(session), np.zeros(size, np.float32), "uniform")
+    assert checked == [True, False]
