@@ -1,14 +1,24 @@
-"""What all tests share: where MNIST is, and what a missing tool means."""
+"""What all tests share: where MNIST is, what a missing tool means, and how far hypothesis goes."""
 
 import os
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before any test imports grpc: it logs what is no fault
 
 ROOT = Path(__file__).parent.parent
+
+# A busy machine is no failure; and what CI says of a commit does not depend on the day: elsewhere examples are new.
+settings.register_profile(
+    "fedring",
+    deadline=None,
+    derandomize="FEDRING_NO_SKIPS" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("fedring")
 
 
 def missing(what: str) -> NoReturn:

@@ -149,7 +149,7 @@ def test_a_worker_that_is_told_to_stop_leaves_in_order(fleet: Fleet) -> None:
         story = Story(fleet, control, job())
         doom.wait()
         story.until("group_lost")
-        assert doom.noticed_after() < 2
+        assert doom.noticed_after() < 4  # sooner than one that is silent
         assert fleet.clients[doom.victim].wait(20) == 0
         workers, done = began_at(story.until("group_formed"))
         assert workers == WORKERS - 1

@@ -195,13 +195,13 @@ class TestRounds:
 
     def test_a_deadline_closes_the_round_with_what_is_there(self, control: Control, clients: Clients) -> None:
         a, b = clients("a", "b")
-        job_id, events = run(control, min_clients=2, deadline_seconds=1.0)
+        job_id, events = run(control, min_clients=2, deadline_seconds=3.0)
         deliver(a)
-        assert 0 < b.expect("train").deadline_seconds <= 1
+        assert 0 < b.expect("train").deadline_seconds <= 3
         assert outcome(control, job_id, events).state == "completed"
         (round_,) = control.rounds(job_id=job_id)
         assert (round_.delivered, list(round_.missing)) == (1, ["b"])
-        assert 1 <= round_.seconds < 5
+        assert 3 <= round_.seconds < 20
 
     @pytest.mark.parametrize("keys", [{"sample_clients": 2}, {"sample_ratio": 0.4}])
     def test_as_many_clients_are_drawn_as_wanted(

@@ -12,7 +12,7 @@ from fedring.ctl.fleet import Fleet
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
-BEATS = {"heartbeat_seconds": 0.2, "lost_after_seconds": 1.0}
+BEATS = {"heartbeat_seconds": 0.25, "lost_after_seconds": 2.0}
 MANY = 12
 """Heartbeats that take longer than a silent client is waited for."""
 

@@ -199,6 +199,15 @@ def test_who_does_not_belong_to_the_round_is_turned_away(control: Control, clien
     assert (error.code, error.reason) == (StatusCode.FAILED_PRECONDITION, "unknown_round")
 
 
+def test_a_generation_that_was_never_formed_is_not_believed(control: Control, clients: Clients) -> None:
+    (client,) = clients()
+    start(control, 1)
+    command = client.expect("train")
+    error = refusal(WireWorker(client, command, generation=(1 << 31) - 1))
+    assert (error.code, error.reason) == (StatusCode.INVALID_ARGUMENT, "bad_request")
+    assert WireWorker(client, command).be_ready() < 1000
+
+
 @pytest.mark.parametrize("address", ["", "nowhere", "a b:1", "x" * 300 + ":1"])
 def test_an_address_that_cannot_be_one_is_refused(control: Control, clients: Clients, address: str) -> None:
     (client,) = clients()

@@ -4,6 +4,7 @@ import json
 import queue
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -215,16 +216,35 @@ def test_a_token_is_kept_as_a_digest_alone(bearers: Site) -> None:
 
 def test_a_revoked_token_ends_the_session_that_it_opened(bearers: Site) -> None:
     made = bearers.control.create_token("client", "carol")
+    events = bearers.control.events()
     with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
         shown = (("authorization", f"Bearer {made.secret}"),)
         session_id = join(channel, "carol", made.secret).session_id
         said: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()
-        said.put(WatchRequest())
+        said.put(WatchRequest(matched=True))
         metadata = (("fl-session", session_id), *shown)
         watch = TrainCmdServiceStub(channel).Watch(iter(said.get, None), metadata=metadata)
-        next(watch)  # the server's first heartbeat
+        assert next(event.client_id for event in events if event.kind == "client_joined") == "carol"
         bearers.control.revoke_token(made.token.token_id)
         assert refusal(lambda: list(watch)) == (grpc.StatusCode.UNAUTHENTICATED, "revoked_token")
+        said.put(None)
+        # A round that waited for her does so no more.
+        assert next(event.client_id for event in events if event.kind == "client_lost") == "carol"
+    events.cancel()
+
+
+def test_a_session_ends_with_the_token_that_opened_it(bearers: Site) -> None:
+    token = keep_token(bearers.fleet, "client", ends=time.time() + 2.0)
+    with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
+        metadata = (("fl-session", join(channel, "ann", token).session_id), ("authorization", f"Bearer {token}"))
+        said: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()
+        watch = TrainCmdServiceStub(channel).Watch(iter(said.get, None), metadata=metadata, timeout=SECONDS)
+
+        def talk() -> None:
+            for _ in watch:
+                said.put(WatchRequest())
+
+        assert refusal(talk) == (grpc.StatusCode.UNAUTHENTICATED, "expired_token")
         said.put(None)
 
 

@@ -1,7 +1,9 @@
 """The wire contract, spoken by a client of its own against a real fl-server."""
 
 import hashlib
+import queue
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from grpc import StatusCode
 from fedring.codec import decode
 from fedring.ctl.control import Control
 from fedring.ctl.fleet import Fleet
+from fedring.server.sessions import MOST_CALLS
 from fedring.v1 import federation_pb2 as pb
 from tests.system.wire import SIZE, Refused, WireClient, model_of, payload_of, stop_jobs, vector_job
 
@@ -313,6 +316,23 @@ def test_a_broken_download_goes_on_at_the_offset(wire: WireClient, command: pb.T
     assert b"".join(message.chunk.data for message in messages[1:]) == payload
 
 
+def test_one_client_cannot_take_all_streams(server: Fleet, wire: WireClient) -> None:
+    for _ in range(2 * MOST_CALLS):  # those that have ended do not count
+        with pytest.raises(Refused, match="unknown_model"):
+            wire.fetch(777)
+    silent: queue.Queue[pb.WatchRequest | None] = queue.Queue()
+    streams = [wire.commands.Watch(iter(silent.get, None), metadata=wire.metadata) for _ in range(MOST_CALLS - 1)]
+    for stream in streams:
+        next(stream)
+    with pytest.raises(Refused) as refused:
+        wire.fetch(777)
+    assert (refused.value.code, refused.value.reason) == (StatusCode.RESOURCE_EXHAUSTED, "overloaded")
+    with WireClient(server.listen, "other") as other:
+        other.expect("heartbeat")
+    for _ in streams:
+        silent.put(None)
+
+
 def test_an_unknown_model_is_refused(wire: WireClient, command: pb.TrainCmd) -> None:
     with pytest.raises(Refused) as refused:
         wire.fetch(777)
@@ -336,3 +356,21 @@ def test_a_late_update_of_a_closed_round_is_refused(server: Fleet, control: Cont
         with pytest.raises(Refused) as refused:
             b.push(b.header(command, payload), payload)
         assert refused.value.reason in ("unknown_round", "round_closed")
+
+
+def test_losses_that_have_no_sum_are_refused(server: Fleet, control: Control) -> None:
+    job_id = control.start_job(vector_job(min_clients=2, evaluate=True)).job_id
+    with WireClient(server.listen, "a") as a, WireClient(server.listen, "b") as b:
+        for client in (a, b):
+            payload = payload_of(ONES)
+            client.push(client.header(client.expect("train"), payload), payload)
+        for client in (a, b):
+            order = client.expect("evaluate")
+            for loss in (1.7e308, float("inf"), float("nan"), 1.0):
+                report = pb.EvaluationReport(
+                    round=order.round, model_version=order.model_version, total=1, loss_sum=loss
+                )
+                with nullcontext() if loss == 1 else pytest.raises(Exception, match="a number of at most"):
+                    client.commands.ReportEvaluation(report, metadata=client.metadata)
+        assert list(control.follow_job(job_id))[-1].kind == "job_ended"
+    assert control.rounds(limit=1)[0].eval_loss_sum == 2

@@ -90,6 +90,18 @@ def test_a_model_is_evaluated_by_the_users_function(peer: "Peer", settings: dict
     assert seen == [read_vectors(model).digest()]
 
 
+def test_a_loss_that_is_no_number_is_no_score(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+    peer.publish(3, schema_of(model), read_vectors(model))
+    with connect(**settings, model=model, evaluate=lambda _: (1, 10, float("nan"))) as federation:
+        peer.joins.get(timeout=SECONDS)
+        command = pb.EvaluateCmd(round=2, model_version=3, schema_hash=schema_of(model).hash, deadline_seconds=30)
+        peer.send(pb.ServerEvent(evaluate=command))
+        peer.train(peer.command(model, model_version=3))
+        next(federation)
+    report = peer.evaluations.get_nowait()
+    assert (report.model_version, report.correct, report.total, report.loss_sum) == (3, 0, 0, 0.0)
+
+
 def test_a_client_that_cannot_evaluate_says_so_without_being_iterated(peer: "Peer", settings: dict[str, Any]) -> None:
     with connect(**settings):
         peer.joins.get(timeout=SECONDS)

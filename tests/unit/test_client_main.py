@@ -101,7 +101,7 @@ def test_the_daemon_trains_and_ends_cleanly_on_sigterm(peer: "Peer", settings: d
             while peer.reports.get(timeout=SECONDS).activity != pb.ACTIVITY_TRAINING:
                 pass
             process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=10)
+            _, errors = process.communicate(timeout=SECONDS)
         finally:
             process.kill()
     assert process.returncode == Exit.OK, errors

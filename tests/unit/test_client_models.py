@@ -1,6 +1,7 @@
 """Models that a client fetches: resumed, stepped to, proven, never larger than they may be."""
 
 import hashlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from torch import nn
 from fedring.client import RoundOver, WrongModel, connect
 from fedring.client.download import Download
 from fedring.client.errors import BadModel
-from fedring.codec import Vectors
+from fedring.client.held import Model
+from fedring.codec import Encoding, Vectors, encode
 from fedring.rpc.errors import FedringError, Unavailable, UnknownModel
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
@@ -116,6 +118,36 @@ def test_a_step_from_the_held_version_gives_the_same_bytes(
     np.testing.assert_array_equal(got.parameters, second.parameters)
     assert got.buffers[-1] == rounded
     assert [peer.fetches.get_nowait().held_version for _ in range(2)] == [0, 1]
+
+
+def test_a_large_model_is_put_together_off_the_sessions_thread_however_short_the_step(
+    peer: "Peer", settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, finished = nn.Linear(1000, 600), []
+    finish = Download.finish
+
+    def watched(download: Download) -> Model:
+        finished.append((download.received, threading.current_thread().name))
+        return finish(download)
+
+    monkeypatch.setattr(Download, "finish", watched)
+    values, schema = read_vectors(model), schema_of(model)
+    nothing = Vectors(np.zeros_like(values.parameters), values.buffers)
+    peer.publish(1, schema, values)
+    peer.publish(2, schema, values, step=(1, nothing))
+    header, payload = peer.models[2][0][0], encode(nothing.parameters, Encoding("uniform"))
+    header.packets[0].encoding, header.packets[0].bytes, header.total_bytes = "uniform", len(payload), len(payload)
+    peer.models[2][0] = header, payload
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        for round_ in (1, 2):
+            peer.train(peer.command(model, round_=round_, model_version=round_))
+            task = next(federation)
+            task.load_into(model)
+            if round_ == 1:
+                task.submit(model, samples=1)
+    assert finished[1][0] == len(payload) < 10_000
+    assert "fedring-session" not in {thread for _, thread in finished}
 
 
 def test_a_step_that_does_not_lead_to_the_model_is_replaced_by_the_whole(

@@ -41,6 +41,13 @@ def test_a_wrong_header_is_refused_or_asks_for_no_more_than_the_limit(place: int
     assert found.tensor.nbytes <= LIMIT
 
 
+def test_a_huge_shape_of_nothing_is_refused() -> None:
+    words = header(message())
+    words[7:] = torch.tensor([3, 1 << 40, 1 << 40, 0, 0, 0, 0, 0, 0])
+    with pytest.raises(PipelineError, match="more than"):
+        parse(words, max_bytes=LIMIT)
+
+
 def test_tensors_that_no_header_describes_are_not_sent() -> None:
     with pytest.raises(PipelineError, match="cannot send"):
         header(Message(message().key, 0, torch.zeros(1, dtype=torch.complex64)))

@@ -107,6 +107,14 @@ def test_a_part_that_comes_twice_ends_the_generation(pair: Pair) -> None:
         pair.allreduce().wait(SECONDS)
 
 
+def test_of_an_error_that_a_peer_tells_of_only_the_beginning_is_kept(pair: Pair) -> None:
+    operation = pair.allreduce()
+    pair.impostor.say(b"x" * (1 << 20), kind=pb.FRAME_KIND_ABORT, reason="peer_lost")
+    with pytest.raises(PeerLost) as raised:
+        operation.wait(SECONDS)
+    assert str(raised.value) == "x" * 1000
+
+
 @pytest.mark.parametrize("payload", [b"", TWOS[:-1], TWOS + b"!"])
 def test_a_payload_of_another_size_is_a_mismatch(pair: Pair, payload: bytes) -> None:
     operation = pair.allreduce()

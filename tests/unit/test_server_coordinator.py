@@ -1,6 +1,7 @@
 """The coordinator with a real store and real blobs: what happens at the same time does no harm."""
 
 import asyncio
+import hashlib
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -9,11 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fedring.codec import Encoding, encode
+from fedring.rpc.chunks import Piece
+from fedring.rpc.contract import SESSION_KEY
 from fedring.rpc.errors import OtherUpdate, Overloaded, UnknownRound
 from fedring.rpc.identity import IDENTITY, LOCAL
+from fedring.rpc.streams import METER, Meter
 from fedring.server import rounds as rd
+from fedring.server import uploads
+from fedring.server.admit import Admitted, check_payload
 from fedring.server.blobs import FileBlobs, FilePartial, Partial, StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator
@@ -93,9 +100,15 @@ class GatedModels(Models):
 
 
 class FullBlobs(FileBlobs):
-    """Blobs on a disk that may be full."""
+    """Blobs on a disk that may be full, or slow."""
 
     full = False
+    gate: Gate
+
+    def open_partial(self, name: str, *, fresh: bool = False) -> FilePartial:
+        partial = super().open_partial(name, fresh=fresh)
+        self.gate.pass_("open_partial")
+        return partial
 
     def seal_many(self, partials: Sequence[Partial]) -> list[str]:
         if self.full:
@@ -105,18 +118,33 @@ class FullBlobs(FileBlobs):
         return super().seal_many(partials)
 
 
+class Call:
+    """What of a call's context is looked at."""
+
+    def __init__(self, session: Session) -> None:
+        self._session_id = session.session_id
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ((SESSION_KEY, self._session_id),)
+
+    def add_done_callback(self, callback: object) -> None:
+        """It ends with the test."""
+
+
 class Host:
     """A coordinator, its jobs, and clients that are here."""
 
     def __init__(self, root: Path) -> None:
         self.gate = Gate()
         self.store, self.blobs = GatedStore(root / "facts.sqlite", self.gate), FullBlobs(root)
+        self.blobs.gate = self.gate
         self.config = ServerConfig.model_validate({"state_dir": root})
         self.facts = Facts(self.store, self.blobs, threads=1)
         models = GatedModels(self.blobs, self.facts.pool, self.config, self.store.run_id)
         models.gate = self.gate
         self.coordinator = Coordinator(self.facts, models, Sessions(10), Journal(), self.config)
         self.jobs = Jobs(self.coordinator)
+        self.uploads = uploads.ClientUpdateService(self.coordinator, self.config)
         self._names = iter(range(1000))
 
     def join(self, client: str) -> Session:
@@ -135,14 +163,35 @@ class Host:
                 if event.WhichOneof("event") == "train":
                     return event.train
 
-    def update(self, command: pb.TrainCmd, client: str, factor: float = 1.0) -> tuple[FilePartial, UpdateRow]:
+    def update(
+        self, command: pb.TrainCmd, client: str, values: NDArray[np.float32] = ONES
+    ) -> tuple[FilePartial, UpdateRow]:
         """An update, received and checked."""
-        payload = encode(ONES * np.float32(factor), Encoding("fp32"))
+        payload = encode(values, Encoding("fp32"))
         partial = self.blobs.open_partial(f"update-{next(self._names)}")
         partial.write(payload)
         packets = lay_out([("parameters", "delta", "fp32", len(payload))])
         size, digest = len(payload), partial.digest
         return partial, UpdateRow(command.round, client, digest, packets, 1, size, 0.1, 1.0, time.time(), blob=digest)
+
+    async def push(
+        self, session: Session, command: pb.TrainCmd, values: NDArray[np.float32], name: str = "fp32"
+    ) -> pb.UpdateReply:
+        """The last reply to an update that goes the whole way."""
+        METER.set(Meter())
+        payload = encode(values, Encoding(name))
+        packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=name, bytes=len(payload))
+        packet.num_samples = 1
+        facts: dict[str, Any] = {"client_id": session.client_id, "packets": [packet], "total_bytes": len(payload)}
+        for name in ("run_id", "round", "model_version", "schema_hash"):
+            facts[name] = getattr(command, name)
+        header = pb.UpdateHeader(digest=hashlib.sha256(payload).digest(), **facts)
+
+        async def messages() -> AsyncIterator[pb.ClientUpdate | Piece]:
+            yield pb.ClientUpdate(header=header)
+            yield Piece(0, memoryview(payload))
+
+        return [reply async for reply in self.uploads.PushUpdate(messages(), Call(session))][-1]
 
     def offer(self, update: tuple[FilePartial, UpdateRow]) -> "asyncio.Task[bool]":
         partial, row = update
@@ -258,7 +307,7 @@ async def test_of_two_updates_of_one_client_the_second_is_refused(host: Host) ->
     host.join("b")
     await host.jobs.start(spec(min_clients=2), "")
     command = await host.command(session)
-    first, second = (host.offer(host.update(command, "a", factor)) for factor in (1, 2))
+    first, second = (host.offer(host.update(command, "a", values)) for values in (ONES, 2 * ONES))
     assert not await first
     with pytest.raises(OtherUpdate):
         await second
@@ -292,3 +341,60 @@ async def test_an_evaluation_that_comes_as_its_round_ends_does_no_harm(host: Hos
     assert await host.ended(job.job_id) == "completed"
     await host.coordinator.evaluated("a", report)
     assert len(await host.facts.db(host.store.evaluations, 2)) == 1
+
+
+async def test_a_model_whose_loss_is_no_number_is_published_without_a_score(host: Host) -> None:
+    session = host.join("a")
+    keys = {"model": "fedring.train.models:digits_mlp", "model_args": {}, "evaluate_on_server": True, "rounds": 2}
+    job, _ = await host.jobs.start(spec(**keys), "")
+    huge = np.full(64 * 64 + 64 + 64 * 10 + 10, 1e28, np.float32)  # below the norm from which updates are refused
+    for _ in range(2):
+        await host.offer(host.update(await host.command(session), "a", huge))
+    assert await host.ended(job.job_id) == "completed"
+    assert host.coordinator.last is not None
+    assert "server_accuracy" not in host.coordinator.last.stats
+
+
+async def test_a_client_that_goes_while_its_upload_is_opened_can_come_back(host: Host) -> None:
+    session, values = host.join("a"), np.ones(20_000, np.float32)
+    job, _ = await host.jobs.start(spec(model_args={"size": values.size}), "")
+    command = await host.command(session)
+    host.gate.close("open_partial")
+    first = asyncio.create_task(host.push(session, command, values))
+    await host.gate.reached()
+    first.cancel()
+    host.gate.open()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert (await host.push(session, command, values)).HasField("accepted")
+    assert await host.ended(job.job_id) == "completed"
+
+
+async def test_nobody_goes_before_the_thread_that_works_for_him(host: Host) -> None:
+    host.gate.close("work")
+    caller = asyncio.create_task(host.facts.work(host.gate.pass_, "work"))
+    await host.gate.reached()
+    for _ in range(3):
+        caller.cancel()
+        done, _ = await asyncio.wait([caller], timeout=0.05)
+        assert not done
+    host.gate.open()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+
+
+async def test_few_bytes_that_stand_for_many_values_do_not_hold_up_the_loop(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+
+    def check(*given: Any) -> Admitted:
+        checked.append(threading.current_thread() is threading.main_thread())
+        return check_payload(*given)
+
+    monkeypatch.setattr(uploads, "check_payload", check)
+    session = host.join("a")
+    for size in (SIZE, 500_000):
+        await host.jobs.start(spec(model_args={"size": size}), "")
+        await host.push(session, await host.command(session), np.zeros(size, np.float32), "uniform")
+    assert checked == [True, False]

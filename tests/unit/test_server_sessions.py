@@ -1,11 +1,14 @@
 """Sessions: at most one per client, and nobody waits for a client that does not read."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from fedring.rpc.contract import SESSION_KEY
 from fedring.rpc.errors import BadRequest, NoSession, NotAllowed, Overloaded, Superseded
 from fedring.rpc.identity import IDENTITY, LOCAL, Identity, Role
-from fedring.server.sessions import OUTBOX, Session, Sessions
+from fedring.server.sessions import MOST_CALLS, OUTBOX, Session, Sessions
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -14,6 +17,14 @@ class Call:
 
     def __init__(self, *metadata: tuple[str, str]) -> None:
         self._metadata = metadata
+        self._callbacks: list[Callable[[Any], None]] = []
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._callbacks.append(callback)
+
+    def end(self) -> None:
+        for callback in self._callbacks:
+            callback(self)
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...] | None:
         return self._metadata or None
@@ -85,3 +96,19 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
     assert isinstance(session.reason, Overloaded)
     session.close(Superseded())
     assert isinstance(session.reason, Overloaded)  # the first reason stays
+
+
+def test_one_client_cannot_take_all_calls() -> None:
+    sessions = Sessions(2)
+    session, other = join(sessions, "a"), join(sessions, "b")
+    calls = [Call((SESSION_KEY, session.session_id)) for _ in range(MOST_CALLS)]
+    for call in calls:
+        sessions.of(call)
+    with pytest.raises(Overloaded, match="calls of a"):
+        sessions.of(Call((SESSION_KEY, session.session_id)))
+    again = join(sessions, "a")  # a new session does not help
+    with pytest.raises(Overloaded):
+        sessions.of(Call((SESSION_KEY, again.session_id)))
+    assert sessions.of(Call((SESSION_KEY, other.session_id))) is other
+    calls[0].end()
+    assert sessions.of(Call((SESSION_KEY, again.session_id))) is again

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, select, text
 
+from fedring.server import store as stores
 from fedring.server.blobs import StorageError
 from fedring.server.database import StoreError, open_database
 from fedring.server.packets import PacketSpec
@@ -134,6 +135,14 @@ class TestStore:
         assert [row.client_id for row in store.evaluations(1)] == ["", "a", "b"]
         assert store.evaluation_sum(1) == EvaluationRow(3, 1, "", 13, 20, 0.75)
 
+    def test_only_the_newest_events_are_kept(self, store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stores, "KEEP_EVENTS", 3)
+        for number in range(1, 6):
+            store.append_events([EventRow(number, 1.0, "client_lost", "a is gone")])
+        assert [row.id for row in store.events_after(0)] == [3, 4, 5]
+        store.append_events([EventRow(number, 1.0, "client_lost", "a is gone") for number in range(6, 12)])
+        assert [row.id for row in store.events_after(0)] == [9, 10, 11]
+
     def test_events_are_read_from_where_one_left_off(self, store: SqlStore) -> None:
         rows = [EventRow(10 + i, 1.5, "round_started", f"round {i}", 1, i, "bob") for i in range(3)]
         store.append_events(rows[:1])
@@ -151,12 +160,14 @@ class TestStore:
             store.accept_updates([an_update(row.round, "bob", digest)])
         for version in (1, 2, 3):
             store.publish(a_model(version, residual=f"{16 + version:064x}", optimizer=f"{32 + version:064x}"))
+            store.add_evaluation(EvaluationRow(new.round, version, "bob", 1, 2, 0.5))
         pruned = store.prune(keep_models=2, keep_update_rounds=1)
         assert pruned.rows == 2
         state = [f"{base + version:064x}" for base in (16, 32) for version in (1, 2)]
         assert pruned.blobs == {"bb" * 32, a_model(1).blob, *state}
         kept = {"aa" * 32, "cc" * 32, a_model(2).blob, a_model(3).blob, f"{19:064x}", f"{35:064x}"}
         assert store.named_blobs() == kept
+        assert [len(store.evaluations(version)) for version in (1, 2, 3)] == [0, 1, 1]
         assert store.prune(2, 1).rows == 0
 
     def test_retention_never_removes_the_newest_model(self, store: SqlStore) -> None:

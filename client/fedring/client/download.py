@@ -15,6 +15,7 @@ from fedring.v1 import federation_pb2 as pb
 
 MAX_PACKETS = 1024
 _SLACK = 1 << 16  # bytes for the packets' headers
+_SMALL_BYTES = 1 << 20
 _HEADER_BYTES = 16  # before the values of an fp32 or fp64 packet
 _AS_STORED = {"fp32": np.float32, BUFFERS: np.float64}  # encodings whose payload is the vector itself
 
@@ -47,6 +48,11 @@ class Download:
     def complete(self) -> bool:
         """Whether every byte is here."""
         return self.header is not None and self.received == self.header.total_bytes
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the model is put together sooner than a thread is found for it, however few bytes of it came."""
+        return 4 * self._schema.num_parameters + 8 * self._schema.num_buffers <= _SMALL_BYTES
 
     @property
     def share(self) -> float:

@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack
-from math import nan
+from math import isfinite, nan
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -149,6 +149,9 @@ class Federation:
         counts = Counts()
         try:
             counts = self._on_evaluate(Evaluation(order, self._link))
+            if not isfinite(counts.loss_sum):
+                log.warning("model %d has no score here: its loss is %g", order.command.model_version, counts.loss_sum)
+                counts = Counts()  # the server would refuse it, and wait for another
         except RoundOver as over:
             log.warning("model %d was not evaluated: %s", order.command.model_version, over)
         finally:

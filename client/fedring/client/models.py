@@ -28,7 +28,6 @@ _AGAIN = {
     StatusCode.UNKNOWN,
     StatusCode.INTERNAL,
 }
-_SMALL_BYTES = 1 << 20  # a model that is put together sooner than a thread is found for it
 _REJOIN = {StatusCode.UNAUTHENTICATED, StatusCode.ABORTED}
 
 
@@ -90,7 +89,7 @@ class Models:
                 if status in _REJOIN:
                     await self._rejoin(session_id, ended)
                 await asyncio.sleep(backoff.next())
-        if download.received <= _SMALL_BYTES:
+        if download.is_small:
             return download.finish()
         return await asyncio.to_thread(download.finish)
 

@@ -58,7 +58,8 @@ class DenseDecoder(Decoder):
             case "bf16":
                 values = (stored.astype(np.uint32) << 16).view(np.float32)
             case "fp16":
-                values = stored.astype(np.float32)
+                with np.errstate(invalid="ignore"):  # some processors warn of a signalling NaN, which is refused below
+                    values = stored.astype(np.float32)
             case _:
                 values = read_only(stored)
         check_finite(values)

@@ -60,8 +60,9 @@ def parse(words: Tensor, *, max_bytes: int) -> Message:
         raise PipelineError("what came is no header of a pipeline's message")
     if not 0 <= dimensions <= _DIMENSIONS or min(step, stage, micro_batch, version, *shape) < 0:
         raise PipelineError("a header holds numbers that no stage sends")
-    size, dtype = prod(shape[:dimensions]), _DTYPES[code]
-    if size * dtype.itemsize > max_bytes:
-        raise PipelineError(f"a message of {size * dtype.itemsize} bytes, more than {max_bytes}")
+    dtype = _DTYPES[code]
+    size = prod(max(1, width) for width in shape[:dimensions]) * dtype.itemsize  # torch has no huge shapes of nothing
+    if size > max_bytes:
+        raise PipelineError(f"a message of {size} bytes, more than {max_bytes}")
     key = Key(step, _KINDS[kind], stage, micro_batch)
     return Message(key, version, torch.empty(shape[:dimensions], dtype=dtype))

@@ -24,6 +24,7 @@ from fedring.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+_MOST_DETAIL = 1000  # bytes of an error's text that are passed on
 _TICK = 0.2  # seconds between looks at deadlines
 _SWITCH = 0.0005  # seconds
 _FLUSH = 2.0  # seconds for the last frames to a peer that may be gone
@@ -142,7 +143,7 @@ class Endpoint:
             self._changed.notify_all()
         log.warning("generation %d has failed: %s", self.generation, error)
         for link in links:
-            link.give_up(Outgoing(self._abort_head(error), str(error).encode()[:1000]))
+            link.give_up(Outgoing(self._abort_head(error), str(error).encode()[:_MOST_DETAIL]))
         for group in groups:
             group.failed(error)
 
@@ -289,7 +290,8 @@ class Endpoint:
             return
         if head.kind == pb.FRAME_KIND_ABORT:
             kind = BY_REASON.get(head.reason, RingError)
-            self.fail(kind(bytes(frame.payload).decode(errors="replace"), rank=head.rank - 1 if head.rank else None))
+            detail = bytes(frame.payload[:_MOST_DETAIL]).decode(errors="replace")
+            self.fail(kind(detail, rank=head.rank - 1 if head.rank else None))
         elif head.kind == pb.FRAME_KIND_MAPPED:
             if link := self._link(peer):
                 link.share()

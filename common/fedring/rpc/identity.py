@@ -32,6 +32,7 @@ class Identity:
     role: Role | None
     name: str
     token: str = ""  # the id of the token that proved it
+    ends_at: float | None = None  # when that expires, in seconds since 1970
 
     def is_a(self, role: Role) -> bool:
         """Whether they may do what that role may."""

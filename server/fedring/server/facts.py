@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from fedring.server.blobs import FileBlobs, FilePartial, MemoryPartial
@@ -65,7 +66,9 @@ class Facts:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await asyncio.wait([future])  # it may use what the caller is about to close
+            while not future.done():  # it may use what the caller is about to close, however often that is cancelled
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
             raise
         finally:
             self.waiting -= 1

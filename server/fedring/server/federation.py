@@ -1,7 +1,6 @@
 """The services that fl-clients call: thin shells around sessions, coordinator and blobs."""
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -9,7 +8,7 @@ from typing import Any
 
 from fedring.rpc.chunks import chunks
 from fedring.rpc.contract import PROTOCOL
-from fedring.rpc.errors import BadRequest, Gone, Stalled, Unavailable, refusal_in
+from fedring.rpc.errors import BadRequest, Gone, Stalled, Unauthenticated, Unavailable, refusal_in
 from fedring.rpc.streams import METER, wire_bytes
 from fedring.server import rounds as rd
 from fedring.server.config import ServerConfig
@@ -20,6 +19,7 @@ from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
 _HEARTBEAT = pb.ServerEvent(heartbeat=pb.Heartbeat()).SerializeToString()
+_MOST_LOSS = 1e200  # beyond this a sum over clients could leave float64
 _WRITE_GRACE = 0.5  # seconds that a write still has when its call is to end
 
 
@@ -64,9 +64,10 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
 
     async def ReportEvaluation(self, request: pb.EvaluationReport, context: Any) -> pb.EvaluationAck:
         session = self._coordinator.sessions.of(context)
-        sound = request.correct <= request.total < 2**48 and math.isfinite(request.loss_sum)
+        sound = request.correct <= request.total < 2**48 and abs(request.loss_sum) <= _MOST_LOSS
         if not sound:
-            raise BadRequest("correct must be at most total, and loss_sum finite", reason="bad_evaluation")
+            text = f"correct must be at most total, and loss_sum a number of at most {_MOST_LOSS:g}"
+            raise BadRequest(text, reason="bad_evaluation")
         await self._coordinator.evaluated(session.client_id, request)
         return pb.EvaluationAck()
 
@@ -98,6 +99,8 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
         """Keep the session's time, until it is closed or lost: one timer a session is cheaper than one a message."""
         beat, lost = self._config.heartbeat_seconds, self._config.lost_after_seconds
         while True:
+            if session.owner.ends_at is not None and time.time() >= session.owner.ends_at:
+                raise Unauthenticated("the token of this session has expired", reason="expired_token")
             now, due = time.monotonic(), session.spoke + beat
             if now >= session.heard + lost or (session.writing and now >= session.spoke + lost):
                 raise Stalled(f"{session.client_id} said or read nothing for {lost:g} s")

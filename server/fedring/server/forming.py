@@ -19,7 +19,6 @@ from fedring.v1 import rendezvous_pb2_grpc as rpc
 
 _ADDRESS = re.compile(r"[!-~]{1,250}:[!-~]{1,250}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_MOST_GENERATION = 1 << 31
 
 
 class RendezvousService(rpc.RendezvousServiceServicer):
@@ -70,7 +69,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
         selected = open_ is not None and client in open_.row.selected
         if not (known and selected and rendezvous.active and rendezvous.round == enter.round):
             raise UnknownRound(f"no round {enter.round} of a group is open for {client}")
-        if enter.generation >= _MOST_GENERATION:
+        if not rendezvous.can_know(enter.generation):
             raise BadRequest(f"no generation {enter.generation} was ever formed")
         rendezvous.handle(gr.Entered(client, enter.generation))
         return int(enter.round)

@@ -47,6 +47,7 @@ class Jobs:
         row = await self._facts.db(self._store.job, job_id)
         if row is None or row.state != "queued":
             raise NoSuchJob(f"job {job_id} is neither running nor queued" if job_id else "no job is running")
+        self._stopped.add(job_id)  # if its turn comes right now
         await self._facts.db(self._store.set_job_state, job_id, "stopped")
         return job_id, 0
 

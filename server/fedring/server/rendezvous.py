@@ -11,6 +11,8 @@ from fedring.server.openround import OpenRound
 from fedring.server.plan import group_rules
 from fedring.v1 import rendezvous_pb2 as pb
 
+_MOST_GENERATION = 1 << 31
+
 
 class Rendezvous:
     """Keeps the state of a round's group; `tell(kind, text)` is told what operators may want to know."""
@@ -65,6 +67,10 @@ class Rendezvous:
     def active(self) -> bool:
         """Whether a round's group exists that has not ended."""
         return self.state is not None and self.state.phase is not gr.Phase.ENDED
+
+    def can_know(self, generation: int) -> bool:
+        """Whether a worker can have been told of the generation; after a restart nobody remembers."""
+        return generation <= self._generation or (self._resumed and generation < _MOST_GENERATION)
 
     def may_deliver(self, client: str) -> bool:
         """Whether the client has trained as a member; after a restart nobody remembers, and all may have."""

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,9 @@ from fedring.v1 import federation_pb2 as pb
 
 OUTBOX = 64
 """Events that may wait for one client; one that reads none of them for so long is cut off."""
+
+MOST_CALLS = 16
+"""Of one client at once; five will do, but those of a line that broke may take a while to end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +70,7 @@ class Sessions:
         self._limit = limit
         self._by_id: dict[str, Session] = {}
         self._by_client: dict[str, Session] = {}
+        self._calls: Counter[str] = Counter()  # in progress, by client
 
     def join(self, request: pb.JoinRequest, address: str) -> Session:
         """A new session for the client, of whoever makes this call; its older one is closed."""
@@ -84,7 +89,10 @@ class Sessions:
         return session
 
     def of(self, context: Any) -> Session:
-        """The session that a call names; NoSession if it is none, or an old one; NotAllowed if it is another's."""
+        """The session that a call names, which is in progress from now on.
+
+        NoSession if it is none, or an old one; NotAllowed if it is another's; Overloaded if its client has too many.
+        """
         name = next((value for key, value in context.invocation_metadata() or () if key == SESSION_KEY), "")
         session = self._by_id.get(str(name))
         if session is None:
@@ -92,6 +100,10 @@ class Sessions:
         who = IDENTITY.get()
         if not who.owns(session.owner):
             raise NotAllowed(f"this session is not {who}'s", reason="other_session")
+        if self._calls[session.client_id] >= MOST_CALLS:
+            raise Overloaded(f"{MOST_CALLS} calls of {session.client_id} are in progress already")
+        self._calls[session.client_id] += 1
+        context.add_done_callback(lambda _: self._ended(session.client_id))
         session.hear()
         log_with(client=session.client_id)
         return session
@@ -104,6 +116,11 @@ class Sessions:
             return False
         del self._by_client[session.client_id]
         return True
+
+    def _ended(self, client_id: str) -> None:
+        self._calls[client_id] -= 1
+        if not self._calls[client_id]:
+            del self._calls[client_id]
 
     def get(self, client_id: str) -> Session | None:
         """The client's session, if it has one."""

@@ -41,7 +41,7 @@ _KEY = (updates.c.round, updates.c.client_id)
 _KNOWN = select(*_KEY, updates.c.digest).where(tuple_(*_KEY).in_(bindparam("keys", expanding=True)))
 
 KEEP_EVENTS = 10_000
-"""Newest events that a retention run leaves."""
+"""Newest events that are kept: clients come and go, also while no round ends."""
 
 
 class Acceptance(StrEnum):
@@ -264,10 +264,13 @@ class SqlStore:
         return EvaluationRow(rows[0].round, version, "", correct, total, fsum(row.loss_sum for row in rows))
 
     def append_events(self, rows: Sequence[EventRow]) -> None:
-        """The events are kept."""
+        """The events are kept, and of all before them the newest."""
         if rows:
             with self._transaction() as connection:
                 connection.execute(insert(events), [_values(row) for row in rows])
+                newest = select(events.c.id).order_by(events.c.id.desc())
+                first_of_old = newest.offset(KEEP_EVENTS).limit(1).scalar_subquery()
+                connection.execute(delete(events).where(events.c.id <= first_of_old))
 
     def events_after(self, event_id: int, limit: int = 1000) -> list[EventRow]:
         """The events after that id, oldest first."""
@@ -310,10 +313,9 @@ class SqlStore:
             before = _named(connection)
             kept_models = connection.execute(newest.limit(max(keep_models, 1))).scalars().all()
             removed = connection.execute(delete(updates).where(updates.c.round.in_(old_rounds))).rowcount
-            oldest = select(events.c.id).order_by(events.c.id.desc()).limit(KEEP_EVENTS).subquery()
-            connection.execute(delete(events).where(events.c.id < select(func.min(oldest.c.id)).scalar_subquery()))
             if kept_models:
                 removed += connection.execute(delete(models).where(models.c.version < kept_models[-1])).rowcount
+                connection.execute(delete(evaluations).where(evaluations.c.version < kept_models[-1]))
                 older = update(models).where(models.c.version < kept_models[0])
                 connection.execute(older.values(residual_blob="", optimizer_blob=""))
             return Pruned(removed, frozenset(before - _named(connection)))

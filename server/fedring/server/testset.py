@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from torch import nn
@@ -42,10 +43,14 @@ class TestSet:
             with self._blobs.reader(row.blob) as blob:
                 reader = ModelReader(blob)
                 write_vectors(loaded.model, reader.schema, reader.vectors())
-            return evaluate(loaded.model, loaded.samples, loss=loaded.loss, device=pick_device("auto"))
+            counts = evaluate(loaded.model, loaded.samples, loss=loaded.loss, device=pick_device("auto"))
         except Exception:  # the user's model and loss may raise anything, and the round has its model already
             log.exception("model %d was not evaluated here", row.version)
             return None
+        if not isfinite(counts.loss_sum):
+            log.error("model %d has no score here: its loss is %g", row.version, counts.loss_sum)
+            return None
+        return counts
 
     def load(self, job: Job) -> _Loaded:
         """What the job is evaluated with; SeamError or DataError if it cannot be had."""

@@ -100,7 +100,7 @@ class Tokens:
             raise Unauthenticated(f"the token {token_id} was revoked", reason="revoked_token")
         if row.expires_at is not None and time.time() >= row.expires_at:
             raise Unauthenticated(f"the token {token_id} has expired", reason="expired_token")
-        return Identity(Role(row.role), row.name, token_id)
+        return Identity(Role(row.role), row.name, token_id, row.expires_at)
 
     async def _look(self) -> None:
         """The store was read after this call began: a token may have been made beside this process.
@@ -132,8 +132,7 @@ class TokenService(rpc.TokenServiceServicer):
         revoked: FedringError = Unauthenticated("its token was revoked", reason="revoked_token")
         for session in self._sessions:
             if session.owner.token == row.token_id:
-                session.close(revoked)
-                self._sessions.drop(session)
+                session.close(revoked)  # who serves its stream then drops it, and tells the round
         return _message(row)
 
 

@@ -39,6 +39,7 @@ from fedring.server.sessions import Session
 from fedring.v1 import federation_pb2 as pb
 
 SERVICE = "fedring.v1.ClientUpdateService"
+_AT_ONCE = 1 << 18  # values that are checked sooner than a thread is found for it
 
 
 def add_update_service(service: "ClientUpdateService", server: aio.Server) -> None:
@@ -108,9 +109,8 @@ class ClientUpdateService:
             yield pb.UpdateReply(accepted=self._accepted(already=True))
             return
         async with self._slots, self._only_one(session.client_id):
-            partial = await self._open(header)
             with ExitStack() as undo:
-                undo.callback(partial.close)
+                partial = await self._open(header, undo)
                 resumed = partial.size
                 yield pb.UpdateReply(resume_offset=resumed)
                 await self._receive(messages, partial, header)
@@ -198,21 +198,26 @@ class ClientUpdateService:
         finally:
             del self._uploads[client_id]
 
-    async def _open(self, header: pb.UpdateHeader) -> Partial:
-        """Where the payload goes: a small one waits in memory, another goes on in the file that may be here."""
+    async def _open(self, header: pb.UpdateHeader, undo: ExitStack) -> Partial:
+        """Where the payload goes, until `undo`: a small one waits in memory, another goes on in the file of before."""
         if header.total_bytes <= SMALL_BYTES:  # kept in its row, and handled here: a thread would cost more
             return MemoryPartial()
         facts = self._coordinator.facts
         # One file per client and round, whatever the digest: a client cannot fill the disk with beginnings.
         name = f"{header.round}-{hashlib.sha256(header.client_id.encode()).hexdigest()[:32]}"
-        try:
-            partial = await facts.work(facts.blobs.open_partial, name)
+
+        def open_() -> Partial:  # all of it in the thread: the caller may be gone when the file is open
+            partial = facts.blobs.open_partial(name)
             if partial.size > header.total_bytes:
                 partial.close()
-                partial = await facts.work(facts.blobs.open_partial, name, fresh=True)
+                partial = facts.blobs.open_partial(name, fresh=True)
+            undo.callback(partial.close)
+            return partial
+
+        try:
+            return await facts.work(open_)
         except StorageError as error:
             raise Overloaded(str(error), reason=error.reason) from error
-        return partial
 
     def _abort(self, partial: Partial) -> None:
         if isinstance(partial, FilePartial):
@@ -257,8 +262,10 @@ class ClientUpdateService:
     async def _admit(self, partial: Partial, header: pb.UpdateHeader, schema: Schema) -> UpdateRow:
         """The row of an update of which every byte is good."""
         packets = packets_of(header)
+        small = isinstance(partial, MemoryPartial)
         try:
-            if isinstance(partial, MemoryPartial):
+            # A few bytes can stand for many values: how long the check takes, the model says.
+            if small and len(packets) * (schema.num_parameters + schema.num_buffers) <= _AT_ONCE:
                 admitted = check_payload(partial.read, packets, schema)
             else:
                 admitted = await self._coordinator.facts.work(check_payload, partial.read, packets, schema)
@@ -267,7 +274,6 @@ class ClientUpdateService:
             text = f"an update of {header.client_id} was refused: {error}"
             self._coordinator.journal.write("update_refused", text, client_id=header.client_id)
             raise
-        small = isinstance(partial, MemoryPartial)
         return UpdateRow(
             round=header.round,
             client_id=header.client_id,

@@ -1,0 +1,53 @@
+"""The queue of jobs: what is told to stop does not run, whenever it is told."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+from fedring.server.blobs import FileBlobs
+from fedring.server.config import ServerConfig
+from fedring.server.coordinator import Coordinator
+from fedring.server.facts import Facts
+from fedring.server.jobs import Jobs
+from fedring.server.journal import Journal
+from fedring.server.models import Models
+from fedring.server.rows import JobRow
+from fedring.server.sessions import Sessions
+from fedring.server.store import SqlStore
+from fedring.train.job import Job
+
+
+class SlowStore(SqlStore):
+    """A store that takes its time to answer for one job."""
+
+    def __init__(self) -> None:
+        super().__init__("sqlite://")
+        self.asked, self.answers = threading.Event(), threading.Event()
+
+    def job(self, job_id: int) -> JobRow | None:
+        row = super().job(job_id)
+        self.asked.set()
+        self.answers.wait(20)
+        return row
+
+
+async def test_a_job_that_is_stopped_as_its_turn_comes_does_not_run(tmp_path: Path) -> None:
+    store, blobs, config = SlowStore(), FileBlobs(tmp_path), ServerConfig.model_validate({"state_dir": tmp_path})
+    facts, journal = Facts(store, blobs, threads=1), Journal()
+    models = Models(blobs, facts.pool, config, store.run_id)
+    jobs = Jobs(Coordinator(facts, models, Sessions(1), journal, config))
+    events = journal.follow(0)
+    job, _ = await jobs.start(Job.model_validate({"model": "fedring.train.models:digits_mlp"}), "")
+    stop = asyncio.create_task(jobs.stop(job.job_id))
+    await asyncio.to_thread(store.asked.wait, 20)  # the store has said that it is queued
+    run = asyncio.create_task(jobs.run())
+    await asyncio.sleep(0)  # it has asked for what is queued
+    store.answers.set()
+    async with asyncio.timeout(20):
+        assert await stop == (job.job_id, 0)
+        assert [(await anext(events)).kind for _ in range(2)] == ["job_started", "job_ended"]
+    run.cancel()
+    kept = await facts.db(store.job, job.job_id)
+    assert kept is not None
+    assert kept.state == "stopped"
+    facts.close()
