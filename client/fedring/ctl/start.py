@@ -19,7 +19,7 @@ from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of a job, such as rounds=10 or lr=0.1.")
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of a job, such as epochs=2 or lr=0.1.")
 ]
 Start = Callable[[Control], pb.StartReply]
 
