@@ -33,6 +33,8 @@ def start_round(
 ) -> None:
     """Start one round with the server's default job, and the keys given here."""
     job = job_of(None, overrides or [])
+    if job.get("rounds", 1) != 1:
+        raise Failure("start-round runs one round: leave rounds out, or give a file to `flctl run`", Exit.USAGE)
     _start(server, lambda control: control.start_round(job, key=key), wait=wait, output=output)
 
 
