@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 # Where to take torch from, if not from the default package index: see README.md, "The CPU build of torch".
 TORCH_INDEX ?=
 DEMO ?=
+BENCH ?= --dataset digits --subset 0
 
 # Each has a processor to itself; the rest start processes of their own, and run one after another.
 QUICK_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile tests/unit tests/property
@@ -46,7 +47,7 @@ format: install
 	$(BIN)/ruff check --fix .
 
 bench: install
-	$(BIN)/flctl bench federated
+	$(BIN)/flctl bench federated $(BENCH)
 
 clean:
 	rm -rf $(VENV) demo secure-demo bench-out dist

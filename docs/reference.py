@@ -2,11 +2,14 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
 from fedring.client.config import ClientConfig
+from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
 from fedring.train.job import Job, ServerOptimizer
@@ -19,67 +22,116 @@ INTRO = """# Configuration
 
 This page is written by `python docs/reference.py` from the models that read the configuration.
 
-Each daemon takes its keys from, in rising order of precedence: the defaults below; a file, TOML or JSON by its
-ending; environment variables (`FEDRING_SERVER_LISTEN`, `FEDRING_CLIENT_DATA_ROOT`, nested keys with two underscores:
-`FEDRING_SERVER_JOB__ROUNDS`); `key=value` on the command line (`job.rounds=20`; values are JSON, or else text); flags.
-An unknown key is an error that names the nearest valid one. `--print-config` prints every key with its value and its
-origin, `--check-config` says whether the daemon could start. Examples with comments are in `deploy/config/`.
+All keys: of [fl-server](#fl-server) and [fl-client](#fl-client), of [jobs](#jobs) and their tables, and of the
+[streams between workers](#streams-between-workers). Examples with comments are in [deploy/config](../deploy/config).
+
+A daemon takes its keys from these places; a later one wins:
+
+1. the defaults below;
+2. a file, TOML or JSON by its ending: `fl-server server.toml`;
+3. environment variables: `FEDRING_SERVER_LISTEN`, `FEDRING_CLIENT_DATA_ROOT`; within a table with two underscores:
+   `FEDRING_SERVER_JOB__ROUNDS`;
+4. `KEY=VALUE` on the command line, within a table with a dot: `fl-server job.rounds=20`. Values are JSON, or else text;
+5. flags: `fl-server --listen 127.0.0.1:9000`.
+
+`--print-config` prints every key, its value and where that came from; `--check-config` says whether the daemon could
+start. An unknown key is an error that names the nearest valid one. Relative paths count from where the daemon started.
 """
 
 SECTIONS = (
-    ("fl-server", ServerConfig, "Keys of `fl-server`. The table `[job]` holds the defaults of every job."),
-    ("fl-client", ClientConfig, "Keys of `fl-client`."),
-    ("TLS", Tls, "Keys of the table `[tls]` of both daemons; docs/security.md tells more."),
+    ("fl-server", ServerConfig, "The table `[job]` holds the defaults of every job."),
+    ("fl-client", ClientConfig, ""),
+    ("TLS", Tls, "The table `[tls]` of both daemons: [security.md](security.md)."),
     (
         "Jobs",
         Job,
-        "Keys of a job: of `flctl run JOB.toml`, of `flctl start-round key=value`, and of fl-server's `[job]`. What a "
-        "job does not set is taken from the server's `[job]`, but for the arguments of another model or optimizer.",
+        "Keys of the file of `flctl run JOB`, and of what follows it; of `flctl start-round KEY=VALUE`; and of the "
+        "table `[job]` of fl-server, from which a job takes what it does not set, but for the arguments of another "
+        "model or optimizer.",
     ),
     (
         "Data-parallel training",
         DataParallel,
-        "Keys of the table `[data_parallel]` in a job of that mode; docs/data-parallel.md tells more.",
+        "The table `[data_parallel]` of a job of that mode: [data-parallel.md](data-parallel.md).",
     ),
     (
         "Pipelines",
         Pipeline,
-        "Keys of the table `[pipeline]` in a job of that mode; docs/pipeline.md tells more.",
+        "The table `[pipeline]` of a job of that mode: [pipeline.md](pipeline.md).",
     ),
-    ("Server optimizer", ServerOptimizer, "Keys of the table `[server_optimizer]` in a job."),
+    ("Server optimizer", ServerOptimizer, "The table `[server_optimizer]` of a job: [federated.md](federated.md)."),
+    (
+        "Streams between workers",
+        RingOptions,
+        "Environment variables `FEDRING_RING_<KEY>` of fl-clients and of scripts, such as "
+        "`FEDRING_RING_FRAME_CHECKSUM=true`; in a script also arguments of `RingOptions`: [ring.md](ring.md). An "
+        "fl-client has `peer_listen`, `peer_address` and `[tls]` in the place of the addresses and files here.",
+    ),
 )
+
+KINDS = {"boolean": "true or false", "integer": "integer", "number": "number", "string": "text", "object": "table"}
+UNITS = {"_seconds": "seconds", "_bytes": "bytes", "_mb": "MiB", "_epochs": "epochs"}
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+DEFAULTS = {
+    (ClientConfig, "client_id"): "this host's name",  # not that of the host on which this page was written
+    (RingOptions, "listen"): "the interface that reaches `MASTER_ADDR`",
+}
 
 
 def render() -> str:
     """The whole page."""
     parts = [INTRO]
     for title, model, text in SECTIONS:
-        parts.append(f"## {title}\n\n{text}\n\n| key | default | meaning |\n|---|---|---|\n{_rows(model)}\n")
+        head = "| key | takes | default | meaning |\n|---|---|---|---|\n"
+        parts.append(f"## {title}\n\n{text}\n\n{head}{_rows(model)}\n".replace("\n\n\n\n", "\n\n"))
     return "\n".join(parts)
 
 
 def _rows(model: type[BaseModel]) -> str:
+    schema = model.model_json_schema()["properties"]
     rows = []
     for name, field in model.model_fields.items():
-        default = field.get_default(call_default_factory=name != "client_id")
-        if name == "client_id":
-            shown = "this host's name"  # not that of the host on which this page was written
-        elif isinstance(default, BaseModel):
-            shown = "see Jobs" if isinstance(default, Job) else "see below"
-        elif default is None:
-            shown = ""
-        else:
-            shown = f"`{json.dumps(default, default=str)}`"
-        rows.append(f"| `{name}` | {shown} | {_meaning(field)} |")
+        shown = DEFAULTS.get((model, name)) or _default(field.get_default(call_default_factory=True))
+        meaning = (field.description or "").replace("|", "\\|")
+        rows.append(f"| `{name}` | {_takes(name, schema[name])} | {shown} | {meaning} |")
     return "\n".join(rows)
 
 
-def _meaning(field: object) -> str:
-    text = getattr(field, "description", None) or ""
-    choices = getattr(getattr(field, "annotation", None), "__args__", ())
-    if choices and all(isinstance(choice, str) for choice in choices):
-        text += ("; " if text else "") + "one of " + ", ".join(f"`{choice}`" for choice in choices)
-    return text.replace("|", "\\|")
+def _default(value: object) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, BaseModel):
+        return "as there"
+    return f"`{json.dumps(value, default=str)}`"
+
+
+def _takes(name: str, schema: Mapping[str, Any]) -> str:
+    """What values a key takes: kind or unit, and range."""
+    if "anyOf" in schema:
+        kinds = [_takes(name, one) for one in schema["anyOf"] if one.get("type") != "null"]
+        return ", or ".join(kinds)
+    if "$ref" in schema:
+        return f"[table]({_section(schema['$ref'])})"
+    if choices := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        return ", ".join(f"`{choice}`" for choice in choices)
+    if schema["type"] == "array":
+        return f"list of {_takes(name, schema['items'])}"
+    kind = "path" if schema.get("format") == "path" else KINDS[schema["type"]]
+    if kind in ("integer", "number"):
+        kind = next((unit for ending, unit in UNITS.items() if name.endswith(ending)), kind)
+    return " ".join([kind, ", ".join(_bounds(schema))]).strip()
+
+
+def _bounds(schema: Mapping[str, Any]) -> list[str]:
+    if schema["type"] == "integer" and schema.get("exclusiveMinimum") == 0:
+        schema = {"minimum": 1} | {key: value for key, value in schema.items() if key != "exclusiveMinimum"}
+    return [f"{sign} {schema[key]:,}" for key, sign in BOUNDS.items() if key in schema]
+
+
+def _section(reference: str) -> str:
+    """The link to the section of the model."""
+    title = next(title for title, model, _ in SECTIONS if model.__name__ == reference.rpartition("/")[2])
+    return "#" + title.lower().replace(" ", "-")
 
 
 if __name__ == "__main__":

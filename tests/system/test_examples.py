@@ -1,6 +1,5 @@
 """What the documentation shows is what happens."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -15,9 +14,11 @@ from fedring.ctl.control import Control
 from fedring.ctl.fleet import Fleet
 from fedring.train.job import Job
 from tests.conftest import ROOT
+from tests.pages import Page, commands
 
 EXAMPLES = ROOT / "docs" / "examples"
 CONFIGS = sorted((ROOT / "deploy" / "config").glob("*.toml"))
+MODULES = {"flctl": "fedring.ctl.main", "fl-server": "fedring.server.main", "fl-client": "fedring.client.main"}
 CHECKS = {"server": "fedring.server.main", "client": "fedring.client.main"}
 JOBS = ("job", "data-parallel", "pipeline")
 
@@ -29,13 +30,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-def run(*arguments: str | Path, cwd: Path) -> "subprocess.Popen[str]":
+def run(*arguments: str | Path, cwd: Path, **variables: str) -> "subprocess.Popen[str]":
     """A module, or a script, as its documentation says, with its output in a pipe."""
     path = [str(ROOT / name) for name in ("docs/examples", "server", "client", "common", "protos")]
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
-        env={"PYTHONPATH": ":".join(path), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": ":".join(path), "PATH": "/usr/bin:/bin", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -98,17 +99,34 @@ def test_a_job_that_is_shipped_is_taken_as_it_is(path: Path, server: Fleet, cont
     control.stop_job(job.job_id)
 
 
+@pytest.mark.parametrize("page", ["federated", "data-parallel", "pipeline", "clients"])
+def test_the_example_of_a_page_can_be_typed(page: str, tmp_path: Path) -> None:
+    """As the page says, but for the ports, in a folder of its own."""
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    block = next(text for _, text in Page(ROOT / "docs" / f"{page}.md").blocks if "fl-server" in text)
+    variables = {"FEDRING_SERVER_LISTEN": "127.0.0.1:0", "FEDRING_SERVER_CONTROL_LISTEN": "127.0.0.1:0"}
+    variables["FLCTL_OUTPUT"], output = "json", ""
+    with ExitStack() as stack:
+        for program, *arguments in commands(block):
+            process = stack.enter_context(run("-m", MODULES[program], *arguments, cwd=tmp_path, **variables))
+            stack.callback(process.terminate)
+            if program == "fl-server":
+                addresses = json.loads(first_object(process))
+                variables |= {"FEDRING_CLIENT_SERVER": addresses["listen"], "FLCTL_SERVER": addresses["control"]}
+            elif program == "flctl":
+                output, _ = process.communicate(timeout=120)
+                assert process.returncode == 0, f"{arguments}:\n{output}"
+    assert json.loads(output)["accuracy"] > 0.9
+
+
+def first_object(process: "subprocess.Popen[str]") -> str:
+    """What a server prints when it serves, among the lines of its log."""
+    assert process.stdout is not None
+    return next(line for line in process.stdout if line.startswith('{"listen"'))
+
+
 def test_every_configuration_that_is_shipped_is_tested() -> None:
     assert {path.stem for path in CONFIGS} == {*CHECKS, *JOBS}
-
-
-def test_the_page_of_all_keys_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
-    assert reference.TARGET.read_text(encoding="utf-8") == reference.render()
 
 
 def test_the_pages_show_the_examples_that_are_there() -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import queue
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np

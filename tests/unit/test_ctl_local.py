@@ -53,6 +53,11 @@ def test_help_on_nothing_known_is_a_usage_error(flctl: Call) -> None:
     assert flctl("status", "--outptu", "json")[0] == Exit.USAGE
 
 
+def test_start_round_does_not_take_several_rounds(flctl: Call) -> None:
+    code, _, err = flctl("start-round", "rounds=3", "--server", "127.0.0.1:1")
+    assert (code, "flctl run" in err) == (Exit.USAGE, True)
+
+
 def test_version_is_one_line(flctl: Call) -> None:
     code, out, _ = flctl("--version")
     assert (code, out.split()[0], len(out.splitlines())) == (0, "flctl", 1)

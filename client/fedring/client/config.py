@@ -30,13 +30,17 @@ class ClientConfig(BaseSettings):
     token_file: Path | None = Field(None, description="file with a bearer token (flctl token create)")
     health_listen: str = Field("", description="address that answers health checks, in plaintext; empty = none")
     reflection: bool = Field(False, description="let callers at health_listen ask which services there are")
-    client_id: str = Field(default_factory=_own_name, pattern=r"^[A-Za-z0-9._-]{1,128}$", description="stable name")
+    client_id: str = Field(
+        default_factory=_own_name,
+        pattern=r"^[A-Za-z0-9._-]{1,128}$",
+        description="stable name, unique in the fleet: 1 to 128 of A-Z a-z 0-9 . _ -",
+    )
     state_dir: Path = Field(Path("fl-client-state"), description="folder for the residual and an unsent update")
     trusted: list[str] = Field(["fedring", "torchvision"], description="modules that a job may import from")
 
     data_root: Path | None = Field(None, description="folder of the data sets")
     download: bool = Field(False, description="let data sets be downloaded into data_root")
-    partition_index: NonNegativeInt = Field(0, description="this client's part of a shared data set, from 0")
+    partition_index: NonNegativeInt = Field(0, description="this client's part of a shared data set, 0 to count - 1")
     partition_count: PositiveInt = Field(1, description="parts the shared data set is divided into; 1 = all of it")
 
     model: str = Field("", description="module:attribute to use instead of the job's")
@@ -55,7 +59,7 @@ class ClientConfig(BaseSettings):
     metrics_listen: str = Field("", description="where Prometheus reads metrics, host:port; empty = nowhere")
     metrics_insecure: bool = Field(False, description="let other hosts read metrics, in plaintext")
     log_style: Literal["auto", "text", "json"] = Field("auto", description="auto = text on a terminal, else JSON")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="the least that is logged")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -25,8 +25,8 @@ _KEYS = {"batch_size": 64, "epochs": 1, "lr": 0.05, "momentum": 0.9, "seed": 0}
 def federated(
     data_root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the data sets.")] = None,
     dataset: Annotated[Dataset, typer.Option(help="All but digits need --data-root.")] = Dataset.MNIST,
-    rounds: Annotated[int, typer.Option(min=1)] = 10,
-    clients: Annotated[int, typer.Option(min=1, max=64)] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each run.")] = 10,
+    clients: Annotated[int, typer.Option(min=1, max=64, help="Client daemons.")] = 2,
     subset: Annotated[int, typer.Option(min=0, help="Samples a client draws each round; 0 = all it has.")] = 6000,
     encodings: Annotated[str, typer.Option(help="Comma-separated.")] = _ENCODINGS,
     central: Annotated[bool, typer.Option(help="Train on all data in one place, too.")] = True,

@@ -24,7 +24,7 @@ def data_parallel(
     data_root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the data sets.")] = None,
     dataset: Annotated[Dataset, typer.Option(help="All but digits need --data-root.")] = Dataset.MNIST,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs; the model is evaluated after each.")] = 5,
-    workers: Annotated[int, typer.Option(min=2, max=64)] = 2,
+    workers: Annotated[int, typer.Option(min=2, max=64, help="Client daemons.")] = 2,
     subset: Annotated[int, typer.Option(min=0, help="Samples of an epoch, over all workers; 0 = all.")] = 0,
     hooks: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(HOOKS)}.")] = "none,dgc",
     ratio: Annotated[float, typer.Option(help="Share that topk sends, and dgc after its warm-up.")] = 0.001,

@@ -23,15 +23,15 @@ def demo(
         Mode, typer.Option(help="Each client by itself, all as workers that share batches, or as stages.")
     ] = Mode.FEDERATED,
     clients: Annotated[int | None, typer.Option(min=1, max=64, help="Client daemons.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1)] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of the job.")] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where report, model, plot, logs and state go.")] = Path(
         "demo"
     ),
     epochs: Annotated[int | None, typer.Option(rich_help_panel=_TRAINING, help="Passes a round.")] = None,
-    batch_size: Annotated[int | None, typer.Option(rich_help_panel=_TRAINING)] = None,
+    batch_size: Annotated[int | None, typer.Option(rich_help_panel=_TRAINING, help="Samples a step.")] = None,
     lr: Annotated[float | None, typer.Option(rich_help_panel=_TRAINING, help="Learning rate.")] = None,
-    momentum: Annotated[float | None, typer.Option(rich_help_panel=_TRAINING)] = None,
-    seed: Annotated[int | None, typer.Option(rich_help_panel=_TRAINING)] = None,
+    momentum: Annotated[float | None, typer.Option(rich_help_panel=_TRAINING, help="Of the optimizer.")] = None,
+    seed: Annotated[int | None, typer.Option(rich_help_panel=_TRAINING, help="Of model, parts and drawings.")] = None,
     encoding: Annotated[
         str | None, typer.Option(rich_help_panel=_SENDING, help="fp32, int8, fp32_sparse, sq8, packed, uniform, ...")
     ] = None,
@@ -67,6 +67,7 @@ def demo(
     """Train a model here and now, with real daemons on free ports.
 
     Leaves report.json, model.safetensors, rounds.png, logs and state below --out. Ctrl-C ends everything it started.
+    What is not given is what fits the data set.
     """
     given = {
         "rounds": rounds,

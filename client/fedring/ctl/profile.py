@@ -33,7 +33,7 @@ def profile(
     dataset: Annotated[Dataset, typer.Option(help="All but digits need --data-root.")] = Dataset.MNIST,
     data_root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the data sets.")] = None,
     model: Annotated[str, typer.Option(metavar="MODULE:NAME", help="[default: the data set's]")] = "",
-    workers: Annotated[int, typer.Option(min=2, max=64)] = 2,
+    workers: Annotated[int, typer.Option(min=2, max=64, help="Processes of the group.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each hook.")] = 50,
     batch_size: Annotated[int, typer.Option(min=1, help="Of each worker.")] = 64,
     backend: Annotated[str, typer.Option(help="fedring or gloo.")] = "fedring",

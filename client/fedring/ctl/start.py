@@ -19,7 +19,7 @@ from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of a job, such as rounds=10 or lr=0.1.")
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of a job, such as epochs=2 or lr=0.1.")
 ]
 Start = Callable[[Control], pb.StartReply]
 
@@ -33,6 +33,8 @@ def start_round(
 ) -> None:
     """Start one round with the server's default job, and the keys given here."""
     job = job_of(None, overrides or [])
+    if job.get("rounds", 1) != 1:
+        raise Failure("start-round runs one round: leave rounds out, or give a file to `flctl run`", Exit.USAGE)
     _start(server, lambda control: control.start_round(job, key=key), wait=wait, output=output)
 
 

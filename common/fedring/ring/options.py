@@ -21,14 +21,15 @@ class RingOptions(BaseSettings):
         default=True, description="ranks on one host pass large payloads through memory that both see"
     )
     frame_checksum: bool = Field(
-        default=False, description="CRC-32 of each frame, on all ranks or none; 28 ms per 100 MB"
+        default=False,
+        description="CRC-32 of each payload, on all ranks or none; 28 ms per 100 MB, and no shared memory",
     )
     lost_after_seconds: float = Field(default=4.0, ge=1, le=3600, description="a silent peer is lost after this long")
     max_early_bytes: int = Field(
         default=1 << 30, ge=_MIB, description="most bytes kept for operations not yet started here"
     )
     wire_dtype: Literal["same", "fp16", "bf16"] = Field(
-        default="same", description="float32 values of an all_reduce travel as this, and are added as float32"
+        default="same", description="what float32 values of an all_reduce travel as; they are added as float32"
     )
     tls_ca: Path | None = Field(default=None, description="PEM file: who signs the peers' certificates")
     tls_cert: Path | None = Field(
@@ -39,7 +40,7 @@ class RingOptions(BaseSettings):
         default="", description="the name in every peer's certificate; empty = the host that is dialled"
     )
     tls_members_only: bool = Field(
-        default=False, description="let in, and dial, only the identities that the rendezvous names"
+        default=False, description="let in, and dial, only the identities that the rendezvous names; fl-client sets it"
     )
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ class ServerOptimizer(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field("SGD", description="a class of torch.optim that steps each value by itself: SGD, Adam, Adagrad")
+    name: str = Field("SGD", description="a class of torch.optim that steps each value by itself, such as SGD or Adam")
     args: dict[str, Any] = Field(default_factory=lambda: {"lr": 1.0}, description="its keyword arguments")
 
 
@@ -32,7 +32,7 @@ class Job(BaseModel):
         "federated",
         description="how to train: each client by itself, all as workers that share each batch, or as a model's stages",
     )
-    rounds: int = Field(1, ge=1, le=1_000_000, description="rounds to run")
+    rounds: int = Field(1, ge=1, le=1_000_000, description="rounds to run, those that are abandoned included")
 
     model: str = Field("fedring.train.models:digits_mlp", description="callable that returns the torch.nn.Module")
     model_args: dict[str, Any] = Field(default_factory=dict, description="its keyword arguments")
@@ -45,7 +45,9 @@ class Job(BaseModel):
     )
     alpha: Positive = Field(0.5, description="concentration of dirichlet; smaller is more skewed")
 
-    subset_size: NonNegativeInt = Field(0, description="samples a client draws anew each round; 0 = all it has")
+    subset_size: NonNegativeInt = Field(
+        0, description="samples a client draws anew each round; of a group: all workers, each epoch; 0 = all"
+    )
     epochs: PositiveInt = Field(1, description="passes over the drawn samples")
     batch_size: PositiveInt = Field(64, description="samples a step")
     lr: Positive = Field(0.05, description="learning rate of the clients' optimizer")
@@ -68,7 +70,9 @@ class Job(BaseModel):
     barrier_timeout_seconds: Seconds = Field(600.0, description="abandon the round if the barrier stays closed")
     sample_ratio: float = Field(1.0, gt=0, le=1, description="share of the ready clients that take part in a round")
     sample_clients: NonNegativeInt = Field(0, description="number of clients that take part; 0 = by sample_ratio")
-    min_clients_to_aggregate: PositiveInt = Field(1, description="results without which a round is abandoned")
+    min_clients_to_aggregate: PositiveInt = Field(
+        1, description="results without which a round is abandoned; at most min_clients"
+    )
     close_at_minimum: bool = Field(False, description="end the round as soon as the minimum has delivered")
     deadline_seconds: Seconds = Field(600.0, description="longest time from the command to the last result")
 

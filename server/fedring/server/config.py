@@ -20,10 +20,10 @@ class ServerConfig(BaseSettings):
     )
 
     listen: str = Field("127.0.0.1:8443", description="address for clients, host:port; port 0 = any free one")
-    control_listen: str = Field("127.0.0.1:8444", description="address for flctl")
+    control_listen: str = Field("127.0.0.1:8444", description="address for flctl, host:port")
     web_port: int | None = Field(None, ge=0, le=65535, description="port of the page to look at; 0 = any free one")
     web_host: str = Field(
-        "127.0.0.1", min_length=1, description="its address; another than loopback needs insecure = true"
+        "127.0.0.1", min_length=1, description="address of the page; another than loopback needs insecure = true"
     )
     insecure: bool = Field(False, description="let everybody in on an address that other hosts can reach")
     tls: Tls = Field(Tls(), description="certificates; with ca, callers must show one that it has signed")
@@ -39,7 +39,7 @@ class ServerConfig(BaseSettings):
 
     heartbeat_seconds: Seconds = Field(1.0, description="period of the heartbeats, both ways")
     lost_after_seconds: Seconds = Field(
-        5.0, description="silence after which a client is lost; and its grace to return"
+        5.0, description="silence after which a client is lost, and its grace to return; above heartbeat_seconds"
     )
     no_progress_seconds: Seconds = Field(30.0, description="longest pause within an upload or a download")
 
@@ -52,7 +52,7 @@ class ServerConfig(BaseSettings):
     drain_seconds: Seconds = Field(10.0, description="time that calls in progress have at a stop")
 
     log_style: Literal["auto", "text", "json"] = Field("auto", description="auto = text on a terminal, else JSON")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="the least that is logged")
     job: Job = Field(
         default_factory=lambda: Job.model_validate({}), description="defaults of every job, and the job of start-round"
     )

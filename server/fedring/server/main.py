@@ -100,6 +100,8 @@ def fl_server(
       FEDRING_SERVER_LISTEN=127.0.0.1:9000 fl-server
 
     When it serves, it prints one JSON line with its addresses on standard output.
+
+    It ends with 0 when told to stop, with 78 if the configuration is wrong, and with 1 on a fault.
     """
     if version:
         print(VERSION)

@@ -1,0 +1,146 @@
+"""Every command that a page, an example or a help text shows is one that its program takes."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from tests.conftest import ROOT
+from tests.pages import PAGES, PROGRAMS, Page, commands
+from typer.main import get_command
+
+from fedring.client.config import ClientConfig
+from fedring.client.main import app as client_app
+from fedring.client.main import parse_partition, split_arguments
+from fedring.ctl.failure import Failure
+from fedring.ctl.main import app as flctl_app
+from fedring.ctl.start import job_of
+from fedring.daemon.config import ConfigError, load_config
+from fedring.server.config import ServerConfig
+from fedring.server.main import app as server_app
+
+APPS: dict[str, Any] = dict(zip(PROGRAMS, map(get_command, (flctl_app, server_app, client_app)), strict=True))
+COMMENTED = [path for path in sorted((ROOT / "deploy").rglob("*")) if path.suffix in (".toml", ".yml", ".service")]
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's; typer may bring a click of its own
+_EXPLAINS = {"--help", "--version", "--install-completion"}
+_LEFT_OPEN = re.compile(r"\[[^]]*\](\.\.\.)?|KEY=VALUE")
+of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def leaves(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
+    """Each verb of a program, by the words that call it."""
+    if not hasattr(command, "commands"):
+        yield " ".join(path), command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from leaves(inner, *path, name)
+
+
+def parse(words: list[str]) -> dict[str, Any]:
+    """What the program makes of its command line, without doing it; {} where it only explains itself."""
+    program, *rest = words
+    command: Any = APPS[program]
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command, *rest = command.commands[rest[0]], *rest[1:]
+    if _EXPLAINS & {*rest} or (hasattr(command, "commands") and not rest):
+        return {}
+    assert not hasattr(command, "commands"), f"{rest[0]!r} is no verb"
+    params: dict[str, Any] = command.make_context(program, rest).params
+    return params
+
+
+def check(words: list[str]) -> None:
+    """Raises if the program would not take this, or the keys that it sets."""
+    program, params = words[0], parse(words)
+    if program == "fl-server" and params:
+        flags = {key: params[key] for key in ("listen", "control_listen", "state_dir")}
+        overrides = [word for word in params["arguments"] or [] if "=" in word]
+        load_config(ServerConfig, overrides=overrides, flags=flags)
+    elif program == "fl-client" and params:
+        flags = {key: params[key] for key in ("server", "client_id", "state_dir", "data_root")}
+        _, overrides = split_arguments(params["arguments"] or [])
+        load_config(ClientConfig, overrides=overrides, flags=flags | parse_partition(params["partition"]))
+    elif "overrides" in params:
+        path = ROOT / str(params.get("job_file"))
+        job_of(path if path.is_file() else None, params["overrides"] or [])
+
+
+@of_each_page
+def test_a_command_that_a_page_shows_can_be_typed(page: Page) -> None:
+    for words in commands(page.shell()):
+        try:
+            check(words)
+        except Exception as error:
+            raise AssertionError(f"{shlex.join(words)}: {error}") from error
+
+
+@of_each_page
+def test_a_command_in_a_sentence_exists(page: Page) -> None:
+    for quoted in page.quoted:
+        if quoted.partition(" ")[0] not in PROGRAMS:
+            continue
+        words = [re.sub(r"^[A-Z]+$", "1", word) for word in shlex.split(_LEFT_OPEN.sub("", quoted))]
+        try:
+            check(words)
+        except UsageError as error:
+            if type(error).__name__ not in ("MissingParameter", "BadOptionUsage"):  # a sentence may leave something out
+                raise AssertionError(f"{quoted}: {error}") from error
+
+
+@of_each_page
+def test_an_option_in_a_sentence_exists(page: Page) -> None:
+    options = [option for app in APPS.values() for _, verb in leaves(app) for option in verb.params]
+    known = _EXPLAINS | {name for option in options for name in (*option.opts, *option.secondary_opts)}
+    benches = "".join(path.read_text() for path in (ROOT / "tests" / "bench").glob("*.py"))
+    found = {option for quoted in page.quoted for option in re.findall(r"(?<!\S)--[a-z][\w-]*", quoted)}
+    assert {option for option in found - known if f'"{option}"' not in benches} == set()
+
+
+@pytest.mark.parametrize("path", COMMENTED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_command_in_an_examples_comment_can_be_typed(path: Path) -> None:
+    for command in re.findall(r"(?:Try|Run) it: (.*)", path.read_text()):
+        check(shlex.split(command))
+
+
+VERBS = dict(leaves(APPS["flctl"]))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_examples_of_a_verb_are_calls_of_it(verb: str) -> None:
+    examples = [line for line in str(VERBS[verb].epilog).replace("\\[", "[").split("\n\n") if line != "Examples:"]
+    assert examples
+    for line in examples:
+        ((words),) = commands(line)
+        assert " ".join(words).startswith(f"flctl {verb}")
+        check(words)
+
+
+@pytest.mark.parametrize("program", ["fl-server", "fl-client"])
+def test_the_examples_of_a_daemons_help_can_be_typed(program: str) -> None:
+    examples = [re.split(r" {3,}", line.strip())[0] for line in str(APPS[program].help).splitlines()]
+    found = [words for line in examples if re.match(r"(FEDRING_\S+ )?fl-", line) for words in commands(line)]
+    assert found
+    for words in found:
+        check(words)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_option_is_explained(program: str) -> None:
+    options = [(path, option) for path, verb in leaves(APPS[program]) for option in verb.params]
+    silent = [f"{path} {option.opts[0]}" for path, option in options if option.opts[0][0] == "-" and not option.help]
+    assert silent == []
+
+
+def test_the_manual_names_every_verb() -> None:
+    manual = (ROOT / "docs" / "flctl.md").read_text()
+    assert [verb for verb in VERBS if not re.search(rf"`(flctl )?{verb}\b", manual)] == []
+
+
+def test_a_command_that_is_wrong_would_be_found() -> None:
+    wrong = ("flctl dance", "flctl run job.toml lr=x", "fl-server listne=x", "flctl certs issue pki a --role boss")
+    for command in wrong:
+        ((words),) = commands(f"true && {command} | cat  # a comment")
+        with pytest.raises((AssertionError, ConfigError, Failure, UsageError)):
+            check(words)
