@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 
 PROGRAMS: tuple[str, ...] = ("flctl", "fl-server", "fl-client")
 _FENCE = re.compile(r"^```([\w-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_HEREDOC = re.compile(r"<< *'(\w+)'\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
+_HEREDOC = re.compile(r"^cat > (\S+) <<'(\w+)'\n(.*?)^\2$", re.MULTILINE | re.DOTALL)
 _SEPARATORS = frozenset("|&;()")
 
 
@@ -63,11 +63,21 @@ class Page:
 
     def toml(self) -> list[str]:
         """The TOML that it shows, also as what a command writes into a file."""
-        heredocs = [found[2] for _, text in self.blocks for found in _HEREDOC.finditer(text)]
-        return [*(text for language, text in self.blocks if language == "toml"), *heredocs]
+        return [*(text for language, text in self.blocks if language == "toml"), *written(self.shell()).values()]
 
 
 PAGES = [Page(path) for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("protos/*.md")])]
+
+
+def written(shell: str) -> dict[str, str]:
+    """The files that a script writes, and what into them."""
+    return {found[1]: found[3] for found in _HEREDOC.finditer(shell)}
+
+
+def exported(shell: str) -> dict[str, str]:
+    """The variables that a script exports."""
+    lines = re.findall(r"^export (.*)$", shell, re.MULTILINE)
+    return dict(word.split("=", 1) for line in lines for word in shlex.split(line))
 
 
 def commands(shell: str) -> Iterator[list[str]]:

@@ -1,6 +1,7 @@
 """What the documentation shows is what happens."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,7 @@ from fedring.ctl.control import Control
 from fedring.ctl.fleet import Fleet
 from fedring.train.job import Job
 from tests.conftest import ROOT
-from tests.pages import Page, commands
+from tests.pages import Page, commands, exported, written
 
 EXAMPLES = ROOT / "docs" / "examples"
 CONFIGS = sorted((ROOT / "deploy" / "config").glob("*.toml"))
@@ -104,19 +105,39 @@ def test_the_example_of_a_page_can_be_typed(page: str, tmp_path: Path) -> None:
     """As the page says, but for the ports, in a folder of its own."""
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
     block = next(text for _, text in Page(ROOT / "docs" / f"{page}.md").blocks if "fl-server" in text)
+    assert json.loads(typed(block, tmp_path))["accuracy"] > 0.9
+
+
+def test_the_recipe_for_two_machines_can_be_typed(tmp_path: Path) -> None:
+    """On one machine, which has both names, and both folders in one."""
+    recipe = Page(ROOT / "docs" / "security.md").text.partition("## Two machines")[2]
+    blocks = re.findall(r"^```sh\n(.*?)^```$", recipe, re.MULTILINE | re.DOTALL)
+    shell = "\n".join(blocks).replace("fl.example.org", "localhost")
+    for name in ("ca.crt", "hospital-a.crt", "hospital-a.key"):  # as scp has it
+        (tmp_path / name).symlink_to(tmp_path / "pki" / name)
+    for name, text in written(shell).items():
+        (tmp_path / name).write_text(text)
+    events = [json.loads(line) for line in typed(shell, tmp_path).splitlines()]
+    assert "round_published" in [event["kind"] for event in events]
+
+
+def typed(shell: str, cwd: Path) -> str:
+    """What the last flctl prints, after all commands were typed, each daemon in a terminal of its own."""
     variables = {"FEDRING_SERVER_LISTEN": "127.0.0.1:0", "FEDRING_SERVER_CONTROL_LISTEN": "127.0.0.1:0"}
-    variables["FLCTL_OUTPUT"], output = "json", ""
+    variables |= {"FEDRING_CLIENT_PEER_LISTEN": "127.0.0.1:0", "FLCTL_OUTPUT": "json"} | exported(shell)
+    output = ""
     with ExitStack() as stack:
-        for program, *arguments in commands(block):
-            process = stack.enter_context(run("-m", MODULES[program], *arguments, cwd=tmp_path, **variables))
+        for program, *arguments in commands(shell):
+            process = stack.enter_context(run("-m", MODULES[program], *arguments, cwd=cwd, **variables))
             stack.callback(process.terminate)
-            if program == "fl-server":
-                addresses = json.loads(first_object(process))
-                variables |= {"FEDRING_CLIENT_SERVER": addresses["listen"], "FLCTL_SERVER": addresses["control"]}
-            elif program == "flctl":
-                output, _ = process.communicate(timeout=120)
+            if program == "flctl" or "--check-config" in arguments:
+                output, _ = process.communicate(timeout=240)
                 assert process.returncode == 0, f"{arguments}:\n{output}"
-    assert json.loads(output)["accuracy"] > 0.9
+            elif program == "fl-server":
+                addresses = json.loads(first_object(process))
+                port = addresses["listen"].rpartition(":")[2]
+                variables |= {"FEDRING_CLIENT_SERVER": f"localhost:{port}", "FLCTL_SERVER": addresses["control"]}
+    return output
 
 
 def first_object(process: "subprocess.Popen[str]") -> str:
