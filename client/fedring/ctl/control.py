@@ -19,6 +19,7 @@ from fedring.v1.federation_pb2 import FetchModelRequest, ModelHeader
 ENDED = frozenset({"completed", "failed", "stopped"})
 """States of a job that it does not leave."""
 
+_USUAL_ROWS = 100
 _MOST_ROWS = 1000  # in one answer of the server
 _ATTEMPTS = 3  # of a call that starts something; the key makes the later ones harmless
 _R = TypeVar("_R")
@@ -99,8 +100,17 @@ class Control:
 
     def rounds(self, *, job_id: int = 0, number: int = 0, limit: int = 0) -> list[pb.Round]:
         """Rounds, newest first; `job_id` and `number` = only of and this one, `limit` 0 = 100."""
-        request = pb.ListRequest(limit=limit, job_id=job_id, round=number)
-        return list(self._call(lambda: self._stub.ListRounds(request, timeout=self._timeout)).rounds)
+        request = pb.ListRequest(limit=limit or _USUAL_ROWS, job_id=job_id, round=number)
+        rounds: list[pb.Round] = []
+        while request.limit:
+            page = self._call(lambda: self._stub.ListRounds(request, timeout=self._timeout)).rounds
+            if not page or (rounds and page[0].round >= rounds[-1].round):  # an older server knows no pages
+                break
+            rounds += page
+            if number:
+                break
+            request.limit, request.below = request.limit - len(page), page[-1].round
+        return rounds
 
     def clients(self, *, limit: int = 0) -> list[pb.Client]:
         """The clients that the server knows."""

@@ -22,6 +22,8 @@ from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed
 
 MOST_ROWS = 1000
+PAGE_BYTES = 1 << 20
+"""Of rounds, after which an answer ends."""
 MAX_ID = 2**63 - 1
 """The largest number that the store can be asked for."""
 
@@ -88,10 +90,8 @@ class ControlService(rpc.ControlServiceServicer):
     async def ListRounds(self, request: pb.ListRequest, context: Any) -> pb.RoundList:
         if request.round:
             row = await self._facts.db(self._store.round, min(request.round, MAX_ID))
-            rows = [row] if row else []
-        else:
-            rows = await self._facts.db(self._store.rounds, _limit(request), min(request.job_id, MAX_ID))
-        return pb.RoundList(rounds=[round_message(row) for row in rows])
+            return pb.RoundList(rounds=[round_message(row)] if row else [])
+        return pb.RoundList(rounds=await self._newest_rounds(request))
 
     async def ListClients(self, request: pb.ListRequest, context: Any) -> pb.ClientList:
         counts = await self._facts.db(self._store.update_counts)
@@ -150,6 +150,20 @@ class ControlService(rpc.ControlServiceServicer):
     async def _start(self, spec: Job, key: str) -> pb.StartReply:
         row, already = await self._jobs.start(spec, key[:128])
         return pb.StartReply(job_id=row.job_id, already=already)
+
+    async def _newest_rounds(self, request: pb.ListRequest) -> list[pb.Round]:
+        """The first of the wanted rounds, at least one: those of large fleets fill a message soon."""
+        limit, job_id, below = _limit(request), min(request.job_id, MAX_ID), min(request.below, MAX_ID)
+        found: list[pb.Round] = []
+        size = 0
+        while len(found) < limit and size < PAGE_BYTES:
+            # One at a time: whoever asks for many must not keep updates waiting for the store.
+            rows = await self._facts.db(self._store.rounds, 1, job_id, below)
+            if not rows:
+                break
+            found.append(round_message(rows[0]))
+            size, below = size + found[-1].ByteSize(), rows[0].round
+        return found
 
     def _stored_events(self, after: int, before: int) -> list[pb.Event]:
         """The events between these ids, with the rounds that have ended since."""
