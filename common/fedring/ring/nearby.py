@@ -42,7 +42,7 @@ class Offer:
     def outlet(self) -> "Outlet | None":
         """The way to the receiver, if it has come to the door; to be asked for once."""
         door, self._door = self._door, None
-        return door and door.open()
+        return door.open() if door else None
 
     def close(self) -> None:
         """Nothing is offered any more."""
