@@ -2,7 +2,8 @@
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedring.ring import collectives
-from fedring.ring.address import dial, open_server
+from fedring.ring.address import advertised, dial, open_server
 from fedring.ring.endpoint import Endpoint, handler
 from fedring.ring.frames import write
 from fedring.ring.group import Group, group_id
@@ -79,10 +80,21 @@ def start(group: Group, program: Program, *, what: str = "test", timeout: float 
     return group.start(what, program, timeout=timeout)
 
 
-class Impostor:
-    """A peer that speaks the wire protocol by hand: it listens, hears every frame, and sends what it is told."""
+def until(condition: Callable[[], object]) -> None:
+    """Return once the condition holds."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
 
-    def __init__(self, *, generation: int = 0) -> None:
+
+class Impostor:
+    """A peer that speaks the wire protocol by hand: it listens, hears every frame, and sends what it is told.
+
+    One that is `near` says that it is on this host.
+    """
+
+    def __init__(self, *, generation: int = 0, near: bool = False) -> None:
         self.generation = generation
         self.heard: queue.Queue[bytes] = queue.Queue()
         self.reached, self.listening = threading.Event(), threading.Event()
@@ -91,17 +103,17 @@ class Impostor:
         self._sequence = 0
         self._listener = open_server(RingOptions(), handler(self._hear))
         self._listener.grpc.start()
-        self.address = f"127.0.0.1:{self._listener.port}"
+        self.address = advertised(RingOptions(shared_memory=near), self._listener.port, "")
         self._channel: grpc.Channel | None = None
 
-    def dial(self, address: str, *, generation: int | None = None) -> Any:
-        """The call, which goes on while frames are said."""
+    def dial(self, address: str, *, generation: int | None = None, **hello: Any) -> Any:
+        """The call, which goes on while frames are said; `hello` is what the first of them says."""
         given = self.generation if generation is None else generation
         metadata = ((PEER_KEY, self.address), (GENERATION_KEY, str(given)))
         self._channel = dial(address, RingOptions())
         call: Any = self._channel.stream_unary(METHOD)
         self.call = call.future(iter(self._said.get, None), metadata=metadata, timeout=SECONDS)
-        self.say(kind=pb.FRAME_KIND_HELLO)
+        self.say(kind=pb.FRAME_KIND_HELLO, **hello)
         return self.call
 
     def say(self, payload: bytes = b"", **head: Any) -> None:

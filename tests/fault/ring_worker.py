@@ -35,11 +35,20 @@ def main() -> None:
     group = endpoint.group("world", rank=rank, members=members)
     try:
         endpoint.wait_until_matched(group, timeout=TIMEOUT)
+        settle(endpoint, group)
         loop(group, count)
     except RingError as error:
         say(error=type(error).__name__, rank=error.rank, detail=str(error), at=time.time())
     endpoint.close()
     say(closed=True)
+
+
+def settle(endpoint: Endpoint, group: Group) -> None:
+    """All ranks send over their sockets, if they may."""
+    while (
+        endpoint.options.shared_memory and allreduce(group, 1, float(endpoint.traffic.socket_frames > 0)) < group.size
+    ):
+        pass
 
 
 def loop(group: Group, count: int) -> None:
@@ -61,9 +70,9 @@ def loop(group: Group, count: int) -> None:
             ctypes.PyDLL(None).sleep(int(seconds))  # unlike time.sleep, with the interpreter's lock
 
 
-def allreduce(group: Group, count: int) -> float:
-    """The sum over all ranks of ones: their number."""
-    values = torch.ones(count)
+def allreduce(group: Group, count: int, value: float = 1.0) -> float:
+    """The sum over all ranks of `value`; of ones, their number."""
+    values = torch.full((count,), value)
     program = collectives.allreduce(
         group.rank, group.size, values.view(torch.uint8).numpy().data, Reduction("sum", torch.float32)
     )

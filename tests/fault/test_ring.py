@@ -95,7 +95,9 @@ def survivors_name(lost: int, ranks: Sequence[Rank], since: float) -> None:
         assert rank.process.wait(PATIENCE) == 0
 
 
-@pytest.mark.parametrize(("size", "count", "shared_memory"), [(3, SMALL, False), (4, LARGE, False), (3, LARGE, True)])
+@pytest.mark.parametrize(
+    ("size", "count", "shared_memory"), [(3, SMALL, False), (4, LARGE, False), (3, SMALL, True), (3, LARGE, True)]
+)
 def test_a_killed_rank_is_named_by_all_others(ended: ExitStack, size: int, count: int, shared_memory: bool) -> None:
     ranks = ring(ended, size, count, shared_memory=shared_memory)
     for rank in ranks:
@@ -104,11 +106,12 @@ def test_a_killed_rank_is_named_by_all_others(ended: ExitStack, size: int, count
     survivors_name(1, ranks, time.time())
 
 
+@pytest.mark.parametrize("shared_memory", [False, True])
 @pytest.mark.parametrize(("size", "count", "word"), [(4, SMALL, "run"), (3, LARGE, "run"), (3, SMALL, "idle")])
 def test_a_frozen_rank_is_named_by_all_others_and_raises_when_it_wakes(
-    ended: ExitStack, size: int, count: int, word: str
+    ended: ExitStack, size: int, count: int, word: str, shared_memory: bool
 ) -> None:
-    ranks = ring(ended, size, count)
+    ranks = ring(ended, size, count, shared_memory=shared_memory)
     for rank in ranks:
         rank.tell(word)
     ranks[2].process.send_signal(signal.SIGSTOP)

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from tests.ring_endpoints import SECONDS, Impostor, World, allreduce, memory, start, world
+from tests.ring_endpoints import SECONDS, Impostor, World, allreduce, memory, start, until, world
 
 from fedring.ring import collectives
 from fedring.ring.endpoint import Endpoint
@@ -378,11 +378,3 @@ def test_the_sequence_of_frames_begins_again_after_2_to_the_32(pair: Pair) -> No
         start(pair.group, collectives.send(1, memory(torch.ones(4)))).wait(SECONDS)
     sequences = [read(pair.impostor.heard.get(timeout=SECONDS)).head.sequence for _ in range(3)]
     assert sequences == [0, last, 0]
-
-
-def until(condition: Any) -> None:
-    """Return once the condition holds."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)

@@ -12,11 +12,12 @@ import grpc
 from fedring.ring import pulse
 from fedring.ring.address import advertised, dial, is_here, open_server
 from fedring.ring.errors import BY_REASON, BadFrame, CollectiveTimeout, Overrun, PeerLost, RingError
-from fedring.ring.frames import Frame, read
+from fedring.ring.frames import Frame
 from fedring.ring.group import Group
 from fedring.ring.guests import Guests
-from fedring.ring.link import GENERATION_KEY, METHOD, PEER_KEY, PREFIX, Link, Outgoing, Traffic, Wait
-from fedring.ring.memory import Inbox, Outbox
+from fedring.ring.incoming import Incoming
+from fedring.ring.link import GENERATION_KEY, METHOD, PEER_KEY, Link, Outgoing, Traffic, Wait
+from fedring.ring.nearby import Offer
 from fedring.ring.options import RingOptions
 from fedring.ring.pulse import Pulse
 from fedring.rpc.errors import REASON_KEY
@@ -183,8 +184,7 @@ class Endpoint:
                 name = self.guests.name_of(peer)
                 channel = dial(peer, self.options, name=name)
                 hello = self._head(pb.FRAME_KIND_HELLO)
-                outbox = Outbox() if self._shares_memory(peer) else None
-                hello.memory = outbox.name if outbox else ""
+                offer = Offer(hello) if self._shares_memory(peer) else None
                 link = Link(
                     channel,
                     hello,
@@ -196,7 +196,7 @@ class Endpoint:
                     dial(peer, self.options, pulse=True, name=name), ended=lambda detail: self._stopped(peer, detail)
                 )
                 link.checksum = self.options.frame_checksum
-                link.offered = outbox
+                link.offered = offer
                 self._links[peer] = link
             return link
 
@@ -210,9 +210,12 @@ class Endpoint:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"this is generation {self.generation}")
         if not self.guests.admits(peer, context):
             self._turn_away(peer, context)
+        incoming = self._incoming(peer)
+        if not context.add_callback(incoming.end):
+            incoming.end()
         detail = "its stream ended"
         try:
-            for place, frame in enumerate(self._frames(peer, messages)):
+            for place, frame in enumerate(incoming.frames(messages)):
                 if place == 0:
                     self._greet(peer)
                 if frame.head.kind == pb.FRAME_KIND_LEAVING:
@@ -224,6 +227,8 @@ class Endpoint:
             return b""
         except grpc.RpcError:  # it says no more
             detail = "its stream broke"
+        finally:
+            incoming.close()
         self._lost(peer, detail)
         return b""
 
@@ -239,47 +244,21 @@ class Endpoint:
         context.set_trailing_metadata(((REASON_KEY, "not_a_member"),))
         context.abort(grpc.StatusCode.PERMISSION_DENIED, "this certificate is no member's")
 
-    def _frames(self, peer: str, messages: Iterator[bytes]) -> Iterator[Frame]:
-        """The frames of one stream in their order, without those that repeat or belong to another generation."""
-        expected = 0
-        inbox: Inbox | None = None
-        for message in messages:
-            frame = read(message)
-            size = len(message) + PREFIX
-            self.traffic.received_bytes += size
-            self.traffic.received_frames += 1
-            ahead = frame.head.sequence - expected & 0xFFFFFFFF  # the sequence begins again after 2^32
-            if frame.head.generation != self.generation or ahead >= 1 << 31:
-                self.traffic.dropped_frames += 1
-                continue
-            if self._lacks_checksum(frame.head):
-                raise BadFrame("a frame came without a checksum: all ranks need the option, or none")
-            if ahead:
-                raise BadFrame(f"frame {frame.head.sequence} came where {expected & 0xFFFFFFFF} was due")
-            expected += 1
-            if frame.head.memory:
-                inbox = self._open_inbox(peer, frame.head.memory)
-            if frame.head.HasField("slot"):
-                if inbox is None:
-                    raise BadFrame("a payload lies in memory that was never offered")
-                frame = Frame(frame.head, inbox.get(frame.head.slot, frame.head.length))
-            yield frame
+    def _incoming(self, peer: str) -> Incoming:
+        def accept() -> bool:
+            return self._shares_memory(peer) and not self._is_stranger(peer)
 
-    def _lacks_checksum(self, head: pb.Head) -> bool:
-        return self.options.frame_checksum and head.kind != pb.FRAME_KIND_HELLO and not head.HasField("checksum")
+        def accepted() -> None:
+            if link := self._link(peer):
+                link.send(Outgoing(self._head(pb.FRAME_KIND_MAPPED), b""))
 
-    def _open_inbox(self, peer: str, name: str) -> Inbox | None:
-        """The memory that a peer of this host offers; the peer goes on without if this process may not see it."""
-        if not self._shares_memory(peer) or self._is_stranger(peer):
-            return None
-        try:
-            inbox = Inbox(name)
-        except OSError as error:
-            log.info("no shared memory with %s: %s", self._name(peer), error)
-            return None
-        if link := self._link(peer):
-            link.send(Outgoing(self._head(pb.FRAME_KIND_MAPPED), b""))
-        return inbox
+        return Incoming(
+            generation=self.generation,
+            checksum=self.options.frame_checksum,
+            traffic=self.traffic,
+            accept=accept,
+            accepted=accepted,
+        )
 
     def _shares_memory(self, peer: str) -> bool:
         return self.options.shared_memory and not self.options.frame_checksum and is_here(peer)
@@ -294,7 +273,7 @@ class Endpoint:
             self.fail(kind(detail, rank=head.rank - 1 if head.rank else None))
         elif head.kind == pb.FRAME_KIND_MAPPED:
             if link := self._link(peer):
-                link.share()
+                link.share(self._head(pb.FRAME_KIND_MOVED))
         elif head.kind == pb.FRAME_KIND_DATA:
             with self._lock:
                 group = self._groups.get(head.group)

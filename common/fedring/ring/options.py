@@ -16,9 +16,9 @@ class RingOptions(BaseSettings):
 
     listen: str = Field(default="127.0.0.1:0", description="host:port to listen on; port 0 = any free one")
     advertise: str = Field(default="", description="host or host:port that peers dial; empty = as listened on")
-    unix_sockets: bool = Field(default=False, description="ranks on one host talk over Unix sockets")
+    unix_sockets: bool = Field(default=False, description="streams on one host take Unix sockets")
     shared_memory: bool = Field(
-        default=True, description="ranks on one host pass large payloads through memory that both see"
+        default=True, description="ranks on one host talk past gRPC, and pass large payloads in memory that both see"
     )
     frame_checksum: bool = Field(
         default=False,
