@@ -2,7 +2,7 @@
 
     python -m tests.bench.pipeline [--counts 1,2,4,8,16,32] [--batch 2048] [--width 512] [--plot FILE]
 
-    python -m tests.bench.pipeline --accuracy --data-root data [--stages 2,4] [--epochs 2] [--subset 0]
+    python -m tests.bench.pipeline --accuracy --data-root data [--stages 2,4] [--epochs 2] [--lr 0.05] [--subset 0]
 
 The first prints one JSON line a way and count: our worker over Gloo and over our ring, and torch.distributed.pipelining
 over Gloo, by turns in one run. Each stage has one thread; the ideal is twice one process's, times 1 - bubble.
@@ -56,13 +56,14 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--stages", default="2,4")
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=0.05, help="of both, with momentum 0.9")
     parser.add_argument("--subset", type=int, default=0, help="samples of an epoch; 0 = all")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--store", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.accuracy:
         for stages in args.stages.split(","):
-            print_line(compare(args.data_root, int(stages), args.epochs, args.subset))
+            print_line(compare(args.data_root, int(stages), args.epochs, lr=args.lr, subset=args.subset))
         return
     if args.rank >= 0:
         _measure(args)

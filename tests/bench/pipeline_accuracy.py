@@ -20,29 +20,29 @@ from fedring.train.pipelined import Pipeline
 from fedring.train.seam import build_model
 from fedring.train.shards import World, epoch_order, micro_batches, shares
 
-_BATCH, _LR, _MOMENTUM = 64, 0.05, 0.9
+_BATCH, _MOMENTUM = 64, 0.9
 _RUN = 64  # micro-batches from one flush of PipeDream's to the next
 
 
-def compare(data_root: Path, stages: int, epochs: int, subset: int) -> dict[str, Any]:
+def compare(data_root: Path, stages: int, epochs: int, *, lr: float, subset: int) -> dict[str, Any]:
     """Both accuracies on the test samples, in percent, and their difference in points."""
     tables = {
         "synchronous": Pipeline.model_validate({"stages": stages, "schedule": "1f1b", "micro_batches": 4}),
         "pipedream": Pipeline.model_validate({"stages": stages, "schedule": "pipedream", "micro_batches": _RUN}),
     }
-    line: dict[str, Any] = {"bench": "pipeline accuracy", "stages": stages, "epochs": epochs, "batch_size": _BATCH}
+    line: dict[str, Any] = {"bench": "pipeline accuracy", "stages": stages, "epochs": epochs, "lr": lr}
     for name, table in tables.items():
         began = time.perf_counter()
-        line[name] = _accuracy(table, data_root, epochs, subset)
+        line[name] = _accuracy(table, data_root, epochs, lr=lr, subset=subset)
         line[f"{name}_seconds"] = round(time.perf_counter() - began, 1)
     return line | {"points": round(line["pipedream"] - line["synchronous"], 2)}
 
 
-def _accuracy(table: Pipeline, data_root: Path, epochs: int, subset: int) -> float:
+def _accuracy(table: Pipeline, data_root: Path, epochs: int, *, lr: float, subset: int) -> float:
     split = mnist(data_root, False)
     samples: Any = split.train
     model = build_model("fedring.train.models:mnist_cnn", {}, 0, ["fedring"])
-    stages = _stages(model, table)
+    stages = _stages(model, table, lr)
     for epoch in range(epochs):
         steps = shares(epoch_order(len(samples), seed=0, epoch=epoch, wanted=subset), 0, World(), _BATCH)
         every = table.micro_batches if table.schedule == "pipedream" else 1
@@ -59,12 +59,12 @@ def _accuracy(table: Pipeline, data_root: Path, epochs: int, subset: int) -> flo
     return round(100 * counts.correct / counts.total, 2)
 
 
-def _stages(model: nn.Module, table: Pipeline) -> list[Stage]:
+def _stages(model: nn.Module, table: Pipeline, lr: float) -> list[Stage]:
     modules = cut_model(model, table, count_layers(model, table, torch.empty), [])
     needs = check(table.schedule_of(int(table.micro_batches)))
     stages = []
     for number, (module, need) in enumerate(zip(modules, needs, strict=True)):
-        optimizer = torch.optim.SGD(module.parameters(), lr=_LR, momentum=_MOMENTUM)
+        optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=_MOMENTUM)
         loss = cross_entropy if number == len(modules) - 1 else None
         stages.append(Stage(module, WeightStashing(optimizer, bound=need.versions), loss=loss))
     return stages
