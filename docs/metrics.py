@@ -48,6 +48,7 @@ promtool test rules deploy/prometheus/tests/alerts.yml
 | `FlStraggler` | a rank of a ring is waited for three times as long as the median rank; it takes three ranks or more |
 | `FlResidualGrows` | what compression owes has doubled within half an hour, and grows |
 | `FlDiskFull` | less than 10 % of the state folder's disk are free |
+| `FlStorageFails` | nothing can be kept, because the disk is full or fails: updates are refused |
 | `FlCertificateExpires` | a certificate ends within 14 days |
 | `FlDown` | Prometheus cannot read fl-server's metrics |
 

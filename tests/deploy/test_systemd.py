@@ -12,11 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.serialization import Encoding
 from tests.conftest import ROOT, missing
 from tests.deploy.stage import PROGRAMS, SECONDS, Running, Stage, run
 from tests.deploy.units import UNITS, Unit
 
+from fedring.ctl.handshake import shown_at
 from fedring.daemon.exits import Exit
+from fedring.rpc.certificates import load_authorities
 
 SERVER, CLIENT = UNITS / "fl-server.service", UNITS / "fl-client@.service"
 GPU = UNITS / "fl-client@.service.d" / "gpu.conf"
@@ -77,13 +80,13 @@ def test_systemd_waits_for_the_drain_lets_the_incurable_lie_and_sends_no_signal_
 
 
 @pytest.mark.parametrize("path", [SERVER, CLIENT], ids=lambda path: path.name)
-def test_no_private_key_is_readable_but_as_a_credential(path: Path) -> None:
+def test_a_unit_sees_its_own_key_and_no_other(path: Path) -> None:
     unit = Unit(path)
-    given = dict(credential.split(":") for credential in unit.values["LoadCredential"])
-    used = {word.split("=%d/")[1] for word in unit["ExecStart"].split() if "=%d/" in word}
-    assert used == set(given)
-    assert all(Path(source).parent == Path("/etc/fedring/tls") for source in given.values())
-    assert "d /etc/fedring/tls 0700 root root" in (UNITS / "fedring.tmpfiles").read_text()
+    used = {Path(word.partition("=")[2]).parent for word in unit["ExecStart"].split() if word.startswith("tls.")}
+    assert used == {Path(unit["BindReadOnlyPaths"])}
+    assert unit["TemporaryFileSystem"] == "/etc/fedring/tls:ro"
+    assert "LoadCredential" not in unit  # a copy: a renewed certificate would need a restart
+    assert "d /etc/fedring/tls 0750 root fedring" in (UNITS / "fedring.tmpfiles").read_text()
 
 
 def test_the_install_target_puts_everything_where_systemd_looks(analyze: str, tmp_path: Path) -> None:
@@ -176,23 +179,27 @@ class Host:
             "FLCTL_TLS_KEY": tls["key"],
         }
 
+    def install(self, name: str) -> None:
+        """The daemon has its certificates as they are now, put there as docs/deployment.md says, but for the group."""
+        target = self.folder / "etc" / "tls" / name
+        target.mkdir(parents=True, exist_ok=True)
+        files = [str(self.folder / "tls" / file) for file in ("ca.crt", f"{name}.crt", f"{name}.key")]
+        done = run(["install", "-m640", "-t", str(target), *files])
+        assert done.returncode == 0, done.stderr
+
     def start(self, path: Path, instance: str = "") -> tuple[Running, Manager]:
-        """The unit's command runs, with its credentials, and tells the manager how it is."""
+        """The unit's command runs, with its certificates, and tells the manager how it is."""
         unit, name = Unit(path), instance or "server"
         manager = Manager(self.folder / f"notify-{name}", self.folder / "logs" / name)
         self._stack.callback(manager.socket.close)
-        credentials = self.folder / f"credentials-{name}"
-        credentials.mkdir()
         if instance:
             done = run(["flctl", "certs", "issue", str(self.folder / "tls"), instance, "--role", "client"])
             assert done.returncode == 0, done.stderr
-        for credential in unit.values["LoadCredential"]:
-            key, source = credential.replace("%i", instance).split(":")
-            shutil.copy(self.folder / "tls" / Path(source).name, credentials / key)
+        self.install(name)
         for key, below in (("StateDirectory", "state"), ("RuntimeDirectory", "run")):
             if key in unit:
                 (self.folder / below / unit[key].replace("%i", instance)).mkdir(parents=True)
-        specifiers = {"%S": "state", "%t": "run", "%d": credentials.name, "/etc/fedring": "etc"}
+        specifiers = {"%S": "state", "%t": "run", "/etc/fedring": "etc"}
         command = unit["ExecStart"].replace("%i", instance)
         for word, folder in specifiers.items():
             command = command.replace(word, str(self.folder / folder))
@@ -230,6 +237,18 @@ def test_the_server_tells_systemd_when_it_is_ready_alive_and_stopping(host: Host
     server.process.send_signal(signal.SIGTERM)
     assert "STATUS=" in manager.until("STOPPING=1")
     assert server.process.wait(Unit(SERVER).seconds("TimeoutStopSec")) == 0
+
+
+def test_a_renewed_certificate_needs_no_restart_and_no_reload(host: Host) -> None:
+    server, _ = host.start(SERVER)
+    address = json.loads(server.first_line())["listen"]
+    before = shown_at(address, SECONDS)
+    done = run(["flctl", "certs", "renew", str(host.folder / "tls"), "server"])
+    assert done.returncode == 0, done.stderr
+    host.install("server")
+    renewed = load_authorities(host.folder / "tls" / "server.crt")[0].public_bytes(Encoding.DER)
+    assert shown_at(address, SECONDS) == renewed != before
+    assert server.process.poll() is None
 
 
 def test_the_client_beats_through_a_long_epoch_and_stops_within_it(host: Host) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from fedring.ctl.access import Access
 from fedring.ctl.control import Control
 from fedring.ctl.fleet import Fleet
+from fedring.ctl.health import check_health
 from fedring.ctl.main import main
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_sync_channel
@@ -41,6 +43,13 @@ def test_a_client_takes_up_its_new_certificate_without_a_restart(tmp_path: Path)
         until(lambda: control.status().refused["handshake"] > 0)
         install(pki, "client-0", mine)
         assert next(event.client_id for event in events if event.kind == "client_joined") == "client-0"
+
+
+def test_a_server_says_why_handshakes_failed_if_it_is_asked_to(tmp_path: Path) -> None:
+    pki = Pki(tmp_path / "pki")
+    with Fleet(tmp_path, {"tls": pki.table("server")}, env={"GRPC_VERBOSITY": "INFO"}) as fleet:
+        assert check_health(fleet.listen, SECONDS, Access(pki.trust())) == "unreachable"
+        until(lambda: "PEER_DID_NOT_RETURN_A_CERTIFICATE" in fleet.server.log.read_text())
 
 
 GROUPED: dict[str, dict[str, Any]] = {

@@ -76,8 +76,10 @@ def test_a_hook_that_is_gone_is_not_kept(metrics: Metrics) -> None:
 
 def test_traffic_is_told_by_rank(metrics: Metrics) -> None:
     traffic = Traffic(sent_bytes=100, shared_bytes=20, exchanges=3, exchange_seconds=0.5, waits={2: Wait(4, 1.5)})
+    traffic.refused_streams = 5
     metrics.ring.read(lambda: traffic + traffic)
     assert value(metrics, "fl_ring_sent_bytes_total") == 240
+    assert value(metrics, "fl_ring_refused_streams_total") == 10
     assert value(metrics, "fl_ring_allreduce_seconds_count") == 6
     assert value(metrics, "fl_ring_allreduce_seconds_sum") == 1.0
     assert value(metrics, "fl_ring_wait_seconds_count", peer_rank="2") == 8

@@ -82,6 +82,8 @@ class RingMetrics(Collector):
         sent = traffic.sent_bytes + traffic.shared_bytes if traffic else 0
         text = "Bytes that went to peers, on the wire or through memory of one host."
         yield CounterMetricFamily("fl_ring_sent_bytes_total", text, sent)
+        text = "Streams that were refused, as their certificate is no member's of the group."
+        yield CounterMetricFamily("fl_ring_refused_streams_total", text, traffic.refused_streams if traffic else 0)
 
     def _of_trainings(self) -> Iterator[Metric]:
         with self._lock:

@@ -10,12 +10,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
+from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic_settings import BaseSettings
 
 from fedring.ctl.access import Access
+from fedring.ctl.handshake import shown_at, trouble_at
 from fedring.ctl.health import check_health
 from fedring.daemon.config import ConfigError, load_config
-from fedring.rpc.tls import Tls, check_tls
+from fedring.rpc.certificates import identity_of, load_authorities
+from fedring.rpc.channel import encrypts
+from fedring.rpc.tls import PLAINTEXT, Tls, check_tls, read_token
 
 _NEED_BYTES, _WANT_BYTES = 100_000_000, 2_000_000_000
 _NETWORK_TYPES = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "glusterfs", "ceph"})
@@ -51,9 +55,9 @@ def check_config(name: str, model: type[C], path: Path | None) -> tuple[Check, C
         return Check(name, Level.FAIL, str(error), f"correct {where}, then see --print-config of the daemon"), None
 
 
-def check_listen(name: str, address: str) -> Check:
+def check_listen(name: str, address: str, tls: Tls = PLAINTEXT) -> Check:
     """Whether fl-server can listen at the address, or does."""
-    if check_health(address, _TIMEOUT_SECONDS) == "serving":
+    if _serves(address, tls):
         return Check(name, Level.OK, f"fl-server serves at {address}")
     if address.startswith("unix:"):
         folder = Path(address.removeprefix("unix:")).absolute().parent
@@ -81,16 +85,36 @@ def check_certificates(tls: Tls) -> Iterator[Check]:
             yield Check("tls", Level.OK, f"{tls.cert or tls.ca}")
 
 
-def check_reachable(name: str, address: str, access: Access) -> Check:
-    """Whether fl-server answers at the address."""
-    try:
-        answer = check_health(address, _TIMEOUT_SECONDS, access)
-    except ConfigError as error:
-        answer = str(error)
+def check_reachable(name: str, address: str, tls: Tls) -> Check:
+    """Whether fl-server answers at the address, and if not, why."""
+    answer = check_health(address, _TIMEOUT_SECONDS, Access(tls))
     if answer == "serving":
         return Check(name, Level.OK, f"fl-server serves at {address}")
-    advice = "start fl-server, or correct the address; if a firewall is between, open the port"
-    return Check(name, Level.FAIL, f"{address} is {answer}", advice)
+    if answer != "unreachable" or address.startswith("unix:"):
+        return Check(name, Level.FAIL, f"{address} is {answer}", "start fl-server, or look into its log")
+    trouble = trouble_at(address, tls, _TIMEOUT_SECONDS)
+    return Check(name, Level.FAIL, trouble.found, trouble.advice)
+
+
+def check_identity(client_id: str, tls: Tls, token_file: Path | None) -> Iterator[Check]:
+    """Whether what the client shows says that it is who it wants to join as, as far as that can be seen here."""
+    name = "identity"
+    if token_file:
+        try:
+            read_token(token_file)
+        except ConfigError as error:
+            yield Check(name, Level.FAIL, str(error), "make a token with flctl token create, and chmod 600 the file")
+            return
+        yield Check(name, Level.OK, f"a token, in {token_file}")
+    if tls.cert:
+        shown = identity_of(load_authorities(tls.cert)[0])
+        if shown and not shown.speaks_for(client_id):
+            advice = f"set client_id = {shown.name!r}, or make a certificate: flctl certs issue"
+            yield Check(name, Level.FAIL, f"the certificate is {shown}'s, and client_id is {client_id!r}", advice)
+        elif shown or not token_file:
+            level = Level.OK if shown else Level.FAIL
+            advice = "" if shown else "make one that does: flctl certs issue"
+            yield Check(name, level, str(shown or f"the certificate in {tls.cert} names nobody"), advice)
 
 
 def check_state_dir(path: Path) -> Iterator[Check]:
@@ -130,6 +154,17 @@ def check_names(names: dict[str, str], trusted: Sequence[str]) -> Iterator[Check
             yield Check(key, Level.FAIL, str(error), "the message says what to correct")
         else:
             yield Check(key, Level.OK, name)
+
+
+def _serves(address: str, tls: Tls) -> bool:
+    """Whether the port is the server's own: with TLS, whether it shows the server's certificate."""
+    if tls.cert is None or not encrypts(address, tls):
+        return check_health(address, _TIMEOUT_SECONDS) == "serving"
+    try:
+        own = load_authorities(tls.cert)[0]
+    except ConfigError:
+        return False
+    return shown_at(address, _TIMEOUT_SECONDS) == own.public_bytes(Encoding.DER)
 
 
 def _holder(lock: Path) -> str:

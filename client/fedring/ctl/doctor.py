@@ -10,7 +10,6 @@ import typer
 
 from fedring.client.config import ClientConfig
 from fedring.ctl import checks
-from fedring.ctl.access import Access
 from fedring.ctl.checks import Check, Level
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
@@ -61,8 +60,8 @@ def _examine(server_path: Path | None, client_path: Path | None) -> Iterator[Che
 
 def _examine_server(config: ServerConfig) -> Iterator[Check]:
     yield from checks.check_certificates(config.tls)
-    yield checks.check_listen("listen", config.listen)
-    yield checks.check_listen("control_listen", config.control_listen)
+    yield checks.check_listen("listen", config.listen, config.tls)
+    yield checks.check_listen("control_listen", config.control_listen, config.tls)
     yield from checks.check_state_dir(config.state_dir)
     if config.init_path and not config.init_path.is_file():
         yield Check("init_path", Level.FAIL, f"{config.init_path} is not a file", "correct or remove init_path")
@@ -74,8 +73,11 @@ def _examine_server(config: ServerConfig) -> Iterator[Check]:
 
 
 def _examine_client(config: ClientConfig, job: Job) -> Iterator[Check]:
-    yield from checks.check_certificates(config.tls)
-    yield checks.check_reachable("server", config.server, Access(config.tls))
+    certificates = list(checks.check_certificates(config.tls))
+    yield from certificates
+    if all(row.level is Level.OK for row in certificates):  # else there is nothing to show
+        yield from checks.check_identity(config.client_id, config.tls, config.token_file)
+        yield checks.check_reachable("server", config.server, config.tls)
     yield from checks.check_state_dir(config.state_dir)
     yield from checks.check_data_root(config.data_root)
     names = {key: getattr(config, key) or getattr(job, key) for key in _SEAM}

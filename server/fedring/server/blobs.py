@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from fedring.daemon.crash import crashpoint
+from fedring.rpc.errors import Overloaded
 
 FSYNC_THREADS = 16  # concurrent fsyncs share the journal's commits
 _REREAD_BYTES = 1 << 20
@@ -30,6 +31,10 @@ class StorageError(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+
+
+class StorageFailed(StorageError, Overloaded):
+    """The disk is full, or fails: "disk_full" or "disk_error". Nothing was changed, and later it may work."""
 
 
 class FsyncFailed(Exception):
@@ -291,6 +296,21 @@ class FileBlobs:
             path.unlink(missing_ok=True)
         return len(rubbish)
 
+    def probe(self, size: int) -> None:
+        """Return if `size` more bytes can be kept now; StorageError if not."""
+        path = self._partial / "probe"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, size)
+                os.pwrite(fd, b"\1", size - 1)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise _storage_error(error) from error
+
     def _fsync_all(self, fds: Sequence[int]) -> None:
         if len(fds) == 1:
             return _fsync(fds[0])
@@ -342,4 +362,4 @@ def _sync_folder(path: Path) -> None:
 def _storage_error(error: OSError) -> StorageError:
     if isinstance(error, FileNotFoundError):
         return StorageError("missing_blob", str(error))
-    return StorageError("disk_full" if error.errno in _FULL else "disk_error", str(error))
+    return StorageFailed("disk_full" if error.errno in _FULL else "disk_error", str(error))

@@ -219,7 +219,7 @@ class Coordinator:
 
     async def _start(self, open_: OpenRound, clients: frozenset[str]) -> None:
         row = replace(open_.row, phase=rd.Phase.TRAINING, selected=tuple(sorted(clients)))
-        await self.facts.db(self.facts.store.update_round, row)
+        await self.facts.keep(self.facts.db, self.facts.store.update_round, row)
         open_.row, open_.started = row, time.monotonic()
         self.handle(rd.Started(clients))
         self.rendezvous.open(open_)
@@ -233,16 +233,19 @@ class Coordinator:
         try:
             with self.metrics.aggregate_seconds.time():
                 model = await self.facts.heavy(self.models.next, open_.base, updates, open_.job, open_.row.round)
+            seconds = time.monotonic() - open_.started
+            ended = replace(
+                open_.row,
+                phase=rd.Phase.PUBLISHED,
+                model_version=model.version,
+                ended_at=time.time(),
+                stats=open_.stats(seconds),
+            )
+            await self.facts.db(self.facts.store.publish, model, ended)
         except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # the last is torch's
             log.exception("aggregation of round %d failed", open_.row.round)
             self.handle(rd.Abandoned(getattr(error, "reason", "bad_optimizer")))
             return
-        seconds = time.monotonic() - open_.started
-        stats = open_.stats(seconds)
-        ended = replace(
-            open_.row, phase=rd.Phase.PUBLISHED, model_version=model.version, ended_at=time.time(), stats=stats
-        )
-        await self.facts.db(self.facts.store.publish, model, ended)
         open_.row, self.latest = ended, model
         self.models.remember(model)
         evaluators = [s.client_id for s in self.sessions if s.matched] if open_.job.evaluate else []
@@ -259,7 +262,7 @@ class Coordinator:
             open_.row = replace(
                 open_.row, phase=rd.Phase.ABANDONED, reason=round_.reason, ended_at=time.time(), stats=stats
             )
-            await self.facts.db(self.facts.store.update_round, open_.row)
+            await self.facts.keep(self.facts.db, self.facts.store.update_round, open_.row)
             self._end(open_)
             self._tell_missing(open_)
             self._tell("round_abandoned", f"round {round_.number} was abandoned: {round_.reason}")
@@ -267,7 +270,7 @@ class Coordinator:
             await self._finish_evaluation(open_, self.latest)
         self.open, self.last = None, open_.row
         await self.facts.db(self.facts.blobs.drop_partials, f"{open_.row.round}-")
-        await self._prune()
+        await self.facts.keep(self._prune)
         self.handle(rd.Finished())
         self.finished.set()
 
@@ -284,7 +287,7 @@ class Coordinator:
             stats |= {"correct": summed.correct, "total": summed.total, "loss_sum": summed.loss_sum}
         self.metrics.evaluated(stats)
         open_.row = replace(open_.row, stats=stats)
-        await self.facts.db(self.facts.store.update_round, open_.row)
+        await self.facts.keep(self.facts.db, self.facts.store.update_round, open_.row)
         accuracy = f": accuracy {summed.correct / summed.total:.4f}" if summed and summed.total else ""
         self._tell("round_evaluated", f"round {open_.row.round} is evaluated{accuracy}")
 

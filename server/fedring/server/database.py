@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, ins
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
-from fedring.server.blobs import FsyncFailed, StorageError
+from fedring.server.blobs import FsyncFailed, StorageError, StorageFailed
 from fedring.server.tables import METADATA, meta, tokens
 
 Migration = Callable[[Connection], None]
@@ -30,7 +30,7 @@ _FSYNC_ERRORS = ("SQLITE_IOERR_FSYNC", "SQLITE_IOERR_DIR_FSYNC")
 
 
 class StoreError(StorageError):
-    """The database cannot be used, or does not allow this: newer_state, corrupt, disk_full, disk_error, database."""
+    """The database cannot be used, or does not allow this: newer_state, corrupt, no_backup, database."""
 
 
 def open_database(url: str, migrations: Sequence[Migration] = MIGRATIONS) -> Engine:
@@ -65,15 +65,16 @@ def backup(engine: Engine, path: Path) -> None:
         raw.close()
 
 
-def translate(error: DBAPIError) -> StoreError | FsyncFailed:
+def translate(error: DBAPIError) -> StorageError | FsyncFailed:
     """What the daemon should make of a failure of the database."""
     name = getattr(error.orig, "sqlite_errorname", "")
     if name in _FSYNC_ERRORS:
         return FsyncFailed(str(error.orig))
-    reason = {"SQLITE_FULL": "disk_full", "SQLITE_NOTADB": "corrupt", "SQLITE_CORRUPT": "corrupt"}.get(name)
-    if reason is None:
-        reason = "disk_error" if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")) else "database"
-    return StoreError(reason, str(error.orig))
+    if name == "SQLITE_FULL":
+        return StorageFailed("disk_full", str(error.orig))
+    if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
+        return StorageFailed("disk_error", str(error.orig))
+    return StoreError("corrupt" if name in ("SQLITE_NOTADB", "SQLITE_CORRUPT") else "database", str(error.orig))
 
 
 def _engine(url: str) -> Engine:

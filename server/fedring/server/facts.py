@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
-from fedring.server.blobs import FileBlobs, FilePartial, MemoryPartial
+from fedring.server.blobs import FileBlobs, FilePartial, MemoryPartial, StorageFailed
 from fedring.server.rows import UpdateRow
+from fedring.server.storage import Storage
 from fedring.server.store import Acceptance, Store
 
 P = ParamSpec("P")
@@ -20,6 +21,7 @@ class Facts:
 
     def __init__(self, store: Store, blobs: FileBlobs, *, threads: int) -> None:
         self.store, self.blobs = store, blobs
+        self.storage = Storage()
         self.waiting = 0  # pieces of work that threads do, or that wait for one
         self.commit_seconds = 0.0  # that the newest commit of updates took
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="work")
@@ -37,6 +39,20 @@ class Facts:
     async def work(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What `function`, one piece of computing or file access, returns."""
         return await self._run(self.pool, lambda: function(*args, **kwargs))
+
+    async def keep(self, attempt: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `attempt` returns, once the storage works: one that fails is made again when it does."""
+        while True:
+            await self.storage.works.wait()
+            try:
+                return await attempt(*args, **kwargs)
+            except StorageFailed:
+                pass  # the next attempt waits
+
+    async def probe(self, size: int) -> None:
+        """Return if the storage takes `size` more bytes and a transaction; StorageFailed if not."""
+        await self.work(self.blobs.probe, size)
+        await self.db(self.store.probe)
 
     def commit_updates(self, batch: list[tuple[FilePartial | MemoryPartial, UpdateRow]]) -> list[Acceptance]:
         """What became of each update: the files are sealed first, then all rows are committed at once."""
@@ -69,6 +85,9 @@ class Facts:
             while not future.done():  # it may use what the caller is about to close, however often that is cancelled
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([future])
+            raise
+        except StorageFailed as error:
+            self.storage.fail(str(error))
             raise
         finally:
             self.waiting -= 1

@@ -67,11 +67,14 @@ class Jobs:
             finally:
                 self.running = None
                 started.set(0)
-            await self._facts.db(self._store.set_job_state, row.job_id, state, reason)
-            await self._facts.db(self._store.end_orphans)
+            await self._facts.keep(self._end, row.job_id, state, reason)
             self._coordinator.recovering = False
             text = f"job {row.job_id} ({row.name}) is {state}" + (f": {reason}" if reason else "")
             self._coordinator.journal.write("job_ended", text, job_id=row.job_id)
+
+    async def _end(self, job_id: int, state: str, reason: str) -> None:
+        await self._facts.db(self._store.set_job_state, job_id, state, reason)
+        await self._facts.db(self._store.end_orphans)
 
     def _next(self) -> JobRow | None:
         return self._store.running_job() or self._store.next_queued_job()
@@ -82,7 +85,7 @@ class Jobs:
             spec = Job.model_validate(row.spec)
         except ValidationError as error:
             return "failed", f"its specification is not valid: {error.errors()[0]['msg']}"
-        await self._facts.db(self._store.set_job_state, row.job_id, "running")
+        await self._facts.keep(self._facts.db, self._store.set_job_state, row.job_id, "running")
         verb = "goes on" if row.state == "running" else "starts"
         text = f"job {row.job_id} ({row.name}) {verb}: {row.rounds} rounds of {spec.model}"
         self._coordinator.journal.write("job_started", text, job_id=row.job_id)
@@ -106,7 +109,7 @@ class Jobs:
             if interrupted is not None and interrupted.job_id == row.job_id:
                 await self._coordinator.resume_round(interrupted, spec)
             else:
-                await self._coordinator.start_round(row, spec, done + 1)
+                await self._facts.keep(self._coordinator.start_round, row, spec, done + 1)
             interrupted = None
             if row.job_id in self._stopped:  # while the round was being opened
                 await self._coordinator.abandon("stopped")

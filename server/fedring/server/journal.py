@@ -16,7 +16,12 @@ log = logging.getLogger(__name__)
 RECENT = 4096
 """Events that a late watcher can still be told."""
 
-_LEVELS = {"update_accepted": logging.DEBUG, "update_refused": logging.WARNING, "client_failed": logging.WARNING}
+_LEVELS = {
+    "update_accepted": logging.DEBUG,
+    "update_refused": logging.WARNING,
+    "client_failed": logging.WARNING,
+    "storage_failed": logging.ERROR,
+}
 _TRANSIENT = frozenset({"update_accepted"})  # the updates' own rows say it
 
 

@@ -34,7 +34,7 @@ from fedring.rpc.health import Health, health_port
 from fedring.rpc.metrics import CountCalls
 from fedring.rpc.spans import Spans
 from fedring.rpc.tls import ends_at
-from fedring.server.blobs import FileBlobs, FsyncFailed, StorageError
+from fedring.server.blobs import FileBlobs, FsyncFailed, StorageError, StorageFailed
 from fedring.server.config import ServerConfig
 from fedring.server.control import ControlService
 from fedring.server.coordinator import Coordinator
@@ -44,6 +44,7 @@ from fedring.server.forming import RendezvousService, look_after_groups
 from fedring.server.jobs import Jobs
 from fedring.server.journal import Journal
 from fedring.server.models import Models
+from fedring.server.readiness import look_after_storage
 from fedring.server.security import Security
 from fedring.server.sessions import Sessions
 from fedring.server.store import SqlStore
@@ -117,7 +118,8 @@ def fl_server(
             code = asyncio.run(_serve(loaded, stack, check_only=check_config))
     except (ConfigError, StorageError, FsyncFailed, SeamError) as error:
         print(f"fl-server: {error}", file=sys.stderr)
-        raise typer.Exit(Exit.CONFIG) from error
+        later = isinstance(error, StorageFailed | FsyncFailed)  # nothing is wrong with the configuration
+        raise typer.Exit(Exit.FAILED if later else Exit.CONFIG) from error
     raise typer.Exit(code)
 
 
@@ -181,7 +183,7 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
         stops = [*(server.stop(seconds) for server in servers), *(page.stop(seconds) for page in pages)]
         await asyncio.gather(*stops)
 
-    others = [jobs.run(), *(page.run() for page in pages)]
+    others = [jobs.run(), look_after_storage(coordinator, health), *(page.run() for page in pages)]
     return await _until_stopped(coordinator, others, drain, config.drain_seconds)
 
 
@@ -209,6 +211,8 @@ async def _recover(config: ServerConfig, stack: ExitStack, *, sweep: bool) -> tu
         stack.enter_context(StateLock(config.state_dir))
         blobs = FileBlobs(config.state_dir)
         store = SqlStore(f"sqlite:///{config.state_dir / 'facts.sqlite'}")
+    except StorageFailed:
+        raise
     except (OSError, StorageError) as error:
         raise ConfigError(f"state_dir {config.state_dir} cannot be used: {error}") from error
     facts = Facts(store, blobs, threads=config.threads)

@@ -118,6 +118,8 @@ class Metrics:
         text = "What the disk of the state folder can still hold."
         self._disk_free = new.gauge("fl_server_disk_free_bytes", text)
         self._disk_size = new.gauge("fl_server_disk_size_bytes", "What the disk of the state folder can hold in all.")
+        text = "1 while nothing can be kept, because the disk is full or fails; else 0."
+        self._failing = new.gauge("fl_server_storage_failing", text)
         text = "What the newest commit of accepted updates took to be on the disk."
         self._fsync = new.gauge("fl_server_last_fsync_seconds", text)
 
@@ -128,6 +130,7 @@ class Metrics:
             self._clients.labels(name).set_function(partial(_clients, state, name))
         self._queue.set_function(lambda: facts.waiting)
         self._fsync.set_function(lambda: facts.commit_seconds)
+        self._failing.set_function(lambda: bool(facts.storage.fault))
         self._disk_free.set_function(partial(_disk, facts, "f_bavail"))
         self._disk_size.set_function(partial(_disk, facts, "f_blocks"))
 

@@ -1,0 +1,41 @@
+"""Whether the server is of use: it serves while its storage works."""
+
+import asyncio
+from contextlib import suppress
+
+from fedring.daemon.notify import sd_notify
+from fedring.rpc.health import Health
+from fedring.server.blobs import StorageFailed
+from fedring.server.coordinator import Coordinator
+
+_TRIAL_SECONDS = 1.0
+_LEAST_BYTES = 1 << 20
+
+
+async def look_after_storage(coordinator: Coordinator, health: Health) -> None:
+    """Keep health true to the storage, and while it fails try it each second, until cancelled."""
+    storage, journal = coordinator.facts.storage, coordinator.journal
+    with suppress(StorageFailed):
+        await _try(coordinator)
+    while True:
+        await storage.fails.wait()
+        text = f"nothing can be kept, so updates are refused and no round goes on: {storage.fault}"
+        sd_notify(f"STATUS={text}")
+        journal.write("storage_failed", text)
+        await health.set(serving=False)
+        while storage.fault:
+            try:
+                await _try(coordinator)
+                storage.mend()
+            except StorageFailed:
+                await asyncio.sleep(_TRIAL_SECONDS)
+        await health.set(serving=True)
+        text = "the state directory takes updates again"
+        sd_notify(f"STATUS={text}")
+        journal.write("storage_works", text)
+
+
+async def _try(coordinator: Coordinator) -> None:
+    """Return if as much as the newest model can be kept: less is of no use to a round; StorageFailed if not."""
+    model = coordinator.latest
+    await coordinator.facts.probe(max(_LEAST_BYTES, model.bytes if model else 0))

@@ -1,0 +1,24 @@
+"""Whether the state directory takes what is to be kept."""
+
+import asyncio
+
+
+class Storage:
+    """Works, until something could not be kept; then fails, until somebody has tried it. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.fault = ""  # why it fails
+        self.works, self.fails = asyncio.Event(), asyncio.Event()
+        self.works.set()
+
+    def fail(self, why: str) -> None:
+        """Something could not be kept."""
+        self.fault = why
+        self.works.clear()
+        self.fails.set()
+
+    def mend(self) -> None:
+        """A trial went well."""
+        self.fault = ""
+        self.fails.clear()
+        self.works.set()

@@ -1,0 +1,145 @@
+"""What `flctl doctor` finds at servers with TLS: each mistake by its name."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedring.ctl.fleet import Fleet
+from fedring.ctl.main import main
+from fedring.daemon.exits import Exit
+from fedring.rpc.tls import PLAINTEXT, Tls
+from tests.pki import Pki
+
+
+@dataclass
+class Site:
+    """Two authorities, and servers of the first one, by what they ask of callers."""
+
+    pki: Pki
+    other: Pki
+    servers: dict[str, Fleet]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("doctor")
+    pki, other = Pki(folder / "pki"), Pki(folder / "other")
+    for authority in (pki, other):
+        authority.issue("ann")
+    pki.sign("past", "fedring://client/ann", ended=True)
+    table = pki.table("server")
+    with (
+        Fleet(folder / "mutual", {"tls": table}) as mutual,
+        Fleet(folder / "one-sided", {"tls": table | {"ca": None}, "tokens": True}) as one_sided,
+        Fleet(folder / "plain") as plain,
+    ):
+        yield Site(pki, other, {"mutual": mutual, "one-sided": one_sided, "plain": plain})
+
+
+def examine(
+    capsys: pytest.CaptureFixture[str], side: str, folder: Path, **keys: Any
+) -> dict[str, tuple[str, str, str]]:
+    """Result, finding and advice by check, of a daemon with these keys."""
+    config = folder / f"{side}.json"
+    config.write_text(json.dumps({"state_dir": str(folder / "none"), **keys}, default=str))
+    code = main(["doctor", f"--{side}-config", str(config), "--output", "json"])
+    rows = json.loads(capsys.readouterr().out)["checks"]
+    assert code == (Exit.FAILED if any(row["level"] == "fail" for row in rows) else Exit.OK)
+    return {row["name"]: (row["level"], row["found"], row["advice"]) for row in rows}
+
+
+CASES = [
+    ("mutual", "good", "ok", "fl-server serves at", ""),
+    ("mutual", "another authority's server", "fail", "is not trusted", "set tls.ca"),
+    ("mutual", "another authority's client", "fail", "does not accept the certificate in", "tls.cert and tls.key"),
+    ("mutual", "no certificate", "fail", "does not accept a caller without a certificate", "tls.cert and tls.key"),
+    ("mutual", "plaintext", "fail", "speaks TLS", "set tls.ca"),
+    ("one-sided", "no certificate", "ok", "fl-server serves at", ""),
+    ("one-sided", "good", "ok", "fl-server serves at", ""),
+    ("one-sided", "another authority's server", "fail", "is not trusted", "set tls.ca"),
+    ("one-sided", "plaintext", "fail", "speaks TLS", "set tls.ca"),
+    ("plain", "good", "fail", "speaks no TLS", "tls.cert and tls.key"),
+    ("plain", "plaintext", "ok", "fl-server serves at", ""),
+]
+
+
+@pytest.mark.parametrize(("server", "case", "level", "found", "advice"), CASES, ids=[": ".join(c[:2]) for c in CASES])
+def test_a_client_learns_why_its_server_cannot_be_reached(
+    site: Site,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    server: str,
+    case: str,
+    level: str,
+    found: str,
+    advice: str,
+) -> None:
+    tls: Tls = {
+        "good": site.pki.tls("ann"),
+        "another authority's server": site.pki.tls("ann", ca=site.other),
+        "another authority's client": site.other.tls("ann", ca=site.pki),
+        "no certificate": site.pki.trust(),
+        "plaintext": PLAINTEXT,
+    }[case]
+    address = site.servers[server].listen
+    rows = examine(capsys, "client", tmp_path, server=address, client_id="ann", tls=tls.model_dump())
+    assert rows["server"][0] == level, rows["server"]
+    assert found in rows["server"][1]
+    assert address in rows["server"][1]
+    assert advice in rows["server"][2]
+
+
+def test_a_client_learns_that_its_server_is_called_otherwise(
+    site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    address = f"127.0.0.2:{site.servers['mutual'].listen.rpartition(':')[2]}"
+    fleet = {"server": address, "client_id": "ann", "tls": site.pki.tls("ann").model_dump()}
+    with Fleet(tmp_path / "elsewhere", {"tls": site.pki.table("server"), "listen": "127.0.0.2:0"}) as elsewhere:
+        level, found, advice = examine(capsys, "client", tmp_path, **fleet | {"server": elsewhere.listen})["server"]
+    assert (level, "127.0.0.2" in found, "certs issue" in advice) == ("fail", True, True)
+    level, found, _ = examine(capsys, "client", tmp_path, **fleet | {"server": elsewhere.listen})["server"]
+    assert (level, "unreachable" in found) == ("fail", True)
+
+
+def test_a_client_learns_that_it_is_somebody_else(
+    site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    keys = {"server": site.servers["mutual"].listen, "tls": site.pki.tls("ann").model_dump()}
+    assert examine(capsys, "client", tmp_path, client_id="ann", **keys)["identity"][0] == "ok"
+    level, found, advice = examine(capsys, "client", tmp_path, client_id="bob", **keys)["identity"]
+    assert (level, "fedring://client/ann" in found, "'ann'" in advice) == ("fail", True, True)
+    keys["tls"] = site.pki.tls("past").model_dump()
+    rows = examine(capsys, "client", tmp_path, client_id="ann", **keys)
+    assert rows["tls"][0] == "fail"
+    assert "expired" in rows["tls"][1]
+
+
+def test_a_client_learns_that_its_token_is_no_secret(
+    site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("fr_0123456789ab_secret")
+    keys = {"server": site.servers["one-sided"].listen, "tls": site.pki.trust().model_dump(), "token_file": token}
+    token.chmod(0o600)
+    assert examine(capsys, "client", tmp_path, **keys)["identity"][0] == "ok"
+    token.chmod(0o644)
+    level, found, _ = examine(capsys, "client", tmp_path, **keys)["identity"]
+    assert (level, "chmod 600" in found) == ("fail", True)
+
+
+@pytest.mark.parametrize("server", ["mutual", "one-sided", "plain"])
+def test_a_server_finds_itself_at_its_ports(
+    site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path, server: str
+) -> None:
+    fleet = site.servers[server]
+    keys = {"listen": fleet.listen, "control_listen": fleet.control, "tls": fleet.server.settings.get("tls", {})}
+    rows = examine(capsys, "server", tmp_path, **keys)
+    assert [rows[port][:2] for port in ("listen", "control_listen")] == [
+        ("ok", f"fl-server serves at {address}") for address in (fleet.listen, fleet.control)
+    ]
+    other = site.other.table("server")
+    assert examine(capsys, "server", tmp_path, **keys | {"tls": other})["listen"][0] == "fail"
