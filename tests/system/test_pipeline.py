@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fedring.pipeline.schedules import Kind, Schedule, Versions, make, pipedream
 from fedring.pipeline.transport import GroupTransport
 from fedring.pipeline.worker import LocalPipeline, Worker
+from fedring.ring import total_traffic
 from tests.system.ring_scripts import ranks
 from tests.unit.test_pipeline_stage import Recorder, alone, batches, layers, stages_of, values
 
@@ -79,6 +80,30 @@ def test_pipedream_in_processes_is_pipedream_in_one(versions: Versions, backend:
     assert results[3]["losses"] == pytest.approx(losses, rel=1e-9)
     _compare(results, parts, 4)
     assert [result["pairs"] for result in results] == [24] * 4
+
+
+def count_frames(rank: int, size: int) -> list[int]:
+    """What this rank sends in each of several runs, where the numbers of micro-batches take turns."""
+    schedules = {count: make("1f1b", size, count) for count in (3, 8)}
+    stage = stages_of(layers(), schedules[3])[rank]
+    transport = GroupTransport(credits=2)
+    workers = {count: Worker({rank: stage}, schedule, transport) for count, schedule in schedules.items()}
+    (data,) = batches(1, 19)  # which neither 3 nor 8 divides
+    frames = []
+    for count in (3, 8, 3, 8, 3):
+        before = total_traffic().sent_frames
+        inputs, targets = (tensor.tensor_split(count) for tensor in data)
+        workers[count].run(inputs if rank == 0 else None, targets if rank == size - 1 else None)
+        frames.append(total_traffic().sent_frames - before)
+    return frames
+
+
+def test_once_the_sizes_are_known_a_message_is_one_frame_and_takes_a_receipt_only_if_its_credit_is_needed(
+    tmp_path: Path,
+) -> None:
+    three, eight = 3 + 1, 8 + 6  # messages, and receipts of those that another one follows after two
+    for frames in ranks.run(count_frames, 2, tmp_path):
+        assert frames == [three + 3, eight + 8, three, eight, three]
 
 
 def _compare(results: list[dict[str, Any]], parts: list[torch.nn.Module], stages: int) -> None:

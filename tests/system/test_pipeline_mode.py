@@ -204,7 +204,7 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(
     tmp_path: Path, model: str, table: dict[str, Any], sentence: str
 ) -> None:
     trusted = {"trusted": ["fedring", "user_models"]}
-    spec = job(table, model=model, model_args={}, max_abandoned=1)
+    spec = job(table, model=model, model_args={})
     workers = Pipeline.model_validate(spec["pipeline"]).workers
     with (
         Fleet(tmp_path, trusted, [trusted] * workers, env=path_to(HERE)) as fleet,
@@ -213,9 +213,8 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(
         events = control.events()
         job_id = control.start_job(spec).job_id
         failures = [event for event in control.follow_job(job_id, events) if event.kind == "client_failed"]
-        assert control.job(job_id).state == "failed"
-        assert {event.client_id for event in failures} == {f"client-{number}" for number in range(workers)}
-        for event in failures:
+        assert (control.job(job_id).state, control.job(job_id).reason) == ("failed", failures[0].text)
+        for event in failures:  # one at least: it ends the round
             assert "could not train: cannot_cut: The model cannot be cut" in event.text
             assert sentence in event.text
 

@@ -11,7 +11,8 @@ from fedring.ctl.main import main
 from fedring.daemon.exits import Exit
 from fedring.pipeline.cut import cut_by_counts
 from fedring.pipeline.memory import Kept, measure
-from fedring.pipeline.schedules import gpipe, one_forward_one_backward
+from fedring.pipeline.schedules import Schedule, Versions, gpipe, interleaved, one_forward_one_backward, pipedream
+from fedring.pipeline.simulation import check, needs_of
 
 WIDTH, BATCH = 16, 24
 
@@ -21,10 +22,14 @@ def mean(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def kept(stages: int, *, recompute: bool = False, name: str = "1f1b") -> list[Kept]:
+    return kept_by({"1f1b": one_forward_one_backward, "gpipe": gpipe}[name](stages, 6), recompute=recompute)
+
+
+def kept_by(schedule: Schedule, *, recompute: bool = False) -> list[Kept]:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    schedule = {"1f1b": one_forward_one_backward, "gpipe": gpipe}[name](stages, 6)
     batch = torch.randn(BATCH, WIDTH), torch.zeros(BATCH)
-    return measure(cut_by_counts(model, [4 // stages] * stages), schedule, batch, loss=mean, recompute=recompute)
+    cut = cut_by_counts(model, [4 // schedule.stages] * schedule.stages)
+    return measure(cut, schedule, batch, loss=mean, recompute=recompute)
 
 
 def test_parameters_and_adams_state_are_divided_among_the_stages() -> None:
@@ -43,6 +48,39 @@ def test_activations_are_those_of_the_micro_batches_on_their_way() -> None:
     assert second.activations < first.activations
     assert kept(2, name="gpipe")[0].activations >= 6 * 2 * micro_batch
     assert kept(2, name="gpipe", recompute=True)[0].activations < kept(2, name="gpipe")[0].activations
+
+
+@pytest.mark.parametrize("versions", Versions)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_pipedreams_older_versions_of_the_weights_are_part_of_what_is_kept(stages: int, versions: Versions) -> None:
+    schedule = pipedream(stages, 12, versions=versions)
+    for one, need in zip(kept_by(schedule), check(schedule), strict=True):
+        assert one.stashed == (need.versions - 1) * one.parameters
+        assert one.in_flight == need.activations
+
+
+def test_schedules_with_a_flush_keep_no_older_versions() -> None:
+    assert [one.stashed for one in kept(4)] == [0] * 4
+
+
+def test_a_worker_with_several_stages_keeps_what_all_of_them_do() -> None:
+    schedule = interleaved(4, 6, workers=2)
+    workers, stages = kept_by(schedule), kept(4)
+    assert [one.parameters for one in workers] == [2 * stages[0].parameters] * 2
+    assert [one.optimizer for one in workers] == [2 * stages[0].optimizer] * 2
+    for one, actions in zip(workers, schedule.workers, strict=True):
+        assert one.in_flight == needs_of(actions).activations
+        assert one.activations >= one.in_flight * 4 * BATCH // 6 * WIDTH
+
+
+def test_what_resnets_stages_keep_falls_as_they_become_more(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["torchvision:resnet18", "--stages", "1,2,4", "--shape", "3x32x32", "--batch-size", "4", "-m", "2"]
+    assert main(["pipeline", "memory", *arguments, "--output", "json"]) == Exit.OK
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    for key in ("parameters", "optimizer"):
+        whole, half, quarter = (max(row[key] for row in rows if row["stages"] == count) for count in (1, 2, 4))
+        assert whole > half > quarter
+    assert all(row["activations"] > 0 for row in rows)
 
 
 def test_the_command_tells_programs_what_each_stage_keeps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,11 +104,32 @@ def test_the_command_tells_programs_what_each_stage_keeps(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
+    ("options", "line", "stashed"),
+    [
+        (["--schedule", "interleaved_1f1b", "--stages-per-worker", "2"], "0, 2 of 4", [False, False]),
+        (["--schedule", "pipedream"], "3 of 4", [True, True, True, False]),
+        (["--schedule", "pipedream", "--versions", "macrobatch"], "3 of 4", [True] * 4),
+    ],
+)
+def test_the_command_knows_all_schedules(
+    options: list[str], line: str, stashed: list[bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["fedring.train.models:digits_mlp", "--model-args", '{"layers": 4}', "--shape", "1x8x8"]
+    arguments = [*model, "--stages", "4", *options]
+    assert main(["pipeline", "memory", *arguments, "--output", "json"]) == Exit.OK
+    assert [row["stashed"] > 0 for row in json.loads(capsys.readouterr().out)["rows"]] == stashed
+    assert main(["pipeline", "memory", *arguments]) == Exit.OK
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--stages", "two"], "no number above 0"),
-        (["--schedule", "pipedream"], "gpipe or 1f1b"),
+        (["--schedule", "none"], "'gpipe', '1f1b', 'interleaved_1f1b' or 'pipedream'"),
+        (["--stages", "2", "--stages-per-worker", "2"], "interleaved_1f1b may have more"),
         (["fedring.train.models:digits_mlp", "--stages", "3", "--shape", "64"], "cannot make 3 stages"),
+        (["--batch-size", "4"], "a micro-batch has a sample or more"),
     ],
 )
 def test_what_cannot_be_measured_is_a_usage_error(

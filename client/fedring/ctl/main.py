@@ -92,7 +92,8 @@ _verb(pipeline_app, "print", pipeline.print_, "flctl pipeline print pipedream --
       "flctl pipeline print interleaved_1f1b --stages 4 --workers 2 --output json | jq .bubble",
       panel=None)  # fmt: skip
 _verb(pipeline_app, "memory", pipeline_memory.memory, "flctl pipeline memory torchvision:resnet18 --stages 1,2,4",
-      "flctl pipeline memory fedring.train.models:mnist_cnn --shape 1x28x28 --recompute", panel=None)  # fmt: skip
+      "flctl pipeline memory fedring.train.models:mnist_cnn --shape 1x28x28 --recompute",
+      "flctl pipeline memory --schedule pipedream --versions macrobatch --stages 2,4", panel=None)  # fmt: skip
 app.add_typer(pipeline_app, name="pipeline", rich_help_panel=_TRY)
 _verb(certs_app, "init", certs.init, "flctl certs init pki --host fl.example.org --host 10.0.0.5")
 _verb(certs_app, "issue", certs.issue, "flctl certs issue pki hospital-a", "flctl certs issue pki ann --role operator")

@@ -9,9 +9,9 @@ import typer
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table, size
+from fedring.ctl.pipeline import VersionsOption
 from fedring.daemon.exits import Exit
-
-_SCHEDULES = ("gpipe", "1f1b")
+from fedring.pipeline.schedules import NAMES, Versions
 
 
 def memory(
@@ -21,14 +21,22 @@ def memory(
     shape: Annotated[str, typer.Option(help="Shape of one input, separated by x.")] = "3x64x64",
     batch_size: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 32,
     micro_batches: Annotated[int, typer.Option("--micro-batches", "-m", min=1, help="Parts of a batch.")] = 8,
-    schedule: Annotated[str, typer.Option(help=" or ".join(_SCHEDULES))] = "1f1b",
+    schedule: Annotated[str, typer.Option(help=f"{', '.join(NAMES)}.")] = "1f1b",
+    stages_per_worker: Annotated[int, typer.Option(min=1, help="Of interleaved_1f1b.")] = 1,
+    versions: VersionsOption = Versions.STASHED,
     recompute: Annotated[bool, typer.Option("--recompute", help="Keep inputs instead of activations.")] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Print the bytes of each stage: parameters, Adam's state, and activations at their peak."""
-    if schedule not in _SCHEDULES or batch_size < micro_batches:
-        raise Failure("--schedule is gpipe or 1f1b, and a micro-batch has a sample or more", Exit.USAGE)
-    table = {"schedule": schedule, "micro_batches": micro_batches, "recompute": recompute}
+    """Print each worker's bytes: parameters, older versions of them, Adam's state, and activations at their peak."""
+    if batch_size < micro_batches:
+        raise Failure("a micro-batch has a sample or more", Exit.USAGE)
+    table = {
+        "schedule": schedule,
+        "micro_batches": micro_batches,
+        "recompute": recompute,
+        "stages_per_worker": stages_per_worker,
+        "versions": versions.value,
+    }
     dimensions = [batch_size, *_numbers("--shape", shape, "x")]
     rows = []
     for count in _numbers("--stages", stages, ","):
@@ -36,15 +44,20 @@ def memory(
     if output is Output.JSON:
         return print_json({"model": model, "batch_size": batch_size, **table, "rows": rows})
     cells = [
-        (f"{row['stage']} of {row['stages']}", *(size(row[key]) for key in _SIZES), str(row["in_flight"]))
-        for row in rows
+        (_names(row, stages_per_worker), *(size(row[key]) for key in _SIZES), str(row["in_flight"])) for row in rows
     ]
     print_table(
         f"{model}: bytes of each stage", ("stage", *(f"{key}>" for key in _SIZES), "micro-batches kept>"), cells
     )
 
 
-_SIZES = ("parameters", "optimizer", "activations")
+_SIZES = ("parameters", "stashed", "optimizer", "activations")
+
+
+def _names(row: dict[str, Any], each: int) -> str:
+    """The stages of one worker, among how many."""
+    mine = range(row["stage"], row["stages"], row["stages"] // each)
+    return f"{', '.join(map(str, mine))} of {row['stages']}"
 
 
 def _numbers(option: str, text: str, separator: str) -> list[int]:
@@ -55,8 +68,9 @@ def _numbers(option: str, text: str, separator: str) -> list[int]:
 
 
 def _measure(name: str, args: str, table: dict[str, Any], shape: Sequence[int]) -> list[dict[str, Any]]:
-    """What the stages of the model keep, one row each."""
+    """What the stages of the model keep, one row a worker."""
     import torch  # takes seconds to import: only this verb waits for it
+    from pydantic import ValidationError
 
     from fedring.pipeline.memory import measure
     from fedring.train.cutting import count_layers, cut_model
@@ -68,6 +82,8 @@ def _measure(name: str, args: str, table: dict[str, Any], shape: Sequence[int]) 
         pipeline, trusted = Pipeline.model_validate(table), [name.partition(":")[0]]
         model = build_model(name, json.loads(args), 0, trusted)
         cut = cut_model(model, pipeline, count_layers(model, pipeline, lambda: torch.randn(*shape)), trusted)
+    except ValidationError as error:
+        raise Failure(error.errors()[0]["msg"], Exit.USAGE) from error
     except (SeamError, ValueError) as error:
         raise Failure(str(error), Exit.USAGE) from error
     kept = measure(
@@ -77,4 +93,4 @@ def _measure(name: str, args: str, table: dict[str, Any], shape: Sequence[int]) 
         loss=lambda outputs, _: outputs.square().mean(),
         recompute=pipeline.recompute,
     )
-    return [{"stages": len(cut), "stage": number, **one._asdict()} for number, one in enumerate(kept)]
+    return [{"stages": len(cut), "stage": first, **one._asdict()} for first, one in enumerate(kept)]

@@ -4,11 +4,13 @@ Over a group each lane, the messages of one kind to one stage, has tags of its o
 lane's messages have not been taken, and so many receives are posted ahead of their use: nobody waits but the worker
 itself. Messages are found by what they are, never by the order in which they came.
 
-A header and its tensor travel as one, in a frame whose size both ends know: that of the message `credits` before, or
-of the lane's newest in the run before. A tensor of another size follows its frame by itself.
+A header and its tensor travel as one, in a frame whose size both ends know: that of the same message in the lane's
+newest run of as many micro-batches. A tensor of another size follows its frame by itself; in a first run, all do.
 """
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +36,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """All that was sent in the run has been taken."""
+        """All that was sent in the run has gone."""
 
     def abort(self) -> None:
         """Whoever waits for this worker hears that it has failed, where the group can tell."""
@@ -104,24 +106,28 @@ class GroupTransport:
         self._box = Mailbox()
         self._in: dict[tuple[Kind, int], _InLane] = {}
         self._out: dict[tuple[Kind, int], _OutLane] = {}
+        self._sizes: dict[tuple[Kind, int, int], list[int]] = {}  # of the newest run: by lane and micro-batches
 
     def open(self, schedule: Schedule, worker: int, step: int) -> None:
         """What other workers will send in this run can come."""
         if (rank := dist.get_rank(self.group)) != worker or dist.get_world_size(self.group) != len(schedule.workers):
             raise PipelineError(f"rank {rank} is worker {worker} of {len(schedule.workers)}: the group does not fit")
         self._box = Mailbox()
-        into, out = self._in, self._out
         self._in, self._out = {}, {}
+        count = schedule.micro_batches
         for stage in range(schedule.stages):
             for kind, source in ((Kind.FORWARD, stage - 1), (Kind.BACKWARD, stage + 1)):
                 if not 0 <= source < schedule.stages or schedule.owner(source) == schedule.owner(stage):
                     continue
-                lane, sender, receiver = (kind, stage), schedule.owner(source), schedule.owner(stage)
-                if receiver == worker:
-                    self._in[lane] = _InLane(self, sender, *lane, sizes=_newest(into.get(lane), sender))
-                    self._in[lane].open(step, schedule.micro_batches)
-                elif sender == worker:
-                    self._out[lane] = _OutLane(self, receiver, *lane, sizes=_newest(out.get(lane), receiver))
+                sender, receiver = schedule.owner(source), schedule.owner(stage)
+                if worker not in (sender, receiver):
+                    continue
+                lane = _Lane(kind, stage, step, count, self._sizes.get((kind, stage, count), ()))
+                self._sizes[kind, stage, count] = lane.sizes
+                if worker == receiver:
+                    self._in[kind, stage] = _InLane(self, sender, lane)
+                else:
+                    self._out[kind, stage] = _OutLane(self, receiver, lane)
 
     def send(self, message: Message) -> None:
         """The message is on its way, as soon as its lane has a credit."""
@@ -144,7 +150,7 @@ class GroupTransport:
         return message
 
     def close(self) -> None:
-        """All that was sent has been taken."""
+        """All that was sent has gone."""
         for out in self._out.values():
             out.drain()
         for into in self._in.values():
@@ -160,42 +166,41 @@ def tag_of(kind: Kind, stage: int) -> int:
     return 6 * stage + (3 if kind is Kind.BACKWARD else 0)
 
 
-class _Sizes:
-    """The bytes that a lane's frames have for their tensors: the same at both ends, for both see all messages."""
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """The messages of one kind to one stage in one run."""
 
-    def __init__(self, credits: int, newest: int) -> None:
-        self._ahead = deque([newest] * credits)  # of the next messages
-        self.newest = newest
+    kind: Kind
+    stage: int
+    step: int
+    count: int
+    known: Sequence[int]  # bytes of each message's tensor in the run before
+    sizes: list[int] = field(default_factory=list)  # in this one, so far
 
-    def next(self) -> int:
-        """The size in the next frame."""
-        return self._ahead.popleft()
+    @property
+    def tag(self) -> int:
+        """That of its frames."""
+        return tag_of(self.kind, self.stage)
 
-    def add(self, size: int) -> None:
-        """A message had that size, and so will have the one that is `credits` after it."""
-        self._ahead.append(size)
-        self.newest = size
+    def expected(self, number: int) -> int:
+        """The bytes that a frame has for its tensor: the same at both ends, for both have seen all messages."""
+        return self.known[number] if number < len(self.known) else 0
 
-
-def _newest(lane: "_InLane | _OutLane | None", peer: int) -> int:
-    return lane.sizes.newest if lane is not None and lane.peer == peer else 0
+    def asks(self, number: int, credits: int) -> bool:
+        """Whether the sender will wait until this message has been taken: a later one needs its credit."""
+        return number + credits < self.count
 
 
 class _InLane:
-    """The messages of one kind to one stage of this worker."""
+    """The messages of one kind to one stage of this worker; as many can come as there are credits."""
 
-    def __init__(self, transport: GroupTransport, peer: int, kind: Kind, stage: int, *, sizes: int) -> None:
-        self.peer, self.sizes = peer, _Sizes(transport.credits, sizes)
-        self._group, self._limit, self._credits = transport.group, transport.max_message_bytes, transport.credits
-        self._kind, self._stage, self._tag = kind, stage, tag_of(kind, stage)
-        self._step, self._left = 0, 0
+    def __init__(self, transport: GroupTransport, peer: int, lane: _Lane) -> None:
+        self._group, self._peer, self._lane = transport.group, peer, lane
+        self._limit, self._credits = transport.max_message_bytes, transport.credits
+        self._begun = self._taken = 0
         self._posted: deque[tuple[Any, Tensor]] = deque()
         self._receipts: list[tuple[Any, Tensor]] = []
-
-    def open(self, step: int, count: int) -> None:
-        """As many of the step's `count` messages can come as there are credits."""
-        self._step, self._left = step, count
-        for _ in range(min(self._credits, count)):
+        for _ in range(min(self._credits, lane.count)):
             self._post()
 
     def next(self) -> Message:
@@ -205,24 +210,26 @@ class _InLane:
         work, frame = self._posted.popleft()
         work.wait()
         message = parse(frame[:HEADER_BYTES].view(torch.int64), max_bytes=self._limit)
-        key, tensor = message.key, message.tensor
-        if (key.step, key.kind, key.stage) != (self._step, self._kind, self._stage):
-            raise PipelineError(f"{key} came while step {self._step} ran")
-        self.sizes.add(tensor.nbytes)
+        key, tensor, lane = message.key, message.tensor, self._lane
+        if (key.step, key.kind, key.stage) != (lane.step, lane.kind, lane.stage):
+            raise PipelineError(f"{key} came while step {lane.step} ran")
+        lane.sizes.append(tensor.nbytes)
         if tensor.nbytes == len(frame) - HEADER_BYTES:
             body = frame[HEADER_BYTES:].view(tensor.dtype).reshape(tensor.shape)
             message = Message(key, message.version, body)
         else:
-            dist.recv(tensor, group=self._group, group_src=self.peer, tag=self._tag + 2)
-        if self._left:
+            dist.recv(tensor, group=self._group, group_src=self._peer, tag=lane.tag + 2)
+        if self._begun < lane.count:
             self._post()
         return message
 
     def taken(self) -> None:
-        """The sender has a credit more."""
-        receipt = torch.zeros(1, dtype=torch.uint8)
-        work = dist.isend(receipt, group=self._group, group_dst=self.peer, tag=self._tag + 1)
-        self._receipts.append((work, receipt))
+        """The sender has a credit more, if it needs one."""
+        if self._lane.asks(self._taken, self._credits):
+            receipt = torch.zeros(1, dtype=torch.uint8)
+            work = dist.isend(receipt, group=self._group, group_dst=self._peer, tag=self._lane.tag + 1)
+            self._receipts.append((work, receipt))
+        self._taken += 1
 
     def drain(self) -> None:
         """Every receipt has gone out."""
@@ -231,40 +238,44 @@ class _InLane:
         self._receipts.clear()
 
     def _post(self) -> None:
-        frame = torch.empty(HEADER_BYTES + self.sizes.next(), dtype=torch.uint8)
-        work = dist.irecv(frame, group=self._group, group_src=self.peer, tag=self._tag)
+        frame = torch.empty(HEADER_BYTES + self._lane.expected(self._begun), dtype=torch.uint8)
+        work = dist.irecv(frame, group=self._group, group_src=self._peer, tag=self._lane.tag)
         self._posted.append((work, frame))
-        self._left -= 1
+        self._begun += 1
 
 
 class _OutLane:
     """The messages of one kind to one stage of another worker."""
 
-    def __init__(self, transport: GroupTransport, peer: int, kind: Kind, stage: int, *, sizes: int) -> None:
-        self.peer, self.sizes = peer, _Sizes(transport.credits, sizes)
-        self._group, self._credits, self._tag = transport.group, transport.credits, tag_of(kind, stage)
-        self._waiting: deque[tuple[list[Any], list[Tensor]]] = deque()  # until their receipts have come
+    def __init__(self, transport: GroupTransport, peer: int, lane: _Lane) -> None:
+        self._group, self._peer, self._lane = transport.group, peer, lane
+        self._credits = transport.credits
+        self._waiting: deque[tuple[list[Any], list[Tensor]]] = deque()  # until they have gone, and been taken
 
     def send(self, message: Message) -> None:
         """The message is on its way; at most `credits` are."""
         if len(self._waiting) >= self._credits:
             self._wait()
-        tensor = message.tensor.detach().cpu().contiguous()
-        frame = torch.zeros(HEADER_BYTES + self.sizes.next(), dtype=torch.uint8)
+        lane, tensor = self._lane, message.tensor.detach().cpu().contiguous()
+        number = len(lane.sizes)
+        frame = torch.empty(HEADER_BYTES + lane.expected(number), dtype=torch.uint8)
         frame[:HEADER_BYTES] = header(message).view(torch.uint8)
-        parts = [(frame, self._tag)]
+        parts = [(frame, lane.tag)]
         if tensor.nbytes == len(frame) - HEADER_BYTES:
             frame[HEADER_BYTES:] = tensor.reshape(-1).view(torch.uint8)
         else:
-            parts.append((tensor, self._tag + 2))
-        self.sizes.add(tensor.nbytes)
-        works = [dist.isend(part, group=self._group, group_dst=self.peer, tag=tag) for part, tag in parts]
-        receipt = torch.empty(1, dtype=torch.uint8)
-        works.append(dist.irecv(receipt, group=self._group, group_src=self.peer, tag=self._tag + 1))
-        self._waiting.append((works, [*(part for part, _ in parts), receipt]))
+            frame[HEADER_BYTES:] = 0
+            parts.append((tensor, lane.tag + 2))
+        lane.sizes.append(tensor.nbytes)
+        works = [dist.isend(part, group=self._group, group_dst=self._peer, tag=tag) for part, tag in parts]
+        kept = [part for part, _ in parts]
+        if lane.asks(number, self._credits):
+            kept.append(torch.empty(1, dtype=torch.uint8))
+            works.append(dist.irecv(kept[-1], group=self._group, group_src=self._peer, tag=lane.tag + 1))
+        self._waiting.append((works, kept))
 
     def drain(self) -> None:
-        """Every message has been taken."""
+        """Every message has gone."""
         while self._waiting:
             self._wait()
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fedring.pipeline.errors import PipelineError
+from fedring.pipeline.errors import PipelineError, noted
 from fedring.pipeline.messages import Key, Message
 from fedring.pipeline.schedules import Action, Kind, Schedule, Versions
 from fedring.pipeline.simulation import check, neighbours, simulate
@@ -158,13 +158,15 @@ class Run:
     def do(self, action: Action) -> None:
         """The action is done, and its message sent."""
         if action.kind is Kind.UPDATE:
-            self._update(action)
+            with noted(_place(action)):
+                self._update(action)
             return
         came = self._receive(action)
         if self._watch is not None:
             self._watch(action, self._weights(action))
         began = time.perf_counter()
-        result = self._forward(action, came) if action.kind is Kind.FORWARD else self._backward(action, came)
+        with noted(_place(action)):
+            result = self._forward(action, came) if action.kind is Kind.FORWARD else self._backward(action, came)
         self.report.add(action, time.perf_counter() - began)
         self._used(action)
         _, target = neighbours(action, self._schedule)
@@ -238,3 +240,11 @@ class Run:
         update = micro_batch // self._schedule.interval
         self.report.losses += [0.0] * (update + 1 - len(self.report.losses))
         self.report.losses[update] += part.item()
+
+
+def _place(action: Action) -> str:
+    """Where an error in the action happened."""
+    if action.kind is Kind.UPDATE:
+        return f"in the update of stage {action.stage}"
+    what = "forward" if action.kind is Kind.FORWARD else "backward"
+    return f"in the {what} of micro-batch {action.micro_batch} in stage {action.stage}"

@@ -17,5 +17,10 @@ class TrainError(Exception):
         self.reason = reason
 
 
+def told(error: Exception) -> str:
+    """The error's kind and text, and where it happened, as far as that was noted."""
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
 class TrainingStopped(Exception):
     """Training was told to stop, and did; the model is in no defined state."""

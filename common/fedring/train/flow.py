@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fedring.pipeline.errors import noted
 from fedring.pipeline.schedules import Kind
 from fedring.pipeline.search import search_micro_batches
 from fedring.pipeline.simulation import check
@@ -206,7 +207,8 @@ class PipelineTraining:
             part for step in steps for part in micro_batches(step.indices, size=size, most=interval, unit=table.unit)
         ]
         first, last = 0 in self._stages, table.stages - 1 in self._stages
-        batches = list(fetch(course.samples, cuts, course.device)) if first or last else []
+        with noted(f"in the samples of stage {0 if first else table.stages - 1}"):
+            batches = list(fetch(course.samples, cuts, course.device)) if first or last else []
         sent = self.watcher.bytes_sent()
         report = self._worker(len(cuts)).run(
             [inputs for inputs, _ in batches] if first else None, [labels for _, labels in batches] if last else None

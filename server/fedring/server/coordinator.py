@@ -39,6 +39,7 @@ from fedring.v1 import federation_pb2 as pb
 log = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 0.5
+_OF_THE_CODE = ("train_error", "cannot_cut")  # failures that the job's next rounds would end in, too
 RECOVERY_SECONDS = 30.0
 """Time that clients have to come back after the server was restarted within a round."""
 
@@ -56,6 +57,7 @@ class Coordinator:
         self.last: RoundRow | None = None  # that ended
         self.latest: ModelRow | None = None
         self.recovering = False  # a round of before waits to be resumed
+        self.hopeless = ""  # why the job's next rounds would end as the last one did
         self.acceptor = Acceptor(self._commit)
         self.finished = asyncio.Event()  # set whenever no round is open
         self.finished.set()
@@ -111,6 +113,10 @@ class Coordinator:
             return  # of another round, or told again
         text = f"{client} could not train: {failure.reason[:64]}: {failure.detail[:1000]}"
         self.journal.write("client_failed", text, client_id=client)
+        # A pipeline cannot do without any of its workers, and code that fails on one would fail on its replacement.
+        whole = self.open is not None and self.open.job.mode == "pipeline"
+        if whole and self.rendezvous.give_up(failure.reason[:64]) and failure.reason in _OF_THE_CODE:
+            self.hopeless = text
 
     def traffic(self, client: str) -> Traffic:
         """Where to count what the client moves now."""
@@ -338,7 +344,7 @@ class Coordinator:
         small = None if spec.delta_encoding else self.models.small(base)
         command.traceparent = self._trace.begin(row.round, row.job_id)
         self.open = OpenRound(row, spec, command, base, small)
-        self.recovering = False
+        self.recovering, self.hopeless = False, ""
         self.finished.clear()
         return self.open
 

@@ -59,6 +59,13 @@ class Rendezvous:
             self.done[client] = done
         self.handle(gr.Done(client, done.generation, done.digest))
 
+    def give_up(self, reason: str) -> bool:
+        """Whether the round ends because one of its workers cannot train; not if others hold what was trained."""
+        if not self.active or (self.state is not None and self.state.phase is gr.Phase.DONE):
+            return False
+        self.close(reason)
+        return True
+
     def close(self, reason: str) -> None:
         """The round is over, and its workers are told."""
         self.handle(gr.Closed(reason))

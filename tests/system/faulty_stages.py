@@ -1,0 +1,73 @@
+"""A user's code that raises in one stage of a pipeline, named by jobs as "faulty_stages:loss" and so on."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from fedring.data import Split, digits
+
+PASSES = 10
+"""Micro-batches that go well."""
+
+_losses = 0
+
+
+class Fails(nn.Module):
+    """Passes its input on, for some micro-batches."""
+
+    def __init__(self, way: str, error: type[Exception]) -> None:
+        super().__init__()
+        self._way, self._error, self._passes = way, error, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`inputs`, of any shape."""
+        self._passes += self.training
+        if self._passes > PASSES and self._way == "forward":
+            self._fail()
+        if self._passes > PASSES and inputs.requires_grad:
+            inputs.register_hook(self._fail)  # type: ignore[no-untyped-call]
+        return inputs
+
+    def _fail(self, gradient: Tensor | None = None) -> None:
+        raise self._error(f"no luck in the {self._way}")
+
+
+def net(stage: int = 0, way: str = "", error: str = "") -> nn.Module:
+    """A small network for the 8 x 8 digits, whose n-th of three stages fails if a way is given."""
+    errors = {"ValueError": ValueError, "RuntimeError": RuntimeError}
+    rest = [Fails(way, errors[error]) if way and n == stage else nn.Identity() for n in range(3)]
+    stages = [(nn.Linear(width, 32), nn.ReLU(), rest[n]) for n, width in enumerate((64, 32, 32))]
+    return nn.Sequential(nn.Flatten(), *(layer for stage in stages for layer in stage), nn.Linear(32, 10))
+
+
+def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The cross entropy, for some micro-batches."""
+    global _losses
+    _losses += 1
+    if _losses > PASSES:
+        raise ValueError("no luck in the loss")
+    return nn.functional.cross_entropy(outputs, labels)
+
+
+class Unreadable(Dataset[Any]):
+    """Samples one of which is not there."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 1000:
+            raise FileNotFoundError("no luck with sample 1000")
+        inputs, labels = self._samples.batch(torch.tensor([index]))
+        return inputs[0], labels[0]
+
+
+def samples(root: object, download: bool) -> Split:
+    """The digits, one of which cannot be read."""
+    whole = digits()
+    return Split(Unreadable(whole.train), whole.test, whole.classes)

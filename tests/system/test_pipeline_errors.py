@@ -1,0 +1,84 @@
+"""Job code that raises in one stage of a pipeline: an error of the job, and no lost worker."""
+
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedring.ctl.control import Control
+from fedring.ctl.fleet import Fleet
+from fedring.v1 import control_pb2 as pb
+from tests.conftest import path_to
+
+HERE = Path(__file__).parent
+TRUSTED = {"trusted": ["fedring", "faulty_stages"]}
+WORKERS, SECONDS = 3, 5.0
+
+
+def job(args: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
+    table = {"stages": WORKERS, "cut": ["4", "7"], "replacement_seconds": 600, **keys.pop("pipeline", {})}
+    fixed = {"mode": "pipeline", "model": "faulty_stages:net", "model_args": args or {}, "batch_size": 32}
+    return {**fixed, "rounds": 5, "deadline_seconds": 600, "pipeline": table, **keys}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """As many clients as there are stages; what one job's code has done to them, the next one must not feel."""
+    with Fleet(tmp_path_factory.mktemp("fleet"), TRUSTED, [TRUSTED] * WORKERS, env=path_to(HERE)) as running:
+        yield running
+
+
+def told(control: Control, spec: dict[str, Any]) -> dict[str, pb.Event]:
+    """The first event of each kind that the job comes to."""
+    events, found = control.events(), dict[str, pb.Event]()
+    for event in control.follow_job(control.start_job(spec).job_id, events):
+        found.setdefault(event.kind, event)
+        assert event.kind != "client_failed" or "train_error" in event.text  # nobody blames those who only heard of it
+    return found
+
+
+@pytest.mark.parametrize(
+    ("spec", "stage", "sentence"),
+    [
+        (job({"way": "forward", "error": "ValueError", "stage": 0}), 0, "ValueError: no luck in the forward"),
+        (job({"way": "backward", "error": "ValueError", "stage": 1}), 1, "ValueError: no luck in the backward"),
+        (job({"way": "forward", "error": "RuntimeError", "stage": 2}), 2, "RuntimeError: no luck in the forward"),
+        (job(loss="faulty_stages:loss"), 2, "ValueError: no luck in the loss"),
+        (job(pipeline={"recompute": True}, loss="faulty_stages:loss"), 2, "ValueError: no luck in the loss"),
+        (job(data="faulty_stages:samples"), None, "FileNotFoundError: no luck with sample 1000"),
+    ],
+    ids=["first", "middle", "last", "loss", "recomputed loss", "samples"],
+)
+def test_code_that_raises_in_one_stage_ends_the_job_at_once_and_is_named(
+    fleet: Fleet, spec: dict[str, Any], stage: int | None, sentence: str
+) -> None:
+    with Control(fleet.control) as control:
+        events = told(control, spec)
+        failed, ended = events["client_failed"], events["job_ended"]
+        assert (datetime.fromisoformat(ended.at) - datetime.fromisoformat(failed.at)).total_seconds() < SECONDS
+        assert "group_formed" in events
+        assert sentence in failed.text
+        if stage is not None:
+            assert failed.client_id == f"client-{stage}"
+            assert failed.text.endswith(f"in stage {stage}")
+        (round_,) = control.rounds(job_id=ended.job_id)
+        assert (round_.phase, round_.reason) == ("abandoned", "train_error")
+        assert (control.job(ended.job_id).state, control.job(ended.job_id).reason) == ("failed", failed.text)
+
+
+def test_a_client_whose_jobs_code_has_raised_trains_the_next_job(fleet: Fleet) -> None:
+    with Control(fleet.control) as control:
+        told(control, job({"way": "forward", "error": "ValueError", "stage": 1}))
+        assert "completed" in told(control, job(rounds=1))["job_ended"].text
+
+
+def test_a_client_that_was_not_selected_is_not_tried_in_the_place_of_one_whose_code_raises(tmp_path: Path) -> None:
+    clients = [TRUSTED] * (WORKERS + 1)
+    with Fleet(tmp_path, TRUSTED, clients, env=path_to(HERE)) as fleet, Control(fleet.control) as control:
+        spec = job({"way": "forward", "error": "ValueError", "stage": 1}, min_clients=WORKERS + 1)
+        events = told(control, spec)
+        assert "no luck" in events["job_ended"].text
+        (round_,) = control.rounds(job_id=1)
+        assert (round_.reason, round_.selected) == ("train_error", WORKERS)
