@@ -106,8 +106,12 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         with Prometheus(folder / "prometheus") as running:
             up = eventually(lambda: running.query("up == 1"), lambda found: len(found) == 3)
             assert len(up) == 3, running.query("up")
-            for spec in (PARALLEL, PIPELINE, {**FEDERATED, "rounds": 2}):
-                run(control, spec)
+            run(control, PARALLEL)
+            run(control, PIPELINE)
+            seen = eventually(lambda: running.query("fl_pipe_stage_seconds_count"), bool)
+            assert seen, "no stage was seen"
+            run(control, PIPELINE)  # a rate is that of what was there before
+            run(control, {**FEDERATED, "rounds": 2})
             endless = control.start_job({**FEDERATED, "rounds": 10_000}).job_id
             yield running
             control.stop_job(endless)
