@@ -166,6 +166,7 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     if check_only:
         print("the configuration is good")
         return Exit.OK
+    stop = _stop_on_signals()  # before anybody is told that this serves
     for server in servers:
         await server.start()
     await health.set(serving=True)
@@ -184,7 +185,7 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
         await asyncio.gather(*stops)
 
     others = [jobs.run(), look_after_storage(coordinator, health), *(page.run() for page in pages)]
-    return await _until_stopped(coordinator, others, drain, config.drain_seconds)
+    return await _until_stopped(coordinator, others, stop=stop, drain=drain, drain_seconds=config.drain_seconds)
 
 
 def _servers(
@@ -241,17 +242,23 @@ def _pages(coordinator: Coordinator, config: ServerConfig, stack: ExitStack) -> 
     return [page]
 
 
+def _stop_on_signals() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
 async def _until_stopped(
     coordinator: Coordinator,
     others: Sequence[Coroutine[Any, Any, None]],
+    *,
+    stop: asyncio.Event,
     drain: Callable[[float], Awaitable[None]],
     drain_seconds: float,
 ) -> int:
-    """Serve until a signal comes, or something ends that must not; calls in progress end while all still works."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    """Serve until `stop` is set, or something ends that must not; calls in progress end while all still works."""
     sd_notify("READY=1")
     gc.freeze()  # what is here stays: no collection need look at it again
     parts = [
