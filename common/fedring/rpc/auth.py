@@ -1,6 +1,5 @@
 """Who may call what: the interceptor behind the Boundary. Whoever is refused reaches no handler."""
 
-import inspect
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 from grpc import aio
 
 from fedring.rpc.errors import FedringError, NotAllowed, Unauthenticated
+from fedring.rpc.handlers import FACTORY, around
 from fedring.rpc.identity import IDENTITY, LOCAL, NOBODY, Identity, Role, certified
 from fedring.v1.federation_pb2 import JoinRequest
 
@@ -116,22 +116,12 @@ class Auth(aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        kind = f"{_side(handler.request_streaming)}_{_side(handler.response_streaming)}"
-        inner = getattr(handler, kind)
-
-        async def call(request: Any, context: Any) -> Any:
-            async with self._watched(method, request, context):
-                return await inner(request, context)
-
-        async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
-            async with self._watched(method, request, context):
-                async for response in inner(request, context):
-                    yield response
-
-        return handler._replace(**{kind: generate if inspect.isasyncgenfunction(inner) else call})
+        kind, _ = FACTORY[handler.request_streaming, handler.response_streaming]
+        guarded = around(getattr(handler, kind), lambda request, context: self._watched(method, request, context))
+        return handler._replace(**{kind: guarded})
 
     @asynccontextmanager
-    async def _watched(self, method: str, request: Any, context: Any) -> AsyncIterator[None]:
+    async def _watched(self, method: str, request: Any, context: Any) -> AsyncIterator[Any]:
         """Inside, IDENTITY is who calls; whoever may not call does not get inside."""
         who, result, refused = NOBODY, "failed", False
         if self.door.encrypted:
@@ -141,7 +131,7 @@ class Auth(aio.ServerInterceptor):
                 who = await self.door.identify(context)
                 allow(who, method, request)
                 IDENTITY.set(who)
-            yield
+            yield context
             result = "ok"
         except FedringError as error:
             result = error.reason
@@ -177,7 +167,3 @@ def _bearer(context: Any) -> str | None:
             scheme, _, token = str(value).partition(" ")
             return token.strip() if scheme.lower() == "bearer" else ""
     return None
-
-
-def _side(streaming: bool) -> str:
-    return "stream" if streaming else "unary"

@@ -5,22 +5,15 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
-import grpc
 from grpc import StatusCode, aio
 
 from fedring.codec.errors import CodecError
 from fedring.rpc.chunks import serialize
 from fedring.rpc.errors import REASON_KEY, BadRequest, FedringError, Gone
+from fedring.rpc.handlers import FACTORY
 from fedring.rpc.streams import METER, Meter
 
 log = logging.getLogger(__name__)
-
-FACTORY = {
-    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-}
 
 
 class Boundary(aio.ServerInterceptor):

@@ -1,10 +1,9 @@
 """Calls of gRPC, counted by method and by the code that the caller sees."""
 
 import asyncio
-import inspect
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,9 @@ from grpc import StatusCode, aio
 from prometheus_client import Counter, Gauge, Histogram
 
 from fedring.daemon.metrics import Registry
-from fedring.rpc.boundary import FACTORY
 from fedring.rpc.channel import is_loopback
 from fedring.rpc.chunks import serialize
+from fedring.rpc.handlers import FACTORY, around
 from fedring.rpc.streams import GRPC_PREFIX
 
 _BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0, 600.0)
@@ -128,19 +127,8 @@ class CountCalls(aio.ServerInterceptor):
             return None  # no such method: its name is the caller's, and no label
         method = self._calls.of(handler_call_details.method)
         kind, factory = FACTORY[handler.request_streaming, handler.response_streaming]
-        inner = getattr(handler, kind)
-
-        async def call(request: Any, context: Any) -> Any:
-            with _counted(method, context) as watched:
-                return await inner(request, watched)
-
-        async def generate(request: Any, context: Any) -> Any:
-            with _counted(method, context) as watched:
-                async for response in inner(request, watched):
-                    yield response
-
         return factory(
-            generate if inspect.isasyncgenfunction(inner) else call,
+            around(getattr(handler, kind), lambda _, context: _counted(method, context)),
             request_deserializer=method.receiving(handler.request_deserializer),
             response_serializer=method.sending(handler.response_serializer),
         )
@@ -167,8 +155,8 @@ class _Watched:
         return code.name if isinstance(code, StatusCode) else _NAMES[code]
 
 
-@contextmanager
-def _counted(method: Method, context: Any) -> Iterator[_Watched]:
+@asynccontextmanager
+async def _counted(method: Method, context: Any) -> AsyncIterator[_Watched]:
     """Inside, the call is served; afterwards it has counted."""
     watched, began = _Watched(context), method.begin()
     code = StatusCode.UNKNOWN.name  # what grpc makes of an exception

@@ -1,13 +1,13 @@
 """Calls of clients that trace, as spans of this process."""
 
-import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from grpc import aio
 
 from fedring.daemon.tracing import KEY, Span, go_on_in
+from fedring.rpc.handlers import FACTORY, around
 
 
 class Spans(aio.ServerInterceptor):
@@ -20,30 +20,16 @@ class Spans(aio.ServerInterceptor):
         if handler is None or not parent:
             return handler
         name = handler_call_details.method.rpartition("/")[2]
-        kind = f"{_side(handler.request_streaming)}_{_side(handler.response_streaming)}"
-        inner = getattr(handler, kind)
-
-        async def call(request: Any, context: Any) -> Any:
-            with _begun(name, parent):
-                return await inner(request, context)
-
-        async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
-            with _begun(name, parent):
-                async for response in inner(request, context):
-                    yield response
-
-        return handler._replace(**{kind: generate if inspect.isasyncgenfunction(inner) else call})
+        kind, _ = FACTORY[handler.request_streaming, handler.response_streaming]
+        method = around(getattr(handler, kind), lambda _, context: _begun(name, parent, context))
+        return handler._replace(**{kind: method})
 
 
-@contextmanager
-def _begun(name: str, parent: str) -> Iterator[None]:
+@asynccontextmanager
+async def _begun(name: str, parent: str, context: Any) -> AsyncIterator[Any]:
     begun = Span(name, parent)
     go_on_in(begun)  # for good: the task is the call's own
     try:
-        yield
+        yield context
     finally:
         begun.end()
-
-
-def _side(streaming: bool) -> str:
-    return "stream" if streaming else "unary"
