@@ -31,7 +31,7 @@ from fedring.server.models import Models
 from fedring.server.packets import lay_out
 from fedring.server.rows import ModelRow, RoundRow, UpdateRow
 from fedring.server.sessions import Session, Sessions
-from fedring.server.store import Acceptance, Pruned, SqlStore
+from fedring.server.store import Acceptance, SqlStore
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
@@ -84,10 +84,6 @@ class GatedStore(SqlStore):
         self._gate.pass_("accept_updates")
         return super().accept_updates(rows)
 
-    def prune(self, keep_models: int, keep_update_rounds: int) -> Pruned:
-        self._gate.pass_("prune")
-        return super().prune(keep_models, keep_update_rounds)
-
 
 class GatedModels(Models):
     """Models that take their time to be built."""
@@ -116,6 +112,10 @@ class FullBlobs(FileBlobs):
                 partial.close()
             raise StorageError("disk_full", "no space left on device")
         return super().seal_many(partials)
+
+    def drop_partials(self, prefix: str) -> None:
+        self.gate.pass_("drop_partials")
+        super().drop_partials(prefix)
 
 
 class Call:
@@ -330,7 +330,7 @@ async def test_an_evaluation_that_comes_as_its_round_ends_does_no_harm(host: Hos
     session = host.join("a")
     job, _ = await host.jobs.start(spec(evaluate=True, evaluate_seconds=0.1), "")
     command = await host.command(session)
-    host.gate.close("prune")
+    host.gate.close("drop_partials")
     await host.offer(host.update(command, "a"))
     await host.gate.reached()
     report = pb.EvaluationReport(round=command.round, model_version=2, total=1)

@@ -236,6 +236,8 @@ class FileBlobs:
 
         On StorageError none may be named by a row, and all are closed; what is left of them can be opened again.
         """
+        if not partials:
+            return []
         files = [_own(partial) for partial in partials]
         try:
             self._fsync_all([file.fd for file in files])

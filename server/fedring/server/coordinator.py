@@ -218,7 +218,9 @@ class Coordinator:
                     self.handle(rd.Closed())
                 case rd.Abandon(reason):
                     self.handle(rd.Abandoned(reason))
-        if isinstance(effect, rd.Aggregate):
+        if isinstance(effect, rd.Start):
+            await self.facts.keep(self.prune)  # now, as the clients train: nobody waits for it
+        elif isinstance(effect, rd.Aggregate):
             await self._aggregate(open_)
         elif isinstance(effect, rd.Finish):
             await self._finish(open_)
@@ -235,7 +237,7 @@ class Coordinator:
 
     async def _aggregate(self, open_: OpenRound) -> None:
         self._tell_missing(open_)
-        updates = await self.facts.db(self.facts.store.updates_of, open_.row.round)
+        updates = [open_.accepted[client] for client in sorted(open_.accepted)]
         try:
             with self.metrics.aggregate_seconds.time():
                 model = await self.facts.heavy(self.models.next, open_.base, updates, open_.job, open_.row.round)
@@ -276,7 +278,6 @@ class Coordinator:
             await self._finish_evaluation(open_, self.latest)
         self.open, self.last = None, open_.row
         await self.facts.db(self.facts.blobs.drop_partials, f"{open_.row.round}-")
-        await self.facts.keep(self._prune)
         self.handle(rd.Finished())
         self.finished.set()
 
@@ -316,7 +317,7 @@ class Coordinator:
         except StorageError as error:
             log.error("%d events were not stored: %s", len(rows), error)
 
-    async def _prune(self) -> None:
+    async def prune(self) -> None:
         """Let go of what is older than the configuration keeps."""
         if await self.facts.db(self.facts.prune, self._config.keep_models, self._config.keep_update_rounds):
             kept = await self.facts.db(self.facts.store.models, self._config.keep_models)

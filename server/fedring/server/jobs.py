@@ -67,6 +67,7 @@ class Jobs:
             finally:
                 self.running = None
                 started.set(0)
+            await self._facts.keep(self._coordinator.prune)  # of the last round; those before it did with the next one
             await self._facts.keep(self._end, row.job_id, state, reason)
             self._coordinator.recovering = False
             text = f"job {row.job_id} ({row.name}) is {state}" + (f": {reason}" if reason else "")
