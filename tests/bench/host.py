@@ -50,7 +50,7 @@ def main() -> None:
     """Host the clients; ended by SIGTERM."""
     server, folder, first, count, size = sys.argv[1:]
     torch.set_num_threads(1)
-    Link.call = _let_others  # type: ignore[method-assign]
+    Link.call = _let_others  # type: ignore[method-assign, assignment]
     for index in range(int(first), int(first) + int(count)):
         args = (server, Path(folder), f"client-{index:03}", int(size))
         threading.Thread(target=take_part, args=args, daemon=True).start()
