@@ -17,6 +17,7 @@ from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fb
 
+SECONDS = 60.0
 ENTRIES = (Entry("w", (2, 3), "bfloat16", "parameter"), Entry("seen", (), "int64", "buffer"))
 ROUND = pb.Round(
     round=7, job_id=1, job_round=1, phase="published", selected=2, delivered=2, model_version=8, seconds=1.5,
@@ -70,8 +71,8 @@ class Script(rpc.ControlServiceServicer):
         return pb.ModelList(models=[pb.Model(version=8, round=7, digest=b"\xab" * 32, parameters=6, accuracy=0.9)])
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
-        await context.send_initial_metadata(())
         place = next((i for i, e in enumerate(self.events) if request.after and e.id > request.after), len(self.events))
+        await context.send_initial_metadata(())
         self.watched.set()
         while True:
             async with self.more:
@@ -134,25 +135,23 @@ class Server:
     """The script, served on a free port by an event loop in a thread of its own."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
+        started = threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)))
         self.thread.start()
-        self.run(self._start())
+        started.wait()
 
     def run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(SECONDS)
 
     def set_health(self, status: Any) -> None:
         self.run(self.health.set("", status))
 
     def stop(self) -> None:
-        self.run(self.server.stop(None))
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.loop.call_soon_threadsafe(self._stop.set)
         self.thread.join()
-        self.loop.close()
 
-    async def _start(self) -> None:
-        self.script = Script()
+    async def _serve(self, started: threading.Event) -> None:
+        self.loop, self._stop, self.script = asyncio.get_running_loop(), asyncio.Event(), Script()
         self.server = make_server([Boundary()], max_streams=16)
         rpc.add_ControlServiceServicer_to_server(self.script, self.server)
         untyped: Any = health
@@ -161,3 +160,6 @@ class Server:
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         await self.server.start()
         await self.health.set("", health_pb2.HealthCheckResponse.SERVING)
+        started.set()
+        await self._stop.wait()
+        await self.server.stop(None)

@@ -1,6 +1,7 @@
 """What a daemon tells Prometheus, as a test reads it."""
 
 import json
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from prometheus_client.samples import Sample
 
 from fedring.ctl.process import Process
 
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 class Page:
@@ -34,9 +35,12 @@ class Page:
 
 def address_of(client: Process) -> str:
     """Where a client that was told to take any port serves its metrics; it says so in its log."""
-    for line in client.log.read_text(encoding="utf-8").splitlines():
-        if line.startswith("{") and "metrics" in (record := json.loads(line)):
-            return str(record["metrics"])
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        for line in client.log.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.startswith("{") and line.endswith("\n") and "metrics" in (record := json.loads(line)):
+                return str(record["metrics"])
+        threading.Event().wait(0.05)
     raise AssertionError(client.tail())
 
 

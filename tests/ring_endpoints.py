@@ -1,6 +1,7 @@
 """Several endpoints in one process, over real sockets, and a peer that says what a test tells it."""
 
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from fedring.ring.program import Program
 from fedring.ring.reduction import Reduction
 from fedring.v1 import peer_pb2 as pb
 
-SECONDS = 20.0
+SECONDS = 60.0  # in which what happens soon has happened also on a machine that stands still for a while
 NAME = "world"
 
 
@@ -64,6 +65,14 @@ def world(size: int, options: RingOptions | None = None, *, generation: int = 0)
         yield made
     finally:
         made.close()
+
+
+@contextmanager
+def deserted() -> Iterator[str]:
+    """A worker's address at which nobody listens, nor will in the meantime."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        yield advertised(RingOptions(), place.getsockname()[1], "")
 
 
 def memory(tensor: Tensor) -> memoryview:

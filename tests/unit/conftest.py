@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import queue
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -22,13 +23,23 @@ from fedring.v1 import federation_pb2_grpc as rpc
 
 RUN = "run-1"
 PIECE = 1000  # bytes a chunk of a model
+SECONDS = 60.0  # in which what happens soon has happened also on a machine that stands still for a while
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers in a ring are not lost because the machine stood still for a few seconds."""
+    monkeypatch.setenv("FEDRING_RING_LOST_AFTER_SECONDS", str(SECONDS))
 
 
 class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.ClientUpdateServiceServicer):
     """Does what a test tells it, and remembers what it was told."""
 
     def __init__(self) -> None:
-        self.port = 0
+        self._place = socket.socket()  # never listens: while the server is stopped, the port is nobody else's
+        self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._place.bind(("127.0.0.1", 0))
+        self.port: int = self._place.getsockname()[1]
         self.run_id = RUN
         self.joins: queue.Queue[pb.JoinRequest] = queue.Queue()
         self.reports: queue.Queue[pb.WatchRequest] = queue.Queue()
@@ -51,7 +62,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
     # ---- what a test does
 
     def start(self) -> None:
-        """Listen, on the same port as before if there was one."""
+        """Listen, each time on the same port."""
         started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), name="peer")
         self._thread.start()
@@ -61,6 +72,11 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         """End every call and stop listening."""
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
+
+    def close(self) -> None:
+        """Stop for good."""
+        self.stop()
+        self._place.close()
 
     def send(self, event: pb.ServerEvent | FedringError) -> None:
         """Send the event on the Watch stream, or end that with the error."""
@@ -85,7 +101,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         schema = schema_of(model)
         if not self.models:
             self.publish(1, schema, read_vectors(model))
-        given: dict[str, Any] = {"run_id": self.run_id, "job_round": 1, "model_version": 1, "deadline_seconds": 30.0}
+        given: dict[str, Any] = {"run_id": self.run_id, "job_round": 1, "model_version": 1, "deadline_seconds": 600.0}
         given |= {"epochs": 1, "batch_size": 8, "lr": 0.1, "momentum": 0.9, "seed": 1, "max_update_bytes": 1 << 30}
         given |= {"job": pb.JobSpec(mode="federated", rounds=9)} | fields
         return pb.TrainCmd(
@@ -114,8 +130,8 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
             session_id=str(self._sessions),
             run_id=self.run_id,
             heartbeat_seconds=0.2,
-            lost_after_seconds=3.0,
-            no_progress_seconds=3.0,
+            lost_after_seconds=SECONDS,
+            no_progress_seconds=SECONDS,
         )
 
     async def Watch(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
@@ -125,7 +141,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         reading = asyncio.create_task(self._read(request_iterator))
         event: pb.ServerEvent | FedringError = pb.ServerEvent(heartbeat=pb.Heartbeat())
         try:
-            while True:
+            while not reading.done():
                 if isinstance(event, FedringError):
                     raise event
                 await context.write(event)
@@ -202,7 +218,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
             rpc.add_ClientUpdateServiceServicer_to_server,
         ):
             add(self, server)
-        self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
+        server.add_insecure_port(f"127.0.0.1:{self.port}")
         await server.start()
         started.set()
         await self._stop.wait()
@@ -249,7 +265,7 @@ def peer() -> Iterator[Peer]:
     peer = Peer()
     peer.start()
     yield peer
-    peer.stop()
+    peer.close()
 
 
 @pytest.fixture

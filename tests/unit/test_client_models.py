@@ -21,7 +21,7 @@ from fedring.v1 import federation_pb2 as pb
 if TYPE_CHECKING:
     from tests.unit.conftest import Peer
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from fedring.v1 import federation_pb2 as pb
 if TYPE_CHECKING:
     from tests.unit.conftest import Peer
 
-SECONDS = 20.0
+SECONDS = 60.0
 JOB: dict[str, Any] = {
     "mode": "federated",
     "rounds": 2,
@@ -91,7 +91,7 @@ def test_a_declared_job_is_trained_and_evaluated(peer: "Peer", settings: dict[st
         peer.joins.get(timeout=SECONDS)
         peer.train(peer.command(model, job=job(), epochs=3))
         header, _ = peer.accepted.get(timeout=SECONDS)
-        command = pb.EvaluateCmd(job=job(), round=1, model_version=1, deadline_seconds=30)
+        command = pb.EvaluateCmd(job=job(), round=1, model_version=1, deadline_seconds=600)
         peer.send(pb.ServerEvent(evaluate=command))
         report = peer.evaluations.get(timeout=SECONDS)
     assert header.packets[0].num_samples in (359, 360)
@@ -177,7 +177,7 @@ def test_a_model_of_another_shape_is_reported(peer: "Peer", settings: dict[str, 
 def test_a_model_that_cannot_be_evaluated_is_reported_as_unevaluated(peer: "Peer", settings: dict[str, Any]) -> None:
     with client(settings):
         peer.joins.get(timeout=SECONDS)
-        command = pb.EvaluateCmd(job=job(data="os:getcwd"), round=1, model_version=1, deadline_seconds=30)
+        command = pb.EvaluateCmd(job=job(data="os:getcwd"), round=1, model_version=1, deadline_seconds=600)
         peer.send(pb.ServerEvent(evaluate=command))
         assert peer.evaluations.get(timeout=SECONDS).total == 0
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2
 from safetensors.torch import load_file
-from tests.control_server import Server
+from tests.control_server import SECONDS, Server
 
 from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
@@ -228,7 +228,7 @@ def test_watch_prints_a_line_an_event(server: Server, flctl: Call) -> None:
 
     started = asyncio.run_coroutine_threadsafe(start_when_watched(), server.loop)
     code, out, _ = flctl("watch")
-    started.result(20)
+    started.result(SECONDS)
     assert code == Exit.NOT_ALLOWED
     assert out.splitlines()[0] == "job_started now"
     assert len(out.splitlines()) == 5
@@ -253,8 +253,9 @@ def test_following_ends_when_the_events_are_cancelled(server: Server) -> None:
 
 
 def test_health_tells_serving_from_not_serving_from_gone(server: Server, flctl: Call) -> None:
-    code, out, _ = flctl("health", "--listen", server.address, "--output", "json")
+    patient = ("health", "--listen", server.address, "--timeout", SECONDS)
+    code, out, _ = flctl(*patient, "--output", "json")
     assert (code, json.loads(out)["ok"]) == (0, True)
     server.set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-    assert flctl("health", "--listen", server.address)[0] == Exit.FAILED
+    assert flctl(*patient)[0] == Exit.FAILED
     assert flctl("health", "--listen", "127.0.0.1:1", "--timeout", "1")[0] == Exit.UNAVAILABLE

@@ -26,6 +26,7 @@ from fedring.train.models import digits_mlp
 from fedring.v1 import control_pb2 as pb
 
 Call = Callable[..., tuple[int, str, str]]
+SECONDS = 60.0
 VERBS = ["start-round", "run", "stop", "status", "clients", "rounds", "watch", "evaluate", "doctor", "health", "demo"]
 
 
@@ -208,23 +209,23 @@ def test_a_process_that_dies_early_shows_its_last_words(tmp_path: Path) -> None:
     )
     process.start()
     with pytest.raises(Failure, match=r"(?s)daemon ended with exit code 78.*error: no disk"):
-        process.first_line(20)
-    stop_all([process], 1)
+        process.first_line(SECONDS)
+    stop_all([process], SECONDS)
 
 
 def test_a_process_gets_its_settings_and_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDRING_SERVER_LISTEN", "somewhere:1")
     process = _process(tmp_path, "import os, sys; print(sys.argv[1:], 'FEDRING_SERVER_LISTEN' in os.environ)", a="x")
     process.start()
-    assert process.first_line(20) == """['a="x"'] False"""
-    stop_all([process], 20)
+    assert process.first_line(SECONDS) == """['a="x"'] False"""
+    stop_all([process], SECONDS)
 
 
 def test_a_process_that_does_not_listen_is_killed(tmp_path: Path) -> None:
-    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); time.sleep(600)"
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     process = _process(tmp_path, program)
     process.start()
-    process.first_line(20)
+    process.first_line(SECONDS)
     stop_all([process], 0.2)
     assert process.poll() == -signal.SIGKILL
 
@@ -232,10 +233,10 @@ def test_a_process_that_does_not_listen_is_killed(tmp_path: Path) -> None:
 def test_a_process_can_be_started_again(tmp_path: Path) -> None:
     process = _process(tmp_path, "import os; print(os.getpid())")
     process.start()
-    first = process.first_line(20)
-    assert process.wait(20) == 0
+    first = process.first_line(SECONDS)
+    assert process.wait(SECONDS) == 0
     process.start()
-    assert process.first_line(20) == str(process.pid) != first
-    stop_all([process], 20)
+    assert process.first_line(SECONDS) == str(process.pid) != first
+    stop_all([process], SECONDS)
     with pytest.raises(ProcessLookupError):
         os.kill(int(first), 0)

@@ -122,7 +122,7 @@ def test_an_optimizer_that_cannot_be_built_says_where() -> None:
 def test_concurrent_steps_on_the_same_owners_follow_each_other() -> None:
     owners, model = owners_of(3)
     running, most, lock = 0, 0, threading.Lock()
-    together = threading.Barrier(4, timeout=30)
+    together = threading.Barrier(4, timeout=60)
 
     class Counts(SGD):
         def step(self, closure: Any = None) -> Any:

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from fedring.ring import PeerLost, RingOptions
 from fedring.ring.meeting import meet
 
-SHORT, LONG = timedelta(milliseconds=300), timedelta(seconds=20)
+SHORT, LONG = timedelta(milliseconds=300), timedelta(seconds=60)
 
 
 def test_ranks_learn_each_others_addresses_and_one_generation() -> None:
@@ -28,8 +28,8 @@ def test_ranks_learn_each_others_addresses_and_one_generation() -> None:
         thread.join()
     addresses = [worlds[rank].endpoint.address for rank in range(3)]
     assert all(world.members == addresses for world in worlds.values())
-    assert {world.endpoint.generation for world in worlds.values()} <= {before, before + 1}
-    assert len({world.endpoint.generation for world in worlds.values()}) == 1
+    (generation,) = {world.endpoint.generation for world in worlds.values()}
+    assert before <= generation <= time.time()
     for world in worlds.values():
         world.close()
 

@@ -122,8 +122,11 @@ def test_mutual_tls_carries_an_allreduce(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trusting", [False, True])
-def test_a_peer_of_another_authority_is_refused_in_time_and_with_the_reason(tmp_path: Path, trusting: bool) -> None:
+def test_a_peer_of_another_authority_is_refused_in_time_and_with_the_reason(
+    tmp_path: Path, trusting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether or not the intruder trusts us, we do not trust it."""
+    monkeypatch.setattr("fedring.ring.link._PROBE", SECONDS)
     ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
     ring = World([Endpoint(ours.options()), Endpoint(theirs.options(ours if trusting else None))])
     with pytest.raises(PeerLost, match=r"(?i)certificate|ssl") as raised:

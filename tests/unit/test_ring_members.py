@@ -94,7 +94,8 @@ def test_a_stranger_gets_no_pulse(pki: Pki, endpoints: list[Endpoint]) -> None:
     assert (refused.value.code(), reason_of(refused.value)) == REFUSED
 
 
-def test_who_listens_in_the_place_of_a_member_hears_nothing(pki: Pki) -> None:
+def test_who_listens_in_the_place_of_a_member_hears_nothing(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedring.ring.link._PROBE", SECONDS)
     ann, carol = Endpoint(options(pki, "ann")), Endpoint(options(pki, "carol"))
     identities = {ann.address: uri("ann"), carol.address: uri("bob")}
     for endpoint in (ann, carol):

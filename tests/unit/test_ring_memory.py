@@ -87,18 +87,18 @@ def test_large_payloads_take_the_memory_if_they_may(shared: bool) -> None:
         members = [endpoint.address for endpoint in endpoints]
         groups = [endpoint.group("g", rank=rank, members=members) for rank, endpoint in enumerate(endpoints)]
         for endpoint, group in zip(endpoints, groups, strict=True):
-            endpoint.wait_until_matched(group, timeout=30)
+            endpoint.wait_until_matched(group, timeout=60)
         tensors = [torch.full((1 << 20,), float(rank + 1)) for rank in range(2)]
         for _ in range(3):  # the first may begin before the peers have said that they see the memory
             operations = [
                 group.start(
                     "allreduce",
                     allreduce(rank, 2, tensors[rank].view(torch.uint8).numpy().data, Reduction("sum", torch.float32)),
-                    timeout=30,
+                    timeout=60,
                 )
                 for rank, group in enumerate(groups)
             ]
-            assert all(operation.wait(30) for operation in operations)
+            assert all(operation.wait(60) for operation in operations)
         assert torch.equal(tensors[0], torch.full((1 << 20,), 12.0))
         assert torch.equal(tensors[0], tensors[1])
         assert all((endpoint.traffic.shared_bytes > 0) == shared for endpoint in endpoints)

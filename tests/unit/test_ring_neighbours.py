@@ -212,7 +212,8 @@ def test_half_a_frame_of_a_rank_that_is_lost_is_none(pair: Neighbours) -> None:
     assert pair.values.tolist() == [1.0] * 4
 
 
-def test_a_rank_that_reads_nothing_makes_nobody_wait(pair: Neighbours) -> None:
+def test_a_rank_that_reads_nothing_makes_nobody_wait(pair: Neighbours, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedring.ring.endpoint._FLUSH", SECONDS)
     inlet = Inlet(pair.hello.head.socket)
     pair.say(b"", kind=pb.FRAME_KIND_MAPPED)
     pair.hear(pb.FRAME_KIND_MOVED)

@@ -105,7 +105,7 @@ async def join(both: Both, client_id: str, **options: Any) -> StatusCode:
 @pytest.mark.parametrize(("how", "code"), ENDS.items())
 async def test_a_call_counts_with_the_code_that_the_caller_sees(both: Both, how: str, code: StatusCode) -> None:
     assert await join(both, how) is code
-    await both.server.stop(20)  # it counts a call after it has answered
+    await both.server.stop(60)  # it counts a call after it has answered
     for side in ("server", "client"):
         assert both.codes(side, JOIN) == {code.name: 1}
         assert both.value(side, "started_total", JOIN) == 1
@@ -119,14 +119,15 @@ async def test_a_stream_counts_with_the_code_that_the_caller_sees(both: Both, ho
     with nullcontext() if code is StatusCode.OK else pytest.raises(aio.AioRpcError):
         assert len([event async for event in call]) == 1
     assert await call.code() is code
-    await both.server.stop(20)
+    await both.server.stop(60)
     assert both.codes("server", WATCH) == both.codes("client", WATCH) == {code.name: 1}
 
 
-async def test_a_call_out_of_time_counts_as_that_on_both_sides(both: Both) -> None:
-    assert await join(both, "well") is StatusCode.OK  # from now on the server hears of a call at once
-    assert await join(both, "hang", timeout=1) is StatusCode.DEADLINE_EXCEEDED
-    await both.server.stop(20)  # it counts a call after it has answered
+async def test_a_call_out_of_time_counts_as_that_on_both_sides(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedring.rpc.metrics._NEWS", 3.0)  # on a busy machine the server hears of a call late
+    assert await join(both, "well") is StatusCode.OK
+    assert await join(both, "hang", timeout=3) is StatusCode.DEADLINE_EXCEEDED
+    await both.server.stop(60)  # it counts a call after it has answered
     assert both.codes("server", JOIN) == both.codes("client", JOIN) == {"OK": 1, "DEADLINE_EXCEEDED": 1}
 
 
@@ -136,7 +137,7 @@ async def test_a_stream_is_in_flight_until_its_caller_leaves(both: Both) -> None
     assert [both.value(side, "in_flight_calls", WATCH) for side in ("server", "client")] == [1, 1]
     assert both.codes("server", WATCH) == {}
     call.cancel()
-    await both.server.stop(20)
+    await both.server.stop(60)
     assert both.codes("server", WATCH) == both.codes("client", WATCH) == {"CANCELLED": 1}
 
 
@@ -144,7 +145,7 @@ async def test_bytes_that_are_no_message_count_as_a_bad_request(both: Both) -> N
     garbage = both.channel.unary_unary("/fedring.v1.TrainCmdService/Join")
     with pytest.raises(aio.AioRpcError):
         await garbage(b"\xff\xff")
-    await both.server.stop(20)  # it counts a call after it has answered
+    await both.server.stop(60)  # it counts a call after it has answered
     assert both.codes("server", JOIN) == {"INVALID_ARGUMENT": 1}
 
 

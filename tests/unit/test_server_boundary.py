@@ -123,7 +123,7 @@ class SlowContext:
 
 async def test_a_write_that_has_begun_ends_before_its_call_does() -> None:
     context = SlowContext()
-    writing = asyncio.create_task(write(context, b"", seconds=20))
+    writing = asyncio.create_task(write(context, b"", seconds=60))
     await context.begun.wait()
     writing.cancel()
     context.may_end.set()

@@ -27,7 +27,7 @@ class SlowStore(SqlStore):
     def job(self, job_id: int) -> JobRow | None:
         row = super().job(job_id)
         self.asked.set()
-        self.answers.wait(20)
+        self.answers.wait(60)
         return row
 
 
@@ -39,11 +39,11 @@ async def test_a_job_that_is_stopped_as_its_turn_comes_does_not_run(tmp_path: Pa
     events = journal.follow(0)
     job, _ = await jobs.start(Job.model_validate({"model": "fedring.train.models:digits_mlp"}), "")
     stop = asyncio.create_task(jobs.stop(job.job_id))
-    await asyncio.to_thread(store.asked.wait, 20)  # the store has said that it is queued
+    await asyncio.to_thread(store.asked.wait, 60)  # the store has said that it is queued
     run = asyncio.create_task(jobs.run())
     await asyncio.sleep(0)  # it has asked for what is queued
     store.answers.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await stop == (job.job_id, 0)
         assert [(await anext(events)).kind for _ in range(2)] == ["job_started", "job_ended"]
     run.cancel()

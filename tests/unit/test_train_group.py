@@ -16,6 +16,8 @@ from fedring.train.shards import World, count_steps, epoch_order, shares
 ROOT = Path(__file__).parents[2]
 STEPS = 2 * count_steps(SIZE, 2, 8)
 
+pytestmark = pytest.mark.timeout(600)  # two processes load torch, and take turns on a busy machine
+
 
 Told = dict[str, list[dict[str, Any]]]
 
@@ -29,7 +31,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
         subprocess.Popen([*program, str(rank), "2", str(folder)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    errors = [member.communicate(timeout=120)[1] for member in members]
+    try:
+        errors = [member.communicate(timeout=580)[1] for member in members]
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
     assert [member.returncode for member in members] == [0, 0], "\n".join(errors)
     by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     return {scenario: [of_rank[scenario] for of_rank in by_rank] for scenario in by_rank[0]}

@@ -50,14 +50,14 @@ class Viewer:
         return message
 
     async def raw(self) -> str:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             said = await self._said.get()
         assert said is not None, "the stream has ended"
         return said.decode()
 
     async def end(self) -> None:
         """Return when the stream has ended by itself."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self._call
 
     async def leave(self) -> None:
