@@ -241,14 +241,7 @@ class Coordinator:
         try:
             with self.metrics.aggregate_seconds.time():
                 model = await self.facts.heavy(self.models.next, open_.base, updates, open_.job, open_.row.round)
-            seconds = time.monotonic() - open_.started
-            ended = replace(
-                open_.row,
-                phase=rd.Phase.PUBLISHED,
-                model_version=model.version,
-                ended_at=time.time(),
-                stats=open_.stats(seconds),
-            )
+            ended = open_.ended(rd.Phase.PUBLISHED, model_version=model.version)
             await self.facts.db(self.facts.store.publish, model, ended)
         except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # the last is torch's
             log.exception("aggregation of round %d failed", open_.row.round)
@@ -261,15 +254,13 @@ class Coordinator:
         self._end(open_)
         for client in evaluators:
             self._dispatch.evaluate(open_, model, client)
+        seconds = ended.stats["seconds"]
         self._tell("round_published", f"round {ended.round} published model {model.version} in {seconds:.2f} s")
 
     async def _finish(self, open_: OpenRound) -> None:
         round_ = self.state.round
         if round_ is not None and round_.phase is rd.Phase.ABANDONED:
-            stats = open_.stats(time.monotonic() - open_.started if open_.started else 0.0)
-            open_.row = replace(
-                open_.row, phase=rd.Phase.ABANDONED, reason=round_.reason, ended_at=time.time(), stats=stats
-            )
+            open_.row = open_.ended(rd.Phase.ABANDONED, reason=round_.reason)
             await self.facts.keep(self.facts.db, self.facts.store.update_round, open_.row)
             self._end(open_)
             self._tell_missing(open_)

@@ -1,7 +1,7 @@
 """The round in progress, beyond what the state machine knows of it."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedring.server import rounds as rd
@@ -36,6 +36,12 @@ class OpenRound:
     def seconds_left(self) -> float:
         """What clients have until the deadline, > 0."""
         return max(self.job.deadline_seconds - (time.monotonic() - self.started), 0.001)
+
+    def ended(self, phase: rd.Phase, *, reason: str = "", model_version: int = 0) -> RoundRow:
+        """Its row, now that it has ended in this phase."""
+        stats = self.stats(time.monotonic() - self.started if self.started else 0.0)
+        now = time.time()
+        return replace(self.row, phase=phase, reason=reason, model_version=model_version, ended_at=now, stats=stats)
 
     def stats(self, seconds: float) -> dict[str, Any]:
         """What the round's row keeps of its clients; `seconds` from the command to the model."""
