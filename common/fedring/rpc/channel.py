@@ -32,7 +32,7 @@ CLIENT_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # how long an attempt may take: a line may be slow, a server busy
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.service_config", _SERVICE_CONFIG),
 ]
