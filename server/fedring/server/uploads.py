@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -67,10 +67,11 @@ class ClientUpdateService:
         self, request_iterator: AsyncIterator[pb.ClientUpdate | Piece], context: Any
     ) -> AsyncIterator[pb.UpdateReply]:
         session = self._coordinator.sessions.of(context)
-        with self._counted(session):
+        with self._counted(session) as count:
             messages = Paced(request_iterator, self._config.no_progress_seconds)
             async with aclosing(self._push(session, messages)) as replies:
                 async for reply in replies:
+                    count()  # before anybody knows that the update is here: its round may be over soon
                     yield reply
 
     async def PushSmallUpdate(self, request: pb.SmallUpdate, context: Any) -> pb.Accepted:
@@ -79,18 +80,25 @@ class ClientUpdateService:
             return self._accepted(already=await self._push_small(session, request))
 
     @contextmanager
-    def _counted(self, session: Session) -> Iterator[None]:
-        """Inside, the call's bytes and seconds are the client's in this round."""
+    def _counted(self, session: Session) -> Iterator[Callable[[], None]]:
+        """Inside, the call's bytes and seconds are the client's in this round, at the latest at its end."""
         traffic, meter = self._coordinator.traffic(session.client_id), METER.get()
-        began = time.monotonic()
+        began, counted = time.monotonic(), 0
+
+        def count() -> None:
+            nonlocal began, counted
+            now, received = time.monotonic(), meter.received
+            traffic.upload_bytes += received - counted
+            traffic.upload_seconds += now - began
+            began, counted = now, received
+
         try:
-            yield
+            yield count
         except (CodecError, FedringError, asyncio.CancelledError) as error:
             self._coordinator.metrics.refused(error)
             raise
         finally:
-            traffic.upload_bytes += meter.received
-            traffic.upload_seconds += time.monotonic() - began
+            count()
 
     def _accepted(self, *, already: bool) -> pb.Accepted:
         if already:
