@@ -42,6 +42,6 @@ class Metrics:
 
     def finished(self, result: str, train_seconds: float | None) -> None:
         """This client's part in a round is over; without `train_seconds`, it was not trained to its end."""
-        self._rounds.labels(result).inc()
         if train_seconds is not None:
             self._train_seconds.observe(train_seconds)
+        self._rounds.labels(result).inc()

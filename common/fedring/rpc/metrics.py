@@ -54,9 +54,9 @@ class Method:
 
     def end(self, began: float, code: str) -> None:
         """The call has ended."""
-        self.in_flight.dec()
         self.handled[code].inc()
         self.seconds.observe(time.perf_counter() - began)
+        self.in_flight.dec()  # last: whoever reads that no call is in flight finds all of them counted
 
     def sending(self, write: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
         """`write`, with its bytes counted as they are on the wire."""
