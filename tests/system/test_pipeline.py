@@ -20,6 +20,7 @@ from tests.unit.test_pipeline_stage import Recorder, alone, batches, layers, sta
 
 BACKENDS = ("gloo", "fedring")
 STEPS = 4
+NOTICED = 30.0  # seconds, of which a busy machine may take some; a silent stage is waited for twice as long
 
 
 def schedule_of(name: str, stages: int, workers: int) -> Schedule:
@@ -150,7 +151,7 @@ def test_when_a_stage_is_killed_every_other_raises_in_time(victim: int, tmp_path
         ranks.run(partial(train_until_the_end, folder=str(tmp_path), victim=victim), 3, tmp_path)
     died = float((tmp_path / "died").read_text())
     for rank in {0, 1, 2} - {victim}:
-        assert float((tmp_path / f"{rank}.told").read_text()) - died < 5
+        assert float((tmp_path / f"{rank}.told").read_text()) - died < NOTICED
         assert '"kind": "PeerLost"' in (tmp_path / f"{rank}.json").read_text()
 
 

@@ -271,9 +271,9 @@ def objects(rank: int, size: int) -> None:
 
 def barriers(rank: int, size: int) -> None:
     dist.barrier()
-    started(dist.barrier(async_op=True)).wait(timedelta(seconds=20))
+    started(dist.barrier(async_op=True)).wait(timedelta(seconds=60))
     dist.group.WORLD.monitored_barrier()  # type: ignore[union-attr]
-    dist.group.WORLD.monitored_barrier(timedelta(seconds=20), wait_all_ranks=True)  # type: ignore[union-attr]
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=60), wait_all_ranks=True)  # type: ignore[union-attr]
 
 
 CHECKS = [

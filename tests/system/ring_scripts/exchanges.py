@@ -96,7 +96,7 @@ def a_message_to_oneself(rank: int, size: int) -> None:
 
 def subgroups(rank: int, size: int) -> None:
     lower: Any = dist.new_group(list(range((size + 1) // 2)), group_desc="lower half")
-    upside_down: Any = dist.new_group(list(range(size))[::-1], sort_ranks=False, timeout=timedelta(seconds=20))
+    upside_down: Any = dist.new_group(list(range(size))[::-1], sort_ranks=False, timeout=timedelta(seconds=60))
     mine: Any = dist.new_group([rank], use_local_synchronization=True)
     members = dist.get_process_group_ranks(lower) if rank < (size + 1) // 2 else []
     for _ in range(2):
@@ -143,7 +143,7 @@ def futures(rank: int, size: int) -> None:
     noticed: queue.SimpleQueue[float] = queue.SimpleQueue()
     last = started(dist.all_reduce(make(rank, 1), async_op=True)).get_future()
     last.add_done_callback(lambda done: noticed.put(done.value()[0].item()))
-    assert noticed.get(timeout=10) == all_of(size, 1).sum().item()
+    assert noticed.get(timeout=60) == all_of(size, 1).sum().item()
 
 
 def collectives_in_callbacks(rank: int, size: int) -> None:

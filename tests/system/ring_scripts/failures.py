@@ -49,6 +49,7 @@ def nothing_against_something(rank: int, size: int) -> Errors:
 def a_rank_that_does_not_come(rank: int, size: int) -> Errors:
     """Rank 1 waits for a message instead, and hears of the failure."""
     if rank != 1:
+        dist.group.WORLD.set_timeout(timedelta(seconds=2))  # type: ignore[union-attr]
         return error_of(lambda: dist.all_reduce(torch.ones(3)))
     dist.group.WORLD.set_timeout(timedelta(seconds=60))  # type: ignore[union-attr]
     return error_of(lambda: dist.recv(torch.ones(3), 0))
@@ -74,7 +75,7 @@ def a_monitored_barrier_that_a_rank_has_left(rank: int, size: int) -> Errors:
     if rank == 1:
         dist.destroy_process_group()
         return {"kind": "", "text": "", "rank": None}
-    return error_of(lambda: dist.group.WORLD.monitored_barrier(timedelta(seconds=20)))  # type: ignore[union-attr]
+    return error_of(lambda: dist.group.WORLD.monitored_barrier(timedelta(seconds=60)))  # type: ignore[union-attr]
 
 
 def another_sparse_shape(rank: int, size: int) -> Errors:
@@ -83,6 +84,7 @@ def another_sparse_shape(rank: int, size: int) -> Errors:
 
 def a_message_that_nobody_sends(rank: int, size: int) -> Errors:
     if rank == 0:
+        dist.group.WORLD.set_timeout(timedelta(seconds=2))  # type: ignore[union-attr]
         return error_of(lambda: dist.recv(torch.ones(3)))
     dist.group.WORLD.set_timeout(timedelta(seconds=60))  # type: ignore[union-attr]
     return error_of(lambda: dist.recv(torch.ones(3), 0))
@@ -168,7 +170,7 @@ def _generation(store: Store, generation: int, rank: int, size: int, *, ranks: i
         endpoint.close()
         return "stayed away"
     try:
-        join(endpoint, rank=rank, members=members, timeout=10 if ranks == size else 1)
+        join(endpoint, rank=rank, members=members, timeout=60 if ranks == size else 1)
         tensor = torch.full((1000,), float(generation))
         dist.all_reduce(tensor)
         if generation == 1:

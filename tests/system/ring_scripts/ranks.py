@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-_SECONDS = 100  # for all of a run; then each process says where it hangs
+_SECONDS = 220  # for all of a run; then each process says where it hangs
+_PATIENCE = 60.0  # for ranks that a busy machine keeps waiting
 _PRELOAD = ["torch.nn.parallel", "torch._dynamo", "grpc", "pydantic_settings", "google.protobuf"]  # slow to import
 
 Body = Callable[[int, int], Any]  # of the rank and the number of ranks; what it returns must be JSON
@@ -23,7 +24,7 @@ class RankFailed(AssertionError):
     """A rank has raised, hung or died; the text says how each ended."""
 
 
-def run(body: Body, size: int, folder: Path, *, backend: str = "fedring", timeout: float = 30) -> list[Any]:
+def run(body: Body, size: int, folder: Path, *, backend: str = "fedring", timeout: float = _PATIENCE) -> list[Any]:
     """What `body` returned on each rank; RankFailed if one has raised or hung.
 
     `body` is a module's function, or a partial of one; it finds the default group ready, unless `backend` is empty.
@@ -60,7 +61,6 @@ def error_of(body: Callable[[], Any]) -> dict[str, Any]:
 
 def _rank(body: Body, rank: int, size: int, folder: Path, *, backend: str, timeout: float) -> None:
     import torch
-    import torch.distributed as dist
 
     import fedring.ring  # noqa: F401  # registers the backend
 
@@ -71,11 +71,11 @@ def _rank(body: Body, rank: int, size: int, folder: Path, *, backend: str, timeo
         torch.set_num_threads(1)
         try:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("FEDRING_RING_LOST_AFTER_SECONDS", str(_PATIENCE))
             failed = error_of(partial(_enter, backend, rank, size, folder, timeout)) if backend else {"kind": ""}
             # a rank that is still entering hears of the failure that a quicker one has caused by then
             result = failed if failed["kind"] else body(rank, size)
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            _come_to_the_end(rank, size, folder)
             (folder / f"{rank}.json").write_text(json.dumps(result))
         except BaseException:  # noqa: BLE001  # the test shows it
             traceback.print_exc(file=errors)
@@ -90,6 +90,17 @@ def _enter(backend: str, rank: int, size: int, folder: Path, timeout: float) -> 
 
     store = f"file://{folder / 'store'}"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+
+
+def _come_to_the_end(rank: int, size: int, folder: Path) -> None:
+    """The group is left, by all who are still in it at once: nobody leaves faster than the news of a failure spread."""
+    import torch.distributed as dist
+
+    ends = dist.FileStore(str(folder / "ends"), size)
+    ends.set(str(rank), "here")
+    if dist.is_initialized():
+        ends.wait([str(other) for other in range(size)], timedelta(seconds=_PATIENCE))
+        dist.destroy_process_group()
 
 
 def sum_of_ones(rank: int, size: int, *, init_method: str) -> float:
