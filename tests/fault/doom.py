@@ -5,9 +5,9 @@ import random
 import re
 import time
 
-from fedring.ctl.fleet import Fleet
 from fedring.v1 import control_pb2 as pb
 from tests.fault.patience import patiently
+from tests.fleets import Fleet
 
 
 class Doom:

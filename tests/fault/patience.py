@@ -2,20 +2,41 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import pytest
 
-from fedring.ctl.control import Control, Events
-from fedring.ctl.fleet import Fleet
+from fedring.ctl.control import Events
 from fedring.v1 import control_pb2 as pb
+from tests.fleets import Control, Fleet
 
-SECONDS = 60.0
+SECONDS = 150.0
+SILENCE = 10.0
+"""Seconds after which a silent client or peer is lost: a busy machine's stalls are shorter."""
+NOTICED = 30.0
+"""Seconds within which a loss is noticed; only deadlines that are much longer would end the wait for a lost one."""
 _LINES = 60
 
 T = TypeVar("T")
+
+
+class FaultyFleet(Fleet):
+    """A fleet some of whose daemons will be lost."""
+
+    def __init__(
+        self,
+        directory: Path,
+        server_overrides: Mapping[str, Any] | None = None,
+        clients: Sequence[Mapping[str, Any]] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        settings = {"lost_after_seconds": SILENCE, **(server_overrides or {})}
+        silence = {"FEDRING_RING_LOST_AFTER_SECONDS": str(SILENCE), **(env or {})}
+        super().__init__(directory, settings, clients, env=silence)
 
 
 def patiently(fleet: Fleet, what: str, call: Callable[[], T]) -> T:

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.server.rounds import Phase, Round, Rules, sample
 from fedring.train.shards import count_steps
 from fedring.v1 import control_pb2 as pb
 from tests.conftest import path_to
 from tests.fault.doom import Doom, began_at
-from tests.fault.patience import Story
+from tests.fault.patience import NOTICED, SECONDS, SILENCE, FaultyFleet, Story
+from tests.fleets import Control, Fleet
 
 HERE = Path(__file__).parent
 TRUSTED = {"trusted": ["fedring", "mortal_models"]}
@@ -35,7 +34,7 @@ def job(**keys: Any) -> dict[str, Any]:
         "min_clients_to_aggregate": 2,
         "epochs": EPOCHS,
         "batch_size": BATCH,
-        "deadline_seconds": 120,
+        "deadline_seconds": 240,
         "data_parallel": table,
     }
     return {**fixed, **keys}
@@ -44,7 +43,7 @@ def job(**keys: Any) -> dict[str, Any]:
 @pytest.fixture
 def fleet(tmp_path: Path) -> Fleet:
     """Four workers, not started yet."""
-    return Fleet(tmp_path, TRUSTED, [TRUSTED] * WORKERS, env=path_to(HERE))
+    return FaultyFleet(tmp_path, TRUSTED, [TRUSTED] * WORKERS, env=path_to(HERE))
 
 
 def doom_of(fleet: Fleet, number: int) -> Doom:
@@ -75,7 +74,7 @@ def test_a_lost_worker_is_noticed_and_the_others_train_to_the_end(
         assert began_at(story.until("group_formed")) == (WORKERS, 0)
         doom.wait()
         story.until("group_lost")
-        assert doom.noticed_after() < 5
+        assert doom.noticed_after() < NOTICED
         workers, done = began_at(story.until("group_formed"))
         assert (workers, done) == (WORKERS - 1, doom.step - 1)
         story.until("round_published")
@@ -103,7 +102,7 @@ def test_a_lost_worker_is_noticed_and_the_others_train_to_the_end(
 def test_a_lost_worker_that_comes_back_takes_its_place_again(fleet: Fleet, table: dict[str, Any]) -> None:
     doom = doom_of(fleet, signal.SIGKILL)
     with fleet, Control(fleet.control) as control:
-        story = Story(fleet, control, job(data_parallel={"replacement_seconds": 60, **table}))
+        story = Story(fleet, control, job(data_parallel={"replacement_seconds": 120, **table}))
         doom.wait()
         story.until("group_lost")
         del fleet.clients[doom.victim].env["FL_TEST_FATE"]
@@ -117,12 +116,12 @@ def test_a_lost_worker_that_comes_back_takes_its_place_again(fleet: Fleet, table
 
 
 def test_a_client_that_was_not_selected_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, TRUSTED, [TRUSTED] * (WORKERS + 1), env=path_to(HERE))
+    fleet = FaultyFleet(tmp_path, TRUSTED, [TRUSTED] * (WORKERS + 1), env=path_to(HERE))
     doom = doom_of(fleet, signal.SIGKILL)
     # Whoever is selected: if it is not the victim, the job ends without a loss, so the victim must be.
     selected = next(seed for seed in range(100) if doom.victim in drawn(seed))
     spec = job(
-        min_clients=WORKERS + 1, sample_clients=WORKERS, seed=selected, data_parallel={"replacement_seconds": 60}
+        min_clients=WORKERS + 1, sample_clients=WORKERS, seed=selected, data_parallel={"replacement_seconds": 120}
     )
     with fleet, Control(fleet.control) as control:
         story = Story(fleet, control, spec)
@@ -149,8 +148,8 @@ def test_a_worker_that_is_told_to_stop_leaves_in_order(fleet: Fleet) -> None:
         story = Story(fleet, control, job())
         doom.wait()
         story.until("group_lost")
-        assert doom.noticed_after() < 4  # sooner than one that is silent
-        assert fleet.clients[doom.victim].wait(20) == 0
+        assert doom.noticed_after() < SILENCE  # sooner than one that is silent
+        assert fleet.clients[doom.victim].wait(SECONDS) == 0
         workers, done = began_at(story.until("group_formed"))
         assert workers == WORKERS - 1
         assert done in (doom.step - 1, doom.step)  # it may get round to the step, or not

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.data import digits
 from fedring.server.rounds import Phase, Round, Rules, sample
 from fedring.train.files import load_model
@@ -23,7 +21,8 @@ from fedring.train.shards import World, count_steps, epoch_order, shares
 from tests.conftest import path_to
 from tests.fault.doom import Doom, began_at
 from tests.fault.mortal_models import stages
-from tests.fault.patience import Story
+from tests.fault.patience import NOTICED, FaultyFleet, Story
+from tests.fleets import Control, Fleet
 
 HERE = Path(__file__).parent
 TRUSTED = {"trusted": ["fedring", "mortal_models"]}
@@ -41,7 +40,7 @@ def job(table: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
         "epochs": EPOCHS,
         "batch_size": BATCH,
         "momentum": 0.9,
-        "deadline_seconds": 120,
+        "deadline_seconds": 240,
         "pipeline": {
             "stages": WORKERS,
             "cut": ["4", "7"],
@@ -55,7 +54,7 @@ def job(table: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
 
 def fleet_of(directory: Path, clients: int = WORKERS) -> Fleet:
     """Not started yet."""
-    return Fleet(directory, TRUSTED, [TRUSTED] * clients, env=path_to(HERE))
+    return FaultyFleet(directory, TRUSTED, [TRUSTED] * clients, env=path_to(HERE))
 
 
 def doom_of(fleet: Fleet, number: int = signal.SIGKILL) -> Doom:
@@ -113,7 +112,7 @@ def test_a_stage_that_comes_back_goes_on_from_the_checkpoint(
         assert began_at(story.until("group_formed")) == (WORKERS, 0)
         doom.wait()
         lost = story.until("group_lost")
-        assert doom.noticed_after() < 5
+        assert doom.noticed_after() < NOTICED
         assert "generation 1 has ended" in lost.text
         del fleet.clients[doom.victim].env["FL_TEST_FATE"]
         fleet.restart(doom.victim)
@@ -170,7 +169,7 @@ def test_a_spare_client_takes_the_place_of_one_of_two_workers_of_a_stage(tmp_pat
         assert began_at(story.until("group_formed")) == (4, 0)
         doom.wait()
         story.until("group_lost")
-        assert doom.noticed_after() < 5
+        assert doom.noticed_after() < NOTICED
         steps = (doom.step - 1) // PARTS
         newest = steps // EVERY * EVERY
         assert began_at(story.until("group_formed")) in [(4, newest), (4, newest - EVERY * (steps == newest))]

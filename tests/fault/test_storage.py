@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.ctl.health import check_health
 from fedring.daemon.exits import Exit
 from tests.fault.patience import SECONDS, patiently
+from tests.fleets import Control, Fleet
 from tests.system.wire import Refused, WireClient, payload_of, vector_job
 
 DISK_BYTES = 16 << 20

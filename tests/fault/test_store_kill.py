@@ -70,7 +70,7 @@ def run_child(root: Path, crash_at: str, *, kill_after: int) -> list[list[str]]:
             lines.append(line)
             if not crash_at and len(lines) == kill_after:
                 child.kill()
-        child.wait(30)
+        child.wait(120)
     assert child.returncode == (137 if crash_at else -9)
     return [line.split() for line in lines if line.endswith("\n")]
 

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
+from tests.fleets import Control, Fleet
 from tests.system.wire import WireClient
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Fleet]:
     """A real fl-server without clients."""
-    with Fleet(tmp_path, {"lost_after_seconds": 5}) as fleet:
+    with Fleet(tmp_path) as fleet:
         yield fleet
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.version import SOFTWARE
+from tests.fleets import Control, Fleet
 from tests.system.wire import Refused, WireClient
 
 Records = dict[str, list[dict[str, Any]]]

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.data import digits
 from fedring.train.files import load_model
 from fedring.train.models import digits_mlp
 from fedring.train.seam import build_model
 from fedring.train.shards import World, count_steps, epoch_order, shares
+from tests.fleets import Control, Fleet
 
 BATCH, WORKERS, ROUNDS = 32, 2, 2
 

@@ -7,27 +7,35 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
-from fedring.ctl.control import Control
 from fedring.ctl.experiment import Experiment, make_job, run_experiment
 from fedring.ctl.failure import Failure
-from fedring.ctl.fleet import Fleet
 from fedring.ctl.health import check_health
 from fedring.ctl.presets import Dataset, preset_job
+from tests.fleets import PATIENCE, Control, Fleet, until_watching
 
 
-def _demo(out: Path, *arguments: str) -> "subprocess.Popen[str]":
+@contextmanager
+def _demo(out: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """It runs; in the end neither it nor any of its daemons does."""
     command = [sys.executable, "-m", "fedring.ctl.main", "demo", "--out", str(out), *arguments]
     # A test run in the background of a shell ignores SIGINT, and so would its children.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     finally:
         signal.signal(signal.SIGINT, before)
+    with demo:
+        try:
+            yield demo
+        finally:
+            demo.terminate()
 
 
 def _daemons(out: Path) -> list[int]:
@@ -44,8 +52,8 @@ def _gone(pid: int) -> bool:
 
 
 def test_the_demo_trains_and_leaves_its_report_model_plot_and_logs(tmp_path: Path) -> None:
-    demo = _demo(tmp_path, "--clients", "2", "--rounds", "3", "--output", "json")
-    out, err = demo.communicate(timeout=200)
+    with _demo(tmp_path, "--clients", "2", "--rounds", "3", "--output", "json") as demo:
+        out, err = demo.communicate(timeout=200)
     assert demo.returncode == 0, err
     report = json.loads(out)
     assert report == json.loads((tmp_path / "report.json").read_text())
@@ -64,13 +72,13 @@ def test_the_demo_trains_and_leaves_its_report_model_plot_and_logs(tmp_path: Pat
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_demo_that_is_interrupted_leaves_no_process(tmp_path: Path, number: int, code: int) -> None:
-    demo = _demo(tmp_path, "--clients", "1", "--rounds", "100000")
-    assert demo.stderr is not None
-    assert "watch it at" in demo.stderr.readline()
-    assert "round 1 is evaluated" in demo.stderr.readline()
-    daemons = _daemons(tmp_path)
-    demo.send_signal(number)
-    demo.communicate(timeout=60)
+    with _demo(tmp_path, "--clients", "1", "--rounds", "100000") as demo:
+        assert demo.stderr is not None
+        assert "watch it at" in demo.stderr.readline()
+        assert "round 1 is evaluated" in demo.stderr.readline()
+        daemons = _daemons(tmp_path)
+        demo.send_signal(number)
+        demo.communicate(timeout=120)
     assert demo.returncode == code
     assert len(daemons) == 2
     assert all(map(_gone, daemons))
@@ -89,14 +97,14 @@ def test_a_fleet_can_be_killed_and_restarted_piece_by_piece(tmp_path: Path) -> N
     with Fleet(tmp_path, {"keep_models": 3}, [{}]) as fleet:
         addresses, first = (fleet.listen, fleet.control), fleet.server.pid
         with Control(fleet.control) as control:
-            joined = next(event for event in control.watch() if event.kind == "client_joined")
-            assert joined.client_id == "client-0"
+            until_watching(control, 1)
+            assert [client.client_id for client in control.clients()] == ["client-0"]
         fleet.kill(0)
         assert fleet.clients[0].poll() == -signal.SIGKILL
         fleet.restart_server()
         assert (fleet.listen, fleet.control) == addresses
         assert fleet.server.pid != first
-        assert check_health(fleet.listen, 10) == "serving"
+        assert check_health(fleet.listen, PATIENCE) == "serving"
         fleet.restart(0)
         assert fleet.clients[0].running
     assert not fleet.server.running

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from fedring.ctl.fleet import Fleet
+from fedring.ctl import checks
 from fedring.ctl.main import main
 from fedring.daemon.exits import Exit
 from fedring.rpc.tls import PLAINTEXT, Tls
+from tests.fleets import PATIENCE, Fleet
 from tests.pki import Pki
 
 
@@ -38,6 +39,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         Fleet(folder / "plain") as plain,
     ):
         yield Site(pki, other, {"mutual": mutual, "one-sided": one_sided, "plain": plain})
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that the machine keeps waiting is not taken for one that does not answer."""
+    monkeypatch.setattr(checks, "_TIMEOUT_SECONDS", PATIENCE)
 
 
 def examine(

@@ -9,10 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from fedring.codec import BUFFERS, Vectors, decode, encode_buffers
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.train.state import schema_of
 from fedring.v1 import federation_pb2 as pb
+from tests.fleets import Control, Fleet
 from tests.system.user_models import normed
 from tests.system.wire import WireClient, model_of, payload_of, vector_job
 
@@ -162,9 +161,12 @@ def push(
 
 def test_real_clients_fetch_deltas_and_a_newcomer_the_model(tmp_path: Path) -> None:
     keys = {"model": "user_models:normed", "download_encoding": "uniform", "rounds": 3, "evaluate": False}
-    with Fleet(tmp_path, TRUSTED, [TRUSTED] * 3, env=HERE) as fleet, Control(fleet.control) as control:
-        fleet.kill(2)
+    fleet = Fleet(tmp_path, TRUSTED, [TRUSTED] * 3, env=HERE)
+    newcomer = fleet.clients.pop()
+    with fleet, Control(fleet.control) as control:
         first = bytes_to_clients(control, {**keys, "min_clients": 2})
+        newcomer.settings["server"] = fleet.listen
+        fleet.clients.append(newcomer)
         fleet.restart(2)
         second = bytes_to_clients(control, {**keys, "min_clients": 3})
     whole = 4 * schema_of(normed()).num_parameters

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.rpc.errors import status_of
 from fedring.v1 import federation_pb2 as pb
+from tests.fleets import Control, Fleet
 from tests.system.wire import SIZE, WireClient, payload_of, run
 
 SECONDS = 60.0

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.server.rows import JobRow, RoundRow
 from fedring.server.store import SqlStore
+from tests.fleets import Control, Fleet
 
 CLIENTS, ROUNDS = 1000, 60
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.data import digits
 from fedring.train.evaluation import evaluate
 from fedring.train.losses import cross_entropy
 from fedring.train.models import vector
 from fedring.train.seam import build_model
 from fedring.v1 import federation_pb2 as fed
+from tests.fleets import Control, Fleet
 from tests.system.wire import (
     SIZE,
     Refused,

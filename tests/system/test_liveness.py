@@ -7,14 +7,15 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
+from tests.fleets import Control, Fleet
 
-BEATS = {"heartbeat_seconds": 0.25, "lost_after_seconds": 2.0}
-MANY = 12
+BEATS = {"heartbeat_seconds": 0.5, "lost_after_seconds": 6.0}
+MANY = 16
 """Heartbeats that take longer than a silent client is waited for."""
+MOST = 2 * 12 + 2
+"""Heartbeats until a client is lost that begins to be silent as late as it may."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_who_says_nothing_more_is_lost_though_it_is_spoken_to(server: Fleet, con
     quiet = Quiet(server.listen, "quiet")
     heard = [event.WhichOneof("event") for event in quiet.events]  # until the server ends the stream
     assert set(heard) == {"heartbeat"}
-    assert 3 <= len(heard) <= MANY
+    assert 2 <= len(heard) <= MOST
     assert next(event.client_id for event in events if event.kind == "client_lost") == "quiet"
     events.cancel()
 
@@ -64,5 +65,5 @@ def test_any_call_of_the_session_counts_as_a_heartbeat(server: Fleet, control: C
         assert next(busy.events).WhichOneof("event") == "heartbeat"
         busy.speak()
     assert not lost(control, "busy")
-    assert len(list(busy.events)) <= MANY  # it says nothing more
+    assert len(list(busy.events)) <= MOST  # it says nothing more
     assert lost(control, "busy")

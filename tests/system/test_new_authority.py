@@ -13,19 +13,19 @@ from typing import Any, Self
 import pytest
 
 from fedring.ctl.access import Access
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.ctl.health import check_health
 from fedring.ctl.process import Process, stop_all
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.tls import Tls
+from tests.fleets import PATIENCE, Control, Fleet
 from tests.pki import Pki
 
 CLIENTS = ("client-0", "client-1")
 STEPS = [("old", ("old", "new")), ("new", ("old", "new")), ("new", ("new",))]
 """Whose certificates everybody has, and whose authorities everybody trusts."""
 
-JOBS: dict[str, dict[str, Any]] = {"federated": {}, "data_parallel": {"mode": "data_parallel", "batch_size": 32}}
+TOGETHER = {"mode": "data_parallel", "batch_size": 32, "data_parallel": {"replacement_seconds": PATIENCE}}
+JOBS: dict[str, dict[str, Any]] = {"federated": {}, "data_parallel": TOGETHER}
 
 
 class Wire:
@@ -163,5 +163,5 @@ def test_a_job_goes_on_while_everybody_changes_to_another_authority(tmp_path: Pa
         assert {round_.delivered for round_ in published} == {2}
         control.stop_job(job_id)
         assert all(client.running for client in clients)
-        assert check_health(fleet.listen, 5, Access(old.tls("client-0", ca=new))) == "unreachable"
-        assert check_health(fleet.listen, 5, Access(new.tls("client-0"))) == "serving"
+        assert check_health(fleet.listen, PATIENCE, Access(old.tls("client-0", ca=new))) == "unreachable"
+        assert check_health(fleet.listen, PATIENCE, Access(new.tls("client-0"))) == "serving"

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.v1 import control_pb2 as pb
 from tests.conftest import path_to
+from tests.fleets import Control, Fleet
 
 HERE = Path(__file__).parent
 TRUSTED = {"trusted": ["fedring", "faulty_stages"]}
-WORKERS, SECONDS = 3, 5.0
+WORKERS, SECONDS = 3, 60.0  # a replacement would be waited for ten times as long
 
 
 def job(args: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.data import digits
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
@@ -24,6 +22,7 @@ from fedring.train.pipelined import Pipeline
 from fedring.train.seam import build_model
 from fedring.train.shards import World, count_steps, epoch_order, shares
 from tests.conftest import path_to
+from tests.fleets import Control, Fleet
 from tests.metrics_page import Page, address_of
 
 HERE = Path(__file__).parent

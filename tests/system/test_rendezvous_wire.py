@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.v1 import federation_pb2 as fed
 from fedring.v1 import rendezvous_pb2 as pb
 from fedring.v1.rendezvous_pb2_grpc import RendezvousServiceStub
-from tests.system.wire import SIZE, Refused, WireClient, payload_of, run, stop_jobs
+from tests.fleets import Control, Fleet
+from tests.system.wire import SECONDS, SIZE, Refused, WireClient, drawn, payload_of, run, stop_jobs
 
 Clients = Callable[..., list[WireClient]]
 DIGEST = bytes(32)
@@ -44,7 +43,7 @@ class WireWorker:
         facts: dict[str, Any] = {"run_id": command.run_id, "round": command.round, **enter}
         self.say(enter=pb.Enter(**facts))
         stub = RendezvousServiceStub(client.channel)
-        self._call = stub.Form(iter(self._out.get, None), metadata=client.metadata, timeout=60)
+        self._call = stub.Form(iter(self._out.get, None), metadata=client.metadata, timeout=2 * SECONDS)
 
     def say(self, **message: Any) -> None:
         """Send a message."""
@@ -190,13 +189,13 @@ def refusal(worker: WireWorker) -> Refused:
 
 
 def test_who_does_not_belong_to_the_round_is_turned_away(control: Control, clients: Clients) -> None:
-    a, b = clients("a", "b")
+    both = clients("a", "b")
     start(control, 2, sample_clients=1)
-    chosen = next(client for client in (a, b) if not client.events.empty() or client.expect("train"))
-    command = fed.TrainCmd()
-    command.run_id, command.round = chosen.joined.run_id, 99
-    error = refusal(WireWorker(chosen, command))
-    assert (error.code, error.reason) == (StatusCode.FAILED_PRECONDITION, "unknown_round")
+    ((chosen, command),) = drawn(both, 1).items()
+    another_round = fed.TrainCmd(run_id=command.run_id, round=command.round + 1)
+    for client in both:
+        error = refusal(WireWorker(client, another_round if client.client_id == chosen else command))
+        assert (error.code, error.reason) == (StatusCode.FAILED_PRECONDITION, "unknown_round")
 
 
 def test_a_generation_that_was_never_formed_is_not_believed(control: Control, clients: Clients) -> None:
@@ -235,6 +234,6 @@ def test_what_cannot_be_kept_of_a_workers_report_is_refused(
     (client,) = clients()
     start(control, 1)
     worker = WireWorker(client, client.expect("train"))
-    worker.say(done=pb.Done(**{"digest": DIGEST, **done}))
     worker.hear("prepare")
+    worker.say(done=pb.Done(**{"digest": DIGEST, **done}))
     assert refusal(worker).reason == "bad_done"

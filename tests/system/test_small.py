@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.v1 import federation_pb2 as pb
+from tests.fleets import Control, Fleet
 from tests.system.wire import SIZE, Refused, WireClient, parameters, payload_of, run, vector_job
 
 ONES = np.ones(SIZE, np.float32)

@@ -11,9 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from tests.conftest import missing
+from tests.fleets import Control, Fleet
 
 
 class Collector:

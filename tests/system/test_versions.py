@@ -5,12 +5,11 @@ from typing import Any
 import grpc
 import pytest
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import reason_of, status_of
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
+from tests.fleets import Control, Fleet
 from tests.system.wire import WireClient, deliver, outcome, run
 
 FIELD_1000 = bytes([0xC2, 0x3E, 5]) + b"later"  # a text that this version knows nothing of

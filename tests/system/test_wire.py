@@ -11,11 +11,10 @@ import pytest
 from grpc import StatusCode
 
 from fedring.codec import decode
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.server.sessions import MOST_CALLS
 from fedring.v1 import federation_pb2 as pb
-from tests.system.wire import SIZE, Refused, WireClient, model_of, payload_of, stop_jobs, vector_job
+from tests.fleets import Control, Fleet
+from tests.system.wire import SECONDS, SIZE, Refused, WireClient, model_of, payload_of, stop_jobs, vector_job
 
 ONES = np.ones(SIZE, np.float32)
 
@@ -300,7 +299,7 @@ def test_a_bad_client_id_is_refused(wire: WireClient, client_id: str) -> None:
 
 def test_the_newest_session_of_a_client_wins(server: Fleet, wire: WireClient, command: pb.TrainCmd) -> None:
     with WireClient(server.listen) as newer:
-        ended = wire.ended.get(timeout=20)
+        ended = wire.ended.get(timeout=SECONDS)
         assert ended is not None
         assert ended.code() is StatusCode.ABORTED
         assert newer.expect("train").round == command.round

@@ -3,7 +3,7 @@
 import hashlib
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +13,6 @@ import numpy as np
 
 from fedring.codec import Encoding, encode
 from fedring.codec.schema import Schema
-from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
 from fedring.rpc.errors import reason_of
 from fedring.train.models import vector
@@ -21,8 +20,10 @@ from fedring.train.state import schema_of
 from fedring.v1 import control_pb2
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
+from tests.fleets import Control
 
 SIZE = 1000
+SECONDS = 60.0
 CHUNK = 1 << 20
 
 
@@ -82,7 +83,7 @@ class WireClient:
         """Send a message up the Watch stream."""
         self._beats.put(request)
 
-    def expect(self, kind: str, seconds: float = 20.0) -> Any:
+    def expect(self, kind: str, seconds: float = SECONDS) -> Any:
         """The next event of this kind; the others before it are dropped."""
         while True:
             event = self.events.get(timeout=seconds)
@@ -122,7 +123,7 @@ class WireClient:
 
         def messages() -> Iterator[pb.ClientUpdate]:
             yield pb.ClientUpdate(header=header)
-            start = offsets.get(timeout=20)
+            start = offsets.get(timeout=SECONDS)
             end = len(payload) if stop_at is None else stop_at
             for offset in range(start, end, CHUNK):
                 data = payload[offset : min(offset + CHUNK, end)]
@@ -134,7 +135,7 @@ class WireClient:
         """Push all in one message."""
         try:
             return self.updates.PushSmallUpdate(
-                pb.SmallUpdate(header=header, payload=payload), metadata=self.metadata, timeout=20
+                pb.SmallUpdate(header=header, payload=payload), metadata=self.metadata, timeout=SECONDS
             )
         except grpc.RpcError as error:
             raise Refused(error) from error
@@ -181,6 +182,18 @@ def run(control: Control, **keys: Any) -> tuple[int, Iterator[control_pb2.Event]
     events = control.events()
     job_id = control.start_job(vector_job(**keys)).job_id
     return job_id, control.follow_job(job_id, events)
+
+
+def drawn(clients: Sequence[WireClient], count: int) -> dict[str, pb.TrainCmd]:
+    """The commands of the next `count` clients that get one, by their names."""
+    commands: dict[str, pb.TrainCmd] = {}
+    while len(commands) < count:
+        for client in clients:
+            with suppress(queue.Empty):
+                event = client.events.get(timeout=0.01)
+                if event.HasField("train"):
+                    commands[client.client_id] = event.train
+    return commands
 
 
 def deliver(client: WireClient, values: "np.ndarray[Any, np.dtype[np.float32]] | None" = None) -> pb.TrainCmd:

@@ -1,0 +1,46 @@
+"""Daemons for tests, and the way to their server: as everybody has them, but for their patience.
+
+A busy machine keeps a process waiting for seconds. Here that makes nobody lost; tests of losses say what they need.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from fedring.ctl import control, fleet
+
+PATIENCE = 60.0
+"""Seconds of silence, of an answer, of a start: longer than any machine on which the tests can pass stands still."""
+
+
+class Fleet(fleet.Fleet):
+    """A server that waits long for clients that are silent, and clients that wait so for each other."""
+
+    def __init__(
+        self,
+        directory: Path,
+        server_overrides: Mapping[str, Any] | None = None,
+        clients: Sequence[Mapping[str, Any]] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        settings = {"lost_after_seconds": PATIENCE, **(server_overrides or {})}
+        patient = {"FEDRING_RING_LOST_AFTER_SECONDS": str(PATIENCE), **(env or {})}
+        super().__init__(directory, settings, clients, env=patient)
+
+
+class Control(control.Control):
+    """An operator who waits long for an answer."""
+
+    def __init__(self, address: str, *, channel: grpc.Channel | None = None, timeout_seconds: float = PATIENCE) -> None:
+        super().__init__(address, channel=channel, timeout_seconds=timeout_seconds)
+
+
+def until_watching(control: control.Control, count: int) -> None:
+    """So many clients are in session."""
+    events = control.events()
+    while sum(client.state == "watching" for client in control.clients()) < count:
+        next(event for event in events if event.kind == "client_joined")
+    events.cancel()
