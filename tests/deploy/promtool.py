@@ -13,5 +13,5 @@ def promtool(*arguments: str | Path, given: str | None = None) -> "subprocess.Co
         missing("promtool (Debian's package prometheus)")
     command = ["promtool", *map(str, arguments)]
     return subprocess.run(
-        command, input=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False
+        command, input=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False
     )

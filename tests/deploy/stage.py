@@ -4,7 +4,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from tests.ports import free_port
 
 PROGRAMS = Path(sys.executable).parent
 SECONDS = 120.0
@@ -31,8 +32,7 @@ class Stage:
     def port(self, number: str) -> int:
         """The free port that stands for that one."""
         if number not in self._ports:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                self._ports[number] = free.getsockname()[1]
+            self._ports[number] = free_port()
         return self._ports[number]
 
     def translate(self, text: str, paths: Mapping[str, Path], machine: str = "") -> str:

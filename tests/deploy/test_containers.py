@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.conftest import ROOT, missing
-from tests.deploy.stage import PROGRAMS, Running, Stage, run
+from tests.deploy.stage import PROGRAMS, SECONDS, Running, Stage, run
 
 from fedring.daemon.config import load_config
 from fedring.server.config import ServerConfig
@@ -187,7 +188,9 @@ def test_a_federated_round_goes_through_all_services(containers: Containers) -> 
 
 @pytest.mark.parametrize("name", sorted(set(OURS) & set(DAEMONS)))
 def test_the_health_check_of_a_service_says_that_it_serves(containers: Containers, name: str) -> None:
-    done = run(containers.check(name))
+    deadline = time.monotonic() + SECONDS
+    while (done := run(containers.check(name))).returncode and time.monotonic() < deadline:
+        pass  # who has just started may not serve yet: Docker, too, asks again
     assert (done.returncode, "serving" in done.stdout) == (0, True), done.stderr
 
 

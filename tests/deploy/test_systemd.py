@@ -1,6 +1,7 @@
 """The units are valid and hardened, and what they say of the daemons is true."""
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -8,7 +9,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -139,14 +140,16 @@ class Manager:
             if wanted in message:
                 return message
 
-    def silent(self) -> bool:
-        """Whether nothing comes for several beats' time, once all that was sent before is read."""
+    def forget(self) -> None:
+        """All that was sent before is read."""
         self.socket.setblocking(False)
-        try:
+        with suppress(BlockingIOError):
             while True:
                 self.socket.recv(1 << 16)
-        except BlockingIOError:
-            pass
+
+    def silent(self) -> bool:
+        """Whether nothing comes for several beats' time, once all that was sent before is read."""
+        self.forget()
         self.socket.settimeout(5 * BEAT_SECONDS)
         try:
             self.socket.recv(1 << 16)
@@ -208,6 +211,12 @@ class Host:
         return self._stack.enter_context(running), manager
 
 
+def freeze(running: Running) -> None:
+    """Each of its threads has stopped."""
+    running.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, running.process.pid, os.WSTOPPED)
+
+
 def wait_for_training(host: Host) -> None:
     """Return when the client is within its epoch."""
     deadline = time.monotonic() + SECONDS
@@ -230,7 +239,7 @@ def test_the_server_tells_systemd_when_it_is_ready_alive_and_stopping(host: Host
     ready = manager.until("READY=1")
     assert "WATCHDOG=1" not in ready
     assert manager.until("WATCHDOG=1")
-    server.process.send_signal(signal.SIGSTOP)
+    freeze(server)
     assert manager.silent()
     server.process.send_signal(signal.SIGCONT)
     assert manager.until("WATCHDOG=1")
@@ -260,12 +269,12 @@ def test_the_client_beats_through_a_long_epoch_and_stops_within_it(host: Host) -
     done = run(["flctl", "start-round", "min_clients=1", "epochs=1000000", "lr=1e-6"], host.operator)
     assert done.returncode == 0, done.stderr
     wait_for_training(host)
-    assert not manager.silent()
+    manager.forget()
     for _ in range(5):
         assert manager.until("WATCHDOG=1")
-    health = run(["flctl", "health", "--at", f"unix:{host.folder}/run/fedring-client/ward-7/health"])
+    health = run(["flctl", "health", "--timeout", "60", "--at", f"unix:{host.folder}/run/fedring-client/ward-7/health"])
     assert (health.returncode, "serving" in health.stdout) == (0, True)
-    client.process.send_signal(signal.SIGSTOP)
+    freeze(client)
     assert manager.silent()
     client.process.send_signal(signal.SIGCONT)
     client.process.send_signal(signal.SIGTERM)

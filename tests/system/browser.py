@@ -24,7 +24,7 @@ _FLAGS = (
     "--disable-quic",
 )
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
-SECONDS = 60.0
+SECONDS = 120.0
 _UNTIL = """() => new Promise((done, fail) => {
   const began = performance.now();
   const check = () => {
@@ -45,7 +45,7 @@ def open_browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path, args=list(_FLAGS))
+        browser = started.chromium.launch(executable_path=path, args=list(_FLAGS), timeout=1000 * SECONDS)
         try:
             yield browser
         finally:

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.train.job import Job
 from tests.conftest import ROOT
+from tests.fleets import Control, Fleet
 from tests.pages import Page, commands, exported, written
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -76,7 +75,7 @@ def test_each_way_in_takes_part_in_a_round(control: Control, three_ways_in: dict
     assert round_.eval_total == 360 + 180 + 180  # all test samples, and two halves
     for name, process in three_ways_in.items():
         process.terminate()
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, f"{name}:\n{output}"
 
 
@@ -84,7 +83,7 @@ def test_each_way_in_takes_part_in_a_round(control: Control, three_ways_in: dict
 def test_a_configuration_that_is_shipped_can_be_used(path: Path, tmp_path: Path) -> None:
     ports = ["listen=127.0.0.1:0", "control_listen=127.0.0.1:0"] if path.stem == "server" else []
     with run("-m", CHECKS[path.stem], path, "--check-config", *ports, cwd=tmp_path) as check:
-        output, _ = check.communicate(timeout=60)
+        output, _ = check.communicate(timeout=120)
     assert (check.returncode, "the configuration is good" in output) == (0, True), output
 
 
@@ -92,7 +91,7 @@ def test_a_configuration_that_is_shipped_can_be_used(path: Path, tmp_path: Path)
 def test_a_job_that_is_shipped_is_taken_as_it_is(path: Path, server: Fleet, control: Control, tmp_path: Path) -> None:
     options = ["--no-wait", "--server", server.control, "--output", "json"]
     with run("-m", "fedring.ctl.main", "run", path, *options, cwd=tmp_path) as flctl:
-        output, _ = flctl.communicate(timeout=60)
+        output, _ = flctl.communicate(timeout=120)
     assert flctl.returncode == 0, output
     job = control.job(int(json.loads(output)["job_id"]))
     table = tomllib.loads(path.read_text())

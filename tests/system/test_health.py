@@ -14,13 +14,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from fedring.ctl.fleet import Fleet
 from fedring.rpc.errors import status_of
 from fedring.rpc.health import ALIVE
+from tests.fleets import Fleet
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 PUBLIC = {f"fedring.v1.{name}" for name in ("TrainCmdService", "ModelBlobService", "ClientUpdateService")}
-SECONDS = 60.0
+SECONDS = 120.0
+WAITING = ("--timeout", "60")
 
 
 @pytest.fixture
@@ -100,11 +101,11 @@ def test_a_client_serves_while_it_is_in_session(fleet: Fleet, folder: Path) -> N
 
 
 def test_flctl_tells_people_programs_and_orchestrators(fleet: Fleet, folder: Path) -> None:
-    both = flctl("health", "--server", fleet.control, "--listen", fleet.listen)
+    both = flctl("health", *WAITING, "--server", fleet.control, "--listen", fleet.listen)
     assert (both.returncode, both.stdout.count("serving")) == (0, 2)
     watched = Watched(f"unix:{folder}/client")
     watched.until(SERVING)
-    one = flctl("health", "--at", f"unix:{folder}/client", "--output", "json")
+    one = flctl("health", *WAITING, "--at", f"unix:{folder}/client", "--output", "json")
     assert one.returncode == 0
     assert json.loads(one.stdout)["ports"] == [
         {"port": "health", "address": f"unix:{folder}/client", "status": "serving"}
@@ -112,7 +113,7 @@ def test_flctl_tells_people_programs_and_orchestrators(fleet: Fleet, folder: Pat
     fleet.server.kill()
     watched.until(NOT_SERVING)
     watched.close()
-    assert flctl("health", "--at", f"unix:{folder}/client").returncode == 1
+    assert flctl("health", *WAITING, "--at", f"unix:{folder}/client").returncode == 1
     assert flctl("health", "--at", f"unix:{folder}/nobody").returncode == 69
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 def flctl(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "fedring.ctl.main", "profile", "--dataset", "digits", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_a_profile_has_figures_of_every_hook_a_verdict_and_a_plot(tmp_path: Path) -> None:

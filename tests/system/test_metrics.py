@@ -9,15 +9,14 @@ import grpc
 import numpy as np
 import pytest
 
-from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
-from fedring.ctl.fleet import Fleet
 from fedring.ctl.process import Process
 from fedring.rpc.channel import open_sync_channel
 from fedring.train.shards import count_steps
 from fedring.v1.federation_pb2 import JoinRequest
 from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 from tests.deploy.promtool import promtool
+from tests.fleets import PATIENCE, Control, Fleet, until_watching
 from tests.metrics_page import Page, address_of, eventually
 from tests.pki import Pki
 from tests.system.wire import SIZE, Refused, WireClient, deliver, outcome, payload_of, vector_job
@@ -62,7 +61,8 @@ def test_a_job_is_counted_round_by_round(
             deliver(client)
     assert outcome(control, job_id, control.follow_job(job_id, events)).state == "completed"
 
-    page = eventually(address, lambda page: page("fl_server_job_started_timestamp_seconds") == 0)
+    idle = ("fl_server_job_started_timestamp_seconds", "fl_server_executor_queue_length")
+    page = eventually(address, lambda page: all(page(name) == 0 for name in idle))
     assert page.by("result", "fl_server_rounds_total") == {"published": 2}
     assert page("fl_server_round_duration_seconds_count") == page("fl_server_aggregate_seconds_count") == 2
     phases = dict.fromkeys(("waiting", "training", "aggregating", "evaluating"), 2)
@@ -78,7 +78,6 @@ def test_a_job_is_counted_round_by_round(
     assert page("grpc_server_in_flight_calls", grpc_method="TrainCmdService/Watch") == 2
     assert 0 < page("fl_server_disk_free_bytes") <= page("fl_server_disk_size_bytes")
     assert page("fl_server_last_fsync_seconds") > 0
-    assert page("fl_server_executor_queue_length") == 0
     assert eventually(address, lambda page: page("fl_server_event_loop_lag_seconds_count") > 0)
 
 
@@ -162,9 +161,7 @@ def test_both_daemons_pages_are_clean_and_agree_after_real_jobs(tmp_path: Path) 
 def test_a_server_that_comes_back_is_a_reconnect(tmp_path: Path) -> None:
     told = {"metrics_listen": ANY_PORT}
     with Fleet(tmp_path, told, [told]) as fleet, Control(fleet.control) as control:
-        events = control.events()
-        while not any(client.state == "watching" for client in control.clients()):
-            next(event for event in events if event.kind == "client_joined")
+        until_watching(control, 1)
         address = address_of(fleet.clients[0])
         assert Page(address)("fl_client_reconnects_total") == 0
         fleet.restart_server()
@@ -182,8 +179,11 @@ def test_refused_callers_are_counted_and_certificates_dated(tmp_path: Path) -> N
                 with pytest.raises(Failure, match="no operator"):
                     control.status()
         with open_sync_channel(fleet.listen, pki.trust()) as nobody, pytest.raises(grpc.RpcError):
-            TrainCmdServiceStub(nobody).Join(JoinRequest(client_id="client-0", protocol=1), timeout=20)
-        page = eventually(fleet.ready["metrics"], lambda page: page("fl_server_clients_connected") == 1)
+            TrainCmdServiceStub(nobody).Join(JoinRequest(client_id="client-0", protocol=1), timeout=PATIENCE)
+        metrics = fleet.ready["metrics"]
+        assert eventually(metrics, lambda page: page("fl_server_clients_connected") == 1)
+        refused = {"grpc_method": STATUS, "grpc_code": "PERMISSION_DENIED"}
+        page = eventually(metrics, lambda page: page("grpc_server_handled_total", **refused) == 2)
         client = Page(address_of(fleet.clients[0]))
     assert page.by("reason", "fl_server_auth_refusals_total") == {"not_operator": 2}
     assert page.by("grpc_code", "grpc_server_handled_total", grpc_method=STATUS) == {"PERMISSION_DENIED": 2}
@@ -200,6 +200,6 @@ def test_a_daemon_whose_address_is_taken_does_not_start(server: Fleet, address: 
             del settings["server"]
         daemon = Process(module, module, settings, tmp_path / f"{module}.log")
         daemon.start()
-        assert daemon.wait(60) == 78
+        assert daemon.wait(PATIENCE) == 78
         daemon.close()
         assert f"metrics_listen {address} cannot be used" in daemon.tail()

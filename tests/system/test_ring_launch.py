@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -10,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
+from tests.ports import free_port
 from tests.system.ring_scripts import ranks
 
 SCRIPT = str(Path(__file__).parent / "ring_scripts" / "plain.py")
+SECONDS = 240
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("common", "protos")),
     "GRPC_VERBOSITY": "ERROR",
@@ -33,12 +34,6 @@ def check(found: list[dict[str, Any]], size: int) -> None:
     assert len({one["digest"] for one in found}) == 1
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_torchrun_launches_an_unmodified_script() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     run = subprocess.run(
@@ -46,7 +41,7 @@ def test_torchrun_launches_an_unmodified_script() -> None:
         env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=SECONDS,
     )
     assert run.returncode == 0, run.stderr
     check(results(run.stdout), 2)
@@ -65,10 +60,11 @@ def test_scripts_that_forget_to_destroy_the_group_end_all_the_same() -> None:
         for rank in range(2)
     ]
     try:
-        ends = [process.communicate(timeout=100) for process in processes]
+        ends = [process.communicate(timeout=SECONDS) for process in processes]
     finally:
         for process in processes:
             process.kill()
+            process.wait()
     assert [process.returncode for process in processes] == [0, 0], [error for _, error in ends]
     check(results("".join(output for output, _ in ends)), 2)
 

@@ -16,9 +16,7 @@ import pytest
 from cryptography import x509
 
 from fedring.ctl.access import Access
-from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
-from fedring.ctl.fleet import Fleet
 from fedring.ctl.health import check_health
 from fedring.ctl.main import main
 from fedring.daemon.exits import Exit
@@ -31,9 +29,11 @@ from fedring.v1 import control_pb2 as pb
 from fedring.v1.control_pb2_grpc import ControlServiceStub
 from fedring.v1.federation_pb2 import FetchModelRequest, JoinRequest, WatchRequest
 from fedring.v1.federation_pb2_grpc import ModelBlobServiceStub, TrainCmdServiceStub
+from tests.fleets import Control, Fleet
 from tests.pki import Pki, flctl
+from tests.system.waiting import until
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 @dataclass
@@ -127,7 +127,7 @@ def test_a_bad_handshake_never_becomes_a_call(mutual: Site, case: str) -> None:
     before, written = mutual.counts()["handshake"], len(mutual.audit())
     with open_sync_channel(mutual.fleet.listen, tls) as channel:
         assert refusal(lambda: join(channel, "ann"))[0] is grpc.StatusCode.UNAVAILABLE
-    assert mutual.counts()["handshake"] > before
+    until(lambda: mutual.counts()["handshake"] > before)  # the server may have yet to see who it was
     assert len(mutual.audit()) == written
 
 
@@ -168,7 +168,8 @@ def test_a_caller_does_only_what_is_theirs(mutual: Site, name: str, deed: str, s
         code, found = refusal(deeds[deed])
     assert (code.name, found) == (status, reason)
     after = mutual.counts()
-    assert {key for key in after if after[key] != before[key]} == {reason}
+    # On a busy machine gRPC may try a handshake anew.
+    assert {key for key in after if after[key] != before[key]} - {"handshake"} == {reason}
     assert mutual.audit()[-1]["result"] == reason
 
 
@@ -234,7 +235,7 @@ def test_a_revoked_token_ends_the_session_that_it_opened(bearers: Site) -> None:
 
 
 def test_a_session_ends_with_the_token_that_opened_it(bearers: Site) -> None:
-    token = keep_token(bearers.fleet, "client", ends=time.time() + 2.0)
+    token = keep_token(bearers.fleet, "client", ends=time.time() + 10.0)
     with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
         metadata = (("fl-session", join(channel, "ann", token).session_id), ("authorization", f"Bearer {token}"))
         said: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()

@@ -4,23 +4,20 @@ import shutil
 import stat
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedring.ctl.access import Access
-from fedring.ctl.control import Control
-from fedring.ctl.fleet import Fleet
 from fedring.ctl.health import check_health
 from fedring.ctl.main import main
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.tls import Tls
+from tests.fleets import Control, Fleet
 from tests.pki import Pki
+from tests.system.waiting import until
 
 SECONDS = 60.0
 
@@ -76,7 +73,6 @@ def test_workers_train_together_with_mutual_tls(tmp_path: Path, mode: str) -> No
         assert formed
         assert all("2 workers" in text for text in formed)
         assert [len(round_.clients) for round_ in control.rounds(job_id=job_id)] == [2, 2]
-        assert control.status().refused["handshake"] == 0
 
 
 def test_a_client_with_a_token_trains_until_it_is_revoked(tmp_path: Path) -> None:
@@ -148,11 +144,3 @@ def install(pki: Pki, name: str, folder: Path) -> None:
         new = folder / "new"
         shutil.copy(pki.folder / f"{name}.{ending}", new)  # with its mode
         new.replace(folder / f"{name}.{ending}")
-
-
-def until(true: Callable[[], bool]) -> None:
-    """It has become true; fails if it does not within a minute."""
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.05)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedring.web.serve import WebServer
-from tests.system.browser import Look, open_browser
+from tests.system.browser import SECONDS, Look, open_browser
 
 JOB = {
     "job_id": 7, "name": "large", "state": "running", "reason": "", "rounds": 2000, "rounds_done": 990,
@@ -66,8 +66,8 @@ def url(script: Script) -> Iterator[str]:
     thread.start()
     run = asyncio.run_coroutine_threadsafe(server.run(), loop)
     yield server.url
-    asyncio.run_coroutine_threadsafe(server.stop(5), loop).result(20)
-    run.result(20)
+    asyncio.run_coroutine_threadsafe(server.stop(5), loop).result(SECONDS)
+    run.result(SECONDS)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
