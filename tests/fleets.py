@@ -14,6 +14,9 @@ from fedring.ctl import control, fleet
 PATIENCE = 60.0
 """Seconds of silence, of an answer, of a start: longer than any machine on which the tests can pass stands still."""
 
+PATIENT = {"FEDRING_SERVER_LOST_AFTER_SECONDS": str(PATIENCE), "FEDRING_RING_LOST_AFTER_SECONDS": str(PATIENCE)}
+"""The same, for daemons that a test starts as people do."""
+
 
 class Fleet(fleet.Fleet):
     """A server that waits long for clients that are silent, and clients that wait so for each other."""

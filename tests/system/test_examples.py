@@ -13,7 +13,7 @@ import pytest
 
 from fedring.train.job import Job
 from tests.conftest import ROOT
-from tests.fleets import Control, Fleet
+from tests.fleets import PATIENT, Control, Fleet
 from tests.pages import Page, commands, exported, written
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -123,7 +123,7 @@ def test_the_recipe_for_two_machines_can_be_typed(tmp_path: Path) -> None:
 def typed(shell: str, cwd: Path) -> str:
     """What the last flctl prints, after all commands were typed, each daemon in a terminal of its own."""
     variables = {"FEDRING_SERVER_LISTEN": "127.0.0.1:0", "FEDRING_SERVER_CONTROL_LISTEN": "127.0.0.1:0"}
-    variables |= {"FEDRING_CLIENT_PEER_LISTEN": "127.0.0.1:0", "FLCTL_OUTPUT": "json"} | exported(shell)
+    variables |= {"FEDRING_CLIENT_PEER_LISTEN": "127.0.0.1:0", "FLCTL_OUTPUT": "json"} | PATIENT | exported(shell)
     output = ""
     with ExitStack() as stack:
         for program, *arguments in commands(shell):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.fleets import PATIENT
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 240
 
@@ -17,7 +19,7 @@ def quickstart(folder: Path) -> "subprocess.CompletedProcess[str]":
         capture_output=True,
         text=True,
         timeout=SECONDS,
-        env={**os.environ, "PATH": programs},
+        env={**os.environ, **PATIENT, "PATH": programs},
     )
 
 

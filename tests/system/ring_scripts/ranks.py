@@ -95,8 +95,9 @@ def _enter(backend: str, rank: int, size: int, folder: Path, timeout: float) -> 
 def _come_to_the_end(rank: int, size: int, folder: Path) -> None:
     """The group is left, by all who are still in it at once: nobody leaves faster than the news of a failure spread."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
-    ends = dist.FileStore(str(folder / "ends"), size)
+    ends = FileStore(str(folder / "ends"), size)
     ends.set(str(rank), "here")
     if dist.is_initialized():
         ends.wait([str(other) for other in range(size)], timedelta(seconds=_PATIENCE))
