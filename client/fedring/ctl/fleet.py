@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from fedring.ctl.failure import Failure
 from fedring.ctl.process import Process, stop_all
 
-_READY_SECONDS = 60.0
+_READY_SECONDS = 120.0
 _STOP_SECONDS = 15.0
 
 
