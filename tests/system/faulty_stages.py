@@ -1,5 +1,6 @@
 """A user's code that raises in one stage of a pipeline, named by jobs as "faulty_stages:loss" and so on."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ _losses = 0
 class Fails(nn.Module):
     """Passes its input on, for some micro-batches."""
 
-    def __init__(self, way: str, error: type[Exception]) -> None:
+    def __init__(self, way: str, error: type[Exception], once: str) -> None:
         super().__init__()
-        self._way, self._error, self._passes = way, error, 0
+        self._way, self._error, self._once, self._passes = way, error, once, 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         """`inputs`, of any shape."""
@@ -31,13 +32,21 @@ class Fails(nn.Module):
         return inputs
 
     def _fail(self, gradient: Tensor | None = None) -> None:
+        if self._once:
+            try:
+                Path(self._once).touch(exist_ok=False)
+            except FileExistsError:
+                return
         raise self._error(f"no luck in the {self._way}")
 
 
-def net(stage: int = 0, way: str = "", error: str = "") -> nn.Module:
-    """A small network for the 8 x 8 digits, whose n-th of three stages fails if a way is given."""
-    errors = {"ValueError": ValueError, "RuntimeError": RuntimeError}
-    rest = [Fails(way, errors[error]) if way and n == stage else nn.Identity() for n in range(3)]
+def net(stage: int = 0, way: str = "", error: str = "", once: str = "") -> nn.Module:
+    """A small network for the 8 x 8 digits, whose n-th of three stages fails if a way is given.
+
+    With `once`, a file that does not exist, it fails in one process, and in the next one no more.
+    """
+    errors = {each.__name__: each for each in (ValueError, RuntimeError, MemoryError, torch.OutOfMemoryError)}
+    rest = [Fails(way, errors[error], once) if way and n == stage else nn.Identity() for n in range(3)]
     stages = [(nn.Linear(width, 32), nn.ReLU(), rest[n]) for n, width in enumerate((64, 32, 32))]
     return nn.Sequential(nn.Flatten(), *(layer for stage in stages for layer in stage), nn.Linear(32, 10))
 

@@ -29,12 +29,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield running
 
 
-def told(control: Control, spec: dict[str, Any]) -> dict[str, pb.Event]:
-    """The first event of each kind that the job comes to."""
+def told(control: Control, spec: dict[str, Any], reason: str = "train_error") -> dict[str, pb.Event]:
+    """The first event of each kind that the job comes to; no client fails for another reason."""
     events, found = control.events(), dict[str, pb.Event]()
     for event in control.follow_job(control.start_job(spec).job_id, events):
         found.setdefault(event.kind, event)
-        assert event.kind != "client_failed" or "train_error" in event.text  # nobody blames those who only heard of it
+        assert event.kind != "client_failed" or reason in event.text  # nobody blames those who only heard of it
     return found
 
 
@@ -81,3 +81,17 @@ def test_a_client_that_was_not_selected_is_not_tried_in_the_place_of_one_whose_c
         assert "no luck" in events["job_ended"].text
         (round_,) = control.rounds(job_id=1)
         assert (round_.reason, round_.selected) == ("train_error", WORKERS)
+
+
+@pytest.mark.parametrize("error", ["OutOfMemoryError", "MemoryError"])
+def test_a_client_takes_the_place_of_one_whose_memory_is_too_small(tmp_path: Path, error: str) -> None:
+    fault = {"way": "backward", "error": error, "stage": 1, "once": str(tmp_path / "fault")}
+    clients = [TRUSTED] * (WORKERS + 1)
+    with Fleet(tmp_path, TRUSTED, clients, env=path_to(HERE)) as fleet, Control(fleet.control) as control:
+        events = told(control, job(fault, min_clients=WORKERS + 1, rounds=1), "out_of_memory")
+        failed = events["client_failed"]
+        assert f"{error}: no luck in the backward" in failed.text
+        assert "group_lost" in events
+        assert "completed" in events["job_ended"].text
+        (round_,) = control.rounds(job_id=1)
+        assert (round_.phase, round_.selected, round_.missing) == ("published", WORKERS + 1, [failed.client_id])

@@ -18,7 +18,7 @@ from fedring.pipeline.worker import Report
 from fedring.ring import RingError
 from fedring.train.batches import fetch
 from fedring.train.cutting import count_layers, cut_model
-from fedring.train.errors import TrainError, told
+from fedring.train.errors import TrainError, told, verdict
 from fedring.train.flow import Course, PipelineTraining, Profile
 from fedring.train.loop import Loss, OptimizerFactory
 from fedring.train.pipelined import Pipeline
@@ -133,7 +133,7 @@ class Staged:
             raise
         except RuntimeError as error:  # of the job's own code: what it did to the ring comes after it
             log.exception("a stage cannot go on")
-            raise TrainError("train_error", told(error)) from error
+            raise TrainError(verdict(error), told(error)) from error
         finally:
             if training is not None:
                 standing.micro_batches = training.micro_batches

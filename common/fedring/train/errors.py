@@ -1,5 +1,7 @@
 """What can go wrong between a job's names and a trained model; each text is one sentence that says what to do."""
 
+import torch
+
 
 class SeamError(Exception):
     """What the user plugged in does not fit; `reason` is a stable word."""
@@ -15,6 +17,11 @@ class TrainError(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
+
+
+def verdict(error: Exception) -> str:
+    """A stable word for what training has raised: "out_of_memory", which another worker may have, or "train_error"."""
+    return "out_of_memory" if isinstance(error, MemoryError | torch.OutOfMemoryError) else "train_error"
 
 
 def told(error: Exception) -> str:

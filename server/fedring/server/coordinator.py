@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 0.5
 _OF_THE_CODE = ("train_error", "cannot_cut")  # failures that the job's next rounds would end in, too
+_OF_THE_WORKER = "out_of_memory"  # a failure that another one in its place may not have
 RECOVERY_SECONDS = 30.0
 """Time that clients have to come back after the server was restarted within a round."""
 
@@ -114,7 +115,7 @@ class Coordinator:
         text = f"{client} could not train: {failure.reason[:64]}: {failure.detail[:1000]}"
         self.journal.write("client_failed", text, client_id=client)
         # A pipeline cannot do without any of its workers, and code that fails on one would fail on its replacement.
-        whole = self.open is not None and self.open.job.mode == "pipeline"
+        whole = self.open is not None and self.open.job.mode == "pipeline" and failure.reason != _OF_THE_WORKER
         if whole and self.rendezvous.give_up(failure.reason[:64]) and failure.reason in _OF_THE_CODE:
             self.hopeless = text
 
