@@ -35,8 +35,34 @@ def test_a_spool_that_is_not_whole_is_dropped_and_the_residual_kept(tmp_path: Pa
     os.truncate(update, size if size > 0 else update.stat().st_size + size)
     again = Spool(tmp_path)
     assert again.pending() is None
-    assert update.stat().st_size == 0
+    assert Spool(tmp_path).size == 0
     np.testing.assert_array_equal(again.residual("run", HASH), np.full(4, 1.0, np.float32))
+
+
+def test_of_a_shorter_update_in_the_place_of_a_longer_one_nothing_of_that_is_left(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    header = pb.UpdateHeader(run_id="run", round=1, schema_hash=HASH, total_bytes=100)
+    spool.accept(spool.write(header, [b"x" * 100], None))
+    write(spool, 1.0, round_=2)
+    pending = Spool(tmp_path).pending()
+    assert pending is not None
+    with pending.reader() as read:
+        assert read(0, 100) == b"abcdef"
+
+
+def test_an_update_whose_writing_did_not_end_is_none_and_neither_is_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    spool = Spool(tmp_path)
+    write(spool, 1.0)
+    assert spool.size == (tmp_path / "update").stat().st_size
+    monkeypatch.setattr(os, "pwrite", die)  # the last step
+    with pytest.raises(KeyboardInterrupt):
+        spool.write(pb.UpdateHeader(run_id="run", round=2, total_bytes=6), [b"ABC", b"DEF"], None)
+    assert (Spool(tmp_path).pending(), spool.size) == (None, 0)
 
 
 def test_nothing_is_pending_before_the_first_update_and_after_an_accepted_one(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from fedring.client import RoundOver, Task, UpdateRefused, connect
+from fedring.client.spool import Spool
 from fedring.codec import decode
 from fedring.rpc.errors import BadUpdate, FedringError, NoSession, Overloaded, TooLarge, Unavailable, UnknownRound
 from fedring.train.state import read_vectors, schema_of, write_vectors
@@ -115,7 +116,7 @@ def test_a_refusal_is_final_and_leaves_the_residual_as_it_was(
         with pytest.raises(kind, match=error.reason):
             task.submit(model, samples=1)
         assert residual_file.read_bytes() == before
-        assert (Path(settings["state_dir"]) / "update").stat().st_size == 0
+        assert Spool(Path(settings["state_dir"])).pending() is None
         task.fail("last", "which the server hears after all else")
         failures = iter(lambda: peer.failures.get(timeout=SECONDS).reason, "last")
         assert list(failures) == ([error.reason] if kind is UpdateRefused else [])
@@ -214,7 +215,7 @@ def test_a_spooled_update_is_sent_when_its_round_is_asked_for_again(
             peer.train(peer.command(model, round_=2, encoding="fp32_sparse"))
             assert task.result(SECONDS).round == 2
     assert (state / "residual.safetensors").exists()
-    assert (state / "update").stat().st_size == 0
+    assert Spool(state).pending() is None
 
 
 def test_a_spooled_update_of_a_round_that_is_over_is_dropped(
@@ -227,7 +228,7 @@ def test_a_spooled_update_of_a_round_that_is_over_is_dropped(
         peer.train(peer.command(model, round_=2))
         assert next(federation).round == 2
     assert "dropped the spooled update of round 1" in caplog.text
-    assert (state / "update").stat().st_size == 0
+    assert Spool(state).pending() is None
     assert not (state / "update.residual").exists()
 
 

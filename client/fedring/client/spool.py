@@ -1,13 +1,17 @@
 """What outlives the process: the residual, and an update that is not accepted yet.
 
     residual.safetensors    what past updates left out, changed only by an accepted update
-    update                  magic "SP" | version u8 | leaves u8 | length u32 | UpdateHeader | payload; empty = none
+    update                  magic "SP" | version u8 | leaves u8 | length u32 | UpdateHeader | payload; zeros in the
+                            place of the first eight bytes, or an empty file = none
     update.residual         what this update leaves out, if `leaves` is 1; if it is 0, the update sends all that past
                             updates left out
 
 An update is spooled before its first byte is sent. When it is accepted, its residual takes the old one's place and
 then the update goes; when it is not, only the update goes. A process may die between any two of these steps, and
-within the writing of a file: one that is shorter than its header says is no update.
+within the writing of a file: the first eight bytes of an update are written last.
+
+The file of updates is written in place, and stays as large as the last one. To cut it off and to write it anew would
+cost five times the processor's time, as the file system then writes it to the disk at once.
 """
 
 import contextlib
@@ -34,6 +38,7 @@ Residual = NDArray[np.float32]  # [num_parameters]
 
 _PREFIX = struct.Struct("<2sBBI")
 _MAGIC, _VERSION = b"SP", 1
+_NONE = bytes(_PREFIX.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,8 @@ class Spool:
     def size(self) -> int:
         """The size of the update that is not accepted yet; may be asked from any thread."""
         try:
-            return self._update_file.stat().st_size
+            with self._update_file.open("rb") as file:
+                return os.fstat(file.fileno()).st_size if any(file.read(_PREFIX.size)) else 0
         except OSError:
             return 0
 
@@ -101,7 +107,7 @@ class Spool:
         try:
             with self._update_file.open("rb") as file:
                 prefix = file.read(_PREFIX.size)
-                if not prefix:
+                if not any(prefix):
                     return None
                 magic, version, leaves, length = _PREFIX.unpack(prefix)
                 header = pb.UpdateHeader.FromString(file.read(length))
@@ -128,10 +134,13 @@ class Spool:
         self._empty = False
         head = header.SerializeToString()
         prefix = _PREFIX.pack(_MAGIC, _VERSION, residual is not None, len(head))
-        # Written in place: the file is made once, not for every round.
-        fd = os.open(self._update_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        fd = os.open(self._update_file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            _write_all(fd, [prefix + head, *parts])
+            _write_all(fd, [_NONE, head, *parts])
+            end = os.lseek(fd, 0, os.SEEK_CUR)
+            if os.fstat(fd).st_size != end:
+                os.truncate(fd, end)
+            os.pwrite(fd, prefix, 0)
         finally:
             os.close(fd)
         return Spooled(header, residual is not None, self._update_file, len(prefix) + len(head), parts)
@@ -159,8 +168,8 @@ class Spool:
         """No update is spooled; the residual is as it was before there was one."""
         if self._empty:
             return
-        with contextlib.suppress(FileNotFoundError):
-            os.truncate(self._update_file, 0)
+        with contextlib.suppress(FileNotFoundError), self._update_file.open("r+b", buffering=0) as file:
+            file.write(_NONE)
         if self._left:
             self._left_file.unlink(missing_ok=True)
         self._empty, self._left = True, False
