@@ -93,6 +93,7 @@ def _configure(connection: sqlite3.Connection, _record: object) -> None:
         "journal_mode = WAL",
         "synchronous = FULL",  # with NORMAL a power loss may undo a commit
         "foreign_keys = ON",
+        "secure_delete = OFF",  # Debian's SQLite would write zeros over all that old updates leave
     ):
         connection.execute(f"PRAGMA {pragma}").close()
 
