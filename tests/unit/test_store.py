@@ -196,12 +196,13 @@ def test_facts_outlive_the_process_and_so_does_the_run(tmp_path: Path) -> None:
     other.close()
 
 
-def test_the_database_syncs_fully_and_is_strict(tmp_path: Path) -> None:
+def test_the_database_syncs_fully_is_strict_and_writes_no_more_than_it_must(tmp_path: Path) -> None:
     engine = open_database(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     with engine.begin() as connection:
-        values = [connection.execute(text(f"PRAGMA {name}")).scalar() for name in ("journal_mode", "synchronous")]
+        names = ("journal_mode", "synchronous", "secure_delete")
+        values = [connection.execute(text(f"PRAGMA {name}")).scalar() for name in names]
         strict = connection.execute(text("SELECT min(strict) FROM pragma_table_list WHERE name NOT LIKE 'sqlite%'"))
-        assert (values, strict.scalar()) == (["wal", 2], 1)
+        assert (values, strict.scalar()) == (["wal", 2, 0], 1)
     engine.dispose()
 
 
