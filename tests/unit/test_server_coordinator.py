@@ -323,6 +323,20 @@ async def test_an_evaluation_that_comes_as_its_round_ends_does_no_harm(host: Hos
     assert len(await host.facts.db(host.store.evaluations, 2)) == 1
 
 
+async def test_old_updates_go_while_the_clients_of_a_later_round_train(host: Host) -> None:
+    session = host.join("a")
+    await host.jobs.start(spec(rounds=5), "")
+    first = await host.command(session)
+    await host.offer(host.update(first, "a"))
+    for _ in range(host.config.keep_update_rounds):
+        await host.offer(host.update(await host.command(session), "a"))
+    await host.command(session)
+    async with asyncio.timeout(60):
+        while await host.facts.db(host.store.updates_of, first.round):
+            pass
+    assert host.coordinator.open is not None
+
+
 async def test_a_model_whose_loss_is_no_number_is_published_without_a_score(host: Host) -> None:
     session = host.join("a")
     keys = {"model": "fedring.train.models:digits_mlp", "model_args": {}, "evaluate_on_server": True, "rounds": 2}
