@@ -5,7 +5,7 @@ A busy machine keeps a process waiting for seconds. Here that makes nobody lost;
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 
@@ -21,6 +21,8 @@ PATIENT = {"FEDRING_SERVER_LOST_AFTER_SECONDS": str(PATIENCE), "FEDRING_RING_LOS
 class Fleet(fleet.Fleet):
     """A server that waits long for clients that are silent, and clients that wait so for each other."""
 
+    silence: ClassVar[float] = PATIENCE  # seconds after which a silent client or peer is lost
+
     def __init__(
         self,
         directory: Path,
@@ -29,8 +31,8 @@ class Fleet(fleet.Fleet):
         *,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        settings = {"lost_after_seconds": PATIENCE, **(server_overrides or {})}
-        patient = {"FEDRING_RING_LOST_AFTER_SECONDS": str(PATIENCE), **(env or {})}
+        settings = {"lost_after_seconds": self.silence, **(server_overrides or {})}
+        patient = {"FEDRING_RING_LOST_AFTER_SECONDS": str(self.silence), **(env or {})}
         super().__init__(directory, settings, clients, env=patient)
 
 

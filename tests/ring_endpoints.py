@@ -3,8 +3,7 @@
 import queue
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,14 +86,6 @@ def allreduce(group: Group, tensor: Tensor, *, timeout: float = SECONDS) -> Oper
 
 def start(group: Group, program: Program, *, what: str = "test", timeout: float = SECONDS) -> Operation:
     return group.start(what, program, timeout=timeout)
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Return once the condition holds."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
 
 
 class Impostor:

@@ -13,9 +13,9 @@ import threading
 import time
 from typing import Any
 
-from fedring.ctl.control import Control
 from fedring.v1 import control_pb2 as pb
 from tests.bench.fleets import fleet_of, print_line
+from tests.fleets import until_watching
 
 WORKERS = 4
 SIGNALS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
@@ -43,7 +43,7 @@ def lose(number: int, *, in_a_group: bool) -> float:
             until(events, "group_formed")
             threading.Event().wait(1 + random.random())  # somewhere in the training
         else:
-            until_here(control, events)
+            until_watching(control, WORKERS)
         victim = random.choice(fleet.clients)
         began = time.monotonic()
         victim.send(number)
@@ -70,12 +70,6 @@ def until(events: Any, kind: str) -> pb.Event:
     """The next event of this kind."""
     found: pb.Event = next(event for event in events if event.kind == kind)
     return found
-
-
-def until_here(control: Control, events: Any) -> None:
-    """All clients are in session."""
-    while sum(client.state == "watching" for client in control.clients()) < WORKERS:
-        until(events, "client_joined")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import pytest
@@ -26,17 +25,7 @@ T = TypeVar("T")
 class FaultyFleet(Fleet):
     """A fleet some of whose daemons will be lost."""
 
-    def __init__(
-        self,
-        directory: Path,
-        server_overrides: Mapping[str, Any] | None = None,
-        clients: Sequence[Mapping[str, Any]] = (),
-        *,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
-        settings = {"lost_after_seconds": SILENCE, **(server_overrides or {})}
-        silence = {"FEDRING_RING_LOST_AFTER_SECONDS": str(SILENCE), **(env or {})}
-        super().__init__(directory, settings, clients, env=silence)
+    silence = SILENCE
 
 
 def patiently(fleet: Fleet, what: str, call: Callable[[], T]) -> T:

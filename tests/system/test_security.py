@@ -31,7 +31,7 @@ from fedring.v1.federation_pb2 import FetchModelRequest, JoinRequest, WatchReque
 from fedring.v1.federation_pb2_grpc import ModelBlobServiceStub, TrainCmdServiceStub
 from tests.fleets import Control, Fleet
 from tests.pki import Pki, flctl
-from tests.system.waiting import until
+from tests.waiting import until
 
 SECONDS = 60.0
 

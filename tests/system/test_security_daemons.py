@@ -17,7 +17,7 @@ from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.tls import Tls
 from tests.fleets import Control, Fleet
 from tests.pki import Pki
-from tests.system.waiting import until
+from tests.waiting import until
 
 SECONDS = 60.0
 

@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from tests.ring_endpoints import SECONDS, Impostor, World, allreduce, deserted, memory, start, until, world
+from tests.ring_endpoints import SECONDS, Impostor, World, allreduce, deserted, memory, start, world
+from tests.waiting import until
 
 from fedring.ring import collectives
 from fedring.ring.endpoint import _LEAVE, Endpoint

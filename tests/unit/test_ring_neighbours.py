@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ring_endpoints import SECONDS, Impostor, World, allreduce, memory, start, until, world
+from tests.ring_endpoints import SECONDS, Impostor, World, allreduce, memory, start, world
+from tests.waiting import until
 
 from fedring.ring import collectives, incoming, nearby
 from fedring.ring.endpoint import Endpoint
