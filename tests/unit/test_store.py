@@ -1,12 +1,14 @@
 """The store: one suite for every database that it supports."""
 
+import re
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import Connection, select, text
+from sqlalchemy import Connection, Engine, event, select, text
 
 from fedring.server import store as stores
 from fedring.server.blobs import StorageError
@@ -199,10 +201,37 @@ def test_facts_outlive_the_process_and_so_does_the_run(tmp_path: Path) -> None:
 def test_the_database_syncs_fully_is_strict_and_writes_no_more_than_it_must(tmp_path: Path) -> None:
     engine = open_database(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     with engine.begin() as connection:
-        names = ("journal_mode", "synchronous", "secure_delete")
+        names = ("journal_mode", "synchronous", "secure_delete", "page_size")
         values = [connection.execute(text(f"PRAGMA {name}")).scalar() for name in names]
         strict = connection.execute(text("SELECT min(strict) FROM pragma_table_list WHERE name NOT LIKE 'sqlite%'"))
-        assert (values, strict.scalar()) == (["wal", 2, 0], 1)
+        assert (values, strict.scalar()) == (["wal", 2, 0, 16384], 1)
+    engine.dispose()
+
+
+def test_neither_accepting_nor_letting_go_reads_all_that_is_kept(tmp_path: Path) -> None:
+    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    done: list[tuple[str, Any]] = []
+
+    def remember(*args: Any) -> None:
+        done.append((args[2], args[3]))
+
+    event.listen(Engine, "after_cursor_execute", remember)
+    row = a_round(store, a_job(store))
+    store.accept_updates([an_update(row.round, "a"), an_update(row.round, "b")])
+    store.prune(keep_models=1, keep_update_rounds=1)
+    event.remove(Engine, "after_cursor_execute", remember)
+    engine = open_database(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    plans = {}
+    with engine.begin() as connection:
+        for statement, values in done:
+            if re.match(r"SELECT updates\.round|DELETE FROM updates", statement):
+                steps = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).all()
+                plans[statement[:6]] = [step.detail for step in steps]
+    assert plans.keys() == {"SELECT", "DELETE"}
+    scans = {step for plan in plans.values() for step in plan if step.startswith("SCAN")}
+    assert scans <= {"SCAN updates USING COVERING INDEX sqlite_autoindex_updates_1", "SCAN rounds"}, plans
+    assert "SEARCH rounds USING INTEGER PRIMARY KEY (rowid=?)" in plans["DELETE"]  # besides the newest few
+    store.close()
     engine.dispose()
 
 

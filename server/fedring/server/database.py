@@ -26,6 +26,7 @@ MIGRATIONS: tuple[Migration, ...] = (_add_tokens,)
 
 _VERSION = "schema_version"
 _BUSY_MILLISECONDS = 10_000
+_PAGE_BYTES = 1 << 14  # in smaller ones, a small update of 40 KB would take two writes for each 4 KiB
 _FSYNC_ERRORS = ("SQLITE_IOERR_FSYNC", "SQLITE_IOERR_DIR_FSYNC")
 
 
@@ -89,6 +90,7 @@ def _engine(url: str) -> Engine:
 def _configure(connection: sqlite3.Connection, _record: object) -> None:
     connection.isolation_level = None  # we begin transactions ourselves: sqlite3 would leave reads outside
     for pragma in (
+        f"page_size = {_PAGE_BYTES}",  # of a database that is yet to be made
         f"busy_timeout = {_BUSY_MILLISECONDS}",
         "journal_mode = WAL",
         "synchronous = FULL",  # with NORMAL a power loss may undo a commit

@@ -23,7 +23,6 @@ from sqlalchemy import (
     func,
     insert,
     select,
-    tuple_,
     union_all,
     update,
 )
@@ -37,8 +36,11 @@ from fedring.server.tables import evaluations, events, jobs, meta, models, round
 Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow, TokenRow)
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
 _BLOB_COLUMNS = (updates.c.blob, models.c.blob, models.c.delta_blob, models.c.residual_blob, models.c.optimizer_blob)
-_KEY = (updates.c.round, updates.c.client_id)
-_KNOWN = select(*_KEY, updates.c.digest).where(tuple_(*_KEY).in_(bindparam("keys", expanding=True)))
+# Of pairs (round, client) SQLite would read the whole table.
+_KNOWN = select(updates.c.round, updates.c.client_id, updates.c.digest).where(
+    updates.c.round.in_(bindparam("rounds", expanding=True)),
+    updates.c.client_id.in_(bindparam("clients", expanding=True)),
+)
 
 KEEP_EVENTS = 10_000
 """Newest events that are kept: clients come and go, also while no round ends."""
@@ -193,7 +195,8 @@ class SqlStore:
             return []
         with self._transaction() as connection:
             keys = [(row.round, row.client_id) for row in rows]
-            known = connection.execute(_KNOWN, {"keys": keys})
+            numbers, clients = map(sorted, map(set, zip(*keys, strict=True)))
+            known = connection.execute(_KNOWN, {"rounds": numbers, "clients": clients})
             digests = {(number, client): digest for number, client, digest in known}
             outcome, new = [], []
             for key, row in zip(keys, rows, strict=True):
@@ -309,7 +312,8 @@ class SqlStore:
         newest = select(models.c.version).order_by(models.c.version.desc())
         ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
         kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
-        old_rounds = ended.where(rounds.c.round.not_in(kept_rounds.scalar_subquery()))
+        held = rounds.c.round.in_(select(updates.c.round))  # few of all the rounds there ever were
+        old_rounds = ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery()))
         with self._transaction() as connection:
             before = _named(connection)
             kept_models = connection.execute(newest.limit(max(keep_models, 1))).scalars().all()
