@@ -1,60 +1,85 @@
-"""Many clients in one process, each on the public `connect`: python -m tests.bench.host SERVER FOLDER FIRST COUNT SIZE.
+"""Many clients in one process and thread: python -m tests.bench.host SERVER FOLDER FIRST COUNT SIZE.
 
-Their threads take turns: fifty that all compute spend a third of the processor's time on passing the interpreter's lock
-around, which a client in a process of its own does not.
+They are fl-client's parts, put together for one event loop. As fl-client itself is, with a thread for its user's code,
+fifty in a process spend more of the processor's time on waking each other than on their work.
 """
 
+import asyncio
 import os
 import sys
-import threading
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import torch
 
-from fedring.client import Refused, RoundOver, connect
-from fedring.client.link import Link
+from fedring.client.config import ClientConfig
+from fedring.client.connection import Connection
+from fedring.client.errors import RoundOver
+from fedring.client.inbox import Assignment
+from fedring.client.metrics import Metrics
+from fedring.client.models import Models
+from fedring.client.session import Session
+from fedring.client.spool import Spool
+from fedring.client.update import Work, make_update
+from fedring.client.upload import Upload
+from fedring.daemon.config import load_config
+from fedring.rpc.health import Health
 from fedring.train.models import vector
-
-_turn = threading.Lock()
-_wait_for = Link.call
+from fedring.train.state import fill, read_vectors, schema_of
 
 
-def _let_others(link: Link, work: Any) -> Any:
-    """As `Link.call`, where a client waits for the server: meanwhile it is another's turn."""
-    _turn.release()
-    try:
-        return _wait_for(link, work)
-    finally:
-        _turn.acquire()
+class HostedClient:
+    """Returns every model unchanged."""
+
+    def __init__(self, server: str, folder: Path, name: str, size: int) -> None:
+        folder.mkdir(parents=True)
+        config = load_config(ClientConfig, flags={"server": server, "client_id": name, "state_dir": folder}).config
+        self._name = name
+        self._connection = Connection(config, Metrics())
+        self._session = Session(self._connection, Health(reflection=False), evaluates=False, tell=lambda state: None)
+        self._models = Models(self._connection, self._session.advance)
+        self._spool = Spool(folder)
+        self._model = vector(size)
+        self._schema = schema_of(self._model)
+
+    async def run(self) -> None:
+        """Take part in every round."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._session.run())
+            while True:
+                work = await self._session.inbox.take()
+                if isinstance(work, Assignment):
+                    with suppress(RoundOver):
+                        await self._train(work)
+
+    async def _train(self, work: Assignment) -> None:
+        command = work.command
+        base = self._models.at_hand(command, self._schema)
+        if base is None:
+            base = await self._models.fetch(command.model_version, self._schema, lambda: work.ended)
+        fill(self._model, self._schema, base.vectors)
+        update = make_update(command, base, read_vectors(self._model), Work(samples=1), None)
+        update.header.client_id = self._name
+        spooled = self._spool.write(update.header, update.parts, update.residual)
+        await Upload(self._connection, spooled, lambda: work.ended, self._session.advance).run(work.deadline)
+        self._spool.accept(spooled)
 
 
-def take_part(server: str, folder: Path, name: str, size: int) -> None:
-    """Return every model unchanged, until the server is gone for good."""
-    model = vector(size)
-    with _turn, connect(server=server, client_id=name, state_dir=folder / name) as federation:
-        try:
-            for task in federation:
-                try:
-                    task.load_into(model)
-                    task.submit(model, samples=1, train_seconds=0.0)
-                except RoundOver:
-                    continue
-        except Refused as refused:
-            print(f"{name}: {refused}", file=sys.stderr)
+async def host(server: str, folder: Path, numbers: range, size: int) -> None:
+    """Be these clients, for ever."""
+    clients = [HostedClient(server, folder / str(number), f"client-{number:03}", size) for number in numbers]
+    async with asyncio.TaskGroup() as tasks:
+        for client in clients:
+            tasks.create_task(client.run())
 
 
 def main() -> None:
     """Host the clients; ended by SIGTERM."""
     server, folder, first, count, size = sys.argv[1:]
     torch.set_num_threads(1)
-    Link.call = _let_others  # type: ignore[method-assign, assignment]
-    for index in range(int(first), int(first) + int(count)):
-        args = (server, Path(folder), f"client-{index:03}", int(size))
-        threading.Thread(target=take_part, args=args, daemon=True).start()
-    threading.Event().wait()
+    asyncio.run(host(server, Path(folder), range(int(first), int(first) + int(count)), int(size)))
 
 
 if __name__ == "__main__":
