@@ -1,11 +1,13 @@
 """What is small goes in one message: a model with its command, an update as a whole."""
 
+import queue
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from grpc import StatusCode
 
+from fedring.rpc.streams import GRPC_PREFIX
 from fedring.v1 import federation_pb2 as pb
 from tests.fleets import Control, Fleet
 from tests.system.wire import SIZE, Refused, WireClient, parameters, payload_of, run, vector_job
@@ -37,6 +39,40 @@ def test_a_small_update_in_one_message_moves_the_model(control: Control, clients
     assert control.job(job_id).state == "completed"
     np.testing.assert_array_equal(parameters(a), base + ONES)
     assert control.rounds(job_id=job_id)[0].upload_bytes > len(payload)
+
+
+def test_one_call_takes_the_updates_of_many_rounds_and_each_round_counts_its_own(
+    control: Control, clients: Clients
+) -> None:
+    job_id, events = run(control, rounds=3)
+    (a,) = clients("a")
+    sizes = []
+
+    def updates() -> Iterator[pb.SmallUpdate]:
+        for _ in range(3):
+            command, payload = a.expect("train"), payload_of(ONES)
+            update = pb.SmallUpdate(header=a.header(command, payload), payload=payload)
+            sizes.append(update.ByteSize() + GRPC_PREFIX)
+            yield update
+
+    assert [answer.already for answer in a.push_many_small(updates())] == [False] * 3
+    assert [event.kind for event in events][-1] == "job_ended"
+    assert [round_.upload_bytes for round_ in control.rounds(job_id=job_id)] == sizes[::-1]
+
+
+def test_a_call_that_waits_for_updates_ends_with_its_session(server: Fleet, control: Control, clients: Clients) -> None:
+    job_id = control.start_job(vector_job(min_clients=2)).job_id
+    a, _ = clients("a", "b")
+    command, payload = a.expect("train"), payload_of(ONES)
+    sent: queue.Queue[pb.SmallUpdate | None] = queue.Queue()
+    sent.put(pb.SmallUpdate(header=a.header(command, payload), payload=payload))
+    answers = a.push_many_small(iter(sent.get, None))
+    assert not next(answers).already
+    with WireClient(server.listen, "a"), pytest.raises(Refused) as refused:
+        next(answers)
+    sent.put(None)
+    assert (refused.value.code, refused.value.reason) == (StatusCode.ABORTED, "superseded")
+    control.stop_job(job_id)
 
 
 def test_the_same_update_is_known_whichever_way_it_comes_again(control: Control, clients: Clients) -> None:

@@ -132,11 +132,14 @@ class WireClient:
         return self.push_raw(messages(), offsets)
 
     def push_small(self, header: pb.UpdateHeader, payload: bytes) -> pb.Accepted:
-        """Push all in one message."""
+        """Push all in one message, with a call of its own."""
+        (accepted,) = self.push_many_small([pb.SmallUpdate(header=header, payload=payload)])
+        return accepted
+
+    def push_many_small(self, updates: Iterable[pb.SmallUpdate]) -> Iterator[pb.Accepted]:
+        """Push them with one call, as the answers are asked for."""
         try:
-            return self.updates.PushSmallUpdate(
-                pb.SmallUpdate(header=header, payload=payload), metadata=self.metadata, timeout=SECONDS
-            )
+            yield from self.updates.PushSmallUpdates(iter(updates), metadata=self.metadata, timeout=SECONDS)
         except grpc.RpcError as error:
             raise Refused(error) from error
 

@@ -47,6 +47,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.evaluations: queue.Queue[pb.EvaluationReport] = queue.Queue()
         self.fetches: queue.Queue[pb.FetchModelRequest] = queue.Queue()
         self.accepted: queue.Queue[tuple[pb.UpdateHeader, bytes]] = queue.Queue()
+        self.small_calls = 0  # of PushSmallUpdates
         self.resumed: list[int] = []  # offsets that uploads went on from
         self.models: dict[int, list[tuple[pb.ModelHeader, bytes]]] = {}  # a step first, if there is one
         self.on_join: Callable[[], FedringError | None] = lambda: None
@@ -196,18 +197,22 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.accepted.put((header, bytes(received)))
         yield pb.UpdateReply(accepted=pb.Accepted())
 
-    async def PushSmallUpdate(self, request: pb.SmallUpdate, context: Any) -> pb.Accepted:
+    async def PushSmallUpdates(
+        self, request_iterator: AsyncIterator[pb.SmallUpdate], context: Any
+    ) -> AsyncIterator[pb.Accepted]:
         self._require_session(context)
-        header = request.header
-        if error := self.on_header(header):
-            raise error
-        if hashlib.sha256(request.payload).digest() != header.digest:
-            raise BadRequest(reason="digest_mismatch")
-        self._taken.add((header.round, header.digest))
-        self.accepted.put((header, request.payload))
-        if error := self.on_accepted():
-            raise error
-        return pb.Accepted()
+        self.small_calls += 1
+        async for request in request_iterator:
+            header = request.header
+            if error := self.on_header(header):
+                raise error
+            if hashlib.sha256(request.payload).digest() != header.digest:
+                raise BadRequest(reason="digest_mismatch")
+            self._taken.add((header.round, header.digest))
+            self.accepted.put((header, request.payload))
+            if error := self.on_accepted():
+                raise error
+            yield pb.Accepted()
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop, self._stop, self._outbox = asyncio.get_running_loop(), asyncio.Event(), asyncio.Queue()

@@ -2,6 +2,7 @@
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,37 @@ def test_an_update_whose_acceptance_was_not_heard_is_asked_for_and_not_sent_agai
         task.submit(model, samples=1)
     assert peer.accepted.qsize() == 1
     assert peer.resumed == []
+
+
+def test_small_updates_share_one_call_until_it_is_refused(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    calls = []
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        for round_, error in enumerate((None, None, UnknownRound("it is over"), None, None), start=1):
+            if error:
+                peer.on_header = once(error)
+            peer.train(peer.command(model, round_=round_))
+            task = next(federation)
+            train(task, model, round_)
+            with nullcontext() if error is None else pytest.raises(RoundOver, match="unknown_round"):
+                task.submit(model, samples=1)
+            calls.append(peer.small_calls)
+    assert calls == [1, 1, 1, 2, 2]
+    assert [peer.accepted.get(timeout=SECONDS)[0].round for _ in range(4)] == [1, 2, 4, 5]
+
+
+def test_a_new_session_has_a_call_of_its_own(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+    with connect(**settings) as federation:
+        for round_ in (1, 2):
+            peer.joins.get(timeout=SECONDS)
+            peer.train(peer.command(model, round_=round_))
+            task = next(federation)
+            train(task, model, round_)
+            task.submit(model, samples=1)
+            peer.send(NoSession("join again"))
+    assert (peer.small_calls, peer.resumed) == (2, [])
 
 
 @pytest.mark.parametrize("error", [NoSession("who?"), Overloaded("later"), Unavailable("gone")])

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 from grpc import StatusCode, aio
 
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 CALL_SECONDS = 10.0
 """Deadline of a call that moves no payload."""
 
+Metadata = tuple[tuple[str, str], ...]
+
+_NO_CALL: tuple[Metadata, Any] = ((), None)
 _FINAL = {
     StatusCode.INVALID_ARGUMENT: Exit.CONFIG,
     StatusCode.FAILED_PRECONDITION: Exit.CONFIG,
@@ -65,7 +69,8 @@ class Connection:
         self._changed = asyncio.Condition()
         self._refused = ""  # the last session that a call was refused for
         self._tls, self._token_file = config.tls, config.token_file
-        self._authorization: tuple[tuple[str, str], ...] = ()
+        self._authorization: Metadata = ()
+        self._small = _NO_CALL  # for small updates, which waits for the next one; and its metadata
         self._channels: list[aio.Channel] = []  # the newest is last; the one before may still have calls
         self._open()
 
@@ -87,7 +92,7 @@ class Connection:
             response_deserializer=pb.UpdateReply.FromString,
         )
         self.rendezvous = RendezvousServiceStub(channel)
-        self.updates = ClientUpdateServiceStub(channel)  # for small ones
+        self._push_small = ClientUpdateServiceStub(channel).PushSmallUpdates
 
     async def _refresh(self) -> None:
         """What proves who this client is is as new as the files."""
@@ -123,9 +128,31 @@ class Connection:
         return session
 
     @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
+    def metadata(self) -> Metadata:
         """Names the session and the span that the call belongs to, and shows the token if there is one."""
         return ((SESSION_KEY, self.session.session_id), *self._authorization, *trace_metadata())
+
+    @asynccontextmanager
+    async def small_updates(self) -> AsyncIterator[Any]:
+        """A PushSmallUpdates call of this session, the same each time; all that is sent inside must be answered inside.
+
+        An error inside ends it, and so does the end of its use if it belongs to a span.
+        """
+        (metadata, call), self._small = self._small, _NO_CALL
+        if metadata != self.metadata or call.done():
+            if call:
+                call.cancel()
+            metadata = self.metadata
+            call = self._push_small(metadata=metadata)
+        try:
+            yield call
+        except BaseException:
+            call.cancel()
+            raise
+        if trace_metadata():
+            await call.done_writing()
+        else:
+            self._small = metadata, call
 
     @property
     def stale(self) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from grpc import StatusCode, aio
 
@@ -15,6 +15,8 @@ from fedring.rpc.chunks import CHUNK_BYTES, chunks
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError, Stalled, TooLarge, Unavailable, UnknownRound, reason_of, status_of
 from fedring.v1 import federation_pb2 as pb
+
+T = TypeVar("T")
 
 _FINAL = {
     StatusCode.INVALID_ARGUMENT,
@@ -82,7 +84,9 @@ class Upload:
         with self._spooled.reader() as read:
             update = pb.SmallUpdate(header=header, payload=bytes(read(0, header.total_bytes)))
         seconds = connection.session.no_progress_seconds
-        await connection.updates.PushSmallUpdate(update, metadata=connection.metadata, timeout=seconds)
+        async with connection.small_updates() as call:
+            await _write(call, update, seconds)
+            await _read(call, pb.Accepted, seconds)
         connection.spoke = time.monotonic()
         connection.metrics.upload_bytes.inc(header.total_bytes)
 
@@ -92,7 +96,7 @@ class Upload:
         call = self._connection.push_update(metadata=self._connection.metadata)
         try:
             await _write(call, pb.ClientUpdate(header=header), seconds)
-            reply = await _read(call, seconds)
+            reply = await _read(call, pb.UpdateReply, seconds)
             if reply.WhichOneof("reply") == "accepted":
                 return
             with self._spooled.reader() as read:
@@ -103,29 +107,29 @@ class Upload:
                     self._connection.metrics.upload_bytes.inc(min(CHUNK_BYTES, header.total_bytes - offset))
                     self._tell(offset / header.total_bytes)
             await call.done_writing()
-            reply = await _read(call, seconds)
+            reply = await _read(call, pb.UpdateReply, seconds)
             if reply.WhichOneof("reply") != "accepted":
                 raise Unavailable("the server asked for more than the whole update")
         finally:
             call.cancel()
 
 
-async def _write(call: Any, message: pb.ClientUpdate | bytes, seconds: float) -> None:
+async def _write(call: Any, message: pb.ClientUpdate | pb.SmallUpdate | bytes, seconds: float) -> None:
     try:
         async with asyncio.timeout(seconds):
             await call.write(message)
     except TimeoutError as error:
         raise Stalled(f"the server read nothing for {seconds:g} s") from error
     except asyncio.InvalidStateError:  # the call is over, which only reading explains
-        await _read(call, seconds)
+        await _read(call, pb.UpdateReply, seconds)
 
 
-async def _read(call: Any, seconds: float) -> pb.UpdateReply:
+async def _read(call: Any, kind: type[T], seconds: float) -> T:
     try:
         async with asyncio.timeout(seconds):
             reply = await call.read()
     except TimeoutError as error:
         raise Stalled(f"the server said nothing for {seconds:g} s") from error
-    if not isinstance(reply, pb.UpdateReply):
+    if not isinstance(reply, kind):
         raise Unavailable("the server ended the call without an answer")
     return reply

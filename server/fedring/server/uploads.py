@@ -33,6 +33,7 @@ from fedring.server.admit import check_header, check_payload, packets_of
 from fedring.server.blobs import FilePartial, MemoryPartial, StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator
+from fedring.server.federation import write
 from fedring.server.openround import OpenRound
 from fedring.server.rows import UpdateRow
 from fedring.server.sessions import Session
@@ -48,15 +49,15 @@ def add_update_service(service: "ClientUpdateService", server: aio.Server) -> No
         "PushUpdate": grpc.stream_stream_rpc_method_handler(
             service.PushUpdate, request_deserializer=part_parser(pb.ClientUpdate), response_serializer=serialize
         ),
-        "PushSmallUpdate": grpc.unary_unary_rpc_method_handler(
-            service.PushSmallUpdate, request_deserializer=pb.SmallUpdate.FromString, response_serializer=serialize
+        "PushSmallUpdates": grpc.stream_stream_rpc_method_handler(
+            service.PushSmallUpdates, request_deserializer=pb.SmallUpdate.FromString, response_serializer=serialize
         ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 
 class ClientUpdateService:
-    """PushUpdate and PushSmallUpdate, and what makes them safe to repeat."""
+    """PushUpdate and PushSmallUpdates, and what makes them safe to repeat."""
 
     def __init__(self, coordinator: Coordinator, config: ServerConfig) -> None:
         self._coordinator, self._config = coordinator, config
@@ -67,23 +68,35 @@ class ClientUpdateService:
         self, request_iterator: AsyncIterator[pb.ClientUpdate | Piece], context: Any
     ) -> AsyncIterator[pb.UpdateReply]:
         session = self._coordinator.sessions.of(context)
-        with self._counted(session) as count:
+        with self._counted(session, 0) as count:
             messages = Paced(request_iterator, self._config.no_progress_seconds)
             async with aclosing(self._push(session, messages)) as replies:
                 async for reply in replies:
                     count()  # before anybody knows that the update is here: its round may be over soon
                     yield reply
 
-    async def PushSmallUpdate(self, request: pb.SmallUpdate, context: Any) -> pb.Accepted:
-        session = self._coordinator.sessions.of(context)
-        with self._counted(session):
-            return self._accepted(already=await self._push_small(session, request))
+    async def PushSmallUpdates(self, request_iterator: AsyncIterator[pb.SmallUpdate], context: Any) -> None:
+        session, meter, seen = self._coordinator.sessions.of(context), METER.get(), 0
+        at_work = asyncio.Lock()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                ending = tasks.create_task(_end(session, at_work))
+                async for request in request_iterator:
+                    async with at_work:
+                        session.hear()
+                        with self._counted(session, seen):
+                            accepted = self._accepted(already=await self._push_small(session, request))
+                        await write(context, accepted, self._config.no_progress_seconds)
+                    seen = meter.received
+                ending.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     @contextmanager
-    def _counted(self, session: Session) -> Iterator[Callable[[], None]]:
-        """Inside, the call's bytes and seconds are the client's in this round, at the latest at its end."""
+    def _counted(self, session: Session, counted: int) -> Iterator[Callable[[], None]]:
+        """Inside, the call's bytes but for the first `counted`, and its seconds, are the client's in this round."""
         traffic, meter = self._coordinator.traffic(session.client_id), METER.get()
-        began, counted = time.monotonic(), 0
+        began = time.monotonic()
 
         def count() -> None:
             nonlocal began, counted
@@ -296,3 +309,10 @@ class ClientUpdateService:
             blob="" if small else header.digest.hex(),
             payload=partial.read(0, partial.size) if small else b"",
         )
+
+
+async def _end(session: Session, at_work: asyncio.Lock) -> None:
+    """Raise why the session was closed, but not while somebody is at work."""
+    await session.closed.wait()
+    async with at_work:
+        raise session.reason or Unavailable("the session was closed")
