@@ -347,14 +347,20 @@ class Coordinator:
             outcomes = await self.facts.db(self.facts.commit_updates, batch)
         except StorageError as error:
             raise RefusedCommit(str(error), reason=error.reason) from error
-        for (_, row), outcome in zip(batch, outcomes, strict=True):
-            if outcome is Acceptance.NEW and self.open is not None:
-                self.open.accepted[row.client_id] = row
-                self.handle(rd.Delivered(row.client_id))
-                self.metrics.accepted(row)
-                text = f"{row.client_id} delivered {row.num_samples} samples, {row.total_bytes} bytes"
-                self._tell("update_accepted", text, client=row.client_id)
+        new = [row for (_, row), outcome in zip(batch, outcomes, strict=True) if outcome is Acceptance.NEW]
+        if self.open is not None:
+            self._accepted(self.open, new)
         return outcomes
+
+    def _accepted(self, open_: OpenRound, rows: list[UpdateRow]) -> None:
+        for row in rows:
+            open_.accepted[row.client_id] = row
+            self.handle(rd.Delivered(row.client_id))
+            self.metrics.accepted(row)
+        state = self.message(clients=False)  # the same for all, which became durable at once
+        for row in rows:
+            text = f"{row.client_id} delivered {row.num_samples} samples, {row.total_bytes} bytes"
+            self.journal.write("update_accepted", text, job_id=open_.row.job_id, client_id=row.client_id, state=state)
 
     def _end(self, open_: OpenRound) -> None:
         self.rendezvous.close(open_.row.reason)
@@ -371,13 +377,11 @@ class Coordinator:
             row = replace(row, stats=self.open.stats(0.0))
         return round_message(row, delivered=len(self.state.round.delivered | self.open.done.keys()))
 
-    def _tell(self, kind: str, text: str, *, client: str = "") -> None:
+    def _tell(self, kind: str, text: str) -> None:
         if self.open is None:
             return
-        if not client:
-            sd_notify(f"STATUS={text}")
-        state = self.message(clients=not client)  # of one client's event, the others are no part
-        self.journal.write(kind, text, job_id=self.open.row.job_id, client_id=client, state=state)
+        sd_notify(f"STATUS={text}")
+        self.journal.write(kind, text, job_id=self.open.row.job_id, state=self.message())
 
     def _tell_progress(self) -> None:
         """Log what an open barrier or round waits for, once per change and at most every half second."""

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 RECENT = 4096
 """Events that a late watcher can still be told."""
 
+_GATHER_SECONDS = 0.2  # in which events share a commit
 _LEVELS = {
     "update_accepted": logging.DEBUG,
     "update_refused": logging.WARNING,
@@ -43,6 +44,7 @@ class Journal:
         self._recent: deque[pb.Event] = deque(maxlen=RECENT)
         self._watchers: set[asyncio.Queue[pb.Event | None]] = set()
         self._unsaved: asyncio.Queue[EventRow] = asyncio.Queue(RECENT)
+        self._to_save = asyncio.Event()
 
     def begin(self, last_id: int) -> None:
         """All ids from now on are above `last_id`, also if the clock was set back."""
@@ -80,6 +82,7 @@ class Journal:
                 queue.put_nowait(event)
         if kind not in _TRANSIENT and not self._unsaved.full():
             self._unsaved.put_nowait(EventRow(event.id, at, kind, text, job_id, number, client_id))
+            self._to_save.set()
 
     @property
     def last_id(self) -> int:
@@ -125,6 +128,9 @@ class Journal:
         return [self._unsaved.get_nowait() for _ in range(self._unsaved.qsize())]
 
     async def save(self, append: Callable[[list[EventRow]], Awaitable[None]]) -> None:
-        """Keep storing what was written, in batches, until cancelled."""
+        """Keep storing what was written, in batches, until cancelled: a round's updates wait for each commit."""
         while True:
-            await append([await self._unsaved.get(), *self.unsaved()])
+            await self._to_save.wait()
+            await asyncio.sleep(_GATHER_SECONDS)
+            self._to_save.clear()
+            await append(self.unsaved())
