@@ -1,7 +1,10 @@
 """What is small goes in one message: a model with its command, an update as a whole."""
 
 import queue
+import sqlite3
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -10,7 +13,8 @@ from grpc import StatusCode
 from fedring.rpc.streams import GRPC_PREFIX
 from fedring.v1 import federation_pb2 as pb
 from tests.fleets import Control, Fleet
-from tests.system.wire import SIZE, Refused, WireClient, parameters, payload_of, run, vector_job
+from tests.metrics_page import Page, eventually
+from tests.system.wire import SECONDS, SIZE, Refused, WireClient, parameters, payload_of, run, vector_job
 
 ONES = np.ones(SIZE, np.float32)
 Clients = Callable[..., list[WireClient]]
@@ -19,8 +23,36 @@ Clients = Callable[..., list[WireClient]]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One fl-server for all tests of this file."""
-    with Fleet(tmp_path_factory.mktemp("small")) as fleet:
+    with Fleet(tmp_path_factory.mktemp("small"), {"metrics_listen": "127.0.0.1:0"}) as fleet:
         yield fleet
+
+
+def update_of(client: WireClient, command: pb.TrainCmd) -> pb.SmallUpdate:
+    payload = payload_of(ONES)
+    return pb.SmallUpdate(header=client.header(command, payload), payload=payload)
+
+
+@contextmanager
+def until_it_has_come(server: Fleet) -> Iterator[None]:
+    """Inside one small update is sent, and afterwards the server has read it."""
+    address = server.ready["metrics"]
+    before = received(Page(address))
+    yield
+    eventually(address, lambda page: received(page) > before)
+
+
+def received(page: Page) -> float:
+    return page("grpc_server_received_bytes_total", grpc_method="ClientUpdateService/PushSmallUpdates")
+
+
+@contextmanager
+def nothing_is_stored(server: Fleet) -> Iterator[None]:
+    """Inside, each of the server's transactions waits."""
+    database = sqlite3.connect(server.directory / "state" / "server" / "facts.sqlite", SECONDS, isolation_level=None)
+    with closing(database):
+        database.execute("BEGIN IMMEDIATE")
+        yield
+        database.execute("ROLLBACK")
 
 
 def packet(payload: bytes, encoding: str) -> pb.Packet:
@@ -50,8 +82,7 @@ def test_one_call_takes_the_updates_of_many_rounds_and_each_round_counts_its_own
 
     def updates() -> Iterator[pb.SmallUpdate]:
         for _ in range(3):
-            command, payload = a.expect("train"), payload_of(ONES)
-            update = pb.SmallUpdate(header=a.header(command, payload), payload=payload)
+            update = update_of(a, a.expect("train"))
             sizes.append(update.ByteSize() + GRPC_PREFIX)
             yield update
 
@@ -63,16 +94,54 @@ def test_one_call_takes_the_updates_of_many_rounds_and_each_round_counts_its_own
 def test_a_call_that_waits_for_updates_ends_with_its_session(server: Fleet, control: Control, clients: Clients) -> None:
     job_id = control.start_job(vector_job(min_clients=2)).job_id
     a, _ = clients("a", "b")
-    command, payload = a.expect("train"), payload_of(ONES)
     sent: queue.Queue[pb.SmallUpdate | None] = queue.Queue()
-    sent.put(pb.SmallUpdate(header=a.header(command, payload), payload=payload))
+    sent.put(update_of(a, a.expect("train")))
     answers = a.push_many_small(iter(sent.get, None))
     assert not next(answers).already
-    with WireClient(server.listen, "a"), pytest.raises(Refused) as refused:
+    a.stop_watching()
+    with pytest.raises(Refused) as refused:
         next(answers)
     sent.put(None)
-    assert (refused.value.code, refused.value.reason) == (StatusCode.ABORTED, "superseded")
+    assert refused.value.code is StatusCode.CANCELLED
+    log = (server.directory / "logs" / "server.log").read_text()
+    assert "PushSmallUpdates refused: no_session" not in log  # that a client leaves is nothing to warn of
     control.stop_job(job_id)
+
+
+def test_an_update_that_is_being_stored_is_answered_though_its_session_ends(
+    server: Fleet, control: Control, clients: Clients
+) -> None:
+    job_id = control.start_job(vector_job(min_clients=2)).job_id
+    a, _ = clients("a", "b")
+    update = update_of(a, a.expect("train"))
+    sent: queue.Queue[pb.SmallUpdate | None] = queue.Queue()
+    answers = a.push_many_small(iter(sent.get, None))
+    with ThreadPoolExecutor(1) as reading, nothing_is_stored(server):
+        first = reading.submit(next, answers)
+        with until_it_has_come(server):
+            sent.put(update)
+        (newer,) = clients("a")
+        a.ended.get(timeout=SECONDS)
+    assert not first.result().already
+    with pytest.raises(Refused):
+        next(answers)
+    sent.put(None)
+    assert newer.push_small(update.header, update.payload).already
+    control.stop_job(job_id)
+
+
+def test_updates_that_are_stored_together_are_told_with_the_round_after_all_of_them(
+    server: Fleet, control: Control, clients: Clients
+) -> None:
+    _, events = run(control, min_clients=3)
+    three = clients("a", "b", "c")
+    updates = [update_of(client, client.expect("train")) for client in three]
+    with ThreadPoolExecutor(3) as pushing, nothing_is_stored(server):
+        for client, update in zip(three, updates, strict=True):
+            with until_it_has_come(server):
+                pushing.submit(client.push_small, update.header, update.payload)
+    delivered = [event.state.delivered for event in events if event.kind == "update_accepted"]
+    assert delivered == [1, 3, 3]
 
 
 def test_the_same_update_is_known_whichever_way_it_comes_again(control: Control, clients: Clients) -> None:

@@ -79,6 +79,11 @@ class WireClient:
         self._watch.cancel()
         self.channel.close()
 
+    def stop_watching(self) -> None:
+        """End the session; other calls go on as long as the server lets them."""
+        self._done.set()
+        self._watch.cancel()
+
     def say(self, request: pb.WatchRequest) -> None:
         """Send a message up the Watch stream."""
         self._beats.put(request)

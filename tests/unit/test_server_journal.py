@@ -92,6 +92,20 @@ async def test_events_are_stored_in_order_but_for_those_that_rows_tell() -> None
     assert [row.id for row in stored] == sorted({row.id for row in stored})
 
 
+async def test_events_that_come_soon_after_each_other_are_stored_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, enough = Journal(), asyncio.Event()
+    stored: asyncio.Queue[list[EventRow]] = asyncio.Queue()
+    let_others = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: enough.wait())
+    saving = asyncio.create_task(journal.save(stored.put))
+    for text in ("one", "two"):
+        journal.write("job_started", text)
+        await let_others(0)
+    enough.set()
+    assert [row.text for row in await stored.get()] == ["one", "two"]
+    saving.cancel()
+
+
 def test_times_are_rfc_3339_in_utc() -> None:
     assert rfc3339(0.5) == "1970-01-01T00:00:00.500+00:00"
     assert rfc3339(None) == ""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from grpc import StatusCode, aio
@@ -150,7 +150,9 @@ class Connection:
             call.cancel()
             raise
         if trace_metadata():
-            await call.done_writing()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CALL_SECONDS):
+                    await call.done_writing()
         else:
             self._small = metadata, call
 

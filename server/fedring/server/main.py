@@ -270,7 +270,7 @@ async def _until_stopped(
         coordinator.metrics.measure_lag(),
         *others,
     ]
-    code = Exit.OK
+    code, disk_failed = Exit.OK, False
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(part) for part in parts]
@@ -282,13 +282,13 @@ async def _until_stopped(
     except* FsyncFailed as group:
         # The kernel may have dropped pages: only a restart, which reads the disk, can be trusted.
         log.critical("the disk failed: %s", group.exceptions[0])
-        code = Exit.FAILED
+        code, disk_failed = Exit.FAILED, True
     except* Exception as group:  # a fault, or a disk that is full: a restart recovers from what is stored
         log.critical("cannot go on: %s", group.exceptions[0], exc_info=group.exceptions[0])
         code = Exit.FAILED
     if code is not Exit.OK:
         await drain(0)
-    else:
+    if not disk_failed:
         await coordinator.save_events(coordinator.journal.unsaved())
     return code
 

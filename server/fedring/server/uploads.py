@@ -19,6 +19,7 @@ from fedring.rpc.errors import (
     BadUpdate,
     Damaged,
     FedringError,
+    Gone,
     NotAllowed,
     OtherUpdate,
     Overloaded,
@@ -76,21 +77,36 @@ class ClientUpdateService:
                     yield reply
 
     async def PushSmallUpdates(self, request_iterator: AsyncIterator[pb.SmallUpdate], context: Any) -> None:
-        session, meter, seen = self._coordinator.sessions.of(context), METER.get(), 0
+        session = self._coordinator.sessions.of(context)
         at_work = asyncio.Lock()
         try:
             async with asyncio.TaskGroup() as tasks:
-                ending = tasks.create_task(_end(session, at_work))
-                async for request in request_iterator:
-                    async with at_work:
-                        session.hear()
-                        with self._counted(session, seen):
-                            accepted = self._accepted(already=await self._push_small(session, request))
-                        await write(context, accepted, self._config.no_progress_seconds)
-                    seen = meter.received
+                ending = tasks.create_task(_end(session.closed, at_work))
+                while await self._take_small(session, at_work, context):
+                    pass
                 ending.cancel()
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
+
+    async def _take_small(self, session: Session, at_work: asyncio.Lock, context: Any) -> bool:
+        """The next update is answered; False if there is none.
+
+        Not by the iterator, which would hold each update until the next one comes.
+        """
+        seen = METER.get().received
+        request = await context.read()
+        if request is aio.EOF:
+            return False
+        async with at_work:
+            if session.closed.is_set():
+                raise Gone("the session was closed")
+            session.hear()
+            with self._counted(session, seen):
+                if request is None:
+                    raise BadRequest("the bytes are no message of this call")
+                accepted = self._accepted(already=await self._push_small(session, request))
+            await write(context, accepted, self._config.no_progress_seconds)
+        return True
 
     @contextmanager
     def _counted(self, session: Session, counted: int) -> Iterator[Callable[[], None]]:
@@ -144,12 +160,12 @@ class ClientUpdateService:
     async def _push_small(self, session: Session, request: pb.SmallUpdate) -> bool:
         """Whether the update counted already, once it counts."""
         header = request.header
-        open_ = await self._check(session, header)
-        if open_ is None:
-            return True
         if not len(request.payload) == header.total_bytes <= SMALL_BYTES:
             text = f"{len(request.payload)} bytes, not the declared {header.total_bytes}, or more than {SMALL_BYTES}"
             raise BadRequest(text, reason="bad_chunk")
+        open_ = await self._check(session, header)
+        if open_ is None:
+            return True
         async with self._only_one(session.client_id):
             partial = MemoryPartial(request.payload)
             self._check_digest(partial, header, 0)
@@ -311,8 +327,8 @@ class ClientUpdateService:
         )
 
 
-async def _end(session: Session, at_work: asyncio.Lock) -> None:
-    """Raise why the session was closed, but not while somebody is at work."""
-    await session.closed.wait()
+async def _end(closed: asyncio.Event, at_work: asyncio.Lock) -> None:
+    """Raise Gone once the session is closed, but not while somebody is at work; Watch tells why."""
+    await closed.wait()
     async with at_work:
-        raise session.reason or Unavailable("the session was closed")
+        raise Gone("the session was closed")
