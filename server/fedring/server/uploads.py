@@ -160,12 +160,12 @@ class ClientUpdateService:
     async def _push_small(self, session: Session, request: pb.SmallUpdate) -> bool:
         """Whether the update counted already, once it counts."""
         header = request.header
-        if not len(request.payload) == header.total_bytes <= SMALL_BYTES:
-            text = f"{len(request.payload)} bytes, not the declared {header.total_bytes}, or more than {SMALL_BYTES}"
-            raise BadRequest(text, reason="bad_chunk")
         open_ = await self._check(session, header)
         if open_ is None:
             return True
+        if not len(request.payload) == header.total_bytes <= SMALL_BYTES:
+            text = f"{len(request.payload)} bytes, not the declared {header.total_bytes}, or more than {SMALL_BYTES}"
+            raise BadRequest(text, reason="bad_chunk")
         async with self._only_one(session.client_id):
             partial = MemoryPartial(request.payload)
             self._check_digest(partial, header, 0)
