@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from torch import nn
 
-from fedring.client import RoundOver, Task, UpdateRefused, connect
+from fedring.client import Federation, RoundOver, Task, UpdateRefused, connect
 from fedring.client.spool import Spool
 from fedring.codec import decode
 from fedring.rpc.errors import BadUpdate, FedringError, NoSession, Overloaded, TooLarge, Unavailable, UnknownRound
@@ -48,16 +48,24 @@ def train(task: Task, model: nn.Module, seed: int) -> NDArray[np.float32]:
     return moved - start.parameters
 
 
+def take_part(
+    peer: "Peer", federation: Federation, model: nn.Module, round_: int = 1, encoding: str = "fp32"
+) -> NDArray[np.float32]:
+    """Train for the round, and submit; the move."""
+    peer.train(peer.command(model, round_=round_, encoding=encoding))
+    task = next(federation)
+    move = train(task, model, round_)
+    task.submit(model, samples=1)
+    return move
+
+
 def test_a_broken_upload_goes_on_where_the_server_has_it(peer: "Peer", settings: dict[str, Any]) -> None:
     model = nn.Linear(1000, 600)  # 2.4 MB: three chunks
     breaks = [Unavailable("the cable")]
     peer.on_bytes = lambda received: breaks.pop() if breaks and received > 1 << 20 else None
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model))
-        task = next(federation)
-        train(task, model, 1)
-        task.submit(model, samples=1)
+        take_part(peer, federation, model)
     assert peer.resumed == [0, 2 << 20]
     assert peer.accepted.qsize() == 1
 
@@ -68,10 +76,7 @@ def test_an_update_whose_acceptance_was_not_heard_is_asked_for_and_not_sent_agai
     peer.on_accepted = once(Unavailable("the answer was lost"))
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model))
-        task = next(federation)
-        train(task, model, 1)
-        task.submit(model, samples=1)
+        take_part(peer, federation, model)
     assert peer.accepted.qsize() == 1
     assert peer.resumed == []
 
@@ -85,11 +90,8 @@ def test_small_updates_share_one_call_until_it_is_refused(
         for round_, error in enumerate((None, None, UnknownRound("it is over"), None, None), start=1):
             if error:
                 peer.on_header = once(error)
-            peer.train(peer.command(model, round_=round_))
-            task = next(federation)
-            train(task, model, round_)
             with nullcontext() if error is None else pytest.raises(RoundOver, match="unknown_round"):
-                task.submit(model, samples=1)
+                take_part(peer, federation, model, round_)
             calls.append(peer.small_calls)
     assert calls == [1, 1, 1, 2, 2]
     assert [peer.accepted.get(timeout=SECONDS)[0].round for _ in range(4)] == [1, 2, 4, 5]
@@ -99,10 +101,7 @@ def test_a_new_session_has_a_call_of_its_own(peer: "Peer", settings: dict[str, A
     with connect(**settings) as federation:
         for round_ in (1, 2):
             peer.joins.get(timeout=SECONDS)
-            peer.train(peer.command(model, round_=round_))
-            task = next(federation)
-            train(task, model, round_)
-            task.submit(model, samples=1)
+            take_part(peer, federation, model, round_)
             peer.send(NoSession("join again"))
     assert (peer.small_calls, peer.resumed) == (2, [])
 
@@ -114,10 +113,7 @@ def test_what_may_pass_is_tried_again(
     peer.on_header = once(error)
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model))
-        task = next(federation)
-        train(task, model, 1)
-        task.submit(model, samples=1)
+        take_part(peer, federation, model)
     assert peer.accepted.qsize() == 1
 
 
@@ -185,10 +181,7 @@ def test_a_dense_update_takes_the_whole_residual_along(
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
         for round_, encoding in ((1, "fp32_sparse"), (2, "fp32")):
-            peer.train(peer.command(model, round_=round_, encoding=encoding))
-            task = next(federation)
-            moves.append(train(task, model, round_))
-            task.submit(model, samples=1)
+            moves.append(take_part(peer, federation, model, round_, encoding))
     first, second = (
         decode(payload, name=header.packets[0].encoding, length=moves[0].size)
         for header, payload in (peer.accepted.get_nowait(), peer.accepted.get_nowait())

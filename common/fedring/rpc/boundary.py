@@ -26,7 +26,7 @@ class Boundary(aio.ServerInterceptor):
             return None
         kind, factory = FACTORY[handler.request_streaming, handler.response_streaming]
         inner = getattr(handler, kind)
-        sound = _SoundStream if handler.request_streaming else _sound
+        sound = _SoundStream if handler.request_streaming else sound_message
 
         meter = Meter()
 
@@ -52,7 +52,8 @@ class Boundary(aio.ServerInterceptor):
         )
 
 
-def _sound(message: Any) -> Any:
+def sound_message(message: Any) -> Any:
+    """The message, unless its bytes were none: BadRequest; for handlers that read from the context themselves."""
     if message is None:
         raise BadRequest("the bytes are no message of this call")
     return message
@@ -63,7 +64,7 @@ class _SoundStream(AsyncIterator[Any]):
         self._messages = messages
 
     async def __anext__(self) -> Any:
-        return _sound(await anext(self._messages))
+        return sound_message(await anext(self._messages))
 
 
 def _checked(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

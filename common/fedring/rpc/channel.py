@@ -44,12 +44,12 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
     # Two daemons on one port must fail loudly.
     ("grpc.so_reuseport", 0),
+    # What a caller may send before it is read. gRPC's own estimate has no bound but the memory, of which each upload
+    # takes some; with this one a line of 100 ms still carries 40 MB/s.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4 << 20),
 ]
 
-
-# What a caller may send before it is read. gRPC's own estimate has no bound but the memory, of which each upload takes
-# some; with this one a line of 100 ms still carries 40 MB/s.
-_READ_AHEAD: list[tuple[str, Any]] = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4 << 20)]
 
 # A connection that was opened with an old certificate, or by somebody who is not welcome any more, ends at some time.
 _AGING: list[tuple[str, Any]] = [
@@ -74,7 +74,7 @@ def open_sync_channel(address: str, tls: Tls = PLAINTEXT, token: str = "") -> gr
 
 def make_server(interceptors: Sequence[aio.ServerInterceptor], *, max_streams: int, tls: Tls = PLAINTEXT) -> aio.Server:
     """A server without services or ports that serves at most `max_streams` calls at once."""
-    options = SERVER_OPTIONS + _READ_AHEAD + (_AGING if tls.on else [])
+    options = SERVER_OPTIONS + (_AGING if tls.on else [])
     return aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=max_streams)
 
 

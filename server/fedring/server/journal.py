@@ -43,7 +43,7 @@ class Journal:
         self._last_id = 0
         self._recent: deque[pb.Event] = deque(maxlen=RECENT)
         self._watchers: set[asyncio.Queue[pb.Event | None]] = set()
-        self._unsaved: asyncio.Queue[EventRow] = asyncio.Queue(RECENT)
+        self._unsaved: list[EventRow] = []
         self._to_save = asyncio.Event()
 
     def begin(self, last_id: int) -> None:
@@ -80,8 +80,8 @@ class Journal:
                 self._watchers.discard(queue)
             else:
                 queue.put_nowait(event)
-        if kind not in _TRANSIENT and not self._unsaved.full():
-            self._unsaved.put_nowait(EventRow(event.id, at, kind, text, job_id, number, client_id))
+        if kind not in _TRANSIENT and len(self._unsaved) < RECENT:
+            self._unsaved.append(EventRow(event.id, at, kind, text, job_id, number, client_id))
             self._to_save.set()
 
     @property
@@ -125,7 +125,8 @@ class Journal:
 
     def unsaved(self) -> list[EventRow]:
         """What was not stored yet, which the caller stores."""
-        return [self._unsaved.get_nowait() for _ in range(self._unsaved.qsize())]
+        rows, self._unsaved = self._unsaved, []
+        return rows
 
     async def save(self, append: Callable[[list[EventRow]], Awaitable[None]]) -> None:
         """Keep storing what was written, in batches, until cancelled: a round's updates wait for each commit."""

@@ -12,6 +12,7 @@ from grpc import aio
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
+from fedring.rpc.boundary import sound_message
 from fedring.rpc.chunks import CHUNK_BYTES, Piece, part_parser, serialize
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import (
@@ -102,9 +103,7 @@ class ClientUpdateService:
                 raise Gone("the session was closed")
             session.hear()
             with self._counted(session, seen):
-                if request is None:
-                    raise BadRequest("the bytes are no message of this call")
-                accepted = self._accepted(already=await self._push_small(session, request))
+                accepted = self._accepted(already=await self._push_small(session, sound_message(request)))
             await write(context, accepted, self._config.no_progress_seconds)
         return True
 
