@@ -261,7 +261,9 @@ def test_what_a_job_did_can_be_read_live_and_afterwards(tmp_path: Path) -> None:
         assert (kinds[0], kinds[-1]) == ("job_started", "job_ended")
         last = seen["events"][-1]["id"]
         assert read(fleet, f"/api/events?after={last}") == {"events": []}
-        fleet.restart_server()
+        fleet.server.send(signal.SIGTERM)  # it stores its last events, which SIGKILL may cut off
+        assert fleet.server.wait(SECONDS) == 0
+        fleet.start_server()
         after = read(fleet, "/api/state")
         assert after["round"] == seen["round"]
         assert [event["kind"] for event in after["events"] if event["kind"] == "job_ended"] == ["job_ended"]
