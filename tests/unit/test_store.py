@@ -172,6 +172,15 @@ class TestStore:
         assert [len(store.evaluations(version)) for version in (1, 2, 3)] == [0, 1, 1]
         assert store.prune(2, 1).rows == 0
 
+    def test_updates_that_were_let_go_still_count(self, store: SqlStore) -> None:
+        job = a_job(store)
+        for names in (("ann", "bob"), ("bob",), ("bob", "cleo"), ("bob",)):
+            round_ = a_round(store, job, ended=True)
+            store.accept_updates([an_update(round_.round, name) for name in names])
+            store.prune(keep_models=1, keep_update_rounds=1)
+        assert store.updates_of(1) == []
+        assert store.update_counts() == {"ann": 1, "bob": 4, "cleo": 1}
+
     def test_retention_never_removes_the_newest_model(self, store: SqlStore) -> None:
         store.publish(a_model(1))
         store.prune(0, 0)
@@ -241,7 +250,7 @@ def test_a_newer_state_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(file)
     connection.execute("PRAGMA user_version = 7")
     connection.close()
-    with pytest.raises(StoreError, match="newer version: schema 7, this program knows 2") as caught:
+    with pytest.raises(StoreError, match="newer version: schema 7, this program knows 3") as caught:
         SqlStore(f"sqlite:///{file}")
     assert caught.value.reason == "newer_state"
 

@@ -12,7 +12,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
 from fedring.server.blobs import FsyncFailed, StorageError, StorageFailed
-from fedring.server.tables import METADATA, meta, tokens
+from fedring.server.tables import METADATA, clients, meta, tokens
 
 Migration = Callable[[Connection], None]
 
@@ -21,7 +21,11 @@ def _add_tokens(connection: Connection) -> None:
     tokens.create(connection, checkfirst=True)
 
 
-MIGRATIONS: tuple[Migration, ...] = (_add_tokens,)
+def _add_clients(connection: Connection) -> None:
+    clients.create(connection, checkfirst=True)
+
+
+MIGRATIONS: tuple[Migration, ...] = (_add_tokens, _add_clients)
 """Number i takes a database from schema version i + 1 to i + 2."""
 
 _VERSION = "schema_version"

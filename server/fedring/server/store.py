@@ -5,6 +5,7 @@ from one thread. A row never names a blob that is not on disk: seal first.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -31,7 +32,7 @@ from sqlalchemy.exc import DBAPIError
 from fedring.daemon.crash import crashpoint
 from fedring.server.database import backup, open_database, translate
 from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, TokenRow, UpdateRow
-from fedring.server.tables import evaluations, events, jobs, meta, models, rounds, tokens, updates
+from fedring.server.tables import clients, evaluations, events, jobs, meta, models, rounds, tokens, updates
 
 Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow, TokenRow)
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
@@ -41,6 +42,8 @@ _KNOWN = select(updates.c.round, updates.c.client_id, updates.c.digest).where(
     updates.c.round.in_(bindparam("rounds", expanding=True)),
     updates.c.client_id.in_(bindparam("clients", expanding=True)),
 )
+_KEPT = select(updates.c.client_id, func.count()).group_by(updates.c.client_id)
+_PRUNED = select(clients.c.client_id, clients.c.pruned_updates)
 
 KEEP_EVENTS = 10_000
 """Newest events that are kept: clients come and go, also while no round ends."""
@@ -223,10 +226,9 @@ class SqlStore:
         return self._list(select(updates).where(updates.c.round == number).order_by(updates.c.client_id), UpdateRow)
 
     def update_counts(self) -> dict[str, int]:
-        """How many accepted updates of each client are kept."""
+        """How many updates of each client were accepted in this run, whether they are kept or not."""
         with self._transaction() as connection:
-            query = select(updates.c.client_id, func.count().label("kept")).group_by(updates.c.client_id)
-            return {row.client_id: row.kept for row in connection.execute(query)}
+            return _counted(connection, _PRUNED) + _counted(connection, _KEPT)
 
     def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None:
         """The model is the newest, and the round that made it has ended and counts in its job, at once."""
@@ -317,7 +319,9 @@ class SqlStore:
         with self._transaction() as connection:
             before = _named(connection)
             kept_models = connection.execute(newest.limit(max(keep_models, 1))).scalars().all()
-            removed = connection.execute(delete(updates).where(updates.c.round.in_(old_rounds))).rowcount
+            old = updates.c.round.in_(old_rounds)
+            _remember(connection, _counted(connection, _KEPT.where(old)))
+            removed = connection.execute(delete(updates).where(old)).rowcount
             if kept_models:
                 removed += connection.execute(delete(models).where(models.c.version < kept_models[-1])).rowcount
                 connection.execute(delete(evaluations).where(evaluations.c.version < kept_models[-1]))
@@ -371,6 +375,18 @@ def _insert(connection: Connection, table: Table, row: Numbered, key: str) -> Nu
 def _replace_round(connection: Connection, row: RoundRow) -> None:
     values = _values(row)
     connection.execute(update(rounds).where(rounds.c.round == values.pop("round")).values(values))
+
+
+def _counted(connection: Connection, query: Select[str, int]) -> Counter[str]:
+    return Counter(dict(connection.execute(query).all()))
+
+
+def _remember(connection: Connection, pruned: Counter[str]) -> None:
+    if pruned:
+        before = _counted(connection, _PRUNED)
+        connection.execute(delete(clients).where(clients.c.client_id.in_(pruned)))
+        rows = [{"client_id": name, "pruned_updates": before[name] + count} for name, count in pruned.items()]
+        connection.execute(insert(clients), rows)
 
 
 def _named(connection: Connection) -> set[str]:

@@ -157,6 +157,13 @@ events = Table(
     _column("client_id", Text),
     sqlite_strict=True,
 )
+clients = Table(
+    "clients",
+    METADATA,
+    _column("client_id", Text, key=True),
+    _column("pruned_updates", _INT),
+    sqlite_strict=True,
+)
 tokens = Table(
     "tokens",
     METADATA,
