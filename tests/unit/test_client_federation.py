@@ -126,6 +126,23 @@ def test_a_round_that_ends_cancels_its_task_and_takes_no_update(
     assert peer.accepted.empty()
 
 
+def test_a_client_whose_round_has_ended_is_idle(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model))
+        task = next(federation)
+        task.load_into(model)
+        while peer.reports.get(timeout=SECONDS).activity != pb.ACTIVITY_TRAINING:
+            pass
+        peer.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=1, reason="stopped")))
+        peer.train(peer.command(model, round_=2))
+        while not task.cancelled:
+            peer.reports.get(timeout=SECONDS)
+        assert next(federation).round == 2
+        while peer.reports.get(timeout=SECONDS).activity != pb.ACTIVITY_UNSPECIFIED:
+            pass
+
+
 def test_the_command_again_after_a_reconnect_does_not_start_the_task_again(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:

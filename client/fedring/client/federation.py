@@ -120,6 +120,7 @@ class Federation:
         self._task = None
         try:
             while True:
+                self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
                 work = self._link.call(lambda: self._link.session.inbox.take())
                 if isinstance(work, EvaluationOrder):
                     self._evaluate(work)
@@ -155,7 +156,6 @@ class Federation:
         except RoundOver as over:
             log.warning("model %d was not evaluated: %s", order.command.model_version, over)
         finally:
-            self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
             report = pb.EvaluationReport(
                 round=order.command.round,
                 model_version=order.command.model_version,
