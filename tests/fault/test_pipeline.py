@@ -189,7 +189,8 @@ def test_without_a_spare_the_loss_of_one_of_two_workers_of_a_stage_ends_the_job_
         doom.wait()
         story.until("group_lost")
         assert "too_few_clients" in story.until("job_ended").text
-        assert (control.job(1).state, control.job(1).reason) == ("failed", "too_few_clients")
+        assert control.job(1).state == "failed"
+        assert control.job(1).reason.startswith("too_few_clients")
 
 
 def test_a_client_that_was_not_selected_takes_the_place_of_a_lost_stage(tmp_path: Path) -> None:

@@ -174,8 +174,18 @@ class TestRounds:
     def test_a_barrier_that_stays_closed_abandons_the_round(self, control: Control, clients: Clients) -> None:
         clients()
         job_id, events = run(control, min_clients=2, barrier_timeout_seconds=0.3, max_abandoned=2, rounds=5)
-        job = outcome(control, job_id, events)
-        assert (job.state, job.reason) == ("failed", "barrier_timeout")
+        told = [event for event in events if event.kind.startswith("round_")]
+        first, second = (round_.round for round_ in reversed(control.rounds(job_id=job_id)))
+        readiness = "ready=1/2 (min=2, barrier matched)"
+        assert [event.text for event in told] == [
+            f"round {first} waits for clients: {readiness}",
+            f"round {first} was abandoned: barrier_timeout: {readiness}",
+            f"round {second} waits for clients: {readiness}",
+            f"round {second} was abandoned: barrier_timeout: {readiness}",
+        ]
+        job = control.job(job_id)
+        assert job.state == "failed"
+        assert job.reason == "barrier_timeout: ready=1/2 (min=2, barrier matched)"
         rounds = control.rounds(job_id=job_id)
         assert [(round_.phase, round_.reason) for round_ in rounds] == [("abandoned", "barrier_timeout")] * 2
 
@@ -186,7 +196,8 @@ class TestRounds:
         command = deliver(a)
         failure = fed.Failure(round=command.round, reason="no_data", detail="the folder is gone")
         b.say(fed.WatchRequest(matched=True, failure=failure))
-        assert outcome(control, job_id, events).reason == "too_few_clients"
+        reason = outcome(control, job_id, events).reason
+        assert reason == "too_few_clients: b could not train: no_data: the folder is gone"
         (round_,) = control.rounds(job_id=job_id)
         assert (round_.delivered, list(round_.missing), round_.model_version) == (1, ["b"], 0)
         assert control.status().model_version in (before, before + 1)  # a first one, if there was none

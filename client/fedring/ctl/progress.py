@@ -63,7 +63,8 @@ def bar(rounds: int, label: str) -> Iterator[Show]:
             if event.kind in _ROUND_ENDS:
                 ended.add(event.round)
             if event.HasField("state"):
-                progress.update(task, completed=len(ended), told=_told(event.state))
+                told = event.text if event.kind == "round_waits" else _told(event.state)
+                progress.update(task, completed=len(ended), told=told)
 
         yield show
 

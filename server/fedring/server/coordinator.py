@@ -22,9 +22,10 @@ from fedring.server.facts import Facts
 from fedring.server.journal import Journal
 from fedring.server.metrics import Metrics
 from fedring.server.models import Models
-from fedring.server.openround import OpenRound, progress_text
+from fedring.server.openround import OpenRound
 from fedring.server.optimize import OptimizerError
 from fedring.server.plan import job_spec, rules_of, train_cmd
+from fedring.server.progress import Progress, why_abandoned
 from fedring.server.rendezvous import Rendezvous
 from fedring.server.report import round_message
 from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, UpdateRow
@@ -38,7 +39,6 @@ from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-_PROGRESS_SECONDS = 0.5
 _OF_THE_CODE = ("train_error", "cannot_cut")  # failures that the job's next rounds would end in, too
 _OF_THE_WORKER = "out_of_memory"  # a failure that another one in its place may not have
 RECOVERY_SECONDS = 30.0
@@ -58,7 +58,8 @@ class Coordinator:
         self.last: RoundRow | None = None  # that ended
         self.latest: ModelRow | None = None
         self.recovering = False  # a round of before waits to be resumed
-        self.hopeless = ""  # why the job's next rounds would end as the last one did
+        self.why = ""  # the last round was abandoned, for people
+        self.hopeless = False  # the job's next rounds would end as the last one did
         self.acceptor = Acceptor(self._commit)
         self.finished = asyncio.Event()  # set whenever no round is open
         self.finished.set()
@@ -69,7 +70,7 @@ class Coordinator:
         self._wake = asyncio.Event()
         self.metrics = Metrics()
         self.metrics.follow(lambda: self.state, facts)
-        self._last_progress, self._last_told = "", 0.0
+        self._progress = Progress()
 
     # ---- events
 
@@ -114,10 +115,12 @@ class Coordinator:
             return  # of another round, or told again
         text = f"{client} could not train: {failure.reason[:64]}: {failure.detail[:1000]}"
         self.journal.write("client_failed", text, client_id=client)
+        if self.open is not None:
+            self.open.failures.append(text)
         # A pipeline cannot do without any of its workers, and code that fails on one would fail on its replacement.
         whole = self.open is not None and self.open.job.mode == "pipeline" and failure.reason != _OF_THE_WORKER
         if whole and self.rendezvous.give_up(failure.reason[:64]) and failure.reason in _OF_THE_CODE:
-            self.hopeless = text
+            self.hopeless = True
 
     def traffic(self, client: str) -> Traffic:
         """Where to count what the client moves now."""
@@ -197,8 +200,7 @@ class Coordinator:
             if effect is not None:
                 await self._perform(effect)
                 continue
-            self._tell_progress()
-            wait = rd.wake_at(self.state, now) - now
+            wait = min(rd.wake_at(self.state, now) - now, self._tell_progress(now))
             try:
                 async with asyncio.timeout(None if wait == inf else max(wait, 0.001)):
                     await self._wake.wait()
@@ -237,7 +239,8 @@ class Coordinator:
         self._tell("round_started", text)
 
     async def _aggregate(self, open_: OpenRound) -> None:
-        self._tell_missing(open_)
+        if open_.missing:
+            log.warning("round %d ends without %s", open_.row.round, ", ".join(open_.missing))
         updates = [open_.accepted[client] for client in sorted(open_.accepted)]
         try:
             with self.metrics.aggregate_seconds.time():
@@ -264,8 +267,9 @@ class Coordinator:
             open_.row = open_.ended(rd.Phase.ABANDONED, reason=round_.reason)
             await self.facts.keep(self.facts.db, self.facts.store.update_round, open_.row)
             self._end(open_)
-            self._tell_missing(open_)
-            self._tell("round_abandoned", f"round {round_.number} was abandoned: {round_.reason}")
+            away = () if open_.row.selected else await self.facts.db(self.facts.store.update_counts)
+            self.why = why_abandoned(open_, self.state, away)
+            self._tell("round_abandoned", f"round {round_.number} was abandoned: {self.why}")
         elif self.latest is not None:
             await self._finish_evaluation(open_, self.latest)
         self.open, self.last = None, open_.row
@@ -337,7 +341,7 @@ class Coordinator:
         small = None if spec.delta_encoding else self.models.small(base)
         command.traceparent = self._trace.begin(row.round, row.job_id)
         self.open = OpenRound(row, spec, command, base, small)
-        self.recovering, self.hopeless = False, ""
+        self.recovering = self.hopeless = False
         self.finished.clear()
         return self.open
 
@@ -383,15 +387,11 @@ class Coordinator:
         sd_notify(f"STATUS={text}")
         self.journal.write(kind, text, job_id=self.open.row.job_id, state=self.message())
 
-    def _tell_progress(self) -> None:
-        """Log what an open barrier or round waits for, once per change and at most every half second."""
-        text, now = progress_text(self.state), time.monotonic()
-        if text and text != self._last_progress and now - self._last_told > _PROGRESS_SECONDS:
+    def _tell_progress(self, now: float) -> float:
+        """Tell what an open barrier waits for, or log what a round does; the seconds until there may be more."""
+        text, seconds = self._progress.news(self.state, now)
+        if text and self.state.round is not None and self.state.round.phase is rd.Phase.WAITING:
+            self._tell("round_waits", text)
+        elif text:  # its updates are told one by one
             log.info("%s", text)
-            self._last_progress, self._last_told = text, now
-
-    def _tell_missing(self, open_: OpenRound) -> None:
-        """Log who was waited for in vain: the selected, or at a closed barrier those who are here but not ready."""
-        expected = set(open_.row.selected) or {session.client_id for session in self.sessions if not session.matched}
-        if missing := sorted(expected - open_.accepted.keys() - open_.done.keys()):
-            log.warning("round %d ends without %s", open_.row.round, ", ".join(missing))
+        return seconds

@@ -120,8 +120,6 @@ class Jobs:
             abandoned = abandoned + 1 if last is not None and last.phase == rd.Phase.ABANDONED else 0
             if abandoned and row.job_id in self._stopped:
                 return "stopped", ""
-            if abandoned and self._coordinator.hopeless:
-                return "failed", self._coordinator.hopeless
-            if last is not None and abandoned >= min(spec.max_abandoned, row.rounds):
-                return "failed", last.reason
+            if abandoned and (self._coordinator.hopeless or abandoned >= min(spec.max_abandoned, row.rounds)):
+                return "failed", self._coordinator.why
         return "completed", ""

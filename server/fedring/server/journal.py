@@ -23,7 +23,7 @@ _LEVELS = {
     "client_failed": logging.WARNING,
     "storage_failed": logging.ERROR,
 }
-_TRANSIENT = frozenset({"update_accepted"})  # the updates' own rows say it
+_TRANSIENT = frozenset({"update_accepted", "round_waits"})  # the updates' own rows say it; soon of no interest
 
 
 def rfc3339(seconds: float | None) -> str:

@@ -25,12 +25,18 @@ class OpenRound:
     accepted: dict[str, UpdateRow] = field(default_factory=dict)
     traffic: dict[str, Traffic] = field(default_factory=dict)
     done: dict[str, Done] = field(default_factory=dict)  # by the workers of a group, one of which delivers
+    failures: list[str] = field(default_factory=list)  # why clients could not train, a sentence each
 
     def event(self, seconds: float, model: pb.SmallModel | None = None) -> bytes:
         """The command as it is sent to clients that have so many seconds, with the model if given."""
         command = pb.TrainCmd(deadline_seconds=seconds, model=model)
         command.MergeFrom(self.command)
         return pb.ServerEvent(train=command).SerializeToString()
+
+    @property
+    def missing(self) -> list[str]:
+        """The selected clients of which nothing came, sorted."""
+        return sorted(set(self.row.selected) - self.accepted.keys() - self.done.keys())
 
     @property
     def seconds_left(self) -> float:
@@ -60,16 +66,3 @@ class OpenRound:
                 "metrics": dict(update.metrics if update else done.metrics),
             }
         return {"seconds": seconds, "clients": clients}
-
-
-def progress_text(state: rd.State) -> str:
-    """What the round waits for, in one sentence; empty if it waits for nobody."""
-    round_ = state.round
-    if round_ is None or round_.phase not in (rd.Phase.WAITING, rd.Phase.TRAINING):
-        return ""
-    rules = round_.rules
-    if round_.phase is rd.Phase.WAITING:
-        have = len(rd.ready(state, rules))
-        return f"round {round_.number} waits: ready={have}/{rules.min_clients} (barrier {rules.barrier})"
-    have, expected = len(round_.delivered), len(round_.selected)
-    return f"round {round_.number}: ready={have}/{expected} (min={rules.min_to_aggregate})"
