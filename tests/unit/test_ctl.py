@@ -202,7 +202,7 @@ def test_a_round_is_shown_with_its_clients(server: Server, flctl: Call) -> None:
 
 
 def test_an_exported_model_has_its_own_dtypes(server: Server, flctl: Call, tmp_path: Path) -> None:
-    path = tmp_path / "new" / "model.safetensors"
+    path = tmp_path / "model.safetensors"
     code, out, _ = flctl("models", "export", "3", "--out", path, "--output", "json")
     tensors = load_file(path)
     assert (code, json.loads(out)["version"], json.loads(out)["bytes"]) == (0, 3, path.stat().st_size)
