@@ -87,6 +87,7 @@ class Script(rpc.ControlServiceServicer):
                 return
 
     async def ExportModel(self, request: fb.FetchModelRequest, context: Any) -> AsyncIterator[fb.ModelBlob]:
+        self._maybe_refuse()
         schema = Schema(ENTRIES)
         vectors = Vectors(np.arange(6, dtype=np.float32), np.array([2.0**40]))
         buffers, parameters = encode_buffers(vectors.buffers), encode(vectors.parameters, Encoding("fp32"))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from fedring.ctl.failure import Failure
+from fedring.daemon.exits import Exit
 from fedring.rpc.errors import reason_of
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
@@ -71,11 +73,34 @@ class TestQueue:
 
     def test_the_same_key_starts_nothing_twice(self, control: Control) -> None:
         first = control.start_job(vector_job(), key="once")
-        again = control.start_job(vector_job(rounds=9), key="once")
+        again = control.start_job(vector_job(), key="once")
         assert (first.already, again.already) == (False, True)
         assert again.job_id == first.job_id
-        assert control.start_round({}, key="once").job_id == first.job_id
-        assert control.job(first.job_id).rounds == 1
+        round_ = control.start_round({}, key="twice")
+        assert control.start_round({}, key="twice").job_id == round_.job_id
+
+    def test_the_key_of_another_job_is_refused(self, server: Fleet, control: Control) -> None:
+        first = control.start_job(vector_job(), key="mine").job_id
+        with pytest.raises(Failure, match=f"the key 'mine' belongs to job {first}, another one") as refused:
+            control.start_job(vector_job(rounds=4), key="mine")
+        assert refused.value.exit_code == Exit.USAGE
+        with pytest.raises(Failure, match="the key 'mine' belongs to job"):
+            control.start_round({"lr": 0.5}, key="mine")
+        with grpc.insecure_channel(server.control) as channel:
+            request = pb.StartJobRequest(job="{}", idempotency_key="mine")
+            with pytest.raises(grpc.RpcError) as refusal:
+                rpc.ControlServiceStub(channel).StartJob(request, timeout=20)
+        error: Any = refusal.value
+        assert (error.code(), reason_of(error)) == (grpc.StatusCode.ALREADY_EXISTS, "other_job")
+        assert [job.job_id for job in control.jobs() if job.job_id >= first] == [first]
+
+    def test_a_key_lives_on_when_the_server_restarts(self, tmp_path: Path) -> None:
+        with Fleet(tmp_path, {"job": DEFAULTS}) as fleet, Control(fleet.control) as control:
+            optimizer = {"name": "Adam", "args": {"lr": 1}}
+            first = control.start_job({"rounds": 3, "server_optimizer": optimizer}, key="kept")
+            fleet.restart_server()
+            again = control.start_job({"rounds": 3, "server_optimizer": optimizer}, key="kept")
+            assert (again.already, again.job_id) == (True, first.job_id)
 
 
 class TestStop:
@@ -115,12 +140,13 @@ class TestStop:
         assert control.rounds(job_id=queued) == []
 
     def test_what_does_not_run_cannot_be_stopped(self, control: Control) -> None:
-        with pytest.raises(Failure, match="no job is running"):
+        with pytest.raises(Failure, match="no job is running") as nothing:
             control.stop_job()
         with pytest.raises(Failure, match="no round is in progress"):
             control.stop_round()
-        with pytest.raises(Failure, match="job 9999 is neither running nor queued"):
+        with pytest.raises(Failure, match="job 9999 is neither running nor queued") as unknown:
             control.stop_job(9999)
+        assert (nothing.value.exit_code, unknown.value.exit_code) == (Exit.FAILED, Exit.USAGE)
 
 
 class TestBadJobs:

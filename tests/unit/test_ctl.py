@@ -16,7 +16,7 @@ from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import make_server
-from fedring.rpc.errors import BadRequest, FedringError, NoSuchJob, NotAllowed, Overloaded, Unavailable
+from fedring.rpc.errors import BadRequest, FedringError, NoSuchJob, NotAllowed, OtherJob, Overloaded, Unavailable
 from fedring.v1 import control_pb2 as pb
 
 Call = Callable[..., tuple[int, str, str]]
@@ -123,6 +123,7 @@ def test_a_job_file_that_is_not_there_is_a_configuration_error(flctl: Call, tmp_
         (NotAllowed("operators only"), Exit.NOT_ALLOWED),
         (Overloaded("the queue is full"), Exit.TRY_AGAIN),
         (NoSuchJob("no job runs"), Exit.FAILED),
+        (OtherJob("the key is another's"), Exit.USAGE),
     ],
 )
 def test_what_the_server_refuses_becomes_an_exit_code(
@@ -130,6 +131,17 @@ def test_what_the_server_refuses_becomes_an_exit_code(
 ) -> None:
     server.script.refuse = [error]
     assert flctl("stop") == (code, "", f"flctl: {error}\n")
+
+
+def test_naming_what_the_server_does_not_have_is_a_usage_error(server: Server, flctl: Call, tmp_path: Path) -> None:
+    out = ("--out", tmp_path / "model.safetensors")
+    for verb in (["stop", "--job", "99"], ["models", "export", "77", *out]):
+        server.script.refuse = [NoSuchJob("there is none")]
+        assert flctl(*verb) == (Exit.USAGE, "", "flctl: there is none\n")
+    server.script.refuse = [NoSuchJob("there is none yet")]
+    assert flctl("models", "export", "0", *out)[0] == Exit.FAILED  # nobody named one
+    code, _, err = flctl("rounds", "99")
+    assert (code, "see `flctl rounds`" in err) == (Exit.USAGE, True)
 
 
 def test_a_server_that_is_not_there_is_one_sentence_and_69(flctl: Call) -> None:
@@ -180,8 +192,8 @@ def test_lists_are_one_json_object(server: Server, flctl: Call) -> None:
         name: json.loads(flctl(*name.split(), "--output", "json")[1]) for name in ("clients", "rounds", "models list")
     }
     assert [client["activity"] for client in lists["clients"]["clients"]] == [
-        "ACTIVITY_TRAINING",
-        "ACTIVITY_UNSPECIFIED",
+        "training",
+        "idle",
     ]
     assert lists["rounds"]["rounds"][0]["round"] == 7
     assert lists["models list"]["models"][0]["digest"] == "ab" * 32
@@ -198,11 +210,11 @@ def test_a_round_is_shown_with_its_clients(server: Server, flctl: Call) -> None:
     assert "ann" in out
     assert "bob" in out
     assert json.loads(flctl("rounds", "7", "--output", "json")[1])["round"] == 7
-    assert flctl("rounds", "6")[0] == flctl("rounds", "8")[0] == Exit.FAILED
+    assert flctl("rounds", "6")[0] == flctl("rounds", "8")[0] == Exit.USAGE
 
 
 def test_an_exported_model_has_its_own_dtypes(server: Server, flctl: Call, tmp_path: Path) -> None:
-    path = tmp_path / "new" / "model.safetensors"
+    path = tmp_path / "model.safetensors"
     code, out, _ = flctl("models", "export", "3", "--out", path, "--output", "json")
     tensors = load_file(path)
     assert (code, json.loads(out)["version"], json.loads(out)["bytes"]) == (0, 3, path.stat().st_size)

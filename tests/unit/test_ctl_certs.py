@@ -65,6 +65,7 @@ def test_nothing_is_overwritten(pki: Pki, flctl: Call) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
+        (["init", "{}/ca.key"], Exit.USAGE, "cannot make"),
         (["issue", "{}", "a/b"], Exit.USAGE, "is no name"),
         (["issue", "{}", "ca"], Exit.USAGE, "is no name"),
         (["issue", "{}", ".."], Exit.USAGE, "is no name"),

@@ -52,5 +52,5 @@ def test_what_makes_no_schedule_is_said(arguments: list[str], text: str, capsys:
 
 
 def test_a_folder_that_does_not_exist_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pipeline", "draw", "gpipe", "--out", str(tmp_path / "no" / "where.png")]) == Exit.FAILED
-    assert "cannot write" in capsys.readouterr().err
+    assert main(["pipeline", "draw", "gpipe", "--out", str(tmp_path / "no" / "where.png")]) == Exit.USAGE
+    assert "there is no folder" in capsys.readouterr().err

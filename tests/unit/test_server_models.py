@@ -150,7 +150,7 @@ def test_steps_over_a_version_that_is_gone_are_not_sent(chain: Versions) -> None
     chain.models.forget([7, 8, 10])
     assert chain.header(8, 7).base_version == 7
     assert chain.header(10, 8).base_version == 0
-    with pytest.raises(UnknownModel, match="model 9 is not kept"):
+    with pytest.raises(UnknownModel, match="model 9 is not kept: `flctl models list` shows"):
         chain.header(9)
 
 

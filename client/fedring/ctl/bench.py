@@ -14,6 +14,7 @@ from fedring.ctl.experiment import Experiment, Result, make_job, run_experiment
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
+from fedring.ctl.paths import make_folder
 from fedring.ctl.presets import Dataset, check_data_root, preset_job
 from fedring.ctl.progress import people_display
 from fedring.daemon.exits import Exit
@@ -36,7 +37,6 @@ def federated(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Train once per encoding, and compare bytes, communication time, round time and accuracy."""
-    check_data_root(dataset, data_root)
     names = [name.strip() for name in encodings.split(",") if name.strip()]
     if not names or len(set(names)) != len(names):
         raise Failure("--encodings needs names, each once, separated by commas", Exit.USAGE)
@@ -46,6 +46,8 @@ def federated(
         name: Experiment(make_job(clients, {**keys, "name": f"bench {name}", "encoding": name}), clients, root)
         for name in names
     }
+    check_data_root(dataset, data_root)
+    make_folder(out)
     results = {"dataset": str(dataset), "clients": clients, "rounds": rounds, "subset_size": subset} | _KEYS
     results["encodings"] = [_run(name, experiment, out / name) for name, experiment in experiments.items()]
     results["central"] = _run_centrally(experiments[names[0]]) if central else None

@@ -12,6 +12,7 @@ from fedring.ctl.experiment import Experiment, Result, make_job, run_experiment
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
+from fedring.ctl.paths import make_folder
 from fedring.ctl.presets import Dataset, Mode, check_data_root, preset_job
 from fedring.ctl.progress import people_display
 from fedring.daemon.exits import Exit
@@ -34,11 +35,12 @@ def data_parallel(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Train once per hook, and compare bytes, accuracy, and the longest and mean communication of a step."""
-    check_data_root(dataset, data_root)
     names = [name.strip() for name in hooks.split(",") if name.strip()]
     if not names or len(set(names)) != len(names):
         raise Failure("--hooks needs names, each once, separated by commas", Exit.USAGE)
     keys = {**preset_job(dataset, Mode.DATA_PARALLEL), **_KEYS, "rounds": epochs, "subset_size": subset}
+    check_data_root(dataset, data_root)
+    make_folder(out)
     root = data_root.absolute() if data_root else None
     results: dict[str, Any] = {"dataset": str(dataset), "workers": workers, "ratio": ratio, **_KEYS, "epochs": epochs}
     results["hooks"] = []

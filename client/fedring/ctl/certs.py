@@ -36,7 +36,7 @@ def init(folder: Folder, host: Hosts = None, days: Days = 365) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise Failure(f"cannot make {folder}: {error.strerror}") from error
+        raise Failure(f"cannot make {folder}: {error.strerror}", Exit.USAGE) from error
     hosts: list[str] = [*_HERE, *(name for name in host or [] if name not in _HERE)]
     identities: dict[Role, list[str]] = {Role.SERVER: hosts, Role.OPERATOR: []}
     there = [path for name in ("ca", *identities) for path in (folder / f"{name}.crt", folder / f"{name}.key")]

@@ -84,7 +84,8 @@ class Control:
 
     def stop_job(self, job_id: int = 0) -> pb.StopReply:
         """The job is ended, 0 = the running one, and its round with it."""
-        return self._call(lambda: self._stub.StopJob(pb.StopJobRequest(job_id=job_id), timeout=self._timeout))
+        with _translated(self.address, named=job_id > 0):
+            return self._stub.StopJob(pb.StopJobRequest(job_id=job_id), timeout=self._timeout)
 
     def status(self, *, wait_seconds: float = 0.0) -> pb.Status:
         """What the server does now; with `wait_seconds`, a server that is not there yet is waited for."""
@@ -176,7 +177,7 @@ class Control:
         """`path` holds the model, 0 = the newest, as safetensors in its own dtypes."""
         from fedring.ctl.export import write_model  # it needs numpy, which most verbs do not
 
-        with _translated(self.address):
+        with _translated(self.address, named=version > 0):
             return write_model(self._stub.ExportModel(FetchModelRequest(version=version)), path)
 
     def _streams(self, first: Events | None, patience_seconds: float) -> Iterator[Events]:
@@ -206,9 +207,9 @@ class Control:
 
 
 @contextmanager
-def _translated(address: str) -> Iterator[None]:
-    """Failed calls within leave as Failure."""
+def _translated(address: str, *, named: bool = True) -> Iterator[None]:
+    """Failed calls within leave as Failure; `named`: the user has named what they ask for."""
     try:
         yield
     except grpc.RpcError as error:
-        raise failure_of(error, address) from error
+        raise failure_of(error, address, named=named) from error

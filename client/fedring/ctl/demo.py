@@ -7,13 +7,21 @@ from typing import Annotated, Any
 import typer
 
 from fedring.ctl.experiment import Experiment, make_job, run_experiment
+from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, stderr_console
+from fedring.ctl.paths import make_folder
 from fedring.ctl.presets import PRESETS, Dataset, Mode, check_data_root, preset_job
 from fedring.ctl.progress import people_display
+from fedring.daemon.exits import Exit
 from fedring.train.parallel import HOOKS
 
 _TRAINING, _SENDING, _SAMPLES, _GROUP, _STAGES = "Training", "Sending", "Samples", "Data-parallel", "Pipeline"
+_ONLY_OF = {  # options without a meaning in the other modes
+    Mode.FEDERATED: ("encoding", "partition", "alpha"),
+    Mode.DATA_PARALLEL: ("hook", "ratio"),
+    Mode.PIPELINE: ("schedule", "micro_batches"),
+}
 
 
 def demo(
@@ -90,10 +98,13 @@ def demo(
         "data_parallel": {"hook": hook, "ratio": ratio},
         "pipeline": {"stages": count, "schedule": schedule, "micro_batches": _number(micro_batches)},
     }
+    _check_mode(mode, {**given, **tables["data_parallel"], **tables["pipeline"]})
     keys = preset_job(dataset, mode) | {key: value for key, value in given.items() if value is not None}
     if mode is not Mode.FEDERATED:
         keys[mode] = {key: value for key, value in tables[mode].items() if value is not None}
-    experiment = _experiment(dataset, keys, clients=count, data_root=data_root)
+    experiment = Experiment(make_job(count, keys), count, data_root.absolute() if data_root else None, web=True)
+    check_data_root(dataset, data_root)
+    make_folder(out)
     run_demo(experiment, out, label=str(dataset), output=output)
 
 
@@ -111,9 +122,13 @@ def run_demo(experiment: Experiment, out: Path, *, label: str, output: Output) -
     stderr_console().print(f"report.json, model.safetensors, rounds.png and logs are in {out}")
 
 
-def _experiment(dataset: Dataset, keys: Mapping[str, Any], *, clients: int, data_root: Path | None) -> Experiment:
-    check_data_root(dataset, data_root)
-    return Experiment(make_job(clients, keys), clients, data_root.absolute() if data_root else None, web=True)
+def _check_mode(mode: Mode, given: Mapping[str, Any]) -> None:
+    """Failure if an option is given that only another mode knows."""
+    for owner, names in _ONLY_OF.items():
+        for name in names:
+            if owner is not mode and given[name] is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise Failure(f"{option} belongs to --mode {owner}, not to {mode}: leave it out", Exit.USAGE)
 
 
 def _number(text: str | None) -> int | str | None:

@@ -28,7 +28,6 @@ def write_model(stream: Iterable[fb.ModelBlob], path: Path) -> fb.ModelHeader:
     if vectors.digest() != header.model_digest:
         raise Failure("the model was damaged on its way: its digest is another one; try again", Exit.TRY_AGAIN)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         save_vectors(schema, vectors, path)
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror or error}") from error

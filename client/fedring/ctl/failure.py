@@ -24,6 +24,8 @@ class Unreachable(Failure):
 
 _EXITS = {
     StatusCode.INVALID_ARGUMENT: Exit.USAGE,
+    StatusCode.NOT_FOUND: Exit.USAGE,
+    StatusCode.ALREADY_EXISTS: Exit.USAGE,
     StatusCode.DEADLINE_EXCEEDED: Exit.TRY_AGAIN,
     StatusCode.RESOURCE_EXHAUSTED: Exit.TRY_AGAIN,
     StatusCode.ABORTED: Exit.TRY_AGAIN,
@@ -32,8 +34,8 @@ _EXITS = {
 }
 
 
-def failure_of(error: grpc.RpcError, address: str) -> Failure:
-    """What a failed call to the control port at `address` means for the operator."""
+def failure_of(error: grpc.RpcError, address: str, *, named: bool = True) -> Failure:
+    """What a failed call to the control port at `address` means for its user, who `named` what they ask for, or not."""
     status = status_of(error)
     details = (error.details() or "") if isinstance(error, grpc.Call) else str(error)
     match status:
@@ -52,4 +54,6 @@ def failure_of(error: grpc.RpcError, address: str) -> Failure:
             )
         case StatusCode.DEADLINE_EXCEEDED:
             return Failure(f"fl-server at {address} did not answer in time: try again", Exit.TRY_AGAIN)
+        case StatusCode.NOT_FOUND if not named:
+            return Failure(details)
     return Failure(details or f"fl-server answered {status.name}", _EXITS.get(status, Exit.FAILED))

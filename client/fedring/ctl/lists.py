@@ -11,6 +11,7 @@ from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, to_dict
+from fedring.daemon.exits import Exit
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fb
 
@@ -54,7 +55,7 @@ def clients(
     with connect(server) as control:
         known = control.clients(limit=limit)
     if output is Output.JSON:
-        return print_json(to_dict(pb.ClientList(clients=known)))
+        return print_json({"clients": [to_dict(client) | {"activity": activity(client.activity)} for client in known]})
     rows = [
         (
             client.client_id,
@@ -136,7 +137,7 @@ def activity(value: int) -> str:
 def _find_round(control: Control, round_id: int) -> pb.Round:
     for round_ in control.rounds(number=round_id):
         return round_
-    raise Failure(f"fl-server at {control.address} knows no round {round_id}: see `flctl rounds`")
+    raise Failure(f"fl-server at {control.address} knows no round {round_id}: see `flctl rounds`", Exit.USAGE)
 
 
 def _show_round(round_: pb.Round, output: Output) -> None:

@@ -133,6 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(failure, failure.exit_code)
     except ConfigError as error:
         return _say(error, Exit.CONFIG)
+    except OSError as error:  # of a file that a verb could not foresee: a full disk, a folder where a file should be
+        if error.filename is None:
+            raise
+        return _say(Failure(f"{error.filename}: {error.strerror}"), Exit.FAILED)
     return Exit.OK
 
 

@@ -8,6 +8,7 @@ import typer
 from fedring.ctl.access import connect
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
 from fedring.ctl.output import Output, print_json, size
+from fedring.ctl.paths import check_file
 
 
 def export(
@@ -17,6 +18,7 @@ def export(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Write a model version as safetensors, in its own dtypes."""
+    check_file(out)
     with connect(server) as control:
         header = control.export_model(version, out)
     written = out.stat().st_size

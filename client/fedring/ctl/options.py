@@ -17,6 +17,6 @@ OutputOption = Annotated[
 ]
 KeyOption = Annotated[
     str,
-    typer.Option("--key", metavar="TEXT", help="Idempotency key: the same key again starts nothing.  [default: new]"),
+    typer.Option("--key", metavar="TEXT", help="Idempotency key: the same job again starts nothing.  [default: new]"),
 ]
 LimitOption = Annotated[int, typer.Option("--limit", "-n", min=1, help="Newest rows to show.")]

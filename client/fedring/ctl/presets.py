@@ -74,7 +74,9 @@ def preset_job(dataset: Dataset, mode: Mode = Mode.FEDERATED) -> dict[str, Any]:
 
 
 def check_data_root(dataset: Dataset, data_root: Path | None) -> None:
-    """Failure if the data set needs a folder, and it is not there."""
+    """Failure if the data set needs a folder, and that does not hold it whole."""
+    if data_root is not None and not data_root.is_dir():
+        raise Failure(f"--data-root {data_root} is not a folder", Exit.CONFIG)
     if dataset is Dataset.DIGITS:
         return
     if data_root is None:
@@ -83,5 +85,10 @@ def check_data_root(dataset: Dataset, data_root: Path | None) -> None:
             "or use the embedded --dataset digits",
             Exit.USAGE,
         )
-    if not data_root.is_dir():
-        raise Failure(f"--data-root {data_root} is not a folder", Exit.CONFIG)
+    import fedring.data  # imports torch, which the daemons that follow do, too
+
+    try:
+        getattr(fedring.data, dataset)(data_root, False)
+    except fedring.data.DataError as error:
+        command = f'python -c "from fedring.data import {dataset}; {dataset}({str(data_root)!r}, download=True)"'
+        raise Failure(f"{str(error).removesuffix('.')}: {command}", Exit.CONFIG) from error

@@ -17,6 +17,7 @@ import typer
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
+from fedring.ctl.paths import make_folder
 from fedring.ctl.presets import Dataset, check_data_root, preset_job
 from fedring.daemon.exits import Exit
 
@@ -47,8 +48,9 @@ def profile(
 
     Workers run on this machine. Where a step without communication is less than 10 % faster, it is not the bottleneck.
     """
-    check_data_root(dataset, data_root)
     names = _names(hooks, backend)
+    check_data_root(dataset, data_root)
+    make_folder(out)
     preset = preset_job(dataset)
     settings = {
         "backend": backend,
@@ -63,7 +65,6 @@ def profile(
         "data_root": str(data_root.absolute()) if data_root else None,
     }
     result = {"dataset": str(dataset), **settings, **judge(_measure(settings, launch), workers * batch_size)}
-    out.mkdir(parents=True, exist_ok=True)
     (out / "profile.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     _plot(result, out)
     if output is Output.JSON:

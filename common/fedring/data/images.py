@@ -11,6 +11,8 @@ from fedring import vision
 from fedring.data.errors import DataError
 from fedring.data.samples import Samples, Scale, Split
 
+_FOLDERS = {"MNIST": "MNIST/raw", "FashionMNIST": "FashionMNIST/raw", "CIFAR10": "cifar-10-batches-py"}
+
 
 def mnist(root: Path | None, download: bool = False) -> Split:
     """60,000 training and 10,000 test samples of [1, 28, 28] in 10 classes."""
@@ -45,8 +47,9 @@ def _read(name: str, root: Path, download: bool, train: bool, scale: Scale) -> S
 
     try:
         dataset = getattr(datasets, name)(root, train=train, download=download)
-    except (RuntimeError, OSError, ValueError) as error:
-        advice = "set data_root to the folder that holds it, or allow download"
+    except (RuntimeError, OSError, ValueError, AssertionError) as error:
+        place = Path(root) / _FOLDERS[name]
+        advice = f"it belongs in {place}; set data_root to the folder that holds it, or allow download"
         if download:
             advice = f"its download failed ({error}): check the network and the space on the disk"
         raise DataError("no_data", f"There is no complete {name} in {root}: {advice}.") from error

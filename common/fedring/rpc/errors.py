@@ -66,6 +66,12 @@ class OtherUpdate(FedringError):
     status, reason = StatusCode.ALREADY_EXISTS, "already_accepted_other"
 
 
+class OtherJob(FedringError):
+    """The idempotency key belongs to another job."""
+
+    status, reason = StatusCode.ALREADY_EXISTS, "other_job"
+
+
 class NotAllowed(FedringError):
     """The caller may not do this."""
 

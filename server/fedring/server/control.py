@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedring.daemon.config import ConfigError, check_keys, explain, merge
-from fedring.rpc.errors import BadRequest, UnknownRound
+from fedring.rpc.errors import BadRequest, OtherJob, UnknownRound
 from fedring.server.coordinator import Coordinator
 from fedring.server.federation import model_messages
 from fedring.server.jobs import Jobs
@@ -149,6 +149,10 @@ class ControlService(rpc.ControlServiceServicer):
 
     async def _start(self, spec: Job, key: str) -> pb.StartReply:
         row, already = await self._jobs.start(spec, key[:128])
+        if already and not _is_of(row.spec, spec):
+            raise OtherJob(
+                f"the key {row.idempotency_key!r} belongs to job {row.job_id}, another one: choose a new key"
+            )
         return pb.StartReply(job_id=row.job_id, already=already)
 
     async def _newest_rounds(self, request: pb.ListRequest) -> list[pb.Round]:
@@ -189,6 +193,14 @@ def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
     if usual is not None and isinstance(named, dict) and named.get("name", usual.name) != usual.name:
         del known["server_optimizer"]
     return known
+
+
+def _is_of(stored: dict[str, Any], job: Job) -> bool:
+    """Whether a specification that was stored, perhaps by an older version, is the job's."""
+    try:
+        return Job.model_validate(stored) == job
+    except ValidationError:
+        return False
 
 
 def _limit(request: pb.ListRequest) -> int:

@@ -121,7 +121,8 @@ class Models:
         """The wanted version: as deltas to the held one where that is shorter, else whole."""
         row = self._rows.get(request.version or max(self._rows, default=0))
         if row is None:
-            raise UnknownModel(f"model {request.version} is not kept" if request.version else "there is no model yet")
+            advice = f"model {request.version} is not kept: `flctl models list` shows those that are"
+            raise UnknownModel(advice if request.version else "there is no model yet")
         with ExitStack() as files:
             steps = self._steps(row, request.held_version)
             packets, pieces = self._deltas(steps, files) if steps else self._whole(row, files)
