@@ -30,7 +30,7 @@ A daemon takes its keys from these places; a later one wins:
 1. the defaults below;
 2. a file, TOML or JSON by its ending: `fl-server server.toml`;
 3. environment variables: `FEDRING_SERVER_LISTEN`, `FEDRING_CLIENT_DATA_ROOT`; within a table with two underscores:
-   `FEDRING_SERVER_JOB__ROUNDS`;
+   `FEDRING_SERVER_JOB__ROUNDS`; a list or a table is JSON: `FEDRING_CLIENT_TRUSTED='["fedring", "my_project"]'`;
 4. `KEY=VALUE` on the command line, within a table with a dot: `fl-server job.rounds=20`. Values are JSON, or else text;
 5. flags: `fl-server --listen 127.0.0.1:9000`.
 

@@ -155,9 +155,9 @@ class TestBadJobs:
         [
             ('{"epoch": 3}', "unknown key 'epoch' in the job; did you mean 'epochs'?"),
             ('{"server_optimizer": {"nam": "SGD"}}', "did you mean 'server_optimizer.name'?"),
-            ('{"lr": -1}', "lr: Input should be greater than 0"),
+            ('{"lr": -1}', "lr: must be greater than 0"),
             ('{"lr": NaN}', "lr: "),
-            ('{"encoding": "zip"}', "encoding: Input should be 'fp32', "),
+            ('{"encoding": "zip"}', "encoding: must be 'fp32', "),
             ('{"min_clients_to_aggregate": 3}', "min_clients_to_aggregate must be at most min_clients"),
             ('{"server_optimizer": {"name": "LBFGS"}}', "'LBFGS' does not treat each value by itself"),
             ('{"server_optimizer": {"name": "SGD", "args": {"lr": "x"}}}', "lr = 'x' is not a number"),

@@ -14,11 +14,11 @@ from typer.main import get_command
 
 from fedring.client.config import ClientConfig
 from fedring.client.main import app as client_app
-from fedring.client.main import parse_partition, split_arguments
+from fedring.client.main import parse_partition
 from fedring.ctl.failure import Failure
 from fedring.ctl.main import app as flctl_app
 from fedring.ctl.start import job_of
-from fedring.daemon.config import ConfigError, load_config
+from fedring.daemon.config import ConfigError, load_config, split_arguments
 from fedring.server.config import ServerConfig
 from fedring.server.main import app as server_app
 
@@ -56,7 +56,7 @@ def check(words: list[str]) -> None:
     program, params = words[0], parse(words)
     if program == "fl-server" and params:
         flags = {key: params[key] for key in ("listen", "control_listen", "state_dir")}
-        overrides = [word for word in params["arguments"] or [] if "=" in word]
+        _, overrides = split_arguments(params["arguments"] or [])
         load_config(ServerConfig, overrides=overrides, flags=flags)
     elif program == "fl-client" and params:
         flags = {key: params[key] for key in ("server", "client_id", "state_dir", "data_root")}
@@ -81,7 +81,8 @@ def test_a_command_in_a_sentence_exists(page: Page) -> None:
     for quoted in page.quoted:
         if quoted.partition(" ")[0] not in PROGRAMS:
             continue
-        words = [re.sub(r"^[A-Z]+$", "1", word) for word in shlex.split(_LEFT_OPEN.sub("", quoted))]
+        named = _LEFT_OPEN.sub("", re.sub(r"\b(ADDRESS|HOST:PORT)\b", "127.0.0.1:1", quoted))
+        words = [re.sub(r"^[A-Z]+$", "1", word) for word in shlex.split(named)]
         try:
             check(words)
         except UsageError as error:

@@ -18,9 +18,9 @@ from fedring.server.security import warn_of_insecurity
         ("job.epoch=3", "unknown key 'job.epoch' in override; did you mean 'job.epochs'?"),
         ("job.server_optimizer.nam=1", "did you mean 'job.server_optimizer.name'?"),
         ("qqqq=1", "unknown key 'qqqq' in override; valid keys: listen, "),
-        ("keep_models=0", "keep_models (from override): Input should be greater than 0"),
-        ("job.lr=-1", "job.lr (from override): Input should be greater than 0"),
-        ("listen=here", "'here' is not host:port"),
+        ("keep_models=0", "keep_models (from override): must be greater than 0"),
+        ("job.lr=-1", "job.lr (from override): must be greater than 0"),
+        ("listen=here", "listen (from override): 'here' is not host:port"),
         (
             "listen=0.0.0.0:8443",
             "'0.0.0.0:8443' can be reached from other hosts in plaintext: set tls.cert and tls.key",

@@ -8,7 +8,8 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from fedring.rpc.channel import encrypts, is_address, is_loopback
+from fedring.rpc.address import Address, AddressOrEmpty, HostOrEmpty, TcpAddress, TcpAddressOrEmpty
+from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.metrics import check_metrics_address
 from fedring.rpc.tls import Tls
 
@@ -24,11 +25,13 @@ class ClientConfig(BaseSettings):
         env_prefix="FEDRING_CLIENT_", env_nested_delimiter="__", extra="forbid", frozen=True, protected_namespaces=()
     )
 
-    server: str = Field("127.0.0.1:8443", description="fl-server's address, host:port")
+    server: Address = Field("127.0.0.1:8443", description="fl-server's address, host:port")
     insecure: bool = Field(False, description="allow plaintext to and from other hosts")
     tls: Tls = Field(Tls(), description="certificates; ca is who signed the server's, and the other workers'")
     token_file: Path | None = Field(None, description="file with a bearer token (flctl token create)")
-    health_listen: str = Field("", description="address that answers health checks, in plaintext; empty = none")
+    health_listen: AddressOrEmpty = Field(
+        "", description="address that answers health checks, in plaintext; empty = none"
+    )
     reflection: bool = Field(False, description="let callers at health_listen ask which services there are")
     client_id: str = Field(
         default_factory=_own_name,
@@ -49,14 +52,18 @@ class ClientConfig(BaseSettings):
     optimizer: str = Field("", description="module:attribute to use instead of the job's")
     trainer: str = Field("", description="module:attribute to use instead of the job's")
 
-    peer_listen: str = Field("127.0.0.1:0", description="where other workers of a group reach this one; port 0 = any")
-    peer_address: str = Field("", description="host or host:port that they dial; empty = as in peer_listen")
+    peer_listen: TcpAddress = Field(
+        "127.0.0.1:0", description="where other workers of a group reach this one; port 0 = any"
+    )
+    peer_address: HostOrEmpty = Field("", description="host or host:port that they dial; empty = as in peer_listen")
 
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     threads: NonNegativeInt = Field(0, description="threads for training; 0 = cores / clients_on_host")
     clients_on_host: PositiveInt = Field(1, description="clients that share this host's cores")
 
-    metrics_listen: str = Field("", description="where Prometheus reads metrics, host:port; empty = nowhere")
+    metrics_listen: TcpAddressOrEmpty = Field(
+        "", description="where Prometheus reads metrics, host:port; empty = nowhere"
+    )
     metrics_insecure: bool = Field(False, description="let other hosts read metrics, in plaintext")
     log_style: Literal["auto", "text", "json"] = Field("auto", description="auto = text on a terminal, else JSON")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="the least that is logged")
@@ -66,10 +73,6 @@ class ClientConfig(BaseSettings):
         check_metrics_address(self.metrics_listen, insecure=self.insecure or self.metrics_insecure)
         if self.partition_index >= self.partition_count:
             raise ValueError("partition_index must be below partition_count")
-        if not is_address(self.server):
-            raise ValueError(f"server {self.server!r} is not host:port")
-        if self.health_listen and not is_address(self.health_listen):
-            raise ValueError(f"health_listen {self.health_listen!r} is not host:port")
         self._check_exposed()
         return self
 

@@ -14,7 +14,7 @@ import typer
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused
-from fedring.daemon.config import ConfigError, Loaded, describe, load_config
+from fedring.daemon.config import ConfigError, Loaded, describe, load_config, split_arguments
 from fedring.daemon.exits import Exit
 from fedring.daemon.logs import log_always, set_up_logs
 from fedring.daemon.memory import bound_arenas
@@ -83,17 +83,6 @@ def command(
         print(f"fl-client: {error}", file=sys.stderr)
         code = Exit.CONFIG
     raise typer.Exit(code)
-
-
-def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """The configuration's file, if one is named, and the overrides."""
-    files = [a for a in arguments if "=" not in a and a.endswith((".toml", ".json"))]
-    if len(files) > 1:
-        raise ConfigError(f"there is one configuration file at most, and these are {len(files)}: {', '.join(files)}")
-    for argument in arguments:
-        if argument not in files and "=" not in argument:
-            raise ConfigError(f"{argument!r} is neither a configuration file (.toml, .json) nor key=value")
-    return (Path(files[0]) if files else None), [a for a in arguments if a not in files]
 
 
 def parse_partition(text: str | None) -> dict[str, str | None]:

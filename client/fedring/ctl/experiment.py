@@ -70,7 +70,7 @@ def make_job(clients: int, keys: Mapping[str, Any]) -> Job:
     try:
         return Job.model_validate(everyone | {key: value for key, value in keys.items() if value is not None})
     except ValidationError as error:
-        raise Failure(explain(error, {}), Exit.USAGE) from error
+        raise Failure(explain(error, {}, Job), Exit.USAGE) from error
 
 
 def run_experiment(experiment: Experiment, directory: Path, show: Show) -> Result:

@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fedring.ctl.access import PLAIN, Access, access
 from fedring.ctl.failure import Failure, Unreachable
-from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
+from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption, checked
 from fedring.ctl.output import Output, print_json, print_table
 from fedring.rpc.errors import status_of
 
@@ -20,7 +20,13 @@ def health(
     server: ServerOption = DEFAULT_SERVER,
     listen: Annotated[
         str,
-        typer.Option("--listen", envvar="FLCTL_LISTEN", metavar="HOST:PORT", help="fl-server's port for clients."),
+        typer.Option(
+            "--listen",
+            envvar="FLCTL_LISTEN",
+            metavar="HOST:PORT",
+            callback=checked,
+            help="fl-server's port for clients.",
+        ),
     ] = DEFAULT_LISTEN,
     at: Annotated[
         str,
@@ -28,6 +34,7 @@ def health(
             "--at",
             envvar="FLCTL_HEALTH",
             metavar="HOST:PORT",
+            callback=checked,
             help="Ask nothing but this port: health_listen of an fl-server or an fl-client.",
         ),
     ] = "",

@@ -4,13 +4,32 @@ from typing import Annotated
 
 import typer
 
+from fedring.ctl.failure import Failure
 from fedring.ctl.output import Output
+from fedring.daemon.exits import Exit
+from fedring.rpc.address import check_address
 
 DEFAULT_SERVER = "127.0.0.1:8444"
 
+
+def checked(option: typer.CallbackParam, address: str) -> str:
+    """The option's address; Failure if it is none."""
+    try:
+        return address if address == option.default else check_address(address)
+    except ValueError as error:
+        raise Failure(f"{option.opts[0]}: {error}", Exit.USAGE) from error
+
+
 ServerOption = Annotated[
     str,
-    typer.Option("--server", "-s", envvar="FLCTL_SERVER", metavar="HOST:PORT", help="fl-server's control port."),
+    typer.Option(
+        "--server",
+        "-s",
+        envvar="FLCTL_SERVER",
+        metavar="HOST:PORT",
+        callback=checked,
+        help="fl-server's control port.",
+    ),
 ]
 OutputOption = Annotated[
     Output, typer.Option("--output", "-o", envvar="FLCTL_OUTPUT", help="For people, or for programs.")

@@ -71,7 +71,7 @@ def _check(table: Mapping[str, Any], *, where: str) -> None:
     except ValidationError as error:
         # What concerns several keys depends on the server's defaults, too: the server checks that.
         if any(row["loc"] for row in error.errors()):
-            raise ConfigError(explain(error, dict.fromkeys(table, where))) from error
+            raise ConfigError(explain(error, dict.fromkeys(table, where), Job)) from error
 
 
 def _start(server: str, start: Start, *, wait: bool, output: Output) -> None:

@@ -10,10 +10,15 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_args
+from types import UnionType
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic_settings import BaseSettings, EnvSettingsSource
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, SettingsError
+
+from fedring.daemon.variables import Variables
+from fedring.daemon.wording import either, word
 
 
 class ConfigError(Exception):
@@ -54,7 +59,18 @@ def load_config(
     try:
         return Loaded(model(**merged), origins)
     except ValidationError as error:
-        raise ConfigError(explain(error, origins)) from error
+        raise ConfigError(explain(error, origins, model)) from error
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The configuration's file, if one is named, and the overrides."""
+    files = [a for a in arguments if "=" not in a and a.endswith((".toml", ".json"))]
+    if len(files) > 1:
+        raise ConfigError(f"there is one configuration file at most, and these are {len(files)}: {', '.join(files)}")
+    for argument in arguments:
+        if argument not in files and "=" not in argument:
+            raise ConfigError(f"{argument!r} is neither a configuration file (.toml, .json) nor key=value")
+    return (Path(files[0]) if files else None), [a for a in arguments if a not in files]
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -117,14 +133,34 @@ def _table_of(annotation: Any) -> type[BaseModel] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
-def explain(error: ValidationError, origins: Mapping[str, str]) -> str:
-    """The first thing wrong, in one sentence."""
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
+def explain(error: ValidationError, origins: Mapping[str, str], model: type[BaseModel] | None = None) -> str:
+    """The first thing wrong, in one sentence; with the `model`, in the words of its keys."""
+    found: dict[str, list[str]] = {}
+    for row in error.errors():
+        key, field = _locate(row["loc"], model)
+        text = word(row, (field and field.description) or "")
+        table = _table_of(field.annotation) if field else None
+        if row["type"] == "model_type" and table:
+            text += f", such as {key}.{next(iter(table.model_fields))}"
+        found.setdefault(key, []).append(text)
+    key, texts = next(iter(found.items()))
     origin = f" (from {origins[key]})" if key in origins else ""
-    more = f"; and {error.error_count() - 1} more" if error.error_count() > 1 else ""
+    more = f"; and {len(found) - 1} more" if len(found) > 1 else ""
     where = f"{key}{origin}: " if key else ""
-    return f"{where}{first['msg'].removeprefix('Value error, ')}{more}"
+    return f"{where}{either(texts)}{more}"
+
+
+def _locate(loc: Sequence[int | str], model: type[BaseModel] | None) -> tuple[str, FieldInfo | None]:
+    """The key at which an error lies, and its field, as far as the model is known."""
+    field, end = None, len(loc)
+    for depth, part in enumerate(loc, 1):
+        field = model.model_fields.get(str(part)) if model else None
+        model = _table_of(field.annotation) if field else None
+        if field and not model:
+            if get_origin(field.annotation) in (Union, UnionType):
+                end = depth  # what follows names one of the alternatives
+            break
+    return ".".join(str(part) for part in loc[:end]), field
 
 
 def describe(loaded: Loaded[C]) -> str:
@@ -136,12 +172,15 @@ def describe(loaded: Loaded[C]) -> str:
 
 
 def _environment(model: type[BaseSettings]) -> dict[str, Any]:
-    prefix = model.model_config.get("env_prefix", "")
+    prefix = model.model_config.get("env_prefix", "").lower()
     for name in os.environ:
-        key = name.removeprefix(prefix).lower().partition("__")[0]
-        if name.startswith(prefix) and key not in model.model_fields:
+        if name.lower().startswith(prefix):  # as pydantic-settings looks for them
+            key = name.lower().removeprefix(prefix).partition("__")[0]
             check_keys(model, {key: None}, where=f"environment variable {name}")
-    return EnvSettingsSource(model)()
+    try:
+        return Variables(model)()
+    except SettingsError as error:
+        raise ConfigError(str(error.__cause__ or error)) from error
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from fedring.rpc.address import HostOrEmpty, TcpAddress
+
 _MIB = 1 << 20
 
 
@@ -14,8 +16,8 @@ class RingOptions(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="FEDRING_RING_", extra="forbid", frozen=True)
 
-    listen: str = Field(default="127.0.0.1:0", description="host:port to listen on; port 0 = any free one")
-    advertise: str = Field(default="", description="host or host:port that peers dial; empty = as listened on")
+    listen: TcpAddress = Field(default="127.0.0.1:0", description="host:port to listen on; port 0 = any free one")
+    advertise: HostOrEmpty = Field(default="", description="host or host:port that peers dial; empty = as listened on")
     unix_sockets: bool = Field(default=False, description="streams on one host take Unix sockets")
     shared_memory: bool = Field(
         default=True, description="ranks on one host talk past gRPC, and pass large payloads in memory that both see"

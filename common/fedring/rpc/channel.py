@@ -83,11 +83,6 @@ def encrypts(address: str, tls: Tls) -> bool:
     return tls.on and not address.startswith("unix:")
 
 
-def is_address(text: str) -> bool:
-    """Whether the text is "host:port" or "unix:path"."""
-    return text.startswith("unix:") or text.rpartition(":")[2].isdigit()
-
-
 def is_loopback(address: str) -> bool:
     """Whether "host:port" or "unix:path" can be reached from this host alone."""
     host = address.rpartition(":")[0].strip("[]")

@@ -6,7 +6,8 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from fedring.rpc.channel import encrypts, is_address, is_loopback
+from fedring.rpc.address import Address, AddressOrEmpty, TcpAddressOrEmpty
+from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.metrics import check_metrics_address
 from fedring.rpc.tls import Tls
 from fedring.train.job import Job, Seconds
@@ -19,8 +20,8 @@ class ServerConfig(BaseSettings):
         env_prefix="FEDRING_SERVER_", env_nested_delimiter="__", extra="forbid", frozen=True
     )
 
-    listen: str = Field("127.0.0.1:8443", description="address for clients, host:port; port 0 = any free one")
-    control_listen: str = Field("127.0.0.1:8444", description="address for flctl, host:port")
+    listen: Address = Field("127.0.0.1:8443", description="address for clients, host:port; port 0 = any free one")
+    control_listen: Address = Field("127.0.0.1:8444", description="address for flctl, host:port")
     web_port: int | None = Field(None, ge=0, le=65535, description="port of the page to look at; 0 = any free one")
     web_host: str = Field(
         "127.0.0.1", min_length=1, description="address of the page; another than loopback needs insecure = true"
@@ -28,9 +29,13 @@ class ServerConfig(BaseSettings):
     insecure: bool = Field(False, description="let everybody in on an address that other hosts can reach")
     tls: Tls = Field(Tls(), description="certificates; with ca, callers must show one that it has signed")
     tokens: bool = Field(False, description="take bearer tokens (flctl token create), too")
-    metrics_listen: str = Field("", description="where Prometheus reads metrics, host:port; empty = nowhere")
+    metrics_listen: TcpAddressOrEmpty = Field(
+        "", description="where Prometheus reads metrics, host:port; empty = nowhere"
+    )
     metrics_insecure: bool = Field(False, description="let other hosts read metrics, in plaintext")
-    health_listen: str = Field("", description="address that answers health checks alone, in plaintext; empty = none")
+    health_listen: AddressOrEmpty = Field(
+        "", description="address that answers health checks alone, in plaintext; empty = none"
+    )
     reflection: bool = Field(False, description="let callers ask which services there are")
     state_dir: Path = Field(Path("fl-server-state"), description="folder for models, updates and the database")
     init_path: Path | None = Field(None, description="first weights, for an empty state_dir: .safetensors or .pt")
@@ -62,11 +67,7 @@ class ServerConfig(BaseSettings):
         check_metrics_address(self.metrics_listen, insecure=self.insecure or self.metrics_insecure)
         if self.lost_after_seconds <= self.heartbeat_seconds:
             raise ValueError("lost_after_seconds must be above heartbeat_seconds")
-        if self.health_listen and not is_address(self.health_listen):
-            raise ValueError(f"{self.health_listen!r} is not host:port")
         for address in (self.listen, self.control_listen):
-            if not is_address(address):
-                raise ValueError(f"{address!r} is not host:port")
             if not is_loopback(address):
                 self._check_exposed(address)
         if self.tls.ca and not self.tls.cert:

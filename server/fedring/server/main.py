@@ -19,7 +19,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported; our
 import typer
 from grpc import aio
 
-from fedring.daemon.config import ConfigError, Loaded, describe, load_config
+from fedring.daemon.config import ConfigError, Loaded, describe, load_config, split_arguments
 from fedring.daemon.exits import Exit
 from fedring.daemon.lock import StateLock
 from fedring.daemon.logs import log_always, set_up_logs
@@ -123,13 +123,10 @@ def fl_server(
     raise typer.Exit(code)
 
 
-def load(arguments: list[str], flags: Mapping[str, object]) -> Loaded[ServerConfig]:
+def load(arguments: Sequence[str], flags: Mapping[str, object]) -> Loaded[ServerConfig]:
     """The configuration that the command line describes."""
-    files = [argument for argument in arguments if "=" not in argument]
-    if len(files) > 1:
-        raise ConfigError(f"one configuration file at most, not {len(files)}: {' '.join(files)}")
-    overrides = [argument for argument in arguments if "=" in argument]
-    return load_config(ServerConfig, Path(files[0]) if files else None, overrides=overrides, flags=flags)
+    file, overrides = split_arguments(arguments)
+    return load_config(ServerConfig, file, overrides=overrides, flags=flags)
 
 
 async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: bool) -> int:

@@ -1,0 +1,28 @@
+"""The environment variables of a configuration."""
+
+import os
+from typing import Any, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_settings import EnvSettingsSource
+
+
+class Variables(EnvSettingsSource):
+    """The values that are set; SettingsError, caused by a sentence, for one that must be JSON and is not."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        """What the JSON says."""
+        try:
+            return super().decode_complex_value(field_name, field, value)
+        except ValueError as error:
+            listed = bool(field) and get_origin(field.annotation) is list  # a value inside a table has no field
+            wanted = 'a list such as ["a", "b"]' if listed else 'a table such as {"key": "value"}'
+            raise ValueError(f"environment variable {self._name(field_name, value)} must be JSON, {wanted}") from error
+
+    def _name(self, field_name: str, value: str) -> str:
+        """The variable, as whoever set it wrote it."""
+        start, end = self.env_prefix.lower(), field_name.lower()
+        for name, text in os.environ.items():
+            if text == value and name.lower().startswith(start) and name.lower().endswith(end):
+                return name
+        return field_name

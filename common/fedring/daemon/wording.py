@@ -1,0 +1,43 @@
+"""What pydantic finds wrong with a value, in words that say what the value must be."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_WHOLE, _NUMBER, _BOOL = "must be a whole number", "must be a number", "must be true or false"
+_TABLE, _LIST = "must be a table of keys", 'must be a list, such as ["a", "b"]'
+_WORDS = {
+    "missing": "must be given",
+    "extra_forbidden": "is no key",
+    "int_type": _WHOLE,
+    "int_parsing": _WHOLE,
+    "int_parsing_size": _WHOLE,
+    "int_from_float": _WHOLE,
+    "float_type": _NUMBER,
+    "float_parsing": _NUMBER,
+    "bool_type": _BOOL,
+    "bool_parsing": _BOOL,
+    "path_type": "must be a path",
+    "list_type": _LIST,
+    "dict_type": _TABLE,
+    "model_type": _TABLE,
+    "model_attributes_type": _TABLE,
+}
+_SHOULD = re.compile(r"^\w+ should ")  # "Input should be greater than 0", "String should have at least 1 character"
+
+
+def word(found: Mapping[str, Any], description: str = "") -> str:
+    """What the value must be, of one of a ValidationError's errors(), for a key that is described so."""
+    kind = found["type"]
+    if kind == "string_pattern_mismatch" and description:
+        return f"must be a {description}"
+    if kind == "string_type":
+        given = found["input"]
+        return f'must be text: "{given}", with the quotes' if isinstance(given, int | float) else "must be text"
+    return _WORDS.get(kind) or _SHOULD.sub("must ", found["msg"].removeprefix("Value error, "))
+
+
+def either(texts: list[str]) -> str:
+    """The alternatives in one clause: "must be text or a list"."""
+    first, *others = dict.fromkeys(texts)
+    return " or ".join([first, *(other.removeprefix("must be ") for other in others)])

@@ -1,0 +1,43 @@
+"""Addresses in settings: "host:port", or "unix:path" where a Unix socket will do.
+
+The types are what fields of a configuration are declared as: gRPC itself takes a port modulo 65536.
+"""
+
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+_LARGEST_PORT = 65535
+
+
+def check_address(text: str) -> str:
+    """The text, which is "host:port" or "unix:path"; ValueError if it is neither."""
+    path = text.removeprefix("unix:")
+    return text if path and path != text else check_tcp_address(text)
+
+
+def check_tcp_address(text: str) -> str:
+    """The text, which is "host:port"; ValueError if it is not."""
+    host, colon, port = text.rpartition(":")
+    if not (colon and port.isascii() and port.isdecimal()) or host == "unix" or host.startswith("unix:"):
+        raise ValueError(f"{text!r} is not host:port")
+    if len(port) > len(str(_LARGEST_PORT)) or int(port) > _LARGEST_PORT:
+        raise ValueError(f"{text!r} is not host:port: the largest port is {_LARGEST_PORT}")
+    return text
+
+
+def _check_host(text: str) -> str:
+    return check_tcp_address(text) if ":" in text and not text.endswith("]") else text
+
+
+def _unless_empty(check: Callable[[str], str]) -> AfterValidator:
+    return AfterValidator(lambda text: check(text) if text else text)
+
+
+Address = Annotated[str, AfterValidator(check_address)]
+AddressOrEmpty = Annotated[str, _unless_empty(check_address)]
+TcpAddress = Annotated[str, AfterValidator(check_tcp_address)]
+TcpAddressOrEmpty = Annotated[str, _unless_empty(check_tcp_address)]
+HostOrEmpty = Annotated[str, _unless_empty(_check_host)]
+"""A host that may have a port: "name", "name:port", "[::1]", "[::1]:port", or nothing."""
