@@ -143,7 +143,7 @@ class ControlService(rpc.ControlServiceServicer):
                 ServerOptimizer(job.server_optimizer.name, job.server_optimizer.args)
             return job
         except ValidationError as error:
-            raise BadRequest(explain(error, {}), reason="bad_job") from error
+            raise BadRequest(explain(error, {}, Job), reason="bad_job") from error
         except (ConfigError, ValueError) as error:
             raise BadRequest(str(error), reason="bad_job") from error
 
