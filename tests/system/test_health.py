@@ -79,6 +79,18 @@ def test_each_service_of_a_port_has_a_status(fleet: Fleet) -> None:
     assert status_of(caught.value) is grpc.StatusCode.NOT_FOUND
 
 
+def test_a_port_does_not_answer_for_the_services_of_another(fleet: Fleet, folder: Path) -> None:
+    strangers = [
+        (fleet.control, "fedring.v1.TrainCmdService"),
+        (fleet.listen, "fedring.v1.ControlService"),
+        (f"unix:{folder}/server", "fedring.v1.TrainCmdService"),
+    ]
+    for address, service in strangers:
+        with pytest.raises(grpc.RpcError) as caught:
+            check(address, service)
+        assert status_of(caught.value) is grpc.StatusCode.NOT_FOUND
+
+
 def test_the_server_says_that_it_stops_serving_before_it_stops(fleet: Fleet, folder: Path) -> None:
     watched = Watched(f"unix:{folder}/server")
     watched.until(SERVING)

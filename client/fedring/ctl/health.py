@@ -66,12 +66,12 @@ def _judge(rows: Sequence[Mapping[str, str]]) -> None:
             raise Failure(f"the {row['port']} port at {row['address']} answers {row['status']}")
 
 
-def check_health(address: str, timeout_seconds: float, access: Access = PLAIN) -> str:
-    """What grpc.health.v1 says at `address`: "serving", "not_serving", ..., or "unreachable"."""
+def check_health(address: str, timeout_seconds: float, access: Access = PLAIN, *, service: str = "") -> str:
+    """What grpc.health.v1 says at `address` of the service, "" = all: "serving", "not_found", ..., or "unreachable"."""
     with access.channel(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # it has no types
         try:
-            request = health_pb2.HealthCheckRequest()
+            request = health_pb2.HealthCheckRequest(service=service)
             reply = stub.Check(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
             status = status_of(error)

@@ -1,5 +1,6 @@
 """grpc.health.v1, and reflection where the operator wants it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from grpc import aio
@@ -16,19 +17,19 @@ _PORT_STREAMS = 16
 
 
 class Health:
-    """What a process answers when it is asked whether it serves: one status a service, and "" for all of it."""
+    """What a process answers when it is asked whether it serves: each port for its services, and for "", all of it."""
 
     def __init__(self, *, reflection: bool = False) -> None:
-        untyped: Any = health  # its stubs know no `aio`
-        self._servicer = untyped.aio.HealthServicer()
         self._reflection = reflection
-        self._services = {""}
+        self._ports: list[tuple[Any, Sequence[str]]] = []
         self._serving: bool | None = None
 
     def serve_on(self, server: aio.Server, *services: str) -> None:
-        """The server, which has these services, answers health checks, and with reflection lists what it has."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-        self._services.update(services)
+        """The server, which has these services, answers health checks of them, and with reflection lists them."""
+        untyped: Any = health  # its stubs know no `aio`
+        servicer = untyped.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        self._ports.append((servicer, services))
         if self._reflection:
             from grpc_reflection.v1alpha import reflection
 
@@ -41,13 +42,15 @@ class Health:
             return
         self._serving = serving
         status = health_pb2.HealthCheckResponse
-        await self._servicer.set(ALIVE, status.SERVING)
-        for service in self._services:
-            await self._servicer.set(service, status.SERVING if serving else status.NOT_SERVING)
+        for servicer, services in self._ports:
+            await servicer.set(ALIVE, status.SERVING)
+            for service in ("", *services):
+                await servicer.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self) -> None:
         """No service serves any more, whatever is set afterwards."""
-        await self._servicer.enter_graceful_shutdown()
+        for servicer, _ in self._ports:
+            await servicer.enter_graceful_shutdown()
 
 
 def health_port(address: str, health: Health) -> tuple[aio.Server, str]:
