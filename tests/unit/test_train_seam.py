@@ -81,6 +81,12 @@ def test_a_private_attribute_is_not_there() -> None:
     assert refusal("user_seam:_private").reason == "no_attribute"
 
 
+def test_what_cannot_be_called_is_refused() -> None:
+    error = refusal("torch:nn", ["torch"])
+    assert error.reason == "not_callable"
+    assert "torch:nn is a module" in str(error)
+
+
 def test_a_model_is_a_function_of_its_seed_and_the_global_generator_stays() -> None:
     before = torch.get_rng_state()
     first, again, other = (build_model("user_seam:linear", {"inputs": 5}, seed, TRUSTED) for seed in (7, 7, 8))

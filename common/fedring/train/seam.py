@@ -15,7 +15,7 @@ from fedring.train.errors import SeamError
 
 
 def resolve(name: str, trusted: Sequence[str]) -> Any:
-    """What `name` names, imported from a module that is one of `trusted` or below one."""
+    """The callable that `name` names, imported from a module that is one of `trusted` or below one."""
     module_name, colon, attribute = name.partition(":")
     if not colon or not attribute.isidentifier() or not all(p.isidentifier() for p in module_name.split(".")):
         raise SeamError("bad_name", f"The name {name!r} is not of the form module:attribute.")
@@ -26,6 +26,8 @@ def resolve(name: str, trusted: Sequence[str]) -> Any:
     if attribute.startswith("_") or not hasattr(module, attribute):
         raise SeamError("no_attribute", _missing(name, module_name, attribute, dir(module)))
     value = getattr(module, attribute)
+    if not callable(value):
+        raise SeamError("not_callable", f"{name} is a {type(value).__name__}: name a function or a class.")
     if inspect.isroutine(value) or inspect.isclass(value):
         # A module that the operator trusts may import others, and a job must not reach through it to those.
         _check_trusted(getattr(value, "__module__", None) or module_name, trusted, name)
