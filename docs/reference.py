@@ -34,8 +34,26 @@ A daemon takes its keys from these places; a later one wins:
 4. `KEY=VALUE` on the command line, within a table with a dot: `fl-server job.rounds=20`. Values are JSON, or else text;
 5. flags: `fl-server --listen 127.0.0.1:9000`.
 
-`--print-config` prints every key, its value and where that came from; `--check-config` says whether the daemon could
-start. An unknown key is an error that names the nearest valid one. Relative paths count from where the daemon started.
+`--print-config` prints every key, its value and where that came from. An unknown key is an error that names the nearest
+valid one. Relative paths count from where the daemon started.
+
+`--check-config` says whether the daemon could start: it ends with 0, or with 78 and one sentence. Each start makes the
+same checks, and so does `flctl doctor`. Beyond values that a key does not take, an error is what would surely make the
+daemon, or the job that `[job]` describes, fail on this machine:
+
+* files of `[tls]`, a token or a state folder that cannot be used, and an address of fl-server that is taken;
+* a `data_root` that is no folder that can be read: of fl-client always, of fl-server if `[job]` has
+  `evaluate_on_server`; and none, for a data set of `fedring.data` that needs one;
+* names that cannot be imported, that `trusted` does not allow, or that are neither function nor class: all five of
+  fl-client; of fl-server the `model` of `[job]`, and with `evaluate_on_server` its `data` and `loss`. What only clients
+  import is not looked at there;
+* a `server_optimizer` of `[job]` that cannot be made;
+* an `init_path` that cannot be read, or does not fit the model that `[job]` names, while `state_dir` holds no model:
+  later it is not read;
+* a `device` that fl-client does not have.
+
+No sample is loaded, and nobody is called: that a data set is complete and that the server can be reached is for
+`flctl doctor` to say.
 """
 
 SECTIONS = (

@@ -100,6 +100,25 @@ def test_a_client_learns_why_its_server_cannot_be_reached(
     assert advice in rows["server"][2]
 
 
+def test_a_client_learns_that_its_server_is_the_port_for_flctl(
+    site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plain, mutual = site.servers["plain"], site.servers["mutual"]
+    encrypted = {"client_id": "ann", "tls": site.pki.tls("ann").model_dump()}
+    for fleet, keys in ((plain, {}), (mutual, encrypted)):
+        level, found, advice = examine(capsys, "client", tmp_path, server=fleet.control, **keys)["server"]
+        assert (level, fleet.control in found, "port for clients" in found) == ("fail", True, True), found
+        assert "`listen`" in advice
+
+
+def test_a_server_learns_that_another_one_has_its_port(
+    site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fleet = site.servers["plain"]
+    rows = examine(capsys, "server", tmp_path, listen=fleet.control, control_listen=fleet.listen)
+    assert [rows[port][0] for port in ("listen", "control_listen")] == ["fail", "fail"]
+
+
 def test_a_client_learns_that_its_server_is_called_otherwise(
     site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -57,10 +57,13 @@ def test_file_overrides_and_flags_make_one_configuration(tmp_path: Path) -> None
         (["--server", "fl.example.org:8443", "insecure=true", "token_file=t"], "a token must not travel in plaintext"),
         (["--check-config", "tls.ca=/does/not/exist"], "cannot read /does/not/exist"),
         (["--check-config", "token_file=/does/not/exist"], "cannot read /does/not/exist"),
-        (["--check-config", "--data-root", "/does/not/exist"], "data_root /does/not/exist is no folder"),
+        (["--check-config", "--data-root", "/does/not/exist"], "data_root: /does/not/exist is no folder"),
         (["--check-config", "--state-dir", "/dev/null/nowhere"], "cannot be written"),
         (["--check-config", "trainer=fedring.nothing:at_all"], "There is no module fedring.nothing"),
         (["--check-config", "device=abacus"], "There is no device"),
+        (["--check-config", "model=nomod:x"], "There is no module nomod"),
+        (["--check-config", "trainer=torch:nn"], "trainer: torch:nn is a module: name a function or a class"),
+        (["--check-config", "data=fedring.data:mnist"], "data: MNIST is not part of fedring: set data_root"),
     ],
 )
 def test_what_is_wrong_with_the_configuration_is_said_in_one_sentence(arguments: list[str], sentence: str) -> None:

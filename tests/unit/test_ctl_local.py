@@ -27,6 +27,7 @@ from fedring.v1 import control_pb2 as pb
 
 Call = Callable[..., tuple[int, str, str]]
 SECONDS = 60.0
+ROOT = Path(__file__).parents[2]
 VERBS = ["start-round", "run", "stop", "status", "clients", "rounds", "watch", "evaluate", "doctor", "health", "demo"]
 
 
@@ -138,6 +139,23 @@ def test_doctor_finds_what_is_wrong_with_a_client(flctl: Call, tmp_path: Path) -
     code, out, _ = flctl("doctor", "--client-config", config, "--output", "json")
     assert code == Exit.FAILED
     assert _results(out)["fail"] == ["server", "data_root", "samples"]
+
+
+def test_doctor_trusts_what_the_client_names_itself(
+    flctl: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "examples"))
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = flctl("doctor", "--client-config", ROOT / "docs" / "examples" / "trainer.toml", "--output", "json")
+    assert "trainer" in _results(out)["ok"]
+    assert "samples" in _results(out)["ok"]
+    config = tmp_path / "client.json"
+    config.write_text(json.dumps({"server": "127.0.0.1:1", "data": "my_project:records", "model": "nomod:x"}))
+    _, out, _ = flctl("doctor", "--client-config", config, "--output", "json")
+    assert "There is no module nomod" in next(
+        row["found"] for row in json.loads(out)["checks"] if row["name"] == "model"
+    )
+    assert {"data", "samples"} <= set(_results(out)["ok"])
 
 
 def test_messages_become_plain_objects() -> None:

@@ -4,9 +4,8 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,34 +15,22 @@ from pydantic_settings import BaseSettings
 from fedring.ctl.access import Access
 from fedring.ctl.handshake import shown_at, trouble_at
 from fedring.ctl.health import check_health
+from fedring.daemon.checks import Check, Level, check_writable
 from fedring.daemon.config import ConfigError, load_config
 from fedring.rpc.certificates import identity_of, load_authorities
 from fedring.rpc.channel import encrypts
 from fedring.rpc.tls import PLAINTEXT, Tls, check_tls, read_token
+from fedring.v1 import control_pb2, federation_pb2
+
+FOR_CLIENTS = federation_pb2.DESCRIPTOR.services_by_name["TrainCmdService"].full_name
+FOR_FLCTL = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
+"""The services by which the two ports of fl-server are known."""
 
 _NEED_BYTES, _WANT_BYTES = 100_000_000, 2_000_000_000
 _NETWORK_TYPES = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "glusterfs", "ceph"})
 _TIMEOUT_SECONDS = 2.0
 
 C = TypeVar("C", bound=BaseSettings)
-
-
-class Level(StrEnum):
-    """How bad it is."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """What was looked at, what was found, and what to do."""
-
-    name: str
-    level: Level
-    found: str
-    advice: str = ""
 
 
 def check_config(name: str, model: type[C], path: Path | None) -> tuple[Check, C | None]:
@@ -55,9 +42,9 @@ def check_config(name: str, model: type[C], path: Path | None) -> tuple[Check, C
         return Check(name, Level.FAIL, str(error), f"correct {where}, then see --print-config of the daemon"), None
 
 
-def check_listen(name: str, address: str, tls: Tls = PLAINTEXT) -> Check:
-    """Whether fl-server can listen at the address, or does."""
-    if _serves(address, tls):
+def check_listen(name: str, address: str, *, service: str, tls: Tls = PLAINTEXT) -> Check:
+    """Whether fl-server can listen at the address, or offers the service there."""
+    if _serves(address, service, tls):
         return Check(name, Level.OK, f"fl-server serves at {address}")
     if address.startswith("unix:"):
         folder = Path(address.removeprefix("unix:")).absolute().parent
@@ -86,10 +73,13 @@ def check_certificates(tls: Tls) -> Iterator[Check]:
 
 
 def check_reachable(name: str, address: str, tls: Tls) -> Check:
-    """Whether fl-server answers at the address, and if not, why."""
-    answer = check_health(address, _TIMEOUT_SECONDS, Access(tls))
+    """Whether fl-server serves clients at the address, and if not, why."""
+    answer = check_health(address, _TIMEOUT_SECONDS, Access(tls), service=FOR_CLIENTS)
     if answer == "serving":
         return Check(name, Level.OK, f"fl-server serves at {address}")
+    if answer in ("not_found", "unimplemented"):
+        found = f"what listens at {address} is no fl-server, or not its port for clients"
+        return Check(name, Level.FAIL, found, "set it to the address that fl-server has as `listen`")
     if answer != "unreachable" or address.startswith("unix:"):
         return Check(name, Level.FAIL, f"{address} is {answer}", "start fl-server, or look into its log")
     trouble = trouble_at(address, tls, _TIMEOUT_SECONDS)
@@ -119,16 +109,13 @@ def check_identity(client_id: str, tls: Tls, token_file: Path | None) -> Iterato
 
 def check_state_dir(path: Path) -> Iterator[Check]:
     """Whether a daemon can keep its state in the folder."""
-    name = "state_dir"
-    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    if not existing.is_dir():
-        yield Check(name, Level.FAIL, f"{existing} is not a folder", "choose another state_dir")
-        return
-    if not os.access(existing, os.W_OK | os.X_OK):
-        yield Check(name, Level.FAIL, f"{existing} is not writable", "let the daemon's user own it")
+    check = check_writable("state_dir", path)
+    if check.level is Level.FAIL:
+        yield check
         return
     holder = _holder(path / "lock")
-    yield Check(name, Level.OK, f"{path}, in use by process {holder}" if holder else f"{path} can be used")
+    yield replace(check, found=f"{path}, in use by process {holder}") if holder else check
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     level = Level.FAIL if free < _NEED_BYTES else Level.WARN if free < _WANT_BYTES else Level.OK
     yield Check("disk", level, f"{free / 1e9:.1f} GB free", "" if level is Level.OK else "make room, or move state_dir")
@@ -136,30 +123,10 @@ def check_state_dir(path: Path) -> Iterator[Check]:
         yield Check("disk", Level.FAIL, f"{path} is on {kind}", "put state_dir on a local disk: its database needs one")
 
 
-def check_data_root(path: Path | None) -> Iterator[Check]:
-    """Whether the folder of the data sets can be read, if one is named."""
-    if path is not None and not (path.is_dir() and os.access(path, os.R_OK | os.X_OK)):
-        yield Check("data_root", Level.FAIL, f"{path} is not a readable folder", "correct data_root")
-
-
-def check_names(names: dict[str, str], trusted: Sequence[str]) -> Iterator[Check]:
-    """Whether each module:attribute can be imported here."""
-    from fedring.train.errors import SeamError  # imports torch
-    from fedring.train.seam import resolve
-
-    for key, name in names.items():
-        try:
-            resolve(name, trusted)
-        except SeamError as error:
-            yield Check(key, Level.FAIL, str(error), "the message says what to correct")
-        else:
-            yield Check(key, Level.OK, name)
-
-
-def _serves(address: str, tls: Tls) -> bool:
+def _serves(address: str, service: str, tls: Tls) -> bool:
     """Whether the port is the server's own: with TLS, whether it shows the server's certificate."""
     if tls.cert is None or not encrypts(address, tls):
-        return check_health(address, _TIMEOUT_SECONDS) == "serving"
+        return check_health(address, _TIMEOUT_SECONDS, service=service) == "serving"
     try:
         own = load_authorities(tls.cert)[0]
     except ConfigError:

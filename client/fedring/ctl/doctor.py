@@ -10,14 +10,12 @@ import typer
 
 from fedring.client.config import ClientConfig
 from fedring.ctl import checks
-from fedring.ctl.checks import Check, Level
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table, stderr_console
+from fedring.daemon.checks import Check, Level
 from fedring.server.config import ServerConfig
 from fedring.train.job import Job
-
-_SEAM = ("model", "data", "loss", "optimizer", "trainer")
 
 
 def doctor(
@@ -59,54 +57,40 @@ def _examine(server_path: Path | None, client_path: Path | None) -> Iterator[Che
 
 
 def _examine_server(config: ServerConfig) -> Iterator[Check]:
+    from fedring.server.checks import check_names  # imports torch
+
     yield from checks.check_certificates(config.tls)
-    yield checks.check_listen("listen", config.listen, config.tls)
-    yield checks.check_listen("control_listen", config.control_listen, config.tls)
+    yield checks.check_listen("listen", config.listen, service=checks.FOR_CLIENTS, tls=config.tls)
+    yield checks.check_listen("control_listen", config.control_listen, service=checks.FOR_FLCTL, tls=config.tls)
     yield from checks.check_state_dir(config.state_dir)
-    if config.init_path and not config.init_path.is_file():
-        yield Check("init_path", Level.FAIL, f"{config.init_path} is not a file", "correct or remove init_path")
-    names = {"job.model": config.job.model}
-    if config.job.evaluate_on_server:
-        yield from checks.check_data_root(config.data_root)
-        names |= {"job.data": config.job.data, "job.loss": config.job.loss}
-    yield from checks.check_names(names, config.trusted)
+    yield from check_names(config)
 
 
 def _examine_client(config: ClientConfig, job: Job) -> Iterator[Check]:
+    from fedring.client.checks import check_names  # imports torch
+
     certificates = list(checks.check_certificates(config.tls))
     yield from certificates
     if all(row.level is Level.OK for row in certificates):  # else there is nothing to show
         yield from checks.check_identity(config.client_id, config.tls, config.token_file)
         yield checks.check_reachable("server", config.server, config.tls)
     yield from checks.check_state_dir(config.state_dir)
-    yield from checks.check_data_root(config.data_root)
-    names = {key: getattr(config, key) or getattr(job, key) for key in _SEAM}
-    rows = list(checks.check_names({key: name for key, name in names.items() if name}, config.trusted))
+    rows = list(check_names(config, job))
     yield from rows
-    yield _check_device(config)
-    if all(row.level is Level.OK for row in rows):
-        yield _check_samples(config, names["data"], job)
-
-
-def _check_device(config: ClientConfig) -> Check:
-    from fedring.train.device import pick_device  # imports torch
-    from fedring.train.errors import SeamError
-
-    try:
-        return Check("device", Level.OK, f"{config.device}: {pick_device(config.device)}")
-    except SeamError as error:
-        return Check("device", Level.FAIL, str(error), "correct device, or install the GPU's driver")
+    if all(row.level is Level.OK for row in rows if row.name == "data"):
+        yield _check_samples(config, config.data or job.data, job)
 
 
 def _check_samples(config: ClientConfig, data: str, job: Job) -> Check:
     """Whether the client's part of the samples can be read, and is not empty."""
-    from fedring.data import DataError, load_part  # imports torch
+    from fedring.client.trainer import trusted_by  # imports torch
+    from fedring.data import DataError, load_part
     from fedring.train.batches import size_of
     from fedring.train.seam import resolve
 
     place = {"index": config.partition_index, "count": config.partition_count}
     try:
-        split = resolve(data, config.trusted)(config.data_root, config.download)
+        split = resolve(data, trusted_by(config))(config.data_root, config.download)
         part = load_part(split, job.partition, **place, alpha=job.alpha, seed=job.seed)
         count = size_of(part.train)
     except DataError as error:

@@ -29,6 +29,10 @@ def cifar10(root: Path | None, download: bool = False) -> Split:
     return _load("CIFAR10", root, download, _scale([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]))
 
 
+FROM_FOLDER = (mnist, fashion_mnist, cifar10)
+"""The callables that have no samples, and say so at once, without a folder."""
+
+
 def _scale(mean: Sequence[float], std: Sequence[float]) -> Scale:
     """The scale of bytes, 0 to 255, whose `mean` and `std` are given for values of 0 to 1."""
     return Scale(255 * torch.tensor(mean).view(-1, 1, 1), 255 * torch.tensor(std).view(-1, 1, 1))

@@ -22,7 +22,7 @@ def load_model(source: str | Path | int, model: nn.Module, *, state_dir: str | P
     A number is a version, 0 the newest, that the fl-server with this `state_dir` keeps; the server may be running.
     """
     path = _version(Path(state_dir), source) if isinstance(source, int) else Path(source)
-    stored = _read(path)
+    stored = read_tensors(path)
     names: dict[int, list[str]] = {}  # a tied tensor may be stored under any of its names
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
@@ -34,6 +34,30 @@ def load_model(source: str | Path | int, model: nn.Module, *, state_dir: str | P
         for tensor, name in zip(tensors, found, strict=True):
             tensor.copy_(stored[name])
     return model
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of the file by name; SeamError if it is neither safetensors nor a state dict of torch.save."""
+    try:
+        with path.open("rb") as file:
+            is_safetensors = file.read(9)[8:] == b"{"  # a header of JSON after its length
+        stored = load_file(path) if is_safetensors else torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise SeamError("no_file", f"{path} cannot be read: {error.strerror or error}.") from error
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, BadZipFile) as error:
+        raise SeamError("bad_file", f"{path} is neither a safetensors file nor a state dict of torch.save.") from error
+    if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
+        raise SeamError("bad_file", f"{path} holds something else than a state dict: save model.state_dict().")
+    return stored
+
+
+def keeps_a_model(state_dir: Path) -> bool:
+    """Whether a model version lies in this state folder of an fl-server; False, too, where there is no such folder."""
+    try:
+        _version(state_dir, 0)
+    except SeamError:
+        return False
+    return True
 
 
 def save_model(model: nn.Module, path: str | Path) -> None:
@@ -66,20 +90,6 @@ def _version(state_dir: Path, version: int) -> Path:
     if found is None:
         raise SeamError("unknown_model", f"{state_dir} keeps no model {version or 'yet'}.")
     return state_dir / "blobs" / str(found[0])
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        with path.open("rb") as file:
-            is_safetensors = file.read(9)[8:] == b"{"  # a header of JSON after its length
-        stored = load_file(path) if is_safetensors else torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise SeamError("no_file", f"{path} cannot be read: {error.strerror or error}.") from error
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, BadZipFile) as error:
-        raise SeamError("bad_file", f"{path} is neither a safetensors file nor a state dict of torch.save.") from error
-    if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
-        raise SeamError("bad_file", f"{path} holds something else than a state dict: save model.state_dict().")
-    return stored
 
 
 def _difference(wanted: list[tuple[list[str], Tensor, str]], stored: dict[str, Tensor]) -> str:

@@ -35,6 +35,7 @@ from fedring.rpc.metrics import CountCalls
 from fedring.rpc.spans import Spans
 from fedring.rpc.tls import ends_at
 from fedring.server.blobs import FileBlobs, FsyncFailed, StorageError, StorageFailed
+from fedring.server.checks import check
 from fedring.server.config import ServerConfig
 from fedring.server.control import ControlService
 from fedring.server.coordinator import Coordinator
@@ -114,6 +115,7 @@ def fl_server(
             print(describe(loaded))
             raise typer.Exit(Exit.OK)
         set_up_logs(loaded.config.log_style, loaded.config.log_level)
+        check(loaded.config)
         with ExitStack() as stack:
             code = asyncio.run(_serve(loaded, stack, check_only=check_config))
     except (ConfigError, StorageError, FsyncFailed, SeamError) as error:

@@ -1,0 +1,53 @@
+"""What can be known to be wrong before a daemon starts: `--check-config`, each start and `flctl doctor` share it."""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from fedring.daemon.config import ConfigError
+
+
+class Level(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was looked at, what was found, and what to do."""
+
+    name: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+def refuse_failed(checks: Iterable[Check]) -> None:
+    """Return if none has failed; ConfigError, in one sentence, of the first that has, and no later one is made."""
+    for check in checks:
+        if check.level is Level.FAIL:
+            raise ConfigError(": ".join(text for text in (check.name, check.found, check.advice) if text))
+
+
+def check_writable(name: str, folder: Path) -> Check:
+    """Whether the folder exists and can be written, or can be made."""
+    folder = folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        return Check(name, Level.FAIL, f"{folder} cannot be written: {there} is no folder", "choose another one")
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Check(name, Level.FAIL, f"{folder} cannot be written", "let the daemon's user own it, or choose another")
+    return Check(name, Level.OK, f"{folder} can be used")
+
+
+def check_data_root(folder: Path | None) -> Iterator[Check]:
+    """Whether the folder of the data sets can be read, if one is named."""
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)):
+        yield Check(
+            "data_root", Level.FAIL, f"{folder} is no folder that can be read", "create it, or correct the path"
+        )

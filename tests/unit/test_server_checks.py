@@ -1,0 +1,109 @@
+"""What fl-server's configuration names is looked at before it starts, by the daemon and by flctl doctor alike."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedring.ctl.main import main as flctl
+from fedring.daemon.config import ConfigError, load_config
+from fedring.daemon.exits import Exit
+from fedring.server.aggregate import store_model
+from fedring.server.blobs import FileBlobs
+from fedring.server.checks import check
+from fedring.server.config import ServerConfig
+from fedring.server.rows import ModelRow
+from fedring.server.store import SqlStore
+from fedring.train.files import save_model
+from fedring.train.models import digits_mlp, vector
+from fedring.train.state import read_vectors, schema_of
+
+VECTOR = {"model": "fedring.train.models:vector", "model_args": {"size": 3}}
+WRONG: list[tuple[Mapping[str, Any], str, str]] = [
+    ({"job": {"model": "nomod:x"}}, "job.model", "nomod:x lies in nomod"),
+    ({"job": {"model": "nomod:x"}, "trusted": ["nomod"]}, "job.model", "There is no module nomod"),
+    ({"job": {"model": "fedring.train.models:nope"}}, "job.model", "There is no nope"),
+    ({"init_path": "{tmp}/none"}, "init_path", "cannot be read"),
+    ({"init_path": "{tmp}/garbage"}, "init_path", "is neither a safetensors file nor a state dict"),
+    ({"init_path": "{tmp}/digits", "job": VECTOR}, "init_path", "does not fit the model"),
+    ({"data_root": "{tmp}/none", "job": {"evaluate_on_server": True}}, "data_root", "is no folder that can be read"),
+    ({"job": {"evaluate_on_server": True, "data": "fedring.data:mnist"}}, "job.data", "set data_root"),
+    ({"job": {"evaluate_on_server": True, "loss": "fedring.train:losses"}}, "job.loss", "is a module"),
+    ({"job": {"server_optimizer": {"name": "SGDD"}}}, "job.server_optimizer", "'SGDD' does not treat each value"),
+    ({"job": {"server_optimizer": {"args": {"rl": 1.0}}}}, "job.server_optimizer", "SGD takes no rl"),
+]
+GOOD: list[Mapping[str, Any]] = [
+    {},
+    {"init_path": "{tmp}/digits"},
+    {"init_path": "{tmp}/vector"},  # of a model that each job names itself
+    {"init_path": "{tmp}/vector", "job": VECTOR},
+    {"data_root": "{tmp}/none"},  # which only a server that evaluates looks into
+    {"job": {"evaluate_on_server": True, "server_optimizer": {"name": "Adam", "args": {"lr": 0.1}}}},
+    {"job": {"trainer": "only.at:clients", "optimizer": "only.at:clients", "data": "only.at:clients"}},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One with files of weights, and one that is none."""
+    (tmp_path / "garbage").write_bytes(b"no weights at all")
+    save_model(digits_mlp(), tmp_path / "digits")
+    save_model(vector(3), tmp_path / "vector")
+    return tmp_path
+
+
+def written(keys: Mapping[str, Any], folder: Path) -> Path:
+    """A configuration file with these keys, and addresses and a state folder of its own."""
+    own = {"listen": "127.0.0.1:0", "control_listen": "127.0.0.1:0", "state_dir": str(folder / "state")}
+    path = folder / "server.json"
+    path.write_text(json.dumps({**own, **keys}).replace("{tmp}", str(folder)))
+    return path
+
+
+@pytest.mark.parametrize(("keys", "name", "sentence"), WRONG, ids=str)
+def test_what_cannot_work_is_refused_by_the_daemon_and_found_by_doctor(
+    folder: Path, capsys: pytest.CaptureFixture[str], keys: Mapping[str, Any], name: str, sentence: str
+) -> None:
+    path = written(keys, folder)
+    with pytest.raises(ConfigError) as refused:
+        check(load_config(ServerConfig, path).config)
+    assert str(refused.value).startswith(f"{name}: ")
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert flctl(["doctor", "--server-config", str(path), "--output", "json"]) == Exit.FAILED
+    (row,) = (row for row in json.loads(capsys.readouterr().out)["checks"] if row["level"] == "fail")
+    assert (row["name"], row["found"] in str(refused.value)) == (name, True)
+
+
+@pytest.mark.parametrize("keys", GOOD, ids=str)
+def test_what_may_work_is_not_refused(folder: Path, keys: Mapping[str, Any]) -> None:
+    check(load_config(ServerConfig, written(keys, folder)).config)
+
+
+def test_first_weights_are_not_looked_at_where_there_is_a_model(folder: Path) -> None:
+    path = written({"init_path": "{tmp}/none"}, folder)
+    state, given = folder / "state", vector(3)
+    blobs = FileBlobs(state)
+    store = SqlStore(f"sqlite:///{state / 'facts.sqlite'}")
+    with pytest.raises(ConfigError, match="init_path"):
+        check(load_config(ServerConfig, path).config)
+    new, schema = store_model(schema_of(given), read_vectors(given), blobs, {}), schema_of(given)
+    store.publish(ModelRow(1, 0, new.digest, new.blob, schema.hash.hex(), 3, new.bytes, 0.0))
+    check(load_config(ServerConfig, path).config)
+    store.close()
+    blobs.close()
+
+
+@pytest.mark.parametrize("flags", [["--check-config"], []], ids=["check", "start"])
+def test_a_server_ends_with_78_and_one_sentence_before_it_serves(folder: Path, flags: list[str]) -> None:
+    path = written({"init_path": "{tmp}/garbage"}, folder)
+    command = [sys.executable, "-m", "fedring.server.main", str(path), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (Exit.CONFIG, "")
+    assert done.stderr.startswith("fl-server: init_path: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert not (folder / "state").exists()
