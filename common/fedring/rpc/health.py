@@ -17,7 +17,10 @@ _PORT_STREAMS = 16
 
 
 class Health:
-    """What a process answers when it is asked whether it serves: each port for its services, and for "", all of it."""
+    """What a process answers when it is asked whether it serves: each port for its own services, and for "", all of it.
+
+    A port that has no service of its own answers for all services of the process.
+    """
 
     def __init__(self, *, reflection: bool = False) -> None:
         self._reflection = reflection
@@ -42,9 +45,10 @@ class Health:
             return
         self._serving = serving
         status = health_pb2.HealthCheckResponse
+        every = [service for _, services in self._ports for service in services]
         for servicer, services in self._ports:
             await servicer.set(ALIVE, status.SERVING)
-            for service in ("", *services):
+            for service in ("", *(services or every)):
                 await servicer.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self) -> None:
