@@ -53,7 +53,7 @@ daemon, or the job that `[job]` describes, fail on this machine:
 * a `device` that fl-client does not have.
 
 No sample is loaded, and nobody is called: that a data set is complete and that the server can be reached is for
-`flctl doctor` to say.
+`flctl doctor` to say. fl-server makes its `state_dir` if there is none, as a start would.
 """
 
 SECTIONS = (
