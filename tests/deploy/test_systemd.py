@@ -222,7 +222,7 @@ def wait_for_training(host: Host) -> None:
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         done = run(["flctl", "clients", "--output", "json"], host.operator)
-        if any(client["activity"].endswith("TRAINING") for client in json.loads(done.stdout)["clients"]):
+        if any(client["activity"] == "training" for client in json.loads(done.stdout)["clients"]):
             return
     pytest.fail("the client does not train")
 

@@ -22,7 +22,9 @@ def after(*events: Event, state: State | None = None) -> State:
 
 def opened(*selected: str, failures: tuple[str, ...] = ()) -> OpenRound:
     row = RoundRow(7, 1, 1, "training", 0.0, base_version=1)
-    return OpenRound(replace(row, selected=selected), Job(), pb.TrainCmd(), a_model(1), failures=list(failures))
+    return OpenRound(
+        replace(row, selected=selected), Job.model_validate({}), pb.TrainCmd(), a_model(1), failures=list(failures)
+    )
 
 
 class TestProgress:
