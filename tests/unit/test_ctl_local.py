@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import ROOT
 
 from fedring.ctl.experiment import Result, make_job
 from fedring.ctl.failure import Failure
@@ -27,7 +28,6 @@ from fedring.v1 import control_pb2 as pb
 
 Call = Callable[..., tuple[int, str, str]]
 SECONDS = 60.0
-ROOT = Path(__file__).parents[2]
 VERBS = ["start-round", "run", "stop", "status", "clients", "rounds", "watch", "evaluate", "doctor", "health", "demo"]
 
 
@@ -38,7 +38,7 @@ def test_help_explains_every_exit_code(flctl: Call) -> None:
 
 
 def test_the_manual_has_the_same_exit_codes() -> None:
-    manual = (Path(__file__).parents[2] / "docs" / "flctl.md").read_text()
+    manual = (ROOT / "docs" / "flctl.md").read_text()
     assert all(f"| {code:d} | {meaning} |" in manual for code, meaning in EXIT_CODES.items())
 
 

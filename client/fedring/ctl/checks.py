@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings
 from fedring.ctl.access import Access
 from fedring.ctl.handshake import shown_at, trouble_at
 from fedring.ctl.health import check_health
-from fedring.daemon.checks import Check, Level, check_writable
+from fedring.daemon.checks import Check, Level, check_writable, existing_part
 from fedring.daemon.config import ConfigError, load_config
 from fedring.rpc.certificates import identity_of, load_authorities
 from fedring.rpc.channel import encrypts
@@ -115,7 +115,7 @@ def check_state_dir(path: Path) -> Iterator[Check]:
         return
     holder = _holder(path / "lock")
     yield replace(check, found=f"{path}, in use by process {holder}") if holder else check
-    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    existing = existing_part(path)
     free = shutil.disk_usage(existing).free
     level = Level.FAIL if free < _NEED_BYTES else Level.WARN if free < _WANT_BYTES else Level.OK
     yield Check("disk", level, f"{free / 1e9:.1f} GB free", "" if level is Level.OK else "make room, or move state_dir")

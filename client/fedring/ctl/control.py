@@ -84,8 +84,8 @@ class Control:
 
     def stop_job(self, job_id: int = 0) -> pb.StopReply:
         """The job is ended, 0 = the running one, and its round with it."""
-        with _translated(self.address, named=job_id > 0):
-            return self._stub.StopJob(pb.StopJobRequest(job_id=job_id), timeout=self._timeout)
+        request = pb.StopJobRequest(job_id=job_id)
+        return self._call(lambda: self._stub.StopJob(request, timeout=self._timeout), named=job_id > 0)
 
     def status(self, *, wait_seconds: float = 0.0) -> pb.Status:
         """What the server does now; with `wait_seconds`, a server that is not there yet is waited for."""
@@ -201,8 +201,8 @@ class Control:
                 self.status()  # its own retries are the pause; if they do not help, it says so
         return self._call(call)
 
-    def _call(self, call: Callable[[], _R]) -> _R:
-        with _translated(self.address):
+    def _call(self, call: Callable[[], _R], *, named: bool = True) -> _R:
+        with _translated(self.address, named=named):
             return call()
 
 

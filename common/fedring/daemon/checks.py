@@ -34,10 +34,16 @@ def refuse_failed(checks: Iterable[Check]) -> None:
             raise ConfigError(": ".join(text for text in (check.name, check.found, check.advice) if text))
 
 
+def existing_part(path: Path) -> Path:
+    """The path, or the nearest above it that exists; absolute."""
+    path = path.absolute()
+    return next(part for part in (path, *path.parents) if part.exists())
+
+
 def check_writable(name: str, folder: Path) -> Check:
     """Whether the folder exists and can be written, or can be made."""
     folder = folder.absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = existing_part(folder)
     if not there.is_dir():
         return Check(name, Level.FAIL, f"{folder} cannot be written: {there} is no folder", "choose another one")
     if not os.access(there, os.W_OK | os.X_OK):
