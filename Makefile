@@ -7,12 +7,14 @@ TORCH_INDEX ?=
 DEMO ?=
 BENCH ?= --dataset digits --subset 0
 
-# Each has a processor to itself; the rest start processes of their own, and run one after another.
-QUICK_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile tests/unit tests/property
+# More tests run at once than there are processors, since many of them wait; each computes with one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+TOGETHER := -n $(shell echo $$(( $$(nproc) + 2 ))) --dist worksteal
+SOAK_REPEATS ?= 20
 
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo secure-demo test check format bench clean wheel-test
+.PHONY: install demo secure-demo test soak check lint format bench clean
 
 install: $(STAMP)
 
@@ -31,16 +33,29 @@ secure-demo: install
 	PATH="$(abspath $(BIN)):$$PATH" deploy/quickstart.sh secure-demo
 
 test: install
-	$(QUICK_TESTS)
-	$(BIN)/python -m pytest -q --ignore=tests/unit --ignore=tests/property
+	$(PYTEST) $(TOGETHER) -m "not alone and not soak"
+	$(PYTEST) -m "alone and not soak"
 
-check: install
+soak: install
+	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) -m soak
+
+check: lint
+	$(PYTEST) $(TOGETHER) -m "not alone and not soak" tests/unit tests/property
+
+# pyright remembers nothing from run to run, so it looks only at what has changed since it last found no fault.
+# mypy looks at everything each time, and so does pyright in a clean clone.
+PYRIGHT := $(VENV)/.pyright
+
+lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(QUICK_TESTS)
+	@$(MAKE) --no-print-directory $(PYRIGHT)
+
+$(PYRIGHT): pyproject.toml $(shell find server client common tests -name '*.py')
+	$(BIN)/pyright --pythonpath $(BIN)/python $(if $(wildcard $@),$(if $(filter %.toml,$?),,$?))
+	touch $@
 
 format: install
 	$(BIN)/ruff format .

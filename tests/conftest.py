@@ -1,6 +1,7 @@
-"""What all tests share: where MNIST is, what a missing tool means, and how far hypothesis goes."""
+"""What all tests share: where MNIST is, what a missing tool means, how far hypothesis goes, what took long."""
 
 import os
+from collections import defaultdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +20,27 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("fedring")
+
+
+REPEATS = int(os.environ.get("FEDRING_REPEATS", "1"))
+"""How often a test is repeated that does something else each time; `make soak` sets it."""
+
+SLOWEST = 10
+"""How many files are listed at the end of a run."""
+
+_seconds: defaultdict[str, float] = defaultdict(float)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add the time of a test, its fixtures included, to that of its file."""
+    _seconds[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List the slowest files, so that a suite that grows is seen to grow."""
+    terminalreporter.section(f"the {SLOWEST} slowest files, of {sum(_seconds.values()):.0f} s in all")
+    for name, seconds in sorted(_seconds.items(), key=lambda item: -item[1])[:SLOWEST]:
+        terminalreporter.line(f"{seconds:7.1f} s  {name}")
 
 
 def missing(what: str) -> NoReturn:

@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import grpc
 
 from fedring.ctl import control, fleet
+from fedring.ctl.process import Process
+from tests.forks import Daemon
 
 PATIENCE = 60.0
 """Seconds of silence, of an answer, of a start: longer than any machine on which the tests can pass stands still."""
@@ -21,6 +23,7 @@ PATIENT = {"FEDRING_SERVER_LOST_AFTER_SECONDS": str(PATIENCE), "FEDRING_RING_LOS
 class Fleet(fleet.Fleet):
     """A server that waits long for clients that are silent, and clients that wait so for each other."""
 
+    daemon: ClassVar[type[Process]] = Daemon
     silence: ClassVar[float] = PATIENCE  # seconds after which a silent client or peer is lost
 
     def __init__(
@@ -34,6 +37,12 @@ class Fleet(fleet.Fleet):
         settings = {"lost_after_seconds": self.silence, **(server_overrides or {})}
         patient = {"FEDRING_RING_LOST_AFTER_SECONDS": str(self.silence), **(env or {})}
         super().__init__(directory, settings, clients, env=patient)
+
+
+class Programs(Fleet):
+    """Such a fleet whose daemons are no forks: an interpreter of its own starts each, as people start them."""
+
+    daemon = Process
 
 
 class Control(control.Control):

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 import pytest
 
+from fedring.ctl import fleet as shipped
 from fedring.ctl.control import Events
 from fedring.v1 import control_pb2 as pb
 from tests.fleets import Control, Fleet
@@ -28,7 +29,7 @@ class FaultyFleet(Fleet):
     silence = SILENCE
 
 
-def patiently(fleet: Fleet, what: str, call: Callable[[], T]) -> T:
+def patiently(fleet: shipped.Fleet, what: str, call: Callable[[], T]) -> T:
     """What `call` returns; the test fails if that takes longer than SECONDS."""
     outcome: Future[T] = Future()
 
@@ -47,7 +48,7 @@ def patiently(fleet: Fleet, what: str, call: Callable[[], T]) -> T:
 class Story:
     """A job that was started, and what the server tells of it, event by event."""
 
-    def __init__(self, fleet: Fleet, control: Control, spec: dict[str, Any]) -> None:
+    def __init__(self, fleet: shipped.Fleet, control: Control, spec: dict[str, Any]) -> None:
         events: Events = control.events()
         self.job_id = control.start_job(spec).job_id
         self._fleet = fleet
@@ -61,7 +62,7 @@ class Story:
         return event
 
 
-def _fail(fleet: Fleet, what: str) -> NoReturn:
+def _fail(fleet: shipped.Fleet, what: str) -> NoReturn:
     daemons = [fleet.server, *fleet.clients]
     for daemon in daemons:
         if daemon.running:

@@ -1,6 +1,6 @@
 """A rank of its own process: allreduces in a loop until one fails; says what happens as JSON lines.
 
-python ring_worker.py RANK OPTIONS COUNT        members come on stdin, as one line of JSON
+ring_worker RANK OPTIONS COUNT        members come on stdin, as one line of JSON
 """
 
 import ctypes

@@ -1,9 +1,8 @@
 """Data-parallel jobs on real daemons, one of which dies, freezes, stops or comes back in the middle of a step.
 
-FEDRING_FAULT_REPEATS says how often each is done, at another random step each time.
+FEDRING_REPEATS says how often each is done, at another random step each time.
 """
 
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ import pytest
 from fedring.server.rounds import Phase, Round, Rules, sample
 from fedring.train.shards import count_steps
 from fedring.v1 import control_pb2 as pb
-from tests.conftest import path_to
+from tests.conftest import REPEATS, path_to
 from tests.fault.doom import Doom, began_at
 from tests.fault.patience import NOTICED, SECONDS, SILENCE, FaultyFleet, Story
 from tests.fleets import Control, Fleet
 
 HERE = Path(__file__).parent
 TRUSTED = {"trusted": ["fedring", "mortal_models"]}
-REPEATS = range(int(os.environ.get("FEDRING_FAULT_REPEATS", "1")))
 SAMPLES, BATCH, EPOCHS, WORKERS = 1437, 16, 4, 4
 STEPS = EPOCHS * count_steps(SAMPLES, WORKERS, BATCH)
 
@@ -63,7 +61,7 @@ def profile(round_: pb.Round) -> dict[str, dict[str, float]]:
     return {client.client_id: dict(client.metrics) for client in round_.clients if client.num_samples}
 
 
-@pytest.mark.parametrize("repeat", REPEATS)
+@pytest.mark.parametrize("repeat", range(REPEATS))
 @pytest.mark.parametrize(("number", "hook"), [(signal.SIGKILL, "none"), (signal.SIGSTOP, "dgc")])
 def test_a_lost_worker_is_noticed_and_the_others_train_to_the_end(
     fleet: Fleet, number: int, hook: str, repeat: int

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from fedring.daemon.crash import REGISTERED
 from fedring.server.config import ServerConfig
+from tests import forks
 from tests.fault import patience
 from tests.fault.patience import SILENCE, FaultyFleet, Story, patiently
 from tests.fleets import Control, Fleet
@@ -146,7 +145,6 @@ def test_a_wait_that_is_in_vain_ends_with_the_stacks_of_the_daemons(
 
 def test_a_second_server_on_the_same_state_is_turned_away(fleet: Fleet) -> None:
     state = fleet.server.settings["state_dir"]
-    command = [sys.executable, "-m", "fedring.server.main", f"state_dir={state}", "listen=127.0.0.1:0"]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    second = forks.run("fedring.server.main", f"state_dir={state}", "listen=127.0.0.1:0", timeout=120)
     assert second.returncode == 78
     assert f"in use by process {fleet.server.pid}" in second.stderr

@@ -5,21 +5,17 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedring.ring.options import RingOptions
-from tests.conftest import ROOT
+from tests.forks import Fork
 
-WORKER = Path(__file__).with_name("ring_worker.py")
-SOURCES = os.pathsep.join(str(ROOT / part) for part in ("server", "client", "common", "protos"))
 PATIENCE = 100.0
 NOTICED = 30.0  # a busy machine may take most of it; the operation itself would wait for two minutes
 SMALL, LARGE = 1000, 3_000_000  # values: both ways through the algorithm, the second with full streams
@@ -31,12 +27,12 @@ class Rank:
     """A worker process, and the lines that it says."""
 
     def __init__(self, rank: int, options: dict[str, Any], count: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), json.dumps(options), str(count)],
-            env={**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"},
+        self.process = Fork(
+            "tests.fault.ring_worker",
+            [str(rank), json.dumps(options), str(count)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
         )
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -44,8 +40,7 @@ class Rank:
 
     def tell(self, line: str) -> None:
         assert self.process.stdin
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
+        self.process.stdin.write(f"{line}\n".encode())
 
     def hear(self, key: str) -> dict[str, Any]:
         """The next line with this key."""

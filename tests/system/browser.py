@@ -29,7 +29,7 @@ _UNTIL = """() => new Promise((done, fail) => {
   const began = performance.now();
   const check = () => {
     if (%s) done();
-    else if (performance.now() - began < %d) requestAnimationFrame(check);
+    else if (performance.now() - began < %d) setTimeout(check, 30);
     else fail(new Error("it did not come true: " + %s));
   };
   check();

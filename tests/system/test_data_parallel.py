@@ -1,9 +1,8 @@
 """Data-parallel jobs on real daemons: they end with what one process alone would have computed."""
 
 import json
-import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from subprocess import run
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from fedring.train.files import load_model
 from fedring.train.models import digits_mlp
 from fedring.train.seam import build_model
 from fedring.train.shards import World, count_steps, epoch_order, shares
+from tests import forks
 from tests.fleets import Control, Fleet
 
 BATCH, WORKERS, ROUNDS = 32, 2, 2
@@ -24,25 +24,30 @@ def job(**keys: Any) -> dict[str, Any]:
     return {**fixed, **keys}
 
 
-def trained(tmp_path: Path, spec: dict[str, Any]) -> tuple[Path, list[Any]]:
-    """The model that the job ends with, and its rounds, oldest first."""
-    with Fleet(tmp_path, {}, [{}] * WORKERS) as fleet, Control(fleet.control) as control:
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """The workers of all jobs of this file, each of which trains a model of another size, and so begins anew."""
+    with Fleet(tmp_path_factory.mktemp("workers"), {}, [{}] * WORKERS) as running:
+        yield running
+
+
+def trained(fleet: Fleet, spec: dict[str, Any]) -> list[Any]:
+    """The rounds of the job, oldest first."""
+    with Control(fleet.control) as control:
         events = control.events()
         job_id = control.start_job(spec).job_id
         for _ in control.follow_job(job_id, events):
             pass
         assert control.job(job_id).state == "completed", [daemon.tail(20) for daemon in fleet.clients]
-        model = tmp_path / "model.safetensors"
-        control.export_model(0, model)
-        return model, sorted(control.rounds(job_id=job_id), key=lambda round_: round_.round)
+        return sorted(control.rounds(job_id=job_id), key=lambda round_: round_.round)
 
 
-def alone() -> torch.nn.Module:
+def alone(rounds: Iterable[int]) -> torch.nn.Module:
     """What the job above computes, by one process with batches that are as large as all workers' together."""
     samples: Any = digits().train
     model = build_model("fedring.train.models:digits_mlp", {}, 0, ["fedring"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for round_ in range(1, ROUNDS + 1):
+    for round_ in rounds:
         order = epoch_order(len(samples), seed=round_, epoch=0)
         ranks = [shares(order, 0, World(rank, WORKERS), BATCH) for rank in range(WORKERS)]
         for step in zip(*ranks, strict=True):
@@ -53,10 +58,13 @@ def alone() -> torch.nn.Module:
     return model
 
 
-def test_two_workers_compute_what_one_process_would(tmp_path: Path) -> None:
-    path, rounds = trained(tmp_path, job())
+def test_two_workers_compute_what_one_process_would(fleet: Fleet, tmp_path: Path) -> None:
+    rounds, path = trained(fleet, job()), tmp_path / "model.safetensors"
+    with Control(fleet.control) as control:
+        control.export_model(0, path)
     model = load_model(path, digits_mlp())
-    for ours, theirs in zip(model.parameters(), alone().parameters(), strict=True):
+    expected = alone(round_.job_round for round_ in rounds)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
     steps = count_steps(1437, WORKERS, BATCH)
     for number, round_ in enumerate(rounds, start=1):
@@ -71,42 +79,39 @@ def test_two_workers_compute_what_one_process_would(tmp_path: Path) -> None:
     assert sum(client.upload_bytes > 0 for client in rounds[0].clients) == 1
 
 
-@pytest.mark.parametrize(
-    ("table", "most"),
-    [
-        ({"hook": "fp16"}, 0.6),
-        ({"hook": "bf16"}, 0.6),
-        ({"hook": "int8"}, 0.35),
-        ({"hook": "topk", "ratio": 0.05}, 0.25),
-        ({"hook": "topk", "ratio": 0.05, "feedback": "ef21"}, 0.25),
-        ({"hook": "powersgd", "rank": 2}, 0.35),
-        ({"hook": "batched_powersgd", "rank": 4}, 0.35),
-        ({"hook": "dgc", "ratio": 0.01, "warmup_epochs": 0}, 0.1),
-        ({"hook": "dgc", "ratio": 0.01, "warmup_epochs": 0, "clip": 5.0, "clip_norm": "global"}, 0.1),
-        ({"accumulation_steps": 2, "lr_schedule": "cosine", "clip": 5.0}, 1.2),
-    ],
-    ids=["fp16", "bf16", "int8", "topk", "ef21", "powersgd", "batched", "dgc", "clipped", "accumulated"],
-)
-def test_each_way_to_send_gradients_trains(tmp_path: Path, table: dict[str, Any], most: float) -> None:
-    spec = job(data_parallel={"hash_every": 5, "bucket_mb": 0.01, **table}, epochs=2, batch_size=16)
-    _, rounds = trained(tmp_path, spec)  # completed: the workers' parameters were equal after every fifth step
+WAYS: dict[str, tuple[dict[str, Any], float]] = {
+    "fp16": ({"hook": "fp16"}, 0.6),
+    "bf16": ({"hook": "bf16"}, 0.6),
+    "int8": ({"hook": "int8"}, 0.35),
+    "topk": ({"hook": "topk", "ratio": 0.05}, 0.25),
+    "ef21": ({"hook": "topk", "ratio": 0.05, "feedback": "ef21"}, 0.25),
+    "powersgd": ({"hook": "powersgd", "rank": 2}, 0.35),
+    "batched": ({"hook": "batched_powersgd", "rank": 4}, 0.35),
+    "dgc": ({"hook": "dgc", "ratio": 0.01, "warmup_epochs": 0}, 0.1),
+    "clipped": ({"hook": "dgc", "ratio": 0.01, "warmup_epochs": 0, "clip": 5.0, "clip_norm": "global"}, 0.1),
+    "accumulated": ({"accumulation_steps": 2, "lr_schedule": "cosine", "clip": 5.0}, 1.2),
+}
+"""Ways to send gradients, and the most that one takes of all of a gradient's bytes."""
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_each_way_to_send_gradients_trains(fleet: Fleet, name: str) -> None:
+    table, most = WAYS[name]
+    hidden = 65 + list(WAYS).index(name)
+    keys = {"model_args": {"hidden": hidden}, "epochs": 2, "batch_size": 16}
+    spec = job(data_parallel={"hash_every": 5, "bucket_mb": 0.01, **table}, **keys)
+    rounds = trained(fleet, spec)  # completed: the workers' parameters were equal after every fifth step
     last = rounds[-1]
-    least = 0.75 if table.get("hook") == "batched_powersgd" else 0.85  # of a whole bucket, four ranks are little
+    least = 0.75 if name == "batched" else 0.85  # of a whole bucket, four ranks are little
     assert last.eval_correct / last.eval_total > least
     for client in last.clients:
         told = dict(client.metrics)
-        assert told["bytes_sent"] / told["steps"] < most * 4 * 4810
+        assert told["bytes_sent"] / told["steps"] < most * 4 * (75 * hidden + 10)
 
 
 def test_the_demo_shows_the_workers_profile(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedring.ctl.main", "demo", "--mode", "data_parallel", "--hook", "dgc"]
-    done = run(
-        [*command, "--clients", "2", "--rounds", "2", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    options = ["--mode", "data_parallel", "--hook", "dgc", "--clients", "2", "--rounds", "2", "--out", str(tmp_path)]
+    done = forks.run("fedring.ctl.main", "demo", *options, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "sent/worker" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())

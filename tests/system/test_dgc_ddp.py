@@ -1,10 +1,10 @@
 """Compressed training over real groups of real processes."""
 
 import importlib.util
-import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from fedring.codec import CodecError
 from fedring.data import digits
 from fedring.ddp import DGC, DGCSGD, DGCState, DGCStepper, dgc_hook, exchange
 from fedring.train.models import digits_mlp
+from tests import forks
 
 BACKENDS = ["gloo", "fedring"]
 SECONDS = 200.0  # no process takes nearly as long
@@ -52,18 +53,8 @@ def run(scenario: Scenario, *, world: int, backend: str, folder: Path) -> list[d
     """What `scenario` returns on each rank."""
     folder.mkdir(exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
-    context = multiprocessing.get_context("forkserver")  # of which each worker is a copy, so that torch is loaded once
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed"])
-    workers = [
-        context.Process(target=_worker, args=(scenario, Place(rank, world, folder), backend)) for rank in range(world)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(SECONDS)
-        worker.kill()
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0] * world
+    calls = [partial(_worker, scenario, Place(rank, world, folder), backend) for rank in range(world)]
+    assert forks.call_all(calls, seconds=SECONDS) == [0] * world
     return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(world)]
 
 

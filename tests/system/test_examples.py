@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ import pytest
 from fedring.train.job import Job
 from tests.conftest import ROOT
 from tests.fleets import PATIENT, Control, Fleet
+from tests.forks import Fork
 from tests.pages import Page, commands, exported, written
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -30,26 +30,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-def run(*arguments: str | Path, cwd: Path, **variables: str) -> "subprocess.Popen[str]":
-    """A module, or a script, as its documentation says, with its output in a pipe."""
+def run(module: str, *arguments: str | Path, cwd: Path, **variables: str) -> Fork:
+    """A program, as its documentation says, with its output in a pipe."""
     path = [str(ROOT / name) for name in ("docs/examples", "server", "client", "common", "protos")]
-    return subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
-        cwd=cwd,
-        env={"PYTHONPATH": ":".join(path), "PATH": "/usr/bin:/bin", **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    env = {"PYTHONPATH": ":".join(path), "PATH": "/usr/bin:/bin", **variables}
+    words = [str(argument) for argument in arguments]
+    return Fork(module, words, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 @pytest.fixture
-def three_ways_in(server: Fleet, tmp_path: Path) -> Iterator[dict[str, "subprocess.Popen[str]"]]:
+def three_ways_in(server: Fleet, tmp_path: Path) -> Iterator[dict[str, Fork]]:
     """A client for each example, as docs/clients.md starts it but for the server's port."""
-    commands: dict[str, list[str | Path]] = {
-        "ward-7": ["-m", "fedring.client.main", EXAMPLES / "declared.toml", f"server={server.listen}"],
-        "ward-8": ["-m", "fedring.client.main", EXAMPLES / "trainer.toml", f"server={server.listen}"],
-        "own-loop": [EXAMPLES / "own_loop.py", server.listen],
+    commands: dict[str, tuple[str, *tuple[str | Path, ...]]] = {
+        "ward-7": ("fedring.client.main", EXAMPLES / "declared.toml", f"server={server.listen}"),
+        "ward-8": ("fedring.client.main", EXAMPLES / "trainer.toml", f"server={server.listen}"),
+        "own-loop": ("own_loop", server.listen),
     }
     with ExitStack() as stack:
         processes = {}
@@ -60,7 +55,7 @@ def three_ways_in(server: Fleet, tmp_path: Path) -> Iterator[dict[str, "subproce
         yield processes
 
 
-def test_each_way_in_takes_part_in_a_round(control: Control, three_ways_in: dict[str, "subprocess.Popen[str]"]) -> None:
+def test_each_way_in_takes_part_in_a_round(control: Control, three_ways_in: dict[str, Fork]) -> None:
     events = control.events()
     job_id = control.start_round({"min_clients": 3, "rounds": 1}).job_id
     for _ in control.follow_job(job_id, events):
@@ -82,7 +77,7 @@ def test_each_way_in_takes_part_in_a_round(control: Control, three_ways_in: dict
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem in CHECKS], ids=lambda path: path.stem)
 def test_a_configuration_that_is_shipped_can_be_used(path: Path, tmp_path: Path) -> None:
     ports = ["listen=127.0.0.1:0", "control_listen=127.0.0.1:0"] if path.stem == "server" else []
-    with run("-m", CHECKS[path.stem], path, "--check-config", *ports, cwd=tmp_path) as check:
+    with run(CHECKS[path.stem], path, "--check-config", *ports, cwd=tmp_path) as check:
         output, _ = check.communicate(timeout=120)
     assert (check.returncode, "the configuration is good" in output) == (0, True), output
 
@@ -90,7 +85,7 @@ def test_a_configuration_that_is_shipped_can_be_used(path: Path, tmp_path: Path)
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem in JOBS], ids=lambda path: path.stem)
 def test_a_job_that_is_shipped_is_taken_as_it_is(path: Path, server: Fleet, control: Control, tmp_path: Path) -> None:
     options = ["--no-wait", "--server", server.control, "--output", "json"]
-    with run("-m", "fedring.ctl.main", "run", path, *options, cwd=tmp_path) as flctl:
+    with run("fedring.ctl.main", "run", path, *options, cwd=tmp_path) as flctl:
         output, _ = flctl.communicate(timeout=120)
     assert flctl.returncode == 0, output
     job = control.job(int(json.loads(output)["job_id"]))
@@ -127,7 +122,7 @@ def typed(shell: str, cwd: Path) -> str:
     output = ""
     with ExitStack() as stack:
         for program, *arguments in commands(shell):
-            process = stack.enter_context(run("-m", MODULES[program], *arguments, cwd=cwd, **variables))
+            process = stack.enter_context(run(MODULES[program], *arguments, cwd=cwd, **variables))
             stack.callback(process.terminate)
             if program == "flctl" or "--check-config" in arguments:
                 output, _ = process.communicate(timeout=240)
@@ -139,10 +134,10 @@ def typed(shell: str, cwd: Path) -> str:
     return output
 
 
-def first_object(process: "subprocess.Popen[str]") -> str:
+def first_object(process: Fork) -> str:
     """What a server prints when it serves, among the lines of its log."""
     assert process.stdout is not None
-    return next(line for line in process.stdout if line.startswith('{"listen"'))
+    return next(line.decode() for line in process.stdout if line.startswith(b'{"listen"'))
 
 
 def test_every_configuration_that_is_shipped_is_tested() -> None:

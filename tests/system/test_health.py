@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from fedring.rpc.errors import status_of
 from fedring.rpc.health import ALIVE
+from tests import forks
 from tests.fleets import Fleet
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -66,8 +66,7 @@ class Watched:
 
 
 def flctl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fedring.ctl.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return forks.run("fedring.ctl.main", *arguments, timeout=SECONDS)
 
 
 def test_each_service_of_a_port_has_a_status(fleet: Fleet, folder: Path) -> None:
@@ -146,7 +145,7 @@ def test_there_is_no_reflection_unless_it_is_wanted(server: Fleet) -> None:
 
 def test_a_health_port_that_is_taken_ends_the_daemon_with_78(server: Fleet, tmp_path: Path) -> None:
     for module in ("fedring.server.main", "fedring.client.main"):
-        command = [sys.executable, "-m", module, f"health_listen={server.listen}", f"state_dir={tmp_path / module}"]
         ports = ["listen=127.0.0.1:0", "control_listen=127.0.0.1:0"] if "server" in module else ["client_id=a"]
-        done = subprocess.run([*command, *ports], capture_output=True, text=True, timeout=SECONDS, check=False)
+        keys = [f"health_listen={server.listen}", f"state_dir={tmp_path / module}", *ports]
+        done = forks.run(module, *keys, timeout=SECONDS)
         assert (done.returncode, "health_listen" in done.stderr) == (78, True), done.stderr

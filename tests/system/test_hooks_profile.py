@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
+
+from tests import forks
 
 
 def flctl(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "fedring.ctl.main", "profile", "--dataset", "digits", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return forks.run("fedring.ctl.main", "profile", "--dataset", "digits", *arguments, timeout=240)
 
 
 def test_a_profile_has_figures_of_every_hook_a_verdict_and_a_plot(tmp_path: Path) -> None:

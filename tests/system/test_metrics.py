@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from fedring.ctl.failure import Failure
-from fedring.ctl.process import Process
 from fedring.rpc.channel import open_sync_channel
 from fedring.train.shards import count_steps
 from fedring.v1.federation_pb2 import JoinRequest
 from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 from tests.deploy.promtool import promtool
 from tests.fleets import PATIENCE, Control, Fleet, until_watching
+from tests.forks import Daemon
 from tests.metrics_page import Page, address_of, eventually
 from tests.pki import Pki
 from tests.system.wire import SIZE, Refused, WireClient, deliver, outcome, payload_of, vector_job
@@ -198,7 +198,7 @@ def test_a_daemon_whose_address_is_taken_does_not_start(server: Fleet, address: 
         if module == "fedring.server.main":
             settings = {**settings, "listen": ANY_PORT, "control_listen": ANY_PORT}
             del settings["server"]
-        daemon = Process(module, module, settings, tmp_path / f"{module}.log")
+        daemon = Daemon(module, module, settings, tmp_path / f"{module}.log")
         daemon.start()
         assert daemon.wait(PATIENCE) == 78
         daemon.close()

@@ -14,10 +14,11 @@ import pytest
 
 from fedring.ctl.access import Access
 from fedring.ctl.health import check_health
-from fedring.ctl.process import Process, stop_all
+from fedring.ctl.process import stop_all
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.tls import Tls
 from tests.fleets import PATIENCE, Control, Fleet
+from tests.forks import Daemon
 from tests.pki import Pki
 
 CLIENTS = ("client-0", "client-1")
@@ -95,14 +96,14 @@ class Party:
 
 
 @contextmanager
-def running(folder: Path, address: str, parties: dict[str, Party]) -> Iterator[list[Process]]:
+def running(folder: Path, address: str, parties: dict[str, Party]) -> Iterator[list[Daemon]]:
     """The clients, which reach their server at the address."""
     clients = []
     for index, name in enumerate(CLIENTS):
         settings = {"server": address, "client_id": name, "state_dir": str(folder / "state" / name)}
         part = {"partition_index": index, "partition_count": 2, "clients_on_host": 2}
         table = {"tls": parties[name].tls.model_dump(mode="json")}
-        clients.append(Process(name, "fedring.client.main", settings | part | table, folder / "logs" / f"{name}.log"))
+        clients.append(Daemon(name, "fedring.client.main", settings | part | table, folder / "logs" / f"{name}.log"))
     try:
         for client in clients:
             client.start()

@@ -1,10 +1,11 @@
 """Pipeline jobs on real daemons: stages of one model, which ends as one process alone would have trained it."""
 
 import json
-import sys
-from itertools import islice
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from itertools import count, islice
 from pathlib import Path
-from subprocess import run
 from typing import Any
 
 import pytest
@@ -21,23 +22,45 @@ from fedring.train.models import digits_mlp
 from fedring.train.pipelined import Pipeline
 from fedring.train.seam import build_model
 from fedring.train.shards import World, count_steps, epoch_order, shares
+from tests import forks
 from tests.conftest import path_to
 from tests.fleets import Control, Fleet
 from tests.metrics_page import Page, address_of
 
 HERE = Path(__file__).parent
-MODEL, ARGS = "fedring.train.models:digits_mlp", {"hidden": 32, "layers": 3}
+MODEL = "fedring.train.models:digits_mlp"
+TRUSTED = {"trusted": ["fedring", "user_models"]}
 BATCH, ROUNDS, SAMPLES = 32, 2, 1437
+
+FleetOf = Callable[[int], Fleet]
 
 
 def job(pipeline: dict[str, Any], **keys: Any) -> dict[str, Any]:
-    fixed = {"mode": "pipeline", "batch_size": BATCH, "rounds": ROUNDS, "model": MODEL, "model_args": ARGS}
+    """A job whose model is larger than that of the one before, so that it begins anew on a server that had others."""
+    fixed = {"mode": "pipeline", "batch_size": BATCH, "rounds": ROUNDS, "model": MODEL}
+    fixed |= {"model_args": {"hidden": next(_SIZES), "layers": 3}}
     return {**fixed, "momentum": 0.9, "barrier_timeout_seconds": 60, "pipeline": pipeline, **keys}
 
 
-def trained(tmp_path: Path, spec: dict[str, Any], workers: int) -> tuple[nn.Module, list[Any]]:
+_SIZES = count(32)
+
+
+@pytest.fixture(scope="module")
+def fleet_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Fleet]]:
+    """A fleet of so many clients; the same one for all jobs of this file."""
+    with ExitStack() as stack:
+
+        @cache
+        def start(workers: int) -> Fleet:
+            folder = tmp_path_factory.mktemp(f"workers-{workers}")
+            return stack.enter_context(Fleet(folder, TRUSTED, [TRUSTED] * workers, env=path_to(HERE)))
+
+        yield start
+
+
+def trained(fleet: Fleet, spec: dict[str, Any], tmp_path: Path) -> tuple[nn.Module, list[Any]]:
     """The model that the job ends with, and its rounds, oldest first."""
-    with Fleet(tmp_path, {}, [{}] * workers) as fleet, Control(fleet.control) as control:
+    with Control(fleet.control) as control:
         events = control.events()
         job_id = control.start_job(spec).job_id
         for _ in control.follow_job(job_id, events):
@@ -46,24 +69,31 @@ def trained(tmp_path: Path, spec: dict[str, Any], workers: int) -> tuple[nn.Modu
         path = tmp_path / "model.safetensors"
         control.export_model(0, path)
         rounds = sorted(control.rounds(job_id=job_id), key=lambda round_: round_.round)
-        return load_model(path, digits_mlp(**ARGS)), rounds
+        return load_model(path, digits_mlp(**spec["model_args"])), rounds
 
 
-def alone(optimizer: str = "sgd", replicas: int = 1, rounds: int = ROUNDS) -> nn.Module:
-    """What the job above computes, by one process with the same batches."""
+def first_model(spec: dict[str, Any]) -> nn.Module:
+    """What the job begins with."""
+    return build_model(MODEL, spec["model_args"], 0, ["fedring"])
+
+
+def alone(spec: dict[str, Any], rounds: list[Any], replicas: int = 1) -> nn.Module:
+    """What the job computes, by one process with the same batches."""
+    model = first_model(spec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return train_alone(model, optimizer, rounds, replicas)
+
+
+def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: list[Any], replicas: int = 1) -> nn.Module:
     samples: Any = digits().train
-    model = build_model(MODEL, ARGS, 0, ["fedring"])
-    adam = torch.optim.Adam(model.parameters(), lr=0.05, betas=(0.9, 0.999))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    step = {"sgd": sgd, "adam": adam}[optimizer]
-    for round_ in range(1, rounds + 1):
-        order = epoch_order(len(samples), seed=round_, epoch=0)
+    for round_ in rounds:
+        order = epoch_order(len(samples), seed=round_.job_round, epoch=0)
         ranks = [shares(order, 0, World(rank, replicas), BATCH) for rank in range(replicas)]
         for parts in zip(*ranks, strict=True):
             inputs, labels = samples.batch(torch.cat([share.indices for share in parts]))
-            step.zero_grad()
+            optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
-            step.step()
+            optimizer.step()
     return model
 
 
@@ -81,9 +111,12 @@ def same(model: nn.Module, expected: nn.Module) -> None:
     ],
     ids=["two", "three", "interleaved"],
 )
-def test_stages_compute_what_one_process_would(tmp_path: Path, table: dict[str, Any], workers: int) -> None:
-    model, rounds = trained(tmp_path, job(table), workers)
-    same(model, alone())
+def test_stages_compute_what_one_process_would(
+    fleet_of: FleetOf, tmp_path: Path, table: dict[str, Any], workers: int
+) -> None:
+    spec = job(table)
+    model, rounds = trained(fleet_of(workers), spec, tmp_path)
+    same(model, alone(spec, rounds))
     steps = count_steps(SAMPLES, 1, BATCH)
     for number, round_ in enumerate(rounds, start=1):
         assert (round_.phase, round_.selected, round_.delivered, list(round_.missing)) == (
@@ -106,42 +139,38 @@ def test_stages_compute_what_one_process_would(tmp_path: Path, table: dict[str, 
     assert rounds[-1].eval_correct / rounds[-1].eval_total > 0.8
 
 
-def test_adams_state_lives_on_from_round_to_round(tmp_path: Path) -> None:
+def test_adams_state_lives_on_from_round_to_round(fleet_of: FleetOf, tmp_path: Path) -> None:
     keys = {"optimizer": "fedring.train.optimizers:adam", "lr": 0.01}
-    model, _ = trained(tmp_path, job({"schedule": "gpipe", "micro_batches": 2, "checkpoint_every": 0}, **keys), 2)
-    samples: Any = digits().train
-    expected = build_model(MODEL, ARGS, 0, ["fedring"])
-    optimizer = torch.optim.Adam(expected.parameters(), lr=0.01, betas=(0.9, 0.999))
-    for round_ in range(1, ROUNDS + 1):
-        for share in shares(epoch_order(SAMPLES, seed=round_, epoch=0), 0, World(), BATCH):
-            inputs, labels = samples.batch(share.indices)
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(expected(inputs), labels).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+    spec = job({"schedule": "gpipe", "micro_batches": 2, "checkpoint_every": 0}, **keys)
+    model, rounds = trained(fleet_of(2), spec, tmp_path)
+    expected = first_model(spec)
+    train_alone(expected, torch.optim.Adam(expected.parameters(), lr=0.01, betas=(0.9, 0.999)), rounds)
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
-def test_two_pipelines_side_by_side_stay_equal_and_average(tmp_path: Path) -> None:
-    model, rounds = trained(tmp_path, job({"stages": 2, "replicas": 2, "checkpoint_every": 10}), 4)
-    same(model, alone(replicas=2))  # the workers have compared each stage's replicas at every checkpoint
+def test_two_pipelines_side_by_side_stay_equal_and_average(fleet_of: FleetOf, tmp_path: Path) -> None:
+    spec = job({"stages": 2, "replicas": 2, "checkpoint_every": 10})
+    model, rounds = trained(fleet_of(4), spec, tmp_path)
+    same(model, alone(spec, rounds, replicas=2))  # the workers have compared each stage's replicas at every checkpoint
     told = [dict(client.metrics) for client in rounds[-1].clients]
     assert sorted(row["stage"] for row in told) == [0, 0, 1, 1]
     assert {row["steps"] for row in told} == {count_steps(SAMPLES, 2, BATCH)}
 
 
-def test_pipedream_is_pipedream(tmp_path: Path) -> None:
+def test_pipedream_is_pipedream(fleet_of: FleetOf, tmp_path: Path) -> None:
     table = {"stages": 2, "schedule": "pipedream", "micro_batches": 9}
-    model, rounds = trained(tmp_path, job(table), 2)
-    same(model, pipedream(Pipeline.model_validate(table)))
+    spec = job(table)
+    model, rounds = trained(fleet_of(2), spec, tmp_path)
+    same(model, pipedream(spec, Pipeline.model_validate(table), rounds))
     assert rounds[-1].eval_correct / rounds[-1].eval_total > 0.7
     assert {client.metrics["job_steps"] for client in rounds[-1].clients} == {ROUNDS * count_steps(SAMPLES, 1, BATCH)}
 
 
-def pipedream(table: Pipeline) -> nn.Module:
+def pipedream(spec: dict[str, Any], table: Pipeline, rounds: list[Any]) -> nn.Module:
     """What the job computes, by one process."""
     samples: Any = digits().train
-    model = build_model(MODEL, ARGS, 0, ["fedring"])
+    model = first_model(spec)
     modules = cut_model(model, table, count_layers(model, table, torch.empty), [])
     last = len(modules) - 1
     stages = [
@@ -152,8 +181,8 @@ def pipedream(table: Pipeline) -> nn.Module:
         )
         for number, module in enumerate(modules)
     ]
-    for round_ in range(1, ROUNDS + 1):
-        steps = shares(epoch_order(SAMPLES, seed=round_, epoch=0), 0, World(), BATCH)
+    for round_ in rounds:
+        steps = shares(epoch_order(SAMPLES, seed=round_.job_round, epoch=0), 0, World(), BATCH)
         while batches := [samples.batch(share.indices) for share in islice(steps, 9)]:
             pipeline = LocalPipeline(stages, table.schedule_of(len(batches)))
             pipeline.run([inputs for inputs, _ in batches], [labels for _, labels in batches])
@@ -171,14 +200,10 @@ def pipedream(table: Pipeline) -> nn.Module:
     ],
     ids=["macrobatch", "vertical", "bfloat16 by time", "float16 and auto", "own cut"],
 )
-def test_each_way_to_run_a_pipeline_learns(tmp_path: Path, table: dict[str, Any]) -> None:
-    workers = table.get("stages", 2)
-    trusted = {"trusted": ["fedring", "user_models"]}
-    spec = job(table, rounds=1, epochs=5)
-    with (
-        Fleet(tmp_path, trusted, [trusted] * workers, env=path_to(HERE)) as fleet,
-        Control(fleet.control) as control,
-    ):
+def test_each_way_to_run_a_pipeline_learns(fleet_of: FleetOf, table: dict[str, Any]) -> None:
+    fleet = fleet_of(table.get("stages", 2))
+    with Control(fleet.control) as control:
+        spec = job(table, rounds=1, epochs=5)
         events = control.events()
         job_id = control.start_job(spec).job_id
         for _ in control.follow_job(job_id, events):
@@ -200,15 +225,10 @@ def test_each_way_to_run_a_pipeline_learns(tmp_path: Path, table: dict[str, Any]
     ids=["untraceable", "tied", "too few layers", "unknown layer"],
 )
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(
-    tmp_path: Path, model: str, table: dict[str, Any], sentence: str
+    fleet_of: FleetOf, model: str, table: dict[str, Any], sentence: str
 ) -> None:
-    trusted = {"trusted": ["fedring", "user_models"]}
     spec = job(table, model=model, model_args={})
-    workers = Pipeline.model_validate(spec["pipeline"]).workers
-    with (
-        Fleet(tmp_path, trusted, [trusted] * workers, env=path_to(HERE)) as fleet,
-        Control(fleet.control) as control,
-    ):
+    with Control(fleet_of(Pipeline.model_validate(spec["pipeline"]).workers).control) as control:
         events = control.events()
         job_id = control.start_job(spec).job_id
         failures = [event for event in control.follow_job(job_id, events) if event.kind == "client_failed"]
@@ -219,12 +239,14 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(
             assert sentence in event.text
 
 
-def test_a_loss_that_is_not_finite_ends_the_round_at_once(tmp_path: Path) -> None:
-    with Fleet(tmp_path, {}, [{}] * 2) as fleet, Control(fleet.control) as control:
+def test_a_loss_that_is_not_finite_ends_the_round_at_once(fleet_of: FleetOf) -> None:
+    fleet = fleet_of(2)
+    with Control(fleet.control) as control:
         events = control.events()
         spec = job({"replacement_seconds": 600}, lr=1e30, rounds=1)
-        kinds = {event.kind: event.text for event in control.follow_job(control.start_job(spec).job_id, events)}
-        assert kinds["round_abandoned"] == "round 1 was abandoned: diverged"
+        found = {event.kind: event for event in control.follow_job(control.start_job(spec).job_id, events)}
+        abandoned = found["round_abandoned"]
+        assert abandoned.text == f"round {abandoned.round} was abandoned: diverged"
         assert "use a learning rate below" in "".join(client.tail(50) for client in fleet.clients)
 
 
@@ -245,10 +267,8 @@ def test_each_worker_tells_prometheus_what_its_stage_does(tmp_path: Path) -> Non
 
 
 def test_the_demo_shows_the_stages_profile(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedring.ctl.main", "demo", "--mode", "pipeline", "--micro-batches", "8"]
-    done = run(
-        [*command, "--rounds", "2", "--out", str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
-    )
+    options = ["--mode", "pipeline", "--micro-batches", "8", "--rounds", "2", "--out", str(tmp_path)]
+    done = forks.run("fedring.ctl.main", "demo", *options, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "sent/worker" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())

@@ -2,8 +2,6 @@
 
 import shutil
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ from fedring.ctl.main import main
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.tls import Tls
-from tests.fleets import Control, Fleet
+from tests import forks
+from tests.fleets import Control, Fleet, Programs
 from tests.pki import Pki
 from tests.waiting import until
 
@@ -44,7 +43,7 @@ def test_a_client_takes_up_its_new_certificate_without_a_restart(tmp_path: Path)
 
 def test_a_server_says_why_handshakes_failed_if_it_is_asked_to(tmp_path: Path) -> None:
     pki = Pki(tmp_path / "pki")
-    with Fleet(tmp_path, {"tls": pki.table("server")}, env={"GRPC_VERBOSITY": "INFO"}) as fleet:
+    with Programs(tmp_path, {"tls": pki.table("server")}, env={"GRPC_VERBOSITY": "INFO"}) as fleet:
         assert check_health(fleet.listen, SECONDS, Access(pki.trust())) == "unreachable"
         until(lambda: "PEER_DID_NOT_RETURN_A_CERTIFICATE" in fleet.server.log.read_text())
 
@@ -131,9 +130,7 @@ def test_a_daemon_does_not_start_with_a_bad_certificate(tmp_path: Path, name: st
     tls = pki.tls(name)
     keys = [f"state_dir={tmp_path / 'state'}", f"tls.cert={tls.cert}", f"tls.key={tls.key}", f"tls.ca={tls.ca}"]
     for module in ("server", "client"):
-        done = subprocess.run(
-            [sys.executable, "-m", f"fedring.{module}.main", "--check-config", *keys], capture_output=True, text=True
-        )
+        done = forks.run(f"fedring.{module}.main", "--check-config", *keys, timeout=SECONDS)
         assert done.returncode == Exit.CONFIG
         assert sentence in done.stderr
 

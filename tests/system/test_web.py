@@ -3,8 +3,6 @@
 import json
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,7 +16,7 @@ import pytest
 from fedring.web.app import STATIC
 from fedring.web.feed import MOST_VIEWERS
 from fedring.web.headers import POLICY
-from tests.conftest import ROOT
+from tests import forks
 from tests.fleets import Control, Fleet
 
 CLIENTS, ROUNDS = 2, 3
@@ -291,13 +289,6 @@ class TestConfiguration:
 
 def start(state: Path, *overrides: str) -> tuple[int, str]:
     """How a server that is only checked ends, and what it says of it."""
-    command = [sys.executable, "-m", "fedring.server.main", "--check-config", f"state_dir={state}", *overrides]
-    done = subprocess.run(
-        [*command, "listen=127.0.0.1:0", "control_listen=127.0.0.1:0", "log_level=error"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=2 * SECONDS,
-        check=False,
-    )
+    fixed = ["listen=127.0.0.1:0", "control_listen=127.0.0.1:0", "log_level=error", f"state_dir={state}"]
+    done = forks.run("fedring.server.main", "--check-config", *fixed, *overrides, timeout=2 * SECONDS)
     return done.returncode, done.stderr

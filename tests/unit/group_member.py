@@ -1,7 +1,7 @@
-"""One member of a gloo group, as a program: python -m tests.unit.group_member RANK SIZE FOLDER."""
+"""One member of a gloo group; test_train_group.py runs each in a process of its own."""
 
 import json
-import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,16 +147,12 @@ def own_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tenso
     return future.then(lambda done: done.value()[0])
 
 
-def main() -> None:
+def main(rank: int, size: int, folder: Path) -> None:
     """Play all scenarios, and leave what they tell in FOLDER/RANK.json."""
-    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     told_of = {name: play(rank) for name, play in SCENARIOS.items()}
     dist.barrier()
     dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(told_of))
-
-
-if __name__ == "__main__":
-    main()

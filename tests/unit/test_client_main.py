@@ -1,17 +1,16 @@
 """The program fl-client: its options, its checks, its ends."""
 
 import json
-import os
 import queue
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.forks import Fork
 from typer.testing import CliRunner
 
 from fedring.client.checks import warn_of_insecurity
@@ -25,7 +24,6 @@ from fedring.v1 import federation_pb2 as pb
 if TYPE_CHECKING:
     from tests.unit.conftest import Peer
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 120.0  # torch loads slowly on a busy machine
 
 
@@ -79,16 +77,10 @@ def test_a_good_configuration_is_called_good_and_nothing_is_made(tmp_path: Path)
 
 
 @contextmanager
-def started(settings: dict[str, Any], *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(settings: dict[str, Any], *arguments: str) -> Iterator[Fork]:
     """The daemon runs; afterwards it does not."""
-    roots = os.pathsep.join(str(ROOT / root) for root in ("server", "client", "common", "protos"))
     given = [f"{key}={value}" for key, value in settings.items()]
-    with subprocess.Popen(
-        [sys.executable, "-c", "from fedring.client.main import main; main()", *given, *arguments],
-        env=os.environ | {"PYTHONPATH": roots},
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with Fork("fedring.client.main", [*given, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         try:
             yield process
         finally:
@@ -111,7 +103,7 @@ def test_the_daemon_trains_and_ends_cleanly_on_sigterm(peer: "Peer", settings: d
         while peer.reports.get(timeout=SECONDS).activity != pb.ACTIVITY_TRAINING:
             pass
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=SECONDS)
+        errors, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == Exit.OK, errors
     first = json.loads(errors.splitlines()[0])["text"]
     assert "client alice" in first
@@ -122,7 +114,7 @@ def test_the_daemon_trains_and_ends_cleanly_on_sigterm(peer: "Peer", settings: d
 def test_the_daemon_ends_with_78_when_it_is_refused(peer: "Peer", settings: dict[str, Any]) -> None:
     peer.on_join = lambda: BadRequest("install another version", reason="wrong_protocol")
     with started(settings) as process:
-        _, errors = process.communicate(timeout=SECONDS)
+        errors, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == Exit.CONFIG
     assert "wrong_protocol" in errors
     with pytest.raises(queue.Empty):

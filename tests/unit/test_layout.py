@@ -1,7 +1,10 @@
 """Laws of the source tree that no other tool checks."""
 
+import ast
+import importlib.metadata
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,6 +142,33 @@ def test_generated_code_is_not_kept() -> None:
     assert tracked("*_pb2*") == []
 
 
+def test_every_package_that_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["tracing"]]
+    names = {_name_of(requirement) for requirement in declared}
+    own = {"fedring", *sys.stdlib_module_names}
+    owners = importlib.metadata.packages_distributions()
+    for path in set(SOURCES) - {ROOT / "protos" / "generate.py"}:  # which only builds
+        for module in imported(ast.parse(path.read_text())) - own:
+            packages = {_name_of(owner) for owner in owners.get(module, [])}
+            assert packages & names, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """The top-level names of all modules that the code imports."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def _name_of(requirement: str) -> str:
+    return re.split(r"[\[<>=!~ ]", requirement)[0].lower().replace("_", "-")
+
+
 def test_what_is_installed_is_pinned_without_naming_a_place() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
@@ -146,5 +176,4 @@ def test_what_is_installed_is_pinned_without_naming_a_place() -> None:
     assert lines == sorted(lines, key=str.lower)
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
     wanted = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
-    names = {re.split(r"[\[<>=!~ ]", requirement)[0].lower() for requirement in wanted}
-    assert names - pinned == set()
+    assert {_name_of(requirement) for requirement in wanted} - pinned == set()

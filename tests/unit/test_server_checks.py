@@ -1,13 +1,12 @@
 """What fl-server's configuration names is looked at before it starts, by the daemon and by flctl doctor alike."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import forks
 
 from fedring.ctl.main import main as flctl
 from fedring.daemon.config import ConfigError, load_config
@@ -101,8 +100,7 @@ def test_first_weights_are_not_looked_at_where_there_is_a_model(folder: Path) ->
 @pytest.mark.parametrize("flags", [["--check-config"], []], ids=["check", "start"])
 def test_a_server_ends_with_78_and_one_sentence_before_it_serves(folder: Path, flags: list[str]) -> None:
     path = written({"init_path": "{tmp}/garbage"}, folder)
-    command = [sys.executable, "-m", "fedring.server.main", str(path), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = forks.run("fedring.server.main", path, *flags, timeout=120)
     assert (done.returncode, done.stdout) == (Exit.CONFIG, "")
     assert done.stderr.startswith("fl-server: init_path: ")
     assert len(done.stderr.splitlines()) == 1

@@ -1,22 +1,19 @@
 """Members of a group, each a process of its own, over gloo: they train as one, and a newcomer becomes equal."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests import forks
+from tests.unit import group_member
 from tests.unit.group_member import SIZE, net, samples
 
 from fedring.train.parallel import HOOKS
 from fedring.train.shards import World, count_steps, epoch_order, shares
 
-ROOT = Path(__file__).parents[2]
 STEPS = 2 * count_steps(SIZE, 2, 8)
-
-pytestmark = pytest.mark.timeout(600)  # two processes load torch, and take turns on a busy machine
 
 
 Told = dict[str, list[dict[str, Any]]]
@@ -24,20 +21,9 @@ Told = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """What each of two members tells of each scenario; one pair of processes plays them all, as torch loads slowly."""
+    """What each of two members tells of each scenario; one pair of processes plays them all."""
     folder = tmp_path_factory.mktemp("group")
-    program = [sys.executable, "-W", "ignore", "-m", "tests.unit.group_member"]
-    members = [
-        subprocess.Popen([*program, str(rank), "2", str(folder)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        errors = [member.communicate(timeout=580)[1] for member in members]
-    finally:
-        for member in members:
-            member.kill()
-            member.wait()
-    assert [member.returncode for member in members] == [0, 0], "\n".join(errors)
+    assert forks.call_all([partial(group_member.main, rank, 2, folder) for rank in range(2)], seconds=240) == [0, 0]
     by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     return {scenario: [of_rank[scenario] for of_rank in by_rank] for scenario in by_rank[0]}
 

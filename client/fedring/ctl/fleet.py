@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from fedring.ctl.failure import Failure
@@ -26,6 +26,9 @@ _STOP_SECONDS = 15.0
 
 class Fleet:
     """The daemons; `listen`, `control` and, if it has a page, `web` are the server's addresses once it runs."""
+
+    daemon: ClassVar[type[Process]] = Process
+    """How each of them is run."""
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class Fleet:
 
     def _process(self, name: str, module: str, settings: Mapping[str, Any]) -> Process:
         state = {"state_dir": str(self.directory / "state" / name)}
-        return Process(name, module, state | dict(settings), self.directory / "logs" / f"{name}.log")
+        return self.daemon(name, module, state | dict(settings), self.directory / "logs" / f"{name}.log")
 
 
 _ANY_PORTS = {"listen": "127.0.0.1:0", "control_listen": "127.0.0.1:0"}

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fedring.ctl.failure import Failure
 
@@ -36,17 +36,25 @@ class Process:
 
     def start(self) -> None:
         """The process runs, in a session of its own: a Ctrl-C at the terminal reaches only its parent."""
-        command = [sys.executable, "-m", self.module, *overrides(self.settings)]
         self.close()
         with self.log.open("ab") as log, _signals_later():
-            self._child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**_plain_environment(), **self.env},
-                start_new_session=True,
-            )
+            self._child = self.launch(log)
+
+    def launch(self, log: IO[bytes]) -> "subprocess.Popen[bytes]":
+        """Start the program with its errors in `log`, and return the child."""
+        return subprocess.Popen(
+            [sys.executable, "-m", self.module, *overrides(self.settings)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=self.environment,
+            start_new_session=True,
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that the next start gets."""
+        return {**_plain_environment(), **self.env}
 
     def first_line(self, timeout_seconds: float) -> str:
         """The first line on stdout; Failure with the end of the log if none comes in time."""

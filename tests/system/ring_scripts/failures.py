@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, GradBucket, Store
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 from fedring.ring import Endpoint, PeerLost, RingError, join, leave
@@ -112,10 +113,17 @@ def failing_backward(rank: int, size: int, *, hook: bool) -> Errors:
     if hook:
         model.register_comm_hook(None, _sum)
     loss = model(torch.ones(3, 4)).sum()
+    _meet(_get_default_store(), "made", rank, size)  # DistributedDataParallel sends something when it is made
     if rank == 1:
         dist.group.WORLD.abort()  # type: ignore[union-attr]
         return {"kind": "PeerLost"}
     return error_of(loss.backward)
+
+
+def _meet(store: Store, place: str, rank: int, size: int) -> None:
+    """Wait until all ranks have come so far, without the group."""
+    store.set(f"{place}/{rank}", "")
+    store.wait([f"{place}/{other}" for other in range(size)])
 
 
 def a_failing_hook(rank: int, size: int) -> Errors:
@@ -176,6 +184,8 @@ def _generation(store: Store, generation: int, rank: int, size: int, *, ranks: i
         if generation == 1:
             assert error_of(lambda: join(endpoint, rank=rank, members=members, timeout=1))["kind"] == "RingError"
             dist.all_reduce(torch.ones(1))  # the group lives on
+        if generation == 2:
+            _meet(store, "2/reduced", rank, size)
         if generation == 2 and rank == 0:
             endpoint.fail(PeerLost("rank 1 is lost", rank=1))
         if generation == 2:

@@ -1,10 +1,8 @@
-"""Runs a function as the ranks of a group, each in a process of its own that has torch imported already."""
+"""Runs a function as the ranks of a group, each in a process of its own."""
 
 import faulthandler
 import json
-import multiprocessing
 import os
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -13,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests import forks
+
 _SECONDS = 220  # for all of a run; then each process says where it hangs
 _PATIENCE = 60.0  # for ranks that a busy machine keeps waiting
-_PRELOAD = ["torch.nn.parallel", "torch._dynamo", "grpc", "pydantic_settings", "google.protobuf"]  # slow to import
 
 Body = Callable[[int, int], Any]  # of the rank and the number of ranks; what it returns must be JSON
 
@@ -30,22 +29,12 @@ def run(body: Body, size: int, folder: Path, *, backend: str = "fedring", timeou
     `body` is a module's function, or a partial of one; it finds the default group ready, unless `backend` is empty.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    processes = [
-        context.Process(target=_rank, args=(body, rank, size, folder), kwargs={"backend": backend, "timeout": timeout})
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + _SECONDS + 10
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-    if any(process.exitcode for process in processes):
-        ends = [f"rank {rank} ended with {one.exitcode}" for rank, one in enumerate(processes)]
+    codes = forks.call_all(
+        [partial(_rank, body, rank, size, folder, backend=backend, timeout=timeout) for rank in range(size)],
+        seconds=_SECONDS + 10,
+    )
+    if any(codes):
+        ends = [f"rank {rank} ended with {code}" for rank, code in enumerate(codes)]
         raise RankFailed("\n".join([*ends, *(path.read_text() for path in sorted(folder.glob("*.err")))]))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 

@@ -1,0 +1,61 @@
+"""A process that publishes round after round, says what is durable, and dies in its third round.
+
+acceptor FOLDER CRASH_POINT
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from fedring.server.blobs import FileBlobs
+from fedring.server.packets import PacketSpec
+from fedring.server.rows import JobRow, ModelRow, RoundRow, UpdateRow
+from fedring.server.store import Acceptance, SqlStore
+
+BATCH = 4
+
+
+def main() -> None:
+    """Publish until the crash point, or until somebody kills this process."""
+    accept_for_ever(Path(sys.argv[1]), sys.argv[2])
+
+
+def open_state(root: Path) -> tuple[FileBlobs, SqlStore]:
+    return FileBlobs(root), SqlStore(f"sqlite:///{root / 'facts.sqlite'}")
+
+
+def accept_for_ever(root: Path, crash_at: str) -> None:
+    """The child: publishes round after round, prints what is durable, and dies at `crash_at` in its third round."""
+    blobs, store = open_state(root)
+    blobs.sweep(store.named_blobs())
+    job = store.create_job(JobRow(0, "kill", {}, 1 << 20, 0.0))
+    while True:
+        opened = store.create_round(RoundRow(0, job.job_id, 1, "training", 0.0))
+        if opened.round % 3 == 0 and crash_at:
+            os.environ["FL_CRASH_AT"] = crash_at
+        rows, partials = [], []
+        for client in range(BATCH):
+            partial = blobs.open_partial(f"{opened.round}-{client}")
+            for chunk in range(4):
+                partial.write(f"{opened.round} {client} {chunk} ".encode() * 2000)
+            packets = (PacketSpec("parameters", "delta", "fp32", 0, partial.size),)
+            row = UpdateRow(
+                opened.round, str(client), partial.digest, packets, 1, partial.size, 0.0, 0.0, 0.0, blob=partial.digest
+            )
+            rows.append(row)
+            partials.append(partial)
+        blobs.seal_many(partials)
+        if store.accept_updates(rows) != [Acceptance.NEW] * BATCH:
+            raise SystemExit("an update was not new")
+        for row in rows:
+            print("update", row.round, row.client_id, row.digest, flush=True)
+        model = blobs.open_partial("model", fresh=True)
+        model.write(f"model {opened.round}".encode() * 100)
+        size, blob = model.size, blobs.seal(model)
+        ended = RoundRow(opened.round, job.job_id, 1, "published", 0.0, ended_at=1.0, model_version=opened.round)
+        store.publish(ModelRow(opened.round, opened.round, blob, blob, "", 1, size, 0.0), ended)
+        print("model", opened.round, opened.round, blob, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The forks that tests run programs and ranks as: quick to start, and otherwise like programs."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tests import forks
+from tests.preloaded import MODULES
+
+SECONDS = 60.0
+
+
+def tell(file: Path) -> None:
+    """Write down what this process has, before it imports anything itself."""
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    file.write_text(json.dumps({"missing": sorted({*MODULES} - {*sys.modules}), "threads": threads}))
+
+
+def test_a_fork_has_imported_everything_and_has_one_thread(tmp_path: Path) -> None:
+    assert forks.call_all([partial(tell, tmp_path / "told")], seconds=SECONDS) == [0]
+    assert json.loads((tmp_path / "told").read_text()) == {"missing": [], "threads": 1}
+
+
+def test_who_takes_too_long_is_killed() -> None:
+    assert forks.call_all([partial(time.sleep, 600), partial(time.sleep, 0)], seconds=0.5) == [-signal.SIGKILL, 0]
+
+
+PROGRAM = """
+import atexit, os, sys, threading
+if __name__ == "__main__":
+    atexit.register(print, "at exit")
+    threading.Timer(0.2, print, ["a thread"]).start()
+    print(sys.argv[1:], os.environ["WORD"], os.getcwd(), os.getsid(0) == os.getpid(), sys.stdin.read(), flush=True)
+    sys.exit("the end")
+"""
+
+
+def test_a_fork_is_the_program(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = forks.run("program", "a", "b", timeout=SECONDS, env={"WORD": "word"}, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "the end\n")
+    assert done.stdout.splitlines() == [f"['a', 'b'] word {tmp_path} True ", "a thread", "at exit"]
+
+
+@pytest.mark.parametrize("module", ["fedring.server.main", "fedring.client.main", "fedring.ctl.main"])
+def test_forked_programs_say_what_started_ones_do(module: str) -> None:
+    words = [sys.executable, "-m", module, "--version"]
+    started = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=True)
+    forked = forks.run(module, "--version", timeout=SECONDS)
+    assert (forked.returncode, forked.stdout, forked.stderr) == (0, started.stdout, started.stderr)
+
+
+def test_a_frozen_fork_stands_still_until_it_may_go_on(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import sys\nprint(sys.stdin.readline(), end='')\n")
+    pipe = subprocess.PIPE
+    with forks.Fork("program", [], stdin=pipe, stdout=pipe, cwd=tmp_path) as fork:
+        fork.send_signal(signal.SIGSTOP)
+        fork.stand_still(0)  # which would let it go on
+        assert fork.stdin is not None
+        fork.stdin.write(b"word\n")
+        assert fork.poll() is None
+        fork.send_signal(signal.SIGCONT)
+        assert fork.communicate(SECONDS) == ("word\n", None)
