@@ -8,13 +8,15 @@ DEMO ?=
 BENCH ?= --dataset digits --subset 0
 
 # More tests run at once than there are processors, since many of them wait; each computes with one thread.
+# Compiled modules are kept, whatever this shell's Python does: compiling all of them takes every process a second.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 TOGETHER := -n $(shell echo $$(( $$(nproc) + 2 ))) --dist worksteal
 SOAK_REPEATS ?= 20
 
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo secure-demo test soak check lint format bench clean
+.PHONY: install demo secure-demo test soak check lint unit format bench clean
 
 install: $(STAMP)
 
@@ -39,8 +41,11 @@ test: install
 soak: install
 	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) -m soak
 
-check: lint
-	$(PYTEST) $(TOGETHER) -m "not alone and not soak" tests/unit tests/property
+check: install
+	@$(MAKE) --no-print-directory --jobs 2 lint unit
+
+unit: install
+	$(PYTEST) -n 4 --dist worksteal -m "not alone and not soak and not programs" tests/unit tests/property
 
 # pyright remembers nothing from run to run, so it looks only at what has changed since it last found no fault.
 # mypy looks at everything each time, and so does pyright in a clean clone.

@@ -31,6 +31,15 @@ SLOWEST = 10
 _seconds: defaultdict[str, float] = defaultdict(float)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the tests that wait for long: processes that share the tests begin with equal, unbroken parts of them."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    others = [item for item in items if not item.get_closest_marker("slow")]
+    step = -(-len(others) // max(1, len(slow)))
+    parts = [[item, *others[i * step : (i + 1) * step]] for i, item in enumerate(slow)] or [others]
+    items[:] = [item for part in parts for item in part]
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add the time of a test, its fixtures included, to that of its file."""
     _seconds[report.nodeid.partition("::")[0]] += report.duration

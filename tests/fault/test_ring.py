@@ -123,6 +123,7 @@ def test_by_default_a_silent_rank_is_lost_within_five_seconds() -> None:
     assert RingOptions().lost_after_seconds < 5
 
 
+@pytest.mark.slow
 def test_a_rank_that_holds_pythons_lock_for_long_is_not_lost(ended: ExitStack) -> None:
     ranks = ring(ended, 3, LARGE, **FROZEN)
     ranks[0].tell("hold 16")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.fleets import PATIENT
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +25,7 @@ def quickstart(folder: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.slow
 def test_one_command_makes_certificates_and_trains_with_mutual_tls(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     done = quickstart(folder)

@@ -76,6 +76,7 @@ def test_the_wheel_holds_the_program_its_data_and_no_tests(wheel: Path) -> None:
     assert "fedring/__init__.py" not in names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("empty", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["beside", "empty"])
 def test_the_demo_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path, empty: bool) -> None:
     venv.create(tmp_path / "venv", with_pip=False)

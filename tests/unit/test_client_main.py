@@ -87,6 +87,7 @@ def started(settings: dict[str, Any], *arguments: str) -> Iterator[Fork]:
             process.kill()
 
 
+@pytest.mark.programs
 def test_the_daemon_trains_and_ends_cleanly_on_sigterm(peer: "Peer", settings: dict[str, Any]) -> None:
     job: dict[str, Any] = {
         "mode": "federated",
@@ -111,6 +112,7 @@ def test_the_daemon_trains_and_ends_cleanly_on_sigterm(peer: "Peer", settings: d
     assert "Traceback" not in errors
 
 
+@pytest.mark.programs
 def test_the_daemon_ends_with_78_when_it_is_refused(peer: "Peer", settings: dict[str, Any]) -> None:
     peer.on_join = lambda: BadRequest("install another version", reason="wrong_protocol")
     with started(settings) as process:

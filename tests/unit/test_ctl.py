@@ -144,6 +144,7 @@ def test_naming_what_the_server_does_not_have_is_a_usage_error(server: Server, f
     assert (code, "see `flctl rounds`" in err) == (Exit.USAGE, True)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_one_sentence_and_69(flctl: Call) -> None:
     code, out, err = flctl("status", "--server", "127.0.0.1:1")
     assert (code, out, len(err.splitlines())) == (Exit.UNAVAILABLE, "", 1)

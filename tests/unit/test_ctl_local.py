@@ -65,6 +65,7 @@ def test_version_is_one_line(flctl: Call) -> None:
     assert (code, out.split()[0], len(out.splitlines())) == (0, "flctl", 1)
 
 
+@pytest.mark.programs
 def test_starting_flctl_does_not_load_torch() -> None:
     script = "import sys, fedring.ctl.main; print({'torch', 'matplotlib', 'sklearn'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"
@@ -104,6 +105,7 @@ def test_doctor_finds_nothing_wrong_with_a_good_host(flctl: Call, tmp_path: Path
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.slow
 def test_doctor_finds_what_is_wrong_with_a_server(flctl: Call, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = tmp_path / "server.toml"

@@ -66,6 +66,7 @@ def test_data_that_are_not_there_are_named_with_what_to_do(load: Callable[..., S
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.programs
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     code = "import sys, fedring.data; sys.exit(bool({'sklearn', 'torchvision'} & set(sys.modules)))"
     env = {"PYTHONPATH": str(ROOT / "common")}

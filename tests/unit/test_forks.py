@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 from tests import forks
-from tests.preloaded import MODULES
 
 SECONDS = 60.0
+
+pytestmark = pytest.mark.programs
 
 
 def tell(file: Path) -> None:
     """Write down what this process has, before it imports anything itself."""
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    file.write_text(json.dumps({"missing": sorted({*MODULES} - {*sys.modules}), "threads": threads}))
+    threads, preloaded = len(list(Path("/proc/self/task").iterdir())), sys.modules["tests.preloaded"]
+    file.write_text(json.dumps({"missing": sorted({*preloaded.MODULES} - {*sys.modules}), "threads": threads}))
 
 
 def test_a_fork_has_imported_everything_and_has_one_thread(tmp_path: Path) -> None:

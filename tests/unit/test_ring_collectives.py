@@ -121,6 +121,7 @@ def test_mutual_tls_carries_an_allreduce(tmp_path: Path) -> None:
         sums_are_right(ring)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trusting", [False, True])
 def test_a_peer_of_another_authority_is_refused_in_time_and_with_the_reason(
     tmp_path: Path, trusting: bool, monkeypatch: pytest.MonkeyPatch

@@ -274,6 +274,7 @@ def test_mismatched_operations_raise_on_every_rank() -> None:
                 operation.wait(SECONDS)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_in_time_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedring.ring.operation._GRACE", SECONDS)
     with world(4) as ring:
@@ -284,6 +285,7 @@ def test_a_rank_that_does_not_come_in_time_is_named_on_every_rank(monkeypatch: p
             assert raised.value.rank == 0
 
 
+@pytest.mark.slow
 def test_a_neighbour_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedring.ring.link._PROBE", SECONDS)
     with deserted() as address:
@@ -294,6 +296,7 @@ def test_a_neighbour_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) 
         pair_world.close()
 
 
+@pytest.mark.slow
 def test_closing_before_anybody_came_does_not_wait_as_for_one_who_is_there() -> None:
     with deserted() as address:
         begin = time.monotonic()

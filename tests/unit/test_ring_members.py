@@ -94,6 +94,7 @@ def test_a_stranger_gets_no_pulse(pki: Pki, endpoints: list[Endpoint]) -> None:
     assert (refused.value.code(), reason_of(refused.value)) == REFUSED
 
 
+@pytest.mark.slow
 def test_who_listens_in_the_place_of_a_member_hears_nothing(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedring.ring.link._PROBE", SECONDS)
     ann, carol = Endpoint(options(pki, "ann")), Endpoint(options(pki, "carol"))

@@ -123,6 +123,7 @@ async def test_a_stream_counts_with_the_code_that_the_caller_sees(both: Both, ho
     assert both.codes("server", WATCH) == both.codes("client", WATCH) == {code.name: 1}
 
 
+@pytest.mark.slow
 async def test_a_call_out_of_time_counts_as_that_on_both_sides(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedring.rpc.metrics._NEWS", 3.0)  # on a busy machine the server hears of a call late
     assert await join(both, "well") is StatusCode.OK

@@ -97,6 +97,7 @@ def test_first_weights_are_not_looked_at_where_there_is_a_model(folder: Path) ->
     blobs.close()
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("flags", [["--check-config"], []], ids=["check", "start"])
 def test_a_server_ends_with_78_and_one_sentence_before_it_serves(folder: Path, flags: list[str]) -> None:
     path = written({"init_path": "{tmp}/garbage"}, folder)

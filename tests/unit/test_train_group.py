@@ -13,6 +13,8 @@ from tests.unit.group_member import SIZE, net, samples
 from fedring.train.parallel import HOOKS
 from fedring.train.shards import World, count_steps, epoch_order, shares
 
+pytestmark = pytest.mark.programs
+
 STEPS = 2 * count_steps(SIZE, 2, 8)
 
 

@@ -124,6 +124,7 @@ def test_the_models_have_the_sizes_they_promise() -> None:
     assert digits_mlp()(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
+@pytest.mark.programs
 def test_reading_a_job_does_not_wait_for_torch() -> None:
     code = "import sys, fedring.train.job; sys.exit('torch' in sys.modules)"
     path = str(Path(__file__).parents[2] / "common")
