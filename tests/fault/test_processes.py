@@ -56,6 +56,11 @@ def at_the_gate(fleet: Fleet, gate: Path) -> None:
     assert patiently(fleet, "client 1 at the gate", gate.with_name("gate.began").read_text) == "began"
 
 
+def let_through(fleet: Fleet, gate: Path) -> None:
+    """Client 1 goes on."""
+    patiently(fleet, "the opening of the gate", lambda: gate.write_text("go on"))
+
+
 def test_a_client_killed_in_a_round_is_noticed_and_takes_part_in_the_next(gated: Fleet, gate: Path) -> None:
     with Control(gated.control) as control:
         story = Story(gated, control, job(rounds=2))
@@ -102,16 +107,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.mark.parametrize("place", sorted(REGISTERED))
 def test_a_server_killed_at_a_crash_point_ends_with_the_same_model(
-    fleet: Fleet, undisturbed: bytes, place: str
+    gated: Fleet, gate: Path, undisturbed: bytes, place: str
 ) -> None:
-    with Control(fleet.control) as control:
-        story = Story(fleet, control, job(rounds=3))
-        story.until("round_published")
-        fleet.server.env["FL_CRASH_AT"] = place
-        fleet.restart_server()
-        assert patiently(fleet, f"the crash {place}", fleet.server.wait) == 137
-        del fleet.server.env["FL_CRASH_AT"]
-        fleet.start_server()
+    with Control(gated.control) as control:
+        story = Story(gated, control, job(rounds=3))
+        at_the_gate(gated, gate)
+        let_through(gated, gate)
+        at_the_gate(gated, gate)  # in round 2, which cannot end before the server is another one
+        gated.server.env["FL_CRASH_AT"] = place
+        gated.restart_server()
+        let_through(gated, gate)
+        assert patiently(gated, f"the crash {place}", gated.server.wait) == 137
+        del gated.server.env["FL_CRASH_AT"]
+        gated.start_server()
+        at_the_gate(gated, gate)
+        let_through(gated, gate)
         story.until("job_ended")
         assert control.job(story.job_id).state == "completed"
         assert control.models(limit=1)[0].digest == undisturbed
@@ -127,7 +137,7 @@ def test_a_server_that_is_told_to_stop_in_a_round_goes_on_with_it_later(gated: F
         gated.server.send(signal.SIGTERM)
         assert patiently(gated, "the server's end", gated.server.wait) == 0
         gated.start_server()
-        patiently(gated, "the opening of the gate", lambda: gate.write_text("go on"))
+        let_through(gated, gate)
         published = story.until("round_published").state
         assert (published.round, published.delivered) == (1, 2)
 

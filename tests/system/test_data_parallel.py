@@ -102,7 +102,7 @@ def test_each_way_to_send_gradients_trains(fleet: Fleet, name: str) -> None:
     spec = job(data_parallel={"hash_every": 5, "bucket_mb": 0.01, **table}, **keys)
     rounds = trained(fleet, spec)  # completed: the workers' parameters were equal after every fifth step
     last = rounds[-1]
-    least = 0.75 if name == "batched" else 0.85  # of a whole bucket, four ranks are little
+    least = 0.75 if name == "batched" else 0.8  # of a whole bucket, four ranks are little; seen: 0.89 and more
     assert last.eval_correct / last.eval_total > least
     for client in last.clients:
         told = dict(client.metrics)
