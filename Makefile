@@ -39,7 +39,9 @@ test: install
 	$(PYTEST) -m "alone and not soak"
 
 soak: install
-	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) -m soak
+	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --timeout 1200 -m soak
+	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --timeout 1200 $(TOGETHER) tests/property
+	FEDRING_TEST_FREEZE_SECONDS=2 $(PYTEST) $(TOGETHER) -m "not alone and not soak" tests/system tests/fault
 
 check: install
 	@$(MAKE) --no-print-directory --jobs 2 lint unit

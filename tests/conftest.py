@@ -12,18 +12,21 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before any test imports grpc
 
 ROOT = Path(__file__).parent.parent
 
+_REPEATS = int(os.environ.get("FEDRING_REPEATS", "1"))
+
+REPEATED = [0, *(pytest.param(number, marks=pytest.mark.soak) for number in range(1, _REPEATS))]
+"""Parameters of a test that does something else each time: one, and those that `make soak` adds by FEDRING_REPEATS."""
+
 # A busy machine is no failure; and what CI says of a commit does not depend on the day: elsewhere examples are new.
 settings.register_profile(
     "fedring",
     deadline=None,
+    max_examples=100 * _REPEATS,
     derandomize="FEDRING_NO_SKIPS" in os.environ,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("fedring")
 
-
-REPEATS = int(os.environ.get("FEDRING_REPEATS", "1"))
-"""How often a test is repeated that does something else each time; `make soak` sets it."""
 
 SLOWEST = 10
 """How many files are listed at the end of a run."""

@@ -12,7 +12,7 @@ import pytest
 from fedring.server.rounds import Phase, Round, Rules, sample
 from fedring.train.shards import count_steps
 from fedring.v1 import control_pb2 as pb
-from tests.conftest import REPEATS, path_to
+from tests.conftest import REPEATED, path_to
 from tests.fault.doom import Doom, began_at
 from tests.fault.patience import NOTICED, SECONDS, SILENCE, FaultyFleet, Story
 from tests.fleets import Control, Fleet
@@ -61,7 +61,7 @@ def profile(round_: pb.Round) -> dict[str, dict[str, float]]:
     return {client.client_id: dict(client.metrics) for client in round_.clients if client.num_samples}
 
 
-@pytest.mark.parametrize("repeat", range(REPEATS))
+@pytest.mark.parametrize("repeat", REPEATED)
 @pytest.mark.parametrize(("number", "hook"), [(signal.SIGKILL, "none"), (signal.SIGSTOP, "dgc")])
 def test_a_lost_worker_is_noticed_and_the_others_train_to_the_end(
     fleet: Fleet, number: int, hook: str, repeat: int

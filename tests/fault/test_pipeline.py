@@ -17,7 +17,7 @@ from fedring.server.rounds import Phase, Round, Rules, sample
 from fedring.train.files import load_model
 from fedring.train.seam import build_model
 from fedring.train.shards import World, count_steps, epoch_order, shares
-from tests.conftest import REPEATS, path_to
+from tests.conftest import REPEATED, path_to
 from tests.fault.doom import Doom, began_at
 from tests.fault.mortal_models import stages
 from tests.fault.patience import NOTICED, FaultyFleet, Story
@@ -97,7 +97,7 @@ def check_model(control: Control, directory: Path, spec: dict[str, Any]) -> None
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("repeat", range(REPEATS))
+@pytest.mark.parametrize("repeat", REPEATED)
 @pytest.mark.parametrize(("number", "every"), [(signal.SIGKILL, EVERY), (signal.SIGSTOP, EVERY), (signal.SIGKILL, 1)])
 def test_a_stage_that_comes_back_goes_on_from_the_checkpoint(
     tmp_path: Path, number: int, every: int, repeat: int
@@ -123,7 +123,7 @@ def test_a_stage_that_comes_back_goes_on_from_the_checkpoint(
         check_model(control, tmp_path, spec)
 
 
-@pytest.mark.parametrize("repeat", range(REPEATS))
+@pytest.mark.parametrize("repeat", REPEATED)
 def test_the_job_goes_on_by_itself_when_the_server_was_killed_and_is_back(tmp_path: Path, repeat: int) -> None:
     fleet = fleet_of(tmp_path)
     doom = doom_of(fleet, 0)  # harms nobody
@@ -156,7 +156,7 @@ def doom_of_one_of_two(fleet: Fleet) -> Doom:
     return Doom(fleet, signal.SIGKILL, passes=EPOCHS * PARTS * WHOLE // (2 * BATCH), workers=4)
 
 
-@pytest.mark.parametrize("repeat", range(REPEATS))
+@pytest.mark.parametrize("repeat", REPEATED)
 def test_a_spare_client_takes_the_place_of_one_of_two_workers_of_a_stage(tmp_path: Path, repeat: int) -> None:
     fleet = fleet_of(tmp_path, 5)
     doom = doom_of_one_of_two(fleet)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedring.daemon.crash import REGISTERED
+from tests.conftest import REPEATED
 from tests.fault.acceptor import BATCH, open_state
 from tests.forks import Fork
 
@@ -60,9 +61,10 @@ def test_what_was_acknowledged_survives_every_crash_point(tmp_path: Path, point:
     check_state(tmp_path, acknowledged)
 
 
-def test_what_was_acknowledged_survives_kills_at_random(tmp_path: Path) -> None:
+@pytest.mark.parametrize("repeat", REPEATED)
+def test_what_was_acknowledged_survives_kills_at_random(tmp_path: Path, repeat: int) -> None:
     print(f"FL_TEST_SEED={SEED}")
-    rng = random.Random(SEED)
+    rng = random.Random(SEED + repeat)
     acknowledged = []
     for _ in range(6):
         acknowledged += run_child(tmp_path, "", kill_after=rng.randrange(1, 30))

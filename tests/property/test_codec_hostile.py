@@ -61,7 +61,6 @@ def test_every_truncation_and_every_extension_is_refused(name: str, data: st.Dat
             decode(wrong, name=name, length=LENGTH)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(NAMES), st.integers(0, 2**63).filter(lambda length: length != LENGTH))
 def test_another_length_is_refused_before_anything_is_allocated(name: str, length: int) -> None:
     payload = PAYLOADS[name]
@@ -70,7 +69,6 @@ def test_another_length_is_refused_before_anything_is_allocated(name: str, lengt
     assert refused.value.reason == "wrong_length"
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(NAMES), st.integers(0, LENGTH - 1), st.sampled_from([np.nan, np.inf, -np.inf]))
 def test_what_is_not_finite_is_never_encoded(name: str, place: int, bad: float) -> None:
     vector = VECTOR.copy()

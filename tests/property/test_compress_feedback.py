@@ -28,7 +28,6 @@ def test_decoded_plus_residual_is_update_plus_old_residual(
     assert (gap <= np.spacing(np.maximum(np.abs(target), np.abs(sent.residual)))).all()
 
 
-@settings(max_examples=100, deadline=None)
 @given(SMALL, SMALL, st.sampled_from(["fp32_sparse", "fp16", "bf16"]), st.floats(0.01, 1))
 def test_it_is_exact_where_float32_is(
     update: NDArray[np.float32], old: NDArray[np.float32], name: str, ratio: float

@@ -38,7 +38,6 @@ def written(bucket: Sequence[tuple[Part, int]]) -> tuple[bytes, list[int]]:
     return encode_gradient([part for part, _ in bucket], sizes=sizes), sizes
 
 
-@settings(max_examples=100, deadline=None)
 @given(BUCKETS)
 def test_decode_inverts_encode(bucket: list[tuple[Part, int]]) -> None:
     data, sizes = written(bucket)
@@ -50,7 +49,6 @@ def test_decode_inverts_encode(bucket: list[tuple[Part, int]]) -> None:
             assert entries.positions.tolist() == part.positions.tolist()
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(FLOATS, max_size=40), st.sampled_from(PRECISIONS))
 def test_what_rounding_takes_away_is_kept_by_one_subtraction(values: list[float], precision: Precision) -> None:
     exact = np.array(values, np.float32)
@@ -60,7 +58,6 @@ def test_what_rounding_takes_away_is_kept_by_one_subtraction(values: list[float]
     assert (np.abs(words.values.astype(np.float64) + rest - exact) <= slack).all()
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 2**31), max_size=30), st.integers(20, 31))
 def test_gaps_come_back(gaps: list[int], bits: int) -> None:
     values = np.array(gaps, np.int64)
@@ -93,7 +90,6 @@ def test_flipped_bits_raise_nothing_else(bucket: list[tuple[Part, int]], data: s
     survives(bytes(changed), sizes)
 
 
-@settings(max_examples=100, deadline=None)
 @given(BUCKETS, st.binary(max_size=80))
 def test_random_bodies_raise_nothing_else(bucket: list[tuple[Part, int]], body: bytes) -> None:
     message, sizes = written(bucket)

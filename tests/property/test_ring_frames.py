@@ -39,7 +39,6 @@ def test_random_bytes_raise_only_bad_frame(message: bytes) -> None:
         read(message)
 
 
-@settings(max_examples=100, deadline=None)
 @given(HEADS, PAYLOADS, st.binary(min_size=1, max_size=40), st.data())
 def test_every_truncation_and_every_extension_is_refused(
     head: pb.Head, payload: bytes, more: bytes, data: st.DataObject

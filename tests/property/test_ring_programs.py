@@ -146,7 +146,6 @@ def test_allreduce_leaves_the_reduction_on_every_rank(
         assert memory(tensor) == memory(tensors[0])
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), SIZES, COUNTS, SEEDS, st.booleans())
 def test_allreduce_of_numbers_that_round_ends_with_the_same_bits_everywhere(
     dtype: torch.dtype, size: int, count: int, seed: int, half: bool
@@ -173,7 +172,6 @@ def test_a_half_wire_carries_what_half_precision_holds(wire: torch.dtype, count:
         assert torch.equal(tensor, wanted)
 
 
-@settings(max_examples=100, deadline=None)
 @given(LENGTHS, SEEDS)
 def test_reduce_scatter_leaves_each_rank_its_cut(lengths: list[int], seed: int) -> None:
     size = len(lengths)
@@ -187,7 +185,6 @@ def test_reduce_scatter_leaves_each_rank_its_cut(lengths: list[int], seed: int) 
         assert torch.equal(tensor[mine], wanted[mine])
 
 
-@settings(max_examples=100, deadline=None)
 @given(SIZES, COUNTS, SEEDS, st.data())
 def test_reduce_leaves_the_reduction_on_the_root(size: int, count: int, seed: int, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, size - 1))
@@ -203,7 +200,6 @@ def messages(lengths: Sequence[int], seed: int) -> list[bytes]:
     return [generator.randbytes(length) for length in lengths]
 
 
-@settings(max_examples=100, deadline=None)
 @given(LENGTHS, SEEDS)
 def test_allgather_leaves_every_ranks_values_on_every_rank(lengths: list[int], seed: int) -> None:
     wanted = messages(lengths, seed)
@@ -215,7 +211,6 @@ def test_allgather_leaves_every_ranks_values_on_every_rank(lengths: list[int], s
     assert outputs == [wanted] * size
 
 
-@settings(max_examples=100, deadline=None)
 @given(LENGTHS, SEEDS, st.booleans())
 def test_allgather_of_bytes_needs_no_lengths(lengths: list[int], seed: int, exact: bool) -> None:
     wanted = messages(lengths, seed)
@@ -235,7 +230,6 @@ def test_a_message_over_the_limit_is_refused(length: int) -> None:
         run(2, 0, lambda rank: collectives.allgather_bytes(rank, 2, outputs[rank], 10))
 
 
-@settings(max_examples=100, deadline=None)
 @given(SIZES, COUNTS, SEEDS, st.data())
 def test_broadcast_leaves_the_roots_bytes_everywhere(size: int, count: int, seed: int, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, size - 1))
@@ -245,7 +239,6 @@ def test_broadcast_leaves_the_roots_bytes_everywhere(size: int, count: int, seed
     assert held == [wanted] * size
 
 
-@settings(max_examples=100, deadline=None)
 @given(LENGTHS, SEEDS, st.data())
 def test_gather_and_scatter_are_inverse(lengths: list[int], seed: int, data: st.DataObject) -> None:
     size = len(lengths)
@@ -264,7 +257,6 @@ def test_gather_and_scatter_are_inverse(lengths: list[int], seed: int, data: st.
     assert back == mine
 
 
-@settings(max_examples=100, deadline=None)
 @given(SIZES, SEEDS, st.data())
 def test_all_to_all_transposes(size: int, seed: int, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 200), min_size=size * size, max_size=size * size))
@@ -276,7 +268,6 @@ def test_all_to_all_transposes(size: int, seed: int, data: st.DataObject) -> Non
     assert came == [[sent[source][rank] for source in range(size)] for rank in range(size)]
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 20), SEEDS)
 def test_nobody_passes_a_barrier_before_all_have_come(size: int, seed: int) -> None:
     come: set[int] = set()

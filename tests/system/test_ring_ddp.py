@@ -1,17 +1,17 @@
 """DistributedDataParallel over the ring: the same replicas on every rank, and the same as on one process."""
 
-import os
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.conftest import REPEATED
 from tests.system.ring_scripts import ranks
 from tests.system.ring_scripts.ddp import Outcome, Plan, train, train_alone, train_often, train_words
 
 MANY = 0.0005  # MiB: each parameter is a bucket
-TIMES = int(os.environ.get("FEDRING_REPEAT", "20"))
+TIMES = 20
 
 PLANS = {
     "one bucket": (2, Plan()),
@@ -70,8 +70,9 @@ def test_the_fp16_hook_keeps_replicas_equal_and_near_to_one_process(tmp_path: Pa
     )
 
 
+@pytest.mark.parametrize("repeat", REPEATED)
 @pytest.mark.parametrize("size", [2, 3])
-def test_power_sgd_with_many_buckets_never_hangs(size: int, tmp_path: Path) -> None:
+def test_power_sgd_with_many_buckets_never_hangs(size: int, tmp_path: Path, repeat: int) -> None:
     plan = Plan(hook="power", bucket_mb=MANY, width=40, steps=8)
     runs = ranks.run(partial(train_often, plan=plan, times=TIMES), size, tmp_path)
     assert all(run == runs[0] for run in runs)

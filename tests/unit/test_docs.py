@@ -43,7 +43,9 @@ TABLES: dict[type[BaseModel], str] = {
     Pipeline: "pipeline",
     ServerOptimizer: "server_optimizer",
 }
-SHIPPED = [path for path in sorted((ROOT / "deploy").rglob("*")) if path.is_file() and path.suffix != ".json"]
+SHIPPED = [
+    path for path in sorted((ROOT / "deploy").rglob("*")) if path.is_file() and path.suffix not in (".json", ".pyc")
+]
 of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 

@@ -1,0 +1,272 @@
+"""Faults put into the source one at a time, each of which the tests of the files named for it must notice.
+
+    python -m tests.mutants                  all of them, a few seconds each
+    python -m tests.mutants grace lock       some of them
+    python -m tests.mutants --tree DIR       on another checkout, such as an older version, with that one's tests
+
+The faults lie in all parts of the source, and most of all in what tests show that were merged, shortened or made
+forks of one process: they watch that those still show it. Each is put into a copy of the checkout, in which the tests
+pass before. Ends with 1 if a fault is not noticed, or cannot be put in: then the source has changed, and the list below
+must follow.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from tests.conftest import ROOT
+
+_SOURCES = ("server", "client", "common", "protos")
+_SECONDS = 1800  # for the tests of one mutant, or of all without any
+
+
+class Mutant(NamedTuple):
+    """A fault: `old`, which stands once in the file, becomes `new`."""
+
+    path: str
+    old: str
+    new: str
+    tests: str
+    before: str = ""
+    """The tests of older versions, where they were others: those that were merged into `tests`."""
+
+    def tests_in(self, tree: Path) -> str:
+        """Return the file whose tests are to notice it in that checkout."""
+        return self.before if self.before and tree != ROOT else self.tests
+
+
+MUTANTS = {
+    # Merged: one fleet runs all jobs of the file.
+    "shares": Mutant(
+        "common/fedring/train/shards.py",
+        "start = taken + world.rank * each",
+        "start = taken",
+        "tests/system/test_data_parallel.py",
+    ),
+    "hook by name": Mutant(
+        "common/fedring/ddp/hooks/by_name.py",
+        "Ready(group, bf16_hook)",
+        "Ready(group, allreduce_hook)",
+        "tests/system/test_data_parallel.py",
+    ),
+    "rank of a job": Mutant(
+        "client/fedring/client/hooks.py",
+        "rank=table.rank,",
+        "rank=4 * table.rank,",
+        "tests/system/test_data_parallel.py",
+    ),
+    "too few layers": Mutant(
+        "common/fedring/train/cutting.py",
+        "if len(starts) < stages:",
+        "if len(starts) < 0:",
+        "tests/system/test_pipeline_mode.py",
+    ),
+    "pipeline metrics": Mutant(
+        "client/fedring/client/pipe_metrics.py",
+        "before[0] + count",
+        "count",
+        "tests/system/test_pipeline_mode.py",
+    ),
+    "adam's state": Mutant(
+        "common/fedring/train/optimizers.py",
+        "betas=(momentum, 0.999)",
+        "betas=(0.0, 0.999)",
+        "tests/system/test_pipeline_mode.py",
+    ),
+    "packages": Mutant(
+        "pyproject.toml", '    "zstandard>=0.23",\n', "", "tests/unit/test_layout.py", "tests/system/test_wheel.py"
+    ),
+    # Claimed otherwise: over seeds, or at a gate in the place of a race.
+    "dgc's residual": Mutant(
+        "common/fedring/compress/dgc.py",
+        "    return residual.add_(momentum)\n",
+        "    return residual.copy_(momentum)\n",
+        "tests/system/test_dgc_ddp.py",
+    ),
+    "silent clients": Mutant(
+        "server/fedring/server/config.py",
+        "    lost_after_seconds: Seconds = Field(\n        5.0,",
+        "    lost_after_seconds: Seconds = Field(\n        50.0,",
+        "tests/fault/test_promises.py",
+        "tests/fault/test_processes.py",
+    ),
+    "silent ranks": Mutant(
+        "common/fedring/ring/options.py",
+        "lost_after_seconds: float = Field(default=4.0,",
+        "lost_after_seconds: float = Field(default=40.0,",
+        "tests/fault/test_promises.py",
+        "tests/fault/test_ring.py",
+    ),
+    # Forked: the programs of these tests are no longer started by an interpreter of their own.
+    "lock": Mutant("common/fedring/daemon/lock.py", "fcntl.LOCK_EX", "fcntl.LOCK_SH", "tests/fault/test_processes.py"),
+    "commit": Mutant(
+        "server/fedring/server/store.py",
+        "                connection.execute(insert(updates), new)\n",
+        "                pass\n",
+        "tests/fault/test_store_kill.py",
+    ),
+    "health before the stop": Mutant(
+        "server/fedring/server/main.py",
+        "        await health.stop()\n",
+        "",
+        "tests/system/test_health.py",
+    ),
+    "exit code": Mutant(
+        "client/fedring/client/main.py",
+        "            return error.exit_code\n",
+        "            return Exit.OK\n",
+        "tests/unit/test_client_main.py",
+    ),
+    "members' parameters": Mutant(
+        "client/fedring/client/hooks.py",
+        "            self.state.rescale(workers_before, dist.get_world_size())\n",
+        "            pass\n",
+        "tests/unit/test_train_group.py",
+    ),
+    "demo's table": Mutant(
+        "client/fedring/ctl/demo.py",
+        '        "sent/worker>",\n',
+        '        "sent>",\n',
+        "tests/system/test_data_parallel.py",
+    ),
+    "an example": Mutant(
+        "docs/examples/own_loop.py",
+        "samples=len(data.train)",
+        "samples=1",
+        "tests/system/test_examples.py",
+    ),
+    "aborted groups": Mutant(
+        "common/fedring/ring/member.py",
+        'f"rank {self.ring.rank} has aborted the group"',
+        '"a rank has aborted the group"',
+        "tests/system/test_ring_failures.py",
+    ),
+    "lost connection": Mutant(
+        "server/fedring/web/static/app.js",
+        '    at("lost").hidden = false;\n',
+        "",
+        "tests/system/test_web_page.py",
+    ),
+    "spans": Mutant(
+        "common/fedring/daemon/tracing.py",
+        "self._texts.extract({KEY: parent})",
+        "self._texts.extract({})",
+        "tests/system/test_tracing.py",
+    ),
+    # Neither, in the other folders.
+    "grace": Mutant(
+        "server/fedring/server/rounds.py",
+        "now >= state.members[c].since + round_.rules.grace}",
+        "now >= state.members[c].since}",
+        "tests/unit/test_rounds.py",
+    ),
+    "same update": Mutant(
+        "server/fedring/server/accept.py",
+        "offer.done.set_result(outcome is Acceptance.ALREADY)",
+        "offer.done.set_result(False)",
+        "tests/system/test_small.py",
+    ),
+    "feedback": Mutant(
+        "common/fedring/compress/feedback.py",
+        "target = update if residual is None else update + residual",
+        "target = update",
+        "tests/property/test_compress_feedback.py",
+    ),
+    "partition": Mutant(
+        "common/fedring/data/partition.py",
+        "        left -= taken\n",
+        "",
+        "tests/property/test_data_partition.py",
+    ),
+    "page's headers": Mutant(
+        "server/fedring/web/headers.py", '    "X-Frame-Options": "DENY",\n', "", "tests/system/test_web.py"
+    ),
+    "mutual tls": Mutant(
+        "common/fedring/rpc/tls.py",
+        "return bool(self.cert and self.ca)",
+        "return False",
+        "tests/system/test_security.py",
+    ),
+    "drain of a unit": Mutant(
+        "deploy/systemd/fl-server.service", "TimeoutStopSec=30s", "TimeoutStopSec=10s", "tests/deploy/test_systemd.py"
+    ),
+}
+
+
+def main() -> int:
+    """Try the mutants that the command line names; 1 if one of them lives."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"some of: {', '.join(MUTANTS)}")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to try them on")
+    args = parser.parse_args()
+    if unknown := sorted({*args.names} - {*MUTANTS}):
+        parser.error(f"there is no mutant {unknown[0]!r}; there are {', '.join(MUTANTS)}")
+    names = args.names or list(MUTANTS)
+    tests = {name: MUTANTS[name].tests_in(args.tree) for name in names}
+    console, table, lived = Console(), Table("mutant", "tests", "noticed by", "seconds"), []
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        if failed := run_tests(copy_of(args.tree, Path(folder) / "tree"), *sorted(set(tests.values()))):
+            raise SystemExit(f"{failed} fails without any fault")
+    for name in track(names, "Trying mutants", console=Console(stderr=True)):
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+            tree = copy_of(args.tree, Path(folder) / "tree")
+            put_into(tree, MUTANTS[name])
+            noticed = run_tests(tree, tests[name])
+        if not noticed:
+            lived.append(name)
+        table.add_row(name, tests[name], noticed or "[bold]nothing", f"{time.monotonic() - began:.0f}")
+    console.print(table)
+    print(f"{len(lived)} not noticed: {', '.join(lived)}" if lived else f"all {len(names)} were noticed")
+    return bool(lived)
+
+
+def copy_of(tree: Path, target: Path) -> Path:
+    """Copy what git knows of the tree, with the generated code and the data beside it."""
+    words = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(words, cwd=tree, capture_output=True, text=True, check=True).stdout.splitlines()
+    made = [str(path.relative_to(tree)) for path in (tree / "protos").rglob("*_pb2*")]
+    for name in [*listed, *made]:
+        if (tree / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(tree / name, target / name)
+    subprocess.run(["git", "init", "--quiet"], cwd=target, check=True)
+    if (tree.parent / "shared").is_dir():
+        (target.parent / "shared").symlink_to(tree.parent / "shared")
+    return target
+
+
+def put_into(tree: Path, mutant: Mutant) -> None:
+    """Put the fault into the tree."""
+    file = tree / mutant.path
+    text = file.read_text()
+    if text.count(mutant.old) != 1:
+        raise SystemExit(f"{mutant.path} has {mutant.old!r} {text.count(mutant.old)} times in the place of once")
+    file.write_text(text.replace(mutant.old, mutant.new))
+
+
+def run_tests(tree: Path, *tests: str) -> str:
+    """Run the tests of these files until one fails, and return its name; empty if none does."""
+    path = os.pathsep.join(str(tree / name) for name in _SOURCES)
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not soak", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{' '.join(tests)} could not run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    found = re.search(r"^(?:FAILED|ERROR) \S*?::(\S+)", done.stdout, re.MULTILINE)
+    return found[1] if found else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
