@@ -158,7 +158,11 @@ class Fork:
             self._kill(number)
 
     def stand_still(self, seconds: float) -> None:
-        """Freeze it for a while, unless it is frozen until somebody sends SIGCONT."""
+        """Freeze it for a while, unless it is frozen already, by a test or by itself."""
+        with suppress(FileNotFoundError):
+            state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            if state == "T":
+                return
         for number in (signal.SIGSTOP, signal.SIGCONT):
             with self._signals:
                 if not self._stopped:
