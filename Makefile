@@ -11,7 +11,7 @@ BENCH ?= --dataset digits --subset 0
 # Compiled modules are kept, whatever this shell's Python does: compiling all of them takes every process a second.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
-TOGETHER := -n $(shell echo $$(( $$(nproc) + 2 ))) --dist worksteal
+TOGETHER := -n $(shell n=$$(nproc --all); echo $$(( n < 6 ? n + 2 : 8 ))) --dist worksteal
 SOAK_REPEATS ?= 20
 
 STAMP := $(VENV)/.installed
@@ -60,8 +60,9 @@ lint: install
 	$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory $(PYRIGHT)
 
-$(PYRIGHT): pyproject.toml $(shell find server client common tests -name '*.py')
-	$(BIN)/pyright --pythonpath $(BIN)/python $(if $(wildcard $@),$(if $(filter %.toml,$?),,$?))
+$(PYRIGHT): pyproject.toml constraints.txt $(shell find server client common tests -name '*.py')
+	@echo pyright of what has changed
+	@$(BIN)/pyright --pythonpath $(BIN)/python $(if $(wildcard $@),$(if $(filter %.toml %.txt,$?),,$?))
 	touch $@
 
 format: install

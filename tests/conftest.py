@@ -2,6 +2,7 @@
 
 import os
 from collections import defaultdict
+from itertools import groupby
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,12 +36,17 @@ _seconds: defaultdict[str, float] = defaultdict(float)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the tests that wait for long: processes that share the tests begin with equal, unbroken parts of them."""
+    """Spread the slow tests over the run, between files: processes that share it begin with equal, unbroken parts."""
     slow = [item for item in items if item.get_closest_marker("slow")]
     others = [item for item in items if not item.get_closest_marker("slow")]
-    step = -(-len(others) // max(1, len(slow)))
-    parts = [[item, *others[i * step : (i + 1) * step]] for i, item in enumerate(slow)] or [others]
-    items[:] = [item for part in parts for item in part]
+    items.clear()
+    taken = 0
+    for _, file in groupby(others, key=lambda item: item.path):
+        while taken * len(others) <= (len(items) - taken) * len(slow) and taken < len(slow):
+            items.append(slow[taken])
+            taken += 1
+        items.extend(file)
+    items.extend(slow[taken:])
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

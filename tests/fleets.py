@@ -12,6 +12,7 @@ import grpc
 from fedring.ctl import control, fleet
 from fedring.ctl.process import Process
 from tests.forks import Daemon
+from tests.ports import free_port
 
 PATIENCE = 60.0
 """Seconds of silence, of an answer, of a start: longer than any machine on which the tests can pass stands still."""
@@ -34,7 +35,11 @@ class Fleet(fleet.Fleet):
         *,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        settings = {"lost_after_seconds": self.silence, **(server_overrides or {})}
+        # Not any ports: while a server is restarted, somebody else could get one of those.
+        ports = {key: f"127.0.0.1:{free_port()}" for key in ("listen", "control_listen")}
+        settings = {"lost_after_seconds": self.silence, **ports, **(server_overrides or {})}
+        if settings.get("web_port") == 0:
+            settings["web_port"] = free_port()
         patient = {"FEDRING_RING_LOST_AFTER_SECONDS": str(self.silence), **(env or {})}
         super().__init__(directory, settings, clients, env=patient)
 
@@ -53,7 +58,7 @@ class Control(control.Control):
 
 
 def until_watching(control: control.Control, count: int) -> None:
-    """So many clients are in session."""
+    """Wait until this many clients are connected."""
     events = control.events()
     while sum(client.state == "watching" for client in control.clients()) < count:
         next(event for event in events if event.kind == "client_joined")

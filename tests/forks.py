@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -34,6 +35,9 @@ from fedring.ctl.process import Process, overrides
 FREEZE_SECONDS = float(os.environ.get("FEDRING_TEST_FREEZE_SECONDS", "0"))
 """How long daemons are frozen at most, now and then and at random, as on a machine that stands still; 0 for never."""
 
+_ENVIRONMENT = dict(os.environ)
+"""The variables of this process before any test has changed one."""
+
 _LOCK = threading.Lock()
 """multiprocessing reads an exit code once, in whichever thread asks first; only one at a time may ask."""
 
@@ -44,7 +48,18 @@ def _fork(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     with _LOCK:
         _start_server()
         process.start()
+    _running.add(process)
     return process
+
+
+_running: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End what a failed test has left behind, for which multiprocessing would wait."""
+    for process in _running:
+        process.kill()
 
 
 @cache
@@ -69,17 +84,29 @@ def _join(process: BaseProcess, timeout: float | None = None) -> int | None:
 
 
 def call_all(calls: Sequence[Callable[[], None]], *, seconds: float) -> list[int | None]:
-    """Make each call in a fork of its own, all at once; return their exit codes. Who takes longer is killed."""
-    processes = [_fork(call) for call in calls]
+    """Make each call in a fork of its own, all at once; return their exit codes. Those that take longer are killed."""
+    processes = [_fork(_call, call, _ENVIRONMENT) for call in calls]
     deadline = time.monotonic() + seconds
-    codes = []
-    for process in processes:
-        code = _join(process, max(0.0, deadline - time.monotonic()))
-        if code is None:
-            process.kill()
-            code = _join(process)
-        codes.append(code)
-    return codes
+    try:
+        for process in processes:
+            _join(process, max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()  # which does nothing to those that have ended
+    return [_join(process) for process in processes]
+
+
+def _call(call: Callable[[], None], env: Mapping[str, str]) -> None:
+    os.environ.clear()  # the fork server has that of the test that forked first
+    os.environ.update(env)
+    call()
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has frozen the process."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 class Fork:
@@ -159,10 +186,8 @@ class Fork:
 
     def stand_still(self, seconds: float) -> None:
         """Freeze it for a while, unless it is frozen already, by a test or by itself."""
-        with suppress(FileNotFoundError):
-            state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-            if state == "T":
-                return
+        if is_stopped(self.pid):
+            return
         for number in (signal.SIGSTOP, signal.SIGCONT):
             with self._signals:
                 if not self._stopped:
@@ -194,7 +219,9 @@ class Fork:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Wait for its end, as `subprocess.Popen` does."""
+        """Wait for its end, as `subprocess.Popen` does; after an error, end it at once."""
+        if error is not None:
+            self.kill()
         self.wait()
         for stream in (self.stdin, self.stdout):
             if stream is not None:

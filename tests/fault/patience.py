@@ -14,7 +14,7 @@ from fedring.v1 import control_pb2 as pb
 from tests.fleets import Control, Fleet
 
 SECONDS = 150.0
-SILENCE = 10.0
+SILENCE = 15.0
 """Seconds after which a silent client or peer is lost: a busy machine's stalls are shorter."""
 NOTICED = 30.0
 """Seconds within which a loss is noticed; only deadlines that are much longer would end the wait for a lost one."""

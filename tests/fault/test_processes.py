@@ -83,11 +83,16 @@ def test_by_default_a_silent_client_is_lost_after_five_seconds() -> None:
     assert ServerConfig.model_fields["lost_after_seconds"].default == 5
 
 
-def test_the_job_goes_on_after_the_server_was_killed_between_rounds(fleet: Fleet) -> None:
-    with Control(fleet.control) as control:
-        story = Story(fleet, control, job(rounds=4, evaluate=True))
+def test_the_job_goes_on_after_the_server_was_killed_after_a_round(gated: Fleet, gate: Path) -> None:
+    with Control(gated.control) as control:
+        story = Story(gated, control, job(rounds=4, evaluate=True))
+        at_the_gate(gated, gate)
+        let_through(gated, gate)
         story.until("round_evaluated")
-        fleet.restart_server()
+        gated.restart_server()
+        for _ in range(3):
+            at_the_gate(gated, gate)
+            let_through(gated, gate)
         story.until("job_ended")
         assert control.job(story.job_id).state == "completed"
         rounds = control.rounds(job_id=story.job_id)

@@ -60,6 +60,7 @@ def alone(rounds: Iterable[int]) -> torch.nn.Module:
 
 def test_two_workers_compute_what_one_process_would(fleet: Fleet, tmp_path: Path) -> None:
     rounds, path = trained(fleet, job()), tmp_path / "model.safetensors"
+    assert [round_.job_round for round_ in rounds] == [1, 2]
     with Control(fleet.control) as control:
         control.export_model(0, path)
     model = load_model(path, digits_mlp())

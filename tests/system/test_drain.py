@@ -58,6 +58,7 @@ def test_an_upload_in_progress_is_accepted_before_the_server_ends(server: Fleet,
         assert server.server.wait(SECONDS) == 0
 
 
+@pytest.mark.alone
 def test_a_call_that_does_not_end_is_ended_at_the_limit(server: Fleet) -> None:
     server.server.settings["drain_seconds"] = 1.0
     server.restart_server()

@@ -3,10 +3,12 @@
 import json
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,8 @@ CONFIGS = sorted((ROOT / "deploy" / "config").glob("*.toml"))
 MODULES = {"flctl": "fedring.ctl.main", "fl-server": "fedring.server.main", "fl-client": "fedring.client.main"}
 CHECKS = {"server": "fedring.server.main", "client": "fedring.client.main"}
 JOBS = ("job", "data-parallel", "pipeline")
+
+Program = Fork | subprocess.Popen[str]
 
 
 @pytest.fixture(scope="module")
@@ -39,23 +43,27 @@ def run(module: str, *arguments: str | Path, cwd: Path, **variables: str) -> For
 
 
 @pytest.fixture
-def three_ways_in(server: Fleet, tmp_path: Path) -> Iterator[dict[str, Fork]]:
+def three_ways_in(server: Fleet, tmp_path: Path) -> Iterator[dict[str, Program]]:
     """A client for each example, as docs/clients.md starts it but for the server's port."""
     commands: dict[str, tuple[str, *tuple[str | Path, ...]]] = {
         "ward-7": ("fedring.client.main", EXAMPLES / "declared.toml", f"server={server.listen}"),
         "ward-8": ("fedring.client.main", EXAMPLES / "trainer.toml", f"server={server.listen}"),
-        "own-loop": ("own_loop", server.listen),
     }
+    script = [sys.executable, str(EXAMPLES / "own_loop.py"), server.listen]
     with ExitStack() as stack:
-        processes = {}
+        processes: dict[str, Program] = {}
         for name, command in commands.items():
             (tmp_path / name).mkdir()
             processes[name] = stack.enter_context(run(*command, cwd=tmp_path / name))
             stack.callback(processes[name].kill)
-        yield processes
+        (tmp_path / "own-loop").mkdir()
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        loop = stack.enter_context(subprocess.Popen(script, cwd=tmp_path / "own-loop", **pipes))
+        stack.callback(loop.kill)
+        yield processes | {"own-loop": loop}
 
 
-def test_each_way_in_takes_part_in_a_round(control: Control, three_ways_in: dict[str, Fork]) -> None:
+def test_each_way_in_takes_part_in_a_round(control: Control, three_ways_in: dict[str, Program]) -> None:
     events = control.events()
     job_id = control.start_round({"min_clients": 3, "rounds": 1}).job_id
     for _ in control.follow_job(job_id, events):

@@ -66,6 +66,7 @@ def trained(fleet: Fleet, spec: dict[str, Any], tmp_path: Path) -> tuple[nn.Modu
         path = tmp_path / "model.safetensors"
         control.export_model(0, path)
         rounds = sorted(control.rounds(job_id=job_id), key=lambda round_: round_.round)
+        assert [round_.job_round for round_ in rounds] == [1, 2]
         return load_model(path, digits_mlp(**spec["model_args"])), rounds
 
 

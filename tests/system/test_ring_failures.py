@@ -48,7 +48,7 @@ def test_a_monitored_barrier_says_who_has_not_come(name_all: bool, names: str, t
     errors = ranks.run(body, 4, tmp_path)
     assert [error["kind"] for error in errors] == ["CollectiveTimeout"] * 4, errors
     assert {error["rank"] for error in errors} == {1}
-    assert errors[0]["text"] == f"{names} failed to pass monitoredBarrier after 1000 ms"
+    assert errors[0]["text"] == f"{names} failed to pass monitoredBarrier after 3000 ms"
     assert errors[2]["text"].startswith("Rank 2 successfully reached monitoredBarrier, but received errors")
     assert names in errors[2]["text"]
 

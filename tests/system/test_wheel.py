@@ -1,7 +1,7 @@
 """The wheel, built and installed into an environment of its own, runs the demo.
 
 Installing all that it depends on takes long: only `make soak` does that. Otherwise the environment sees this one's
-packages, but for fedring.
+packages, except fedring.
 """
 
 import importlib.util

@@ -64,11 +64,12 @@ def a_barrier_that_is_not_reached(rank: int, size: int) -> Errors:
 
 def a_monitored_barrier_that_some_do_not_reach(rank: int, size: int, *, name_all: bool) -> Errors:
     """Ranks 1 and 3 wait for a message instead."""
+    _meet(_get_default_store(), "here", rank, size)
     if rank in (1, 3):
         dist.group.WORLD.set_timeout(timedelta(seconds=60))  # type: ignore[union-attr]
         return error_of(lambda: dist.recv(torch.ones(3), 0))
     return error_of(
-        lambda: dist.group.WORLD.monitored_barrier(timedelta(seconds=1), wait_all_ranks=name_all)  # type: ignore[union-attr]
+        lambda: dist.group.WORLD.monitored_barrier(timedelta(seconds=3), wait_all_ranks=name_all)  # type: ignore[union-attr]
     )
 
 
