@@ -49,10 +49,10 @@ class Mutant(NamedTuple):
 
 MUTANTS = {
     # Merged: one fleet runs all jobs of the file.
-    "shares": Mutant(
-        "common/fedring/train/shards.py",
-        "start = taken + world.rank * each",
-        "start = taken",
+    "learning rate": Mutant(
+        "common/fedring/train/optimizers.py",
+        "torch.optim.SGD(parameters, lr=lr,",
+        "torch.optim.SGD(parameters, lr=lr / 2,",
         "tests/system/test_data_parallel.py",
     ),
     "hook by name": Mutant(
@@ -166,6 +166,12 @@ MUTANTS = {
         "tests/system/test_tracing.py",
     ),
     # Neither, in the other folders.
+    "shares": Mutant(
+        "common/fedring/train/shards.py",
+        "start = taken + world.rank * each",
+        "start = taken",
+        "tests/unit/test_train_shards.py",
+    ),
     "grace": Mutant(
         "server/fedring/server/rounds.py",
         "now >= state.members[c].since + round_.rules.grace}",
