@@ -67,10 +67,10 @@ MUTANTS = {
         "rank=4 * table.rank,",
         "tests/system/test_data_parallel.py",
     ),
-    "too few layers": Mutant(
-        "common/fedring/train/cutting.py",
-        "if len(starts) < stages:",
-        "if len(starts) < 0:",
+    "tied weights": Mutant(
+        "common/fedring/pipeline/cut.py",
+        "            if other != number:\n",
+        "            if other > number:\n",
         "tests/system/test_pipeline_mode.py",
     ),
     "pipeline metrics": Mutant(
