@@ -92,7 +92,7 @@ MUTANTS = {
     "dgc's residual": Mutant(
         "common/fedring/compress/dgc.py",
         "    return residual.add_(momentum)\n",
-        "    return residual.copy_(momentum)\n",
+        "    return residual.copy_(grad)\n",
         "tests/system/test_dgc_ddp.py",
     ),
     "silent clients": Mutant(
