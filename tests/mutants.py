@@ -179,10 +179,10 @@ MUTANTS = {
         "tests/unit/test_rounds.py",
     ),
     "same update": Mutant(
-        "server/fedring/server/accept.py",
-        "offer.done.set_result(outcome is Acceptance.ALREADY)",
-        "offer.done.set_result(False)",
-        "tests/system/test_small.py",
+        "server/fedring/server/store.py",
+        "Acceptance.ALREADY if digests[key] == row.digest else Acceptance.OTHER",
+        "Acceptance.ALREADY",
+        "tests/unit/test_store.py",
     ),
     "feedback": Mutant(
         "common/fedring/compress/feedback.py",
@@ -199,10 +199,10 @@ MUTANTS = {
     "page's headers": Mutant(
         "server/fedring/web/headers.py", '    "X-Frame-Options": "DENY",\n', "", "tests/system/test_web.py"
     ),
-    "mutual tls": Mutant(
-        "common/fedring/rpc/tls.py",
-        "return bool(self.cert and self.ca)",
-        "return False",
+    "expired sessions": Mutant(
+        "server/fedring/server/federation.py",
+        'raise Unauthenticated("the token of this session has expired", reason="expired_token")',
+        "pass",
         "tests/system/test_security.py",
     ),
     "drain of a unit": Mutant(
