@@ -129,10 +129,10 @@ MUTANTS = {
         "            return Exit.OK\n",
         "tests/unit/test_client_main.py",
     ),
-    "members' parameters": Mutant(
+    "newcomers": Mutant(
         "client/fedring/client/hooks.py",
-        "            self.state.rescale(workers_before, dist.get_world_size())\n",
-        "            pass\n",
+        "        self.state.regroup(self.shared, steps=steps)\n",
+        "",
         "tests/unit/test_train_group.py",
     ),
     "demo's table": Mutant(
