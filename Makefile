@@ -7,9 +7,9 @@ TORCH_INDEX ?=
 DEMO ?=
 BENCH ?= --dataset digits --subset 0
 
-# More tests run at once than there are processors, since many of them wait; each computes with one thread.
 # Compiled modules are kept, whatever this shell's Python does: compiling all of them takes every process a second.
 export PYTHONDONTWRITEBYTECODE :=
+# More tests run at once than there are processors, since many of them wait; each computes with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 TOGETHER := -n $(shell n=$$(nproc --all); echo $$(( n < 6 ? n + 2 : 8 ))) --dist worksteal
 SOAK_REPEATS ?= 20

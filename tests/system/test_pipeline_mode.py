@@ -208,9 +208,8 @@ def test_each_way_to_run_a_pipeline_learns(fleet_of: FleetOf, hidden: int, table
             pass
         assert control.job(job_id).state == "completed", [daemon.tail(20) for daemon in fleet.clients]
         (round_,) = control.rounds(job_id=job_id)
-        assert (
-            round_.eval_correct / round_.eval_total > 0.4
-        )  # it learns, from a tenth; here some come no further than 0.63
+        # Chance is a tenth; the least that was seen is 0.63.
+        assert round_.eval_correct / round_.eval_total > 0.4
         assert {client.metrics["micro_batches"] > 0 for client in round_.clients} == {True}
 
 
