@@ -30,7 +30,7 @@ from typing import IO, Any, Self
 
 import torch
 
-from fedring.ctl.process import Process, overrides
+from fedring.ctl.process import Process
 
 FREEZE_SECONDS = float(os.environ.get("FEDRING_TEST_FREEZE_SECONDS", "0"))
 """How long daemons are frozen at most, now and then and at random, as on a machine that stands still; 0 for never."""
@@ -255,8 +255,7 @@ class Daemon(Process):
 
     def launch(self, log: IO[bytes]) -> "Fork":  # type: ignore[override]  # as much of a Popen as is used
         """Start it; see `Process.launch`."""
-        arguments = overrides(self.settings)
-        fork = Fork(self.module, arguments, stdout=subprocess.PIPE, stderr=log.fileno(), env=self.environment)
+        fork = Fork(self.module, self.arguments, stdout=subprocess.PIPE, stderr=log.fileno(), env=self.environment)
         if FREEZE_SECONDS:
             threading.Thread(target=_freeze_at_random, args=(fork,), daemon=True).start()
         return fork

@@ -10,7 +10,8 @@ from pathlib import Path
 from fedring.server.blobs import FileBlobs
 from fedring.server.packets import PacketSpec
 from fedring.server.rows import JobRow, ModelRow, RoundRow, UpdateRow
-from fedring.server.store import Acceptance, SqlStore
+from fedring.server.store import SqlStore
+from fedring.server.store_api import Acceptance
 
 BATCH = 4
 

@@ -9,6 +9,7 @@ from fedring.server.rounds import (
     Abandoned,
     Aggregate,
     Closed,
+    Delayed,
     Delivered,
     Evaluated,
     Event,
@@ -18,6 +19,7 @@ from fedring.server.rounds import (
     IllegalEvent,
     Joined,
     Left,
+    Lost,
     Matched,
     Opened,
     Phase,
@@ -167,10 +169,32 @@ def test_a_share_of_the_clients_is_rounded_up_and_never_below_the_minimum() -> N
 
 def test_a_resumed_round_gives_its_clients_time_to_come_back() -> None:
     round_ = Round(3, Rules(grace=5), Phase.TRAINING, 0.0, selected=ALL, delivered=frozenset("a"))
-    state = after(Resumed(round_, grace=30), now=100.0)
+    state = after(Resumed(round_, grace=30, elapsed=0), now=100.0)
     assert pending(state, 100) == {"b"}
     assert due(state, 129.9) is None
     assert due(state, 130) == Aggregate()
+
+
+def test_a_resumed_round_has_no_more_time_than_it_had_left() -> None:
+    round_ = Round(3, Rules(grace=5, deadline=60), Phase.TRAINING, 0.0, selected=ALL, delivered=frozenset("a"))
+    state = after(Resumed(round_, grace=30, elapsed=50), now=100.0)
+    assert due(state, 109.9) is None
+    assert due(state, 110) == Aggregate(), "10 s were left, and the grace lies within them"
+    waiting = after(Opened(3, Rules(barrier_timeout=60), elapsed=50), now=100.0)
+    assert due(waiting, 109.9) is None
+    assert due(waiting, 110) == Abandon("barrier_timeout")
+
+
+def test_time_in_which_nobody_can_go_on_does_not_count() -> None:
+    state = after(Delayed(500), state=training(Rules(deadline=60)), now=30)
+    assert due(state, 559.9) is None
+    assert due(state, 560) is not None
+
+
+def test_an_update_that_is_lost_again_was_not_delivered() -> None:
+    state = after(Delivered("a"), Delivered("b"), Closed(), Lost("a"), state=training())
+    assert state.round is not None
+    assert (sorted(state.round.delivered), sorted(state.round.failed)) == (["b"], ["a"])
 
 
 def test_an_abandoned_round_finishes_at_once() -> None:

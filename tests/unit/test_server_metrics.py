@@ -23,7 +23,7 @@ from fedring.server.metrics import REJECTIONS, Metrics
 from fedring.server.rows import UpdateRow
 
 OTHERS = {"bad_schema", "unknown_model", "unknown_job", "unknown_token"}  # reasons that no upload is refused for
-OTHERS |= {"other_job"}
+OTHERS |= {"other_job", "unreadable"}
 OTHERS |= {"no_session", "superseded", "gone", "stalled", "unavailable", "damaged"}  # after which it goes on
 
 
@@ -140,7 +140,7 @@ def test_an_abandoned_round_counts_as_that(metrics: Metrics) -> None:
 
 def test_a_round_that_a_restart_interrupted_counts_once(metrics: Metrics) -> None:
     round_ = rd.Round(7, rd.Rules(), rd.Phase.TRAINING, 0.0, selected=frozenset("a"))
-    play(metrics, (100.0, rd.Resumed(round_, 30.0)), (103.0, rd.Closed()), (104.0, rd.Published(frozenset())))
+    play(metrics, (100.0, rd.Resumed(round_, 30.0, 0.0)), (103.0, rd.Closed()), (104.0, rd.Published(frozenset())))
     assert value(metrics, "fl_server_rounds_total", result="published") == 1
     assert value(metrics, "fl_server_round_duration_seconds_sum") == 4.0
 

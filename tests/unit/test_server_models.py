@@ -63,7 +63,7 @@ class Versions:
         packets = lay_out([("parameters", "delta", "fp32", partial.size)])
         update = UpdateRow(1, "a", partial.digest, packets, 1, partial.size, 0.1, 1.0, 2.0, blob=partial.digest)
         self.blobs.seal(partial)
-        row = self.models.next(self.rows[-1], [update], job, len(self.rows))
+        row = self.models.next(self.rows[-1], [update], job, len(self.rows), len(self.rows) + 1)
         self.models.remember(row)
         self.rows.append(row)
         return row

@@ -15,7 +15,8 @@ from fedring.server.blobs import StorageError
 from fedring.server.database import StoreError, open_database
 from fedring.server.packets import PacketSpec
 from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, UpdateRow
-from fedring.server.store import Acceptance, SqlStore
+from fedring.server.store import SqlStore
+from fedring.server.store_api import Acceptance
 from fedring.server.tables import meta
 
 
@@ -163,34 +164,34 @@ class TestStore:
         for version in (1, 2, 3):
             store.publish(a_model(version, residual=f"{16 + version:064x}", optimizer=f"{32 + version:064x}"))
             store.add_evaluation(EvaluationRow(new.round, version, "bob", 1, 2, 0.5))
-        pruned = store.prune(keep_models=2, keep_update_rounds=1)
+        pruned = store.prune(keep_models=2, keep_update_rounds=1, keep_rounds=99)
         assert pruned.rows == 2
         state = [f"{base + version:064x}" for base in (16, 32) for version in (1, 2)]
         assert pruned.blobs == {"bb" * 32, a_model(1).blob, *state}
         kept = {"aa" * 32, "cc" * 32, a_model(2).blob, a_model(3).blob, f"{19:064x}", f"{35:064x}"}
         assert store.named_blobs() == kept
         assert [len(store.evaluations(version)) for version in (1, 2, 3)] == [0, 1, 1]
-        assert store.prune(2, 1).rows == 0
+        assert store.prune(2, 1, 99).rows == 0
 
     def test_updates_that_were_let_go_still_count(self, store: SqlStore) -> None:
         job = a_job(store)
         for names in (("ann", "bob"), ("bob",), ("bob", "cleo"), ("bob",)):
             round_ = a_round(store, job, ended=True)
             store.accept_updates([an_update(round_.round, name) for name in names])
-            store.prune(keep_models=1, keep_update_rounds=1)
+            store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
         assert store.updates_of(1) == []
         assert store.update_counts() == {"ann": 1, "bob": 4, "cleo": 1}
 
     def test_retention_never_removes_the_newest_model(self, store: SqlStore) -> None:
         store.publish(a_model(1))
-        store.prune(0, 0)
+        store.prune(0, 0, 0)
         assert store.models() == [a_model(1)]
 
     def test_a_blob_that_another_row_names_is_not_let_go(self, store: SqlStore) -> None:
         job = a_job(store)
         for _ in range(2):
             store.accept_updates([an_update(a_round(store, job, ended=True).round, "bob")])
-        pruned = store.prune(1, 1)
+        pruned = store.prune(1, 1, 99)
         assert (pruned.rows, pruned.blobs) == (1, frozenset())
 
 
@@ -227,7 +228,7 @@ def test_neither_accepting_nor_letting_go_reads_all_that_is_kept(tmp_path: Path)
     event.listen(Engine, "after_cursor_execute", remember)
     row = a_round(store, a_job(store))
     store.accept_updates([an_update(row.round, "a"), an_update(row.round, "b")])
-    store.prune(keep_models=1, keep_update_rounds=1)
+    store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
     event.remove(Engine, "after_cursor_execute", remember)
     engine = open_database(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     plans = {}
@@ -250,7 +251,7 @@ def test_a_newer_state_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(file)
     connection.execute("PRAGMA user_version = 7")
     connection.close()
-    with pytest.raises(StoreError, match="newer version: schema 7, this program knows 3") as caught:
+    with pytest.raises(StoreError, match="newer version: schema 7, this program knows 4") as caught:
         SqlStore(f"sqlite:///{file}")
     assert caught.value.reason == "newer_state"
 

@@ -27,6 +27,8 @@ class Process:
         self.log = log
         self.env: dict[str, str] = {}
         """Variables of the next start, besides those of this process that do not configure fedring."""
+        self.flags: list[str] = []
+        """Flags of the next start, besides the settings."""
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
@@ -43,13 +45,18 @@ class Process:
     def launch(self, log: IO[bytes]) -> "subprocess.Popen[bytes]":
         """Start the program with its errors in `log`, and return the child."""
         return subprocess.Popen(
-            [sys.executable, "-m", self.module, *overrides(self.settings)],
+            [sys.executable, "-m", self.module, *self.arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
             env=self.environment,
             start_new_session=True,
         )
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command line of the next start."""
+        return [*self.flags, *overrides(self.settings)]
 
     @property
     def environment(self) -> dict[str, str]:

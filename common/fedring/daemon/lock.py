@@ -18,26 +18,34 @@ class StateInUse(ConfigError):
 
 
 class StateLock:
-    """Held from its making to `release`, or to the end of the process however it ends."""
+    """The right to use a state folder, held from its making to `release`, or to the end of the process however it ends.
+
+    The folder itself is locked, which nobody can delete from under its owner. The file `lock` in it says who that is,
+    and is locked, too, as versions before 0.2 lock nothing else.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self._fds: list[int] = []
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"state_dir {folder} cannot be used: {error.strerror}") from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._fds.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            self._fds.append(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            for fd in self._fds:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._fd, 20, 0).decode(errors="replace").strip()
-            os.close(self._fd)
+            holder = os.pread(self._fds[-1], 20, 0).decode(errors="replace").strip()
+            self.release()
             raise StateInUse(folder, int(holder) if holder.isdigit() else 0) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            self.release()
+            raise ConfigError(f"state_dir {folder} cannot be used: {error.strerror}") from error
+        os.ftruncate(self._fds[-1], 0)
+        os.pwrite(self._fds[-1], f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let another process use the folder. The file stays: removing it would let two processes in."""
-        os.close(self._fd)
+        """Let another process use the folder."""
+        while self._fds:
+            os.close(self._fds.pop())
 
     def __enter__(self) -> Self:
         return self

@@ -1,5 +1,6 @@
 """Models as files: safetensors, state dicts that torch.save wrote, and the versions that an fl-server keeps."""
 
+import hashlib
 import pickle
 import sqlite3
 from contextlib import closing
@@ -22,6 +23,8 @@ def load_model(source: str | Path | int, model: nn.Module, *, state_dir: str | P
     A number is a version, 0 the newest, that the fl-server with this `state_dir` keeps; the server may be running.
     """
     path = _version(Path(state_dir), source) if isinstance(source, int) else Path(source)
+    if isinstance(source, int):
+        _check_digest(path)
     stored = read_tensors(path)
     names: dict[int, list[str]] = {}  # a tied tensor may be stored under any of its names
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -90,6 +93,17 @@ def _version(state_dir: Path, version: int) -> Path:
     if found is None:
         raise SeamError("unknown_model", f"{state_dir} keeps no model {version or 'yet'}.")
     return state_dir / "blobs" / str(found[0])
+
+
+def _check_digest(blob: Path) -> None:
+    """Return if the blob is what its name says."""
+    try:
+        with blob.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise SeamError("damaged_blob", f"{blob} cannot be read: {error.strerror or error}.") from error
+    if digest != blob.name:
+        raise SeamError("damaged_blob", f"{blob} is damaged: load another version, or restore a backup.")
 
 
 def _difference(wanted: list[tuple[list[str], Tensor, str]], stored: dict[str, Tensor]) -> str:

@@ -32,6 +32,9 @@ class Job(BaseModel):
         "federated",
         description="how to train: each client by itself, all as workers that share each batch, or as a model's stages",
     )
+    start: NonNegativeInt = Field(
+        0, description="kept model version that the job starts from, whatever came after it; 0 = the newest"
+    )
     rounds: int = Field(1, ge=1, le=1_000_000, description="rounds to run, those that are abandoned included")
 
     model: str = Field("fedring.train.models:digits_mlp", description="callable that returns the torch.nn.Module")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fedring.rpc.errors import OtherUpdate, Overloaded
 from fedring.server.blobs import FilePartial, MemoryPartial
 from fedring.server.rows import UpdateRow
-from fedring.server.store import Acceptance
+from fedring.server.store_api import Acceptance
 
 Partial = FilePartial | MemoryPartial
 Commit = Callable[[list[tuple[Partial, UpdateRow]]], Awaitable[list[Acceptance]]]

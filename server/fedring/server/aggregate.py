@@ -5,7 +5,7 @@ for byte. FedAvg takes the memory of a few tiles and of the buffers, whatever th
 number of clients and of parameters; an optimizer or a delta takes a few models.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from fedring.codec.encoding import BUFFERS, Encoding
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema, Vectors
 from fedring.server.blobs import Blobs, Partial
+from fedring.server.checked import read_checked
 from fedring.server.downlink import delta_step
 from fedring.server.mean import (
     Contribution,
@@ -28,13 +29,14 @@ from fedring.server.mean import (
     step_of,
     whole_numbers,
 )
-from fedring.server.modelfile import ModelReader, ModelWriter
+from fedring.server.modelfile import LoadedModel, ModelReader, ModelWriter
 from fedring.server.optimize import ServerOptimizer
 from fedring.server.packets import PacketSpec, Vector, lay_out
 from fedring.server.walk import cut, gather, in_order, tiles
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
+_Base = ModelReader | LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,40 +72,60 @@ class _Draft:
 
 
 def aggregate(
-    base: ModelReader, contributions: Sequence[Contribution], blobs: Blobs, executor: Executor, plan: Plan
+    base: ModelReader,
+    contributions: Sequence[Contribution],
+    blobs: Blobs,
+    executor: Executor,
+    plan: Plan,
+    *,
+    check: Callable[[], None] = lambda: None,
 ) -> NewModel:
-    """The next model is sealed; on an error nothing of it is left. One at a time for each `blobs`."""
+    """Make the next model and seal it. One at a time for each `blobs`.
+
+    Args:
+        base: the model that the round began with; it and the contributions are read once, from front to back.
+        contributions: the accepted updates, in any order.
+        blobs: where the new model goes, and what the plan names comes from.
+        executor: computes several ranges at a time.
+        plan: what follows the mean.
+        check: called when everything has been read and before anything is sealed; raises if it was damaged.
+
+    Raises:
+        CodecError: if the result leaves its format; as every error, it leaves nothing of the new model.
+    """
     if not contributions:
         raise ValueError("no contributions")
     length = base.schema.num_parameters
     sources = open_sources(contributions, "parameters", length)
-    step = step_of(decoder for source in sources for decoder in source.decoders)
+    # Each range is read whole before the next one begins, so that the readers see their bytes in order.
+    spans = cut(0, length, step_of(decoder for source in sources for decoder in source.decoders))
+    # What takes the whole vectors anyway reads them first, and once.
+    start: _Base = LoadedModel(base.schema, base.vectors()) if plan.optimizer or plan.encoding else base
 
-    def delta(start: int, stop: int) -> Float32:
-        parts = ((base.parameters(*part), part) for part in cut(start, stop, step))
-        return np.concatenate([mean_delta(tile, sources, *part).astype(np.float32) for tile, part in parts])
+    def delta(low: int, high: int) -> Float32:
+        return mean_delta(start.parameters(low, high), sources, low, high).astype(np.float32)
 
-    def moved(start: int, stop: int) -> Float32:
-        parts = ((base.parameters(*part), part) for part in cut(start, stop, step))
-        return np.concatenate([moved_parameters(tile, mean_delta(tile, sources, *part)) for tile, part in parts])
+    def moved(low: int, high: int) -> Float32:
+        tile = start.parameters(low, high)
+        return moved_parameters(tile, mean_delta(tile, sources, low, high))
 
-    buffers = _mean_buffers(base, contributions)
+    buffers = _mean_buffers(start, contributions)
     if plan.optimizer is None:
-        draft = _Draft(buffers, in_order(executor, moved, tiles(length)))
+        draft = _Draft(buffers, in_order(executor, moved, spans))
     else:
-        mean = gather(in_order(executor, delta, tiles(length)), np.empty(length, np.float32))
-        draft = _optimized(base, mean, buffers, blobs, plan)
+        mean = gather(in_order(executor, delta, spans), np.empty(length, np.float32))
+        draft = _optimized(start, mean, buffers, blobs, plan)
     if plan.encoding is not None:
-        draft = _encoded(base, draft, blobs, plan)
-    return _seal(draft, base.schema, blobs, plan.metadata)
+        draft = _encoded(start, draft, blobs, plan)
+    return _seal(draft, base.schema, blobs, plan.metadata, check)
 
 
 def store_model(schema: Schema, vectors: Vectors, blobs: Blobs, metadata: Mapping[str, str]) -> NewModel:
     """These values are a sealed model: the first one."""
-    return _seal(_Draft(vectors.buffers, _cut(vectors.parameters)), schema, blobs, metadata)
+    return _seal(_Draft(vectors.buffers, _cut(vectors.parameters)), schema, blobs, metadata, lambda: None)
 
 
-def _mean_buffers(base: ModelReader, contributions: Sequence[Contribution]) -> Float64:
+def _mean_buffers(base: _Base, contributions: Sequence[Contribution]) -> Float64:
     length = base.schema.num_buffers
     out = np.empty(length, np.float64)
     sources = open_sources(contributions, "buffers", length)
@@ -116,22 +138,22 @@ def _mean_buffers(base: ModelReader, contributions: Sequence[Contribution]) -> F
     return out
 
 
-def _optimized(base: ModelReader, mean: Float32, buffers: Float64, blobs: Blobs, plan: Plan) -> _Draft:
+def _optimized(base: _Base, mean: Float32, buffers: Float64, blobs: Blobs, plan: Plan) -> _Draft:
     if plan.optimizer is None:
         raise ValueError("no optimizer")
-    state = _read(blobs, plan.optimizer_blob)
+    state = read_checked(blobs, plan.optimizer_blob) if plan.optimizer_blob else b""
     parameters, state = plan.optimizer.step(base.vectors().parameters, mean, state)
     if not np.isfinite(parameters).all():
         raise CodecError("non_finite", "the server optimizer's step leaves float32")
     return _Draft(buffers, _cut(parameters), extras={"optimizer_blob": state})
 
 
-def _encoded(base: ModelReader, draft: _Draft, blobs: Blobs, plan: Plan) -> _Draft:
+def _encoded(base: _Base, draft: _Draft, blobs: Blobs, plan: Plan) -> _Draft:
     if plan.encoding is None:
         raise ValueError("no encoding")
     before = base.vectors()
     target = gather(draft.parameters, np.empty_like(before.parameters))
-    owed = np.frombuffer(_read(blobs, plan.residual_blob), "<f4") if plan.residual_blob else None
+    owed = np.frombuffer(read_checked(blobs, plan.residual_blob), "<f4") if plan.residual_blob else None
     step = delta_step(before.parameters, target, owed, plan.encoding)
     change = draft.buffers - before.buffers
     payloads: list[tuple[Vector, str, bytes]] = [
@@ -148,7 +170,9 @@ def _encoded(base: ModelReader, draft: _Draft, blobs: Blobs, plan: Plan) -> _Dra
     return _Draft(before.buffers + change, _cut(step.model), packets, draft.extras | extras)
 
 
-def _seal(draft: _Draft, schema: Schema, blobs: Blobs, metadata: Mapping[str, str]) -> NewModel:
+def _seal(
+    draft: _Draft, schema: Schema, blobs: Blobs, metadata: Mapping[str, str], check: Callable[[], None]
+) -> NewModel:
     with ExitStack() as undo, closing(draft.parameters) as parameters:
         model = _begin(blobs, "blob", undo)
         writer = ModelWriter(model, schema, metadata)
@@ -160,6 +184,7 @@ def _seal(draft: _Draft, schema: Schema, blobs: Blobs, metadata: Mapping[str, st
         for name, data in draft.extras.items():
             partials.append(_begin(blobs, name, undo))
             partials[-1].write(data)
+        check()
         first, *others = blobs.seal_many(partials)
         undo.pop_all()
     names = dict(zip(draft.extras, others, strict=True))
@@ -170,13 +195,6 @@ def _begin(blobs: Blobs, name: str, undo: ExitStack) -> Partial:
     partial = blobs.open_partial(f"next-model-{name}", fresh=True)
     undo.callback(blobs.abort, partial)
     return partial
-
-
-def _read(blobs: Blobs, digest: str) -> bytes:
-    if not digest:
-        return b""
-    with blobs.reader(digest) as blob:
-        return blob.read(0, blob.size)
 
 
 def _cut(vector: Float32) -> Generator[Float32, None, None]:

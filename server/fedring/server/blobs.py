@@ -30,7 +30,7 @@ class StorageError(Exception):
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
+        self.reason, self.detail = reason, detail
 
 
 class StorageFailed(StorageError, Overloaded):
@@ -178,7 +178,10 @@ class FileReader:
 
     def read(self, offset: int, size: int) -> bytes:
         """The `size` bytes at `offset`; safe from any number of threads."""
-        return _read(self._fd, offset, size)
+        try:
+            return _read(self._fd, offset, size)
+        except StorageFailed as error:  # of what cannot be read, another attempt is of no use
+            raise StorageError("unreadable", str(error)) from error
 
     def close(self) -> None:
         """Let go of the file."""
@@ -253,6 +256,10 @@ class FileBlobs:
         _fsync(self._folder)
         return [file.digest for file in files]
 
+    def sync(self) -> None:
+        """Make the names in blobs/ durable."""
+        _fsync(self._folder)
+
     def abort(self, partial: Partial) -> None:
         """Remove the partial and its bytes."""
         file = _own(partial)
@@ -292,7 +299,7 @@ class FileBlobs:
         Right only while nothing is between `seal_many` and the commit of the row that names it.
         """
         kept, kept_partials = set(keep), set(keep_partials) | self._open
-        rubbish = [path for path in self._blobs.iterdir() if path.name not in kept]
+        rubbish = [path for path in self._blobs.iterdir() if _DIGEST.fullmatch(path.name) and path.name not in kept]
         rubbish += [path for path in self._partial.iterdir() if path.name not in kept_partials]
         for path in rubbish:
             path.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -128,8 +129,9 @@ class ControlService(rpc.ControlServiceServicer):
             yield event
 
     async def ExportModel(self, request: fed.FetchModelRequest, context: Any) -> AsyncIterator[Any]:
-        for message in model_messages(self._coordinator.models.offer(request), request):
-            yield message
+        async with aclosing(model_messages(self._coordinator, request)) as messages:
+            async for message in messages:
+                yield message
 
     def _job(self, text: str) -> Job:
         """The server's defaults with the keys that `text`, a JSON object, sets."""

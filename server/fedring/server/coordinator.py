@@ -15,22 +15,23 @@ from fedring.daemon.notify import sd_notify
 from fedring.server import groups as gr
 from fedring.server import rounds as rd
 from fedring.server.accept import Acceptor, Partial, RefusedCommit
-from fedring.server.blobs import StorageError
+from fedring.server.blobs import StorageError, StorageFailed
 from fedring.server.config import ServerConfig
 from fedring.server.dispatch import Dispatch
 from fedring.server.facts import Facts
 from fedring.server.journal import Journal
+from fedring.server.lineage import base_of, evaluation, publish
 from fedring.server.metrics import Metrics
-from fedring.server.models import Models
+from fedring.server.models import DamagedModel, DamagedUpdates, Models
 from fedring.server.openround import OpenRound
 from fedring.server.optimize import OptimizerError
-from fedring.server.plan import job_spec, rules_of, train_cmd
+from fedring.server.plan import round_command, rules_of
 from fedring.server.progress import Progress, why_abandoned
 from fedring.server.rendezvous import Rendezvous
-from fedring.server.report import round_message
-from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, UpdateRow
+from fedring.server.report import open_message
+from fedring.server.rows import EvaluationRow, JobRow, ModelRow, RoundRow, UpdateRow
 from fedring.server.sessions import Sessions, Traffic
-from fedring.server.store import Acceptance
+from fedring.server.store_api import Acceptance
 from fedring.server.testset import TestSet
 from fedring.server.trace import RoundTrace
 from fedring.train.job import Job
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 _OF_THE_CODE = ("train_error", "cannot_cut")  # failures that the job's next rounds would end in, too
 _OF_THE_WORKER = "out_of_memory"  # a failure that another one in its place may not have
 RECOVERY_SECONDS = 30.0
-"""Time that clients have to come back after the server was restarted within a round."""
+"""Time that clients have to come back after the server was restarted within a round, if its deadline is not sooner."""
 
 
 class Coordinator:
@@ -72,8 +73,6 @@ class Coordinator:
         self.metrics.follow(lambda: self.state, facts)
         self._progress = Progress()
 
-    # ---- events
-
     def handle(self, event: rd.Event) -> None:
         """Take the event into the state; what it makes due is done soon."""
         now = time.monotonic()
@@ -87,13 +86,8 @@ class Coordinator:
     def matched(self, client: str) -> None:
         """The client watches both ways: it counts, and is told what it is waited for with."""
         self.handle(rd.Matched(client))
-        round_, open_ = self.state.round, self.open
-        if round_ is None or open_ is None:
-            return
-        if round_.phase is rd.Phase.TRAINING and client in round_.selected - round_.delivered - round_.failed:
-            self._dispatch.train(open_, client)
-        if round_.phase is rd.Phase.PUBLISHED and self.latest and client in round_.evaluators - round_.evaluated:
-            self._dispatch.evaluate(open_, self.latest, client)
+        if self.open is not None and self.state.round is not None:
+            self._dispatch.remind(self.open, self.state.round, self.latest, client)
 
     async def evaluated(self, client: str, report: pb.EvaluationReport) -> None:
         """The client's counts are kept, if its round is still being evaluated."""
@@ -131,17 +125,15 @@ class Coordinator:
         """The round in progress and its job, for logs."""
         return {"round": self.open.row.round, "job": self.open.row.job_id} if self.open else {}
 
-    # ---- rounds
-
     async def start_round(self, job: JobRow, spec: Job, job_round: int) -> int:
         """Open the next round of a job; returns its number."""
-        base = await self._base(spec)
+        base = await base_of(self.facts, self.models, self.latest, job, spec)
+        if self.latest is None or base.version > self.latest.version:  # a new one
+            self.latest = base
         if spec.evaluate_on_server:
             await self.facts.heavy(self.test_set.load, spec)
-        row = await self.facts.db(
-            self.facts.store.create_round,
-            RoundRow(0, job.job_id, job_round, rd.Phase.WAITING, time.time(), base_version=base.version),
-        )
+        wanted = RoundRow(0, job.job_id, job_round, rd.Phase.WAITING, time.time(), base_version=base.version)
+        row = await self.facts.db(self.facts.store.create_round, wanted)
         self._begin(row, spec, base)
         self.handle(rd.Opened(row.round, rules_of(spec, grace=self._config.lost_after_seconds)))
         return row.round
@@ -154,18 +146,20 @@ class Coordinator:
                 "missing_model", f"round {row.round} starts from model {row.base_version}, which is gone"
             )
         rules = rules_of(spec, grace=self._config.lost_after_seconds)
+        seconds = rules.seconds(rd.Phase(row.phase))
+        elapsed = 0.0 if row.seconds_left is None else max(0.0, seconds - row.seconds_left)
         if row.phase == rd.Phase.WAITING:
             self._begin(row, spec, base)
-            self.handle(rd.Opened(row.round, rules))
+            self.handle(rd.Opened(row.round, rules, elapsed))
             return
         updates = await self.facts.db(self.facts.store.updates_of, row.round)
         open_ = self._begin(replace(row, phase=rd.Phase.TRAINING), spec, base)
         open_.accepted = {update.client_id: update for update in updates}
-        open_.started = time.monotonic()
+        open_.started = time.monotonic() - elapsed
         selected, delivered = frozenset(row.selected), frozenset(open_.accepted)
         # An aggregation that was cut off is simply due again.
         resumed = rd.Round(row.round, rules, rd.Phase.TRAINING, 0.0, selected=selected, delivered=delivered)
-        self.handle(rd.Resumed(resumed, RECOVERY_SECONDS))
+        self.handle(rd.Resumed(resumed, RECOVERY_SECONDS, elapsed))
         self.rendezvous.open(open_, resumed=True)
         for session in self.sessions:
             if session.matched:
@@ -174,7 +168,13 @@ class Coordinator:
     async def abandon(self, reason: str) -> int:
         """End the round in progress without a model; its number, 0 if none can be ended."""
         async with self.acceptor.closing():
-            round_ = self.state.round
+            round_, open_ = self.state.round, self.open
+            if round_ is not None and open_ is not None and round_.phase is rd.Phase.AGGREGATING:
+                open_.stop = reason  # if the disk refuses its model; else it is published in a moment
+                if not open_.waits_for_disk:
+                    return 0
+                self.handle(rd.Abandoned(reason))
+                return round_.number
             if round_ is None or round_.phase not in (rd.Phase.WAITING, rd.Phase.TRAINING):
                 return 0
             self.handle(rd.Abandoned(reason))
@@ -197,6 +197,10 @@ class Coordinator:
             now = time.monotonic()
             self._wake.clear()
             effect = rd.due(self.state, now)
+            if isinstance(effect, rd.Aggregate | rd.Abandon) and self.facts.storage.fault and self.open is not None:
+                # What clients offer is refused meanwhile.
+                await self._wait_for_disk(self.open, phase=rd.Phase(self.open.row.phase))
+                continue
             if effect is not None:
                 await self._perform(effect)
                 continue
@@ -229,7 +233,7 @@ class Coordinator:
             await self._finish(open_)
 
     async def _start(self, open_: OpenRound, clients: frozenset[str]) -> None:
-        row = replace(open_.row, phase=rd.Phase.TRAINING, selected=tuple(sorted(clients)))
+        row = replace(open_.row, phase=rd.Phase.TRAINING, selected=tuple(sorted(clients)), seconds_left=None)
         await self.facts.keep(self.facts.db, self.facts.store.update_round, row)
         open_.row, open_.started = row, time.monotonic()
         self.handle(rd.Started(clients))
@@ -241,16 +245,27 @@ class Coordinator:
     async def _aggregate(self, open_: OpenRound) -> None:
         if open_.missing:
             log.warning("round %d ends without %s", open_.row.round, ", ".join(open_.missing))
-        updates = [open_.accepted[client] for client in sorted(open_.accepted)]
-        try:
-            with self.metrics.aggregate_seconds.time():
-                model = await self.facts.heavy(self.models.next, open_.base, updates, open_.job, open_.row.round)
-            ended = open_.ended(rd.Phase.PUBLISHED, model_version=model.version)
-            await self.facts.db(self.facts.store.publish, model, ended)
-        except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # the last is torch's
-            log.exception("aggregation of round %d failed", open_.row.round)
-            self.handle(rd.Abandoned(getattr(error, "reason", "bad_optimizer")))
-            return
+        while self.state.round is not None and self.state.round.phase is rd.Phase.AGGREGATING:
+            version = self.latest.version + 1 if self.latest else 1
+            try:
+                with self.metrics.aggregate_seconds.time():
+                    model, ended = await publish(self.facts, self.models, open_, version)
+            except StorageFailed as error:
+                log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
+                if open_.stop:
+                    self.handle(rd.Abandoned(open_.stop))
+                await self._wait_for_disk(open_, phase=rd.Phase.AGGREGATING)
+            except DamagedUpdates as error:
+                await self.facts.keep(self._go_on_without, open_, error)
+            except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # the last is torch's
+                log.exception("aggregation of round %d failed", open_.row.round)
+                if isinstance(error, DamagedModel):
+                    self._despair(open_, error)
+                self.handle(rd.Abandoned(getattr(error, "reason", "bad_optimizer")))
+            else:
+                self._published(open_, model, ended)
+
+    def _published(self, open_: OpenRound, model: ModelRow, ended: RoundRow) -> None:
         open_.row, self.latest = ended, model
         self.models.remember(model)
         evaluators = [s.client_id for s in self.sessions if s.matched] if open_.job.evaluate else []
@@ -258,8 +273,46 @@ class Coordinator:
         self._end(open_)
         for client in evaluators:
             self._dispatch.evaluate(open_, model, client)
-        seconds = ended.stats["seconds"]
-        self._tell("round_published", f"round {ended.round} published model {model.version} in {seconds:.2f} s")
+        text = f"round {ended.round} published model {model.version} in {ended.stats['seconds']:.2f} s"
+        self._tell("round_published", text)
+
+    async def _wait_for_disk(self, open_: OpenRound, *, phase: rd.Phase) -> None:
+        """Return when the disk takes what is to be kept, or the phase has ended: meanwhile its time stands still."""
+        began = time.monotonic()
+        open_.waits_for_disk = True
+        while self.facts.storage.fault and self.state.round is not None and self.state.round.phase is phase:
+            self._wake.clear()
+            await self.facts.storage.works_or(self._wake)
+        open_.waits_for_disk = False
+        seconds = time.monotonic() - began
+        open_.started += seconds
+        self.handle(rd.Delayed(seconds))
+
+    async def _go_on_without(self, open_: OpenRound, error: DamagedUpdates) -> None:
+        """Forget accepted updates that are damaged; the round ends without them, or cannot."""
+        await self.facts.db(self.facts.drop_updates, open_.row.round, sorted(error.clients))
+        for client, text in error.clients.items():
+            del open_.accepted[client]
+            self.handle(rd.Lost(client))
+            text = f"{text}: what it had learned is lost"
+            open_.failures.append(text)
+            self.journal.write("blob_damaged", text, job_id=open_.row.job_id, client_id=client, state=self.message())
+        round_ = self.state.round
+        if round_ is not None and len(round_.delivered) < round_.rules.min_to_aggregate:
+            self.handle(rd.Abandoned(error.reason))
+
+    async def damaged(self, error: DamagedModel) -> None:
+        """End the round in progress, and its job, if it starts from the model that turned out to be damaged."""
+        open_, round_ = self.open, self.state.round
+        if open_ is None or round_ is None or open_.base.version != error.version or round_.phase not in rd.OPEN:
+            return log.error("%s", error.detail)
+        self._despair(open_, error)
+        await self.abandon(error.reason)
+
+    def _despair(self, open_: OpenRound, error: DamagedModel) -> None:
+        open_.failures.insert(0, error.detail)
+        self.hopeless = True
+        self._tell("blob_damaged", error.detail)
 
     async def _finish(self, open_: OpenRound) -> None:
         round_ = self.state.round
@@ -278,66 +331,23 @@ class Coordinator:
         self.finished.set()
 
     async def _finish_evaluation(self, open_: OpenRound, model: ModelRow) -> None:
-        stats = open_.stats(open_.row.stats["seconds"])
-        if open_.job.evaluate_on_server and (
-            counts := await self.facts.heavy(self.test_set.evaluate, model, open_.job)
-        ):
-            total = max(counts.total, 1)
-            stats |= {"server_accuracy": counts.correct / total, "server_loss": counts.loss_sum / total}
-        stats["evaluate_seconds"] = time.monotonic() - open_.started - stats["seconds"]
-        summed = await self.facts.db(self.facts.store.evaluation_sum, model.version)
-        if summed is not None:
-            stats |= {"correct": summed.correct, "total": summed.total, "loss_sum": summed.loss_sum}
+        stats, summed = await evaluation(self.facts, self.test_set, open_, model)
         self.metrics.evaluated(stats)
         open_.row = replace(open_.row, stats=stats)
         await self.facts.keep(self.facts.db, self.facts.store.update_round, open_.row)
         accuracy = f": accuracy {summed.correct / summed.total:.4f}" if summed and summed.total else ""
         self._tell("round_evaluated", f"round {open_.row.round} is evaluated{accuracy}")
 
-    # ---- keeping
-
-    async def recover(self) -> None:
-        """The newest models are known again."""
-        rows = await self.facts.db(self.facts.store.models, self._config.keep_models)
-        for row in rows:
-            self.models.remember(row)
-        self.latest = rows[0] if rows else None
-        self.journal.begin(await self.facts.db(self.facts.store.last_event_id))
-        await self.facts.db(self.facts.store.end_orphans)
-        self.recovering = await self.facts.db(self.facts.store.open_round) is not None
-
-    async def save_events(self, rows: list[EventRow]) -> None:
-        """The events are in the store."""
-        try:
-            await self.facts.db(self.facts.store.append_events, rows)
-        except StorageError as error:
-            log.error("%d events were not stored: %s", len(rows), error)
-
     async def prune(self) -> None:
         """Let go of what is older than the configuration keeps."""
-        if await self.facts.db(self.facts.prune, self._config.keep_models, self._config.keep_update_rounds):
+        keep = self._config.keep_models, self._config.keep_update_rounds, self._config.keep_rounds
+        if await self.facts.db(self.facts.prune, *keep):
             kept = await self.facts.db(self.facts.store.models, self._config.keep_models)
             self.models.forget(row.version for row in kept)
 
-    # ---- pieces
-
-    async def _base(self, spec: Job) -> ModelRow:
-        """The model that the next round starts from: the newest if it fits the job, else a new one."""
-        if self.latest is not None and self.models.fits(self.latest, spec):
-            return self.latest
-        model = await self.facts.heavy(self.models.fitting, self.latest, spec)
-        if model is not self.latest:
-            await self.facts.db(self.facts.store.publish, model)
-            self.latest = model
-            self.models.remember(model)
-        return model
-
     def _begin(self, row: RoundRow, spec: Job, base: ModelRow) -> OpenRound:
-        command = train_cmd(spec, job_spec(spec, row.job_id), number=row.round, job_round=row.job_round)
-        command.run_id = self.facts.store.run_id
-        command.model_version = base.version
-        command.schema_hash = bytes.fromhex(base.schema_hash)
-        command.max_update_bytes = self._config.max_update_bytes or 2 * base.bytes + (1 << 20)
+        most = self._config.max_update_bytes
+        command = round_command(spec, row, base, run_id=self.facts.store.run_id, max_update_bytes=most)
         small = None if spec.delta_encoding else self.models.small(base)
         command.traceparent = self._trace.begin(row.round, row.job_id)
         self.open = OpenRound(row, spec, command, base, small)
@@ -372,14 +382,7 @@ class Coordinator:
 
     def message(self, *, clients: bool = True) -> control.Round | None:
         """The round in progress for operators, or None; without `clients`, what each of them did is left out."""
-        if self.open is None or self.state.round is None:
-            return None
-        row = replace(self.open.row, phase=self.state.round.phase)
-        if not clients:
-            row = replace(row, stats={})
-        elif not row.stats:
-            row = replace(row, stats=self.open.stats(0.0))
-        return round_message(row, delivered=len(self.state.round.delivered | self.open.done.keys()))
+        return open_message(self.open, self.state.round, clients=clients) if self.open and self.state.round else None
 
     def _tell(self, kind: str, text: str) -> None:
         if self.open is None:

@@ -12,7 +12,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
 from fedring.server.blobs import FsyncFailed, StorageError, StorageFailed
-from fedring.server.tables import METADATA, clients, meta, tokens
+from fedring.server.tables import METADATA, clients, meta, rounds, tokens
 
 Migration = Callable[[Connection], None]
 
@@ -25,7 +25,16 @@ def _add_clients(connection: Connection) -> None:
     clients.create(connection, checkfirst=True)
 
 
-MIGRATIONS: tuple[Migration, ...] = (_add_tokens, _add_clients)
+def _add_seconds_left(connection: Connection) -> None:
+    if "seconds_left" not in {column["name"] for column in inspect(connection).get_columns(rounds.name)}:
+        connection.exec_driver_sql(f"ALTER TABLE {rounds.name} ADD COLUMN seconds_left {_real(connection)}")
+
+
+def _real(connection: Connection) -> str:
+    return rounds.c.seconds_left.type.compile(connection.dialect)
+
+
+MIGRATIONS: tuple[Migration, ...] = (_add_tokens, _add_clients, _add_seconds_left)
 """Number i takes a database from schema version i + 1 to i + 2."""
 
 _VERSION = "schema_version"
@@ -49,6 +58,7 @@ def open_database(url: str, migrations: Sequence[Migration] = MIGRATIONS) -> Eng
                 connection.execute(insert(meta), {"name": "run_id", "value": uuid.uuid4().hex})
                 _write_version(connection, 1 + len(migrations))
         if found:
+            _check_integrity(engine)
             _migrate(engine, found, migrations)
     except DBAPIError as error:
         engine.dispose()
@@ -72,14 +82,19 @@ def backup(engine: Engine, path: Path) -> None:
 
 def translate(error: DBAPIError) -> StorageError | FsyncFailed:
     """What the daemon should make of a failure of the database."""
-    name = getattr(error.orig, "sqlite_errorname", "")
+    return meaning_of(error.orig)
+
+
+def meaning_of(error: BaseException | None) -> StorageError | FsyncFailed:
+    """What the daemon should make of an error of the database's driver."""
+    name = getattr(error, "sqlite_errorname", "")
     if name in _FSYNC_ERRORS:
-        return FsyncFailed(str(error.orig))
+        return FsyncFailed(str(error))
     if name == "SQLITE_FULL":
-        return StorageFailed("disk_full", str(error.orig))
+        return StorageFailed("disk_full", str(error))
     if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
-        return StorageFailed("disk_error", str(error.orig))
-    return StoreError("corrupt" if name in ("SQLITE_NOTADB", "SQLITE_CORRUPT") else "database", str(error.orig))
+        return StorageFailed("disk_error", str(error))
+    return StoreError("corrupt" if name in ("SQLITE_NOTADB", "SQLITE_CORRUPT") else "database", str(error))
 
 
 def _engine(url: str) -> Engine:
@@ -106,6 +121,15 @@ def _configure(connection: sqlite3.Connection, _record: object) -> None:
 
 def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _check_integrity(engine: Engine) -> None:
+    """Return if SQLite finds its own structures sound; it keeps no digests of what is in the rows."""
+    if engine.dialect.name == "sqlite":
+        with engine.begin() as connection:
+            found = str(connection.exec_driver_sql("PRAGMA integrity_check(1)").scalar_one())
+        if found != "ok":
+            raise StoreError("corrupt", f"the database is damaged ({found}): restore a backup")
 
 
 def _migrate(engine: Engine, found: int, migrations: Sequence[Migration]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from fedring.server.openround import OpenRound
+from fedring.server.rounds import Phase, Round
 from fedring.server.rows import ModelRow
 from fedring.server.sessions import Sessions
 from fedring.v1 import federation_pb2 as pb
@@ -23,6 +24,13 @@ class Dispatch:
                 session.send(whole)
             else:
                 session.send(bare)
+
+    def remind(self, open_: OpenRound, round_: Round, latest: ModelRow | None, client: str) -> None:
+        """Tell a client that has come back what it is waited for with."""
+        if round_.phase is Phase.TRAINING and client in round_.selected - round_.delivered - round_.failed:
+            self.train(open_, client)
+        if round_.phase is Phase.PUBLISHED and latest and client in round_.evaluators - round_.evaluated:
+            self.evaluate(open_, latest, client)
 
     def train(self, open_: OpenRound, client: str) -> None:
         """Send the command again, or to one who was not selected at first."""

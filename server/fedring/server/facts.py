@@ -1,16 +1,19 @@
 """Store and blobs, from the event loop: each kind of work in the threads that may do it."""
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
-from fedring.server.blobs import FileBlobs, FilePartial, MemoryPartial, StorageFailed
-from fedring.server.rows import UpdateRow
+from fedring.server.blobs import FileBlobs, FilePartial, MemoryPartial, StorageError, StorageFailed
+from fedring.server.rows import EventRow, UpdateRow
 from fedring.server.storage import Storage
-from fedring.server.store import Acceptance, Store
+from fedring.server.store_api import Acceptance, Pruned, Store
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,12 +65,24 @@ class Facts:
         self.commit_seconds = time.monotonic() - began
         return outcomes
 
-    def prune(self, keep_models: int, keep_update_rounds: int) -> bool:
+    def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int) -> bool:
         """Whether anything old was let go. Rows and blobs go in one call of `db`: nothing is sealed in between."""
-        pruned = self.store.prune(keep_models, keep_update_rounds)
-        for digest in pruned.blobs:
-            self.blobs.delete(digest)
-        return bool(pruned.rows or pruned.blobs)
+        return self._delete(self.store.prune(keep_models, keep_update_rounds, keep_rounds))
+
+    def drop_updates(self, number: int, clients: Sequence[str]) -> None:
+        """Forget the clients' accepted updates of the round, and their bytes."""
+        self._delete(self.store.drop_updates(number, clients))
+
+    def drop_models(self, versions: Sequence[int]) -> None:
+        """Forget the models, and their files."""
+        self._delete(self.store.drop_models(versions))
+
+    async def save_events(self, rows: list[EventRow]) -> None:
+        """Keep the events; that they cannot be kept is logged."""
+        try:
+            await self.db(self.store.append_events, rows)
+        except StorageError as error:
+            log.error("%d events were not stored: %s", len(rows), error)
 
     def close(self) -> None:
         """End the threads, then let go of the store and the blobs."""
@@ -75,6 +90,11 @@ class Facts:
             pool.shutdown()
         self.store.close()
         self.blobs.close()
+
+    def _delete(self, pruned: Pruned) -> bool:
+        for digest in pruned.blobs:
+            self.blobs.delete(digest)
+        return bool(pruned.rows or pruned.blobs)
 
     async def _run(self, executor: Executor, function: Callable[[], T]) -> T:
         future = asyncio.get_running_loop().run_in_executor(executor, function)

@@ -2,18 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
 from typing import Any
 
-from fedring.rpc.chunks import chunks
+from fedring.rpc.chunks import CHUNK_BYTES, chunks
 from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import BadRequest, Gone, Stalled, Unauthenticated, Unavailable, refusal_in
 from fedring.rpc.streams import METER, wire_bytes
 from fedring.server import rounds as rd
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator
-from fedring.server.models import Offer
+from fedring.server.models import DamagedModel
 from fedring.server.sessions import Session
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
@@ -138,24 +138,42 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
         session = self._coordinator.sessions.of(context)
         traffic, meter = self._coordinator.traffic(session.client_id), METER.get()
         began = time.monotonic()
+        version = 0
         try:
-            async with self._slots:
-                offer = self._coordinator.models.offer(request)
-                for message in model_messages(offer, request):
+            async with self._slots, aclosing(model_messages(self._coordinator, request)) as messages:
+                async for message in messages:
                     await write(context, message, self._config.no_progress_seconds)
-            session.holds = offer.header.version
+                    if isinstance(message, pb.ModelBlob):
+                        version = message.header.version
+            session.holds = version
         finally:
             traffic.download_bytes += meter.sent
             traffic.download_seconds += time.monotonic() - began
 
 
-def model_messages(offer: Offer, request: pb.FetchModelRequest) -> Iterator[pb.ModelBlob | bytes]:
-    """The header, and the chunks as bytes, that answer `request`; the offer is closed at the end."""
-    with offer:
-        yield pb.ModelBlob(header=offer.header)
-        start = request.offset if request.payload_digest == offer.header.payload_digest else 0
-        for _, message in chunks(offer.read, start=start, total=offer.header.total_bytes):
-            yield message
+async def model_messages(coordinator: Coordinator, request: pb.FetchModelRequest) -> AsyncGenerator[Any, None]:
+    """Yield the header, and the chunks as bytes, that answer `request`; the last one once all are proven.
+
+    Raises:
+        UnknownModel: if there is no such version.
+        DamagedModel: if it is damaged; a round that starts from it has been ended.
+    """
+    try:
+        with coordinator.models.offer(request) as offer:
+            yield pb.ModelBlob(header=offer.header)
+            total = offer.header.total_bytes
+            start = request.offset if request.payload_digest == offer.header.payload_digest else 0
+            for offset, message in chunks(offer.read, start=start, total=total):
+                if offset + CHUNK_BYTES >= total:
+                    # Of what was read from its start, all is digested; else the rest must be read, which takes long.
+                    if start:
+                        await coordinator.facts.work(offer.prove)
+                    else:
+                        offer.prove()
+                yield message
+    except DamagedModel as error:
+        await coordinator.damaged(error)
+        raise
 
 
 async def write(context: Any, message: Any, seconds: float) -> None:

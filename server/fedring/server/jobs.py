@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import time
+from contextlib import suppress
 
 from pydantic import ValidationError
 
 from fedring.data import DataError
 from fedring.rpc.errors import NoSuchJob
 from fedring.server import rounds as rd
-from fedring.server.blobs import FsyncFailed, StorageError
+from fedring.server.blobs import FsyncFailed, StorageError, StorageFailed
 from fedring.server.coordinator import Coordinator
 from fedring.server.rows import JobRow
 from fedring.train.errors import SeamError
@@ -42,7 +43,10 @@ class Jobs:
         if self.running is not None and job_id in (0, self.running.job_id):
             running = self.running.job_id
             self._stopped.add(running)
-            await self._facts.db(self._store.set_job_state, running, "stopped")  # also if the server dies now
+            with suppress(
+                StorageFailed
+            ):  # a disk that refuses this does not keep the job alive: its end is noted later
+                await self._facts.db(self._store.set_job_state, running, "stopped")  # also if the server dies now
             return running, await self._coordinator.abandon("stopped")
         row = await self._facts.db(self._store.job, job_id)
         if row is None or row.state != "queued":

@@ -22,6 +22,7 @@ _LEVELS = {
     "update_refused": logging.WARNING,
     "client_failed": logging.WARNING,
     "storage_failed": logging.ERROR,
+    "blob_damaged": logging.ERROR,
 }
 _TRANSIENT = frozenset({"update_accepted", "round_waits"})  # the updates' own rows say it; soon of no interest
 

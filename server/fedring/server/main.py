@@ -21,7 +21,6 @@ from grpc import aio
 
 from fedring.daemon.config import ConfigError, Loaded, describe, load_config, split_arguments
 from fedring.daemon.exits import Exit
-from fedring.daemon.lock import StateLock
 from fedring.daemon.logs import log_always, set_up_logs
 from fedring.daemon.memory import bound_arenas
 from fedring.daemon.metrics import serving
@@ -34,21 +33,18 @@ from fedring.rpc.health import Health, health_port
 from fedring.rpc.metrics import CountCalls
 from fedring.rpc.spans import Spans
 from fedring.rpc.tls import ends_at
-from fedring.server.blobs import FileBlobs, FsyncFailed, StorageError, StorageFailed
+from fedring.server.blobs import FsyncFailed, StorageError, StorageFailed
 from fedring.server.checks import check
+from fedring.server.clock import keep_time, save_time
 from fedring.server.config import ServerConfig
 from fedring.server.control import ControlService
 from fedring.server.coordinator import Coordinator
-from fedring.server.facts import Facts
 from fedring.server.federation import ModelBlobService, TrainCmdService
 from fedring.server.forming import RendezvousService, look_after_groups
 from fedring.server.jobs import Jobs
-from fedring.server.journal import Journal
-from fedring.server.models import Models
 from fedring.server.readiness import look_after_storage
+from fedring.server.recovery import recover
 from fedring.server.security import Security
-from fedring.server.sessions import Sessions
-from fedring.server.store import SqlStore
 from fedring.server.tokens import TokenService
 from fedring.server.uploads import ClientUpdateService, add_update_service
 from fedring.server.view import View
@@ -89,6 +85,9 @@ def fl_server(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="print every key and its origin, and exit")
     ] = False,
+    drop_damaged: Annotated[
+        bool, typer.Option("--drop-damaged", help="forget models of which a file is damaged, and start without them")
+    ] = False,
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
 ) -> None:
     """The aggregation server: it sends commands to fl-clients, adds up their updates and keeps the models.
@@ -117,7 +116,7 @@ def fl_server(
         set_up_logs(loaded.config.log_style, loaded.config.log_level)
         check(loaded.config)
         with ExitStack() as stack:
-            code = asyncio.run(_serve(loaded, stack, check_only=check_config))
+            code = asyncio.run(_serve(loaded, stack, check_only=check_config, drop_damaged=drop_damaged))
     except (ConfigError, StorageError, FsyncFailed, SeamError) as error:
         print(f"fl-server: {error}", file=sys.stderr)
         later = isinstance(error, StorageFailed | FsyncFailed)  # nothing is wrong with the configuration
@@ -131,13 +130,13 @@ def load(arguments: Sequence[str], flags: Mapping[str, object]) -> Loaded[Server
     return load_config(ServerConfig, file, overrides=overrides, flags=flags)
 
 
-async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: bool) -> int:
+async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: bool, drop_damaged: bool) -> int:
     config = loaded.config
     origins = ", ".join(sorted(set(loaded.origins.values()))) or "defaults"
     where = f"clients at {config.listen}, flctl at {config.control_listen}, state in {config.state_dir}"
     log.info("fl-server of %s, %s, configuration from %s", SOFTWARE, where, origins)
     set_up_tracing("fl-server")
-    coordinator, jobs = await _recover(config, stack, sweep=not check_only)
+    coordinator, jobs = await recover(config, stack, sweep=not check_only, drop_damaged=drop_damaged and not check_only)
     log_always(lambda: coordinator.ids)
     metrics = coordinator.metrics
     metrics.min_clients.set(config.job.min_clients)
@@ -205,33 +204,6 @@ def _servers(
     return public, control
 
 
-async def _recover(config: ServerConfig, stack: ExitStack, *, sweep: bool) -> tuple[Coordinator, Jobs]:
-    """The state as the last process left it, ready to go on."""
-    try:
-        stack.enter_context(StateLock(config.state_dir))
-        blobs = FileBlobs(config.state_dir)
-        store = SqlStore(f"sqlite:///{config.state_dir / 'facts.sqlite'}")
-    except StorageFailed:
-        raise
-    except (OSError, StorageError) as error:
-        raise ConfigError(f"state_dir {config.state_dir} cannot be used: {error}") from error
-    facts = Facts(store, blobs, threads=config.threads)
-    stack.callback(facts.close)
-    open_round = await facts.db(store.open_round)
-    resumable = _resumable(facts, open_round.round) if open_round else []
-    if sweep and (swept := await facts.db(blobs.sweep, await facts.db(store.named_blobs), resumable)):
-        log.info("swept %d files that nothing names", swept)
-    models = Models(blobs, facts.pool, config, store.run_id)
-    coordinator = Coordinator(facts, models, Sessions(config.max_clients), Journal(), config)
-    await coordinator.recover()
-    return coordinator, Jobs(coordinator)
-
-
-def _resumable(facts: Facts, number: int) -> list[str]:
-    """The partial uploads that the open round may go on with."""
-    return [name for name in facts.blobs.partials() if name.startswith(f"{number}-")]
-
-
 def _pages(coordinator: Coordinator, config: ServerConfig, stack: ExitStack) -> list[WebServer]:
     """The page, if it is wanted."""
     if config.web_port is None:
@@ -263,7 +235,8 @@ async def _until_stopped(
     parts = [
         coordinator.run(),
         coordinator.acceptor.run(),
-        coordinator.journal.save(coordinator.save_events),
+        coordinator.journal.save(coordinator.facts.save_events),
+        keep_time(coordinator),
         look_after_groups(coordinator),
         watchdog(),
         coordinator.metrics.measure_lag(),
@@ -276,6 +249,7 @@ async def _until_stopped(
             await stop.wait()
             log.info("stopping")
             await drain(drain_seconds)
+            await save_time(coordinator)
             for task in running:
                 task.cancel()
     except* FsyncFailed as group:
@@ -288,7 +262,7 @@ async def _until_stopped(
     if code is not Exit.OK:
         await drain(0)
     if not disk_failed:
-        await coordinator.save_events(coordinator.journal.unsaved())
+        await coordinator.facts.save_events(coordinator.journal.unsaved())
     return code
 
 

@@ -98,7 +98,7 @@ class ModelReader:
     @cached_property
     def schema(self) -> Schema:
         """What the model consists of."""
-        rows = read_header(self.blob)
+        rows = self._header
         metadata = rows.pop(_METADATA, {})
         schema = parse_schema(str(metadata.get("schema", "")).encode())
         if rows != _tensors(schema) or self._start + _data_bytes(schema) != self.blob.size:
@@ -125,10 +125,10 @@ class ModelReader:
     def vectors(self) -> Vectors:
         """All values, as arrays that can be written to."""
         schema = self.schema
-        return Vectors(
-            gather(starmap(self.parameters, tiles(schema.num_parameters)), np.empty(schema.num_parameters, np.float32)),
-            gather(starmap(self.buffers, tiles(schema.num_buffers)), np.empty(schema.num_buffers, np.float64)),
-        )
+        # The buffers come first in the file, which is read from front to back.
+        buffers = gather(starmap(self.buffers, tiles(schema.num_buffers)), np.empty(schema.num_buffers, np.float64))
+        count = schema.num_parameters
+        return Vectors(gather(starmap(self.parameters, tiles(count)), np.empty(count, np.float32)), buffers)
 
     def parameter_bytes(self, offset: int, size: int) -> bytes:
         """A range of the parameters as they are sent: float32, little endian."""
@@ -137,6 +137,10 @@ class ModelReader:
     def buffer_bytes(self, offset: int, size: int) -> bytes:
         """A range of the buffers as they are sent: float64, little endian."""
         return self._range(self._start, offset, size, self._middle)
+
+    @cached_property
+    def _header(self) -> dict[str, Any]:
+        return _read_header(self.blob, self._start - _LENGTH.size)
 
     @cached_property
     def _start(self) -> int:
@@ -152,10 +156,29 @@ class ModelReader:
         return self.blob.read(start + offset, size)
 
 
-def read_header(blob: _Bytes) -> dict[str, Any]:
-    """The header of any safetensors file; CodecError("bad_model") if it has none."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model in memory, read as a ModelReader is."""
+
+    schema: Schema
+    values: Vectors
+
+    def parameters(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Parameters start to stop, [stop - start]."""
+        return self.values.parameters[start:stop]
+
+    def buffers(self, start: int, stop: int) -> NDArray[np.float64]:
+        """Buffers start to stop, [stop - start]."""
+        return self.values.buffers[start:stop]
+
+    def vectors(self) -> Vectors:
+        """The values themselves: not to be written to."""
+        return self.values
+
+
+def _read_header(blob: _Bytes, length: int) -> dict[str, Any]:
     try:
-        rows = json.loads(blob.read(_LENGTH.size, _header_length(blob)))
+        rows = json.loads(blob.read(_LENGTH.size, length))
     except ValueError as error:
         raise CodecError("bad_model", str(error)) from error
     if not isinstance(rows, dict) or not isinstance(rows.get(_METADATA, {}), dict):

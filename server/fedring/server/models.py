@@ -2,36 +2,65 @@
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import nn
 
 from fedring.codec.dense import dense_header
 from fedring.codec.encoding import BUFFERS
+from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.rpc.contract import SMALL_BYTES
-from fedring.rpc.errors import UnknownModel
+from fedring.rpc.errors import Unavailable, UnknownModel
 from fedring.server.aggregate import NewModel, Plan, aggregate, store_model
-from fedring.server.blobs import Blobs
+from fedring.server.blobs import Blobs, StorageError, StorageFailed
+from fedring.server.checked import CheckedReader, DamagedBlob, Room, changed, find_damage, unreadable
 from fedring.server.config import ServerConfig
 from fedring.server.mean import Contribution
 from fedring.server.modelfile import ModelReader
 from fedring.server.optimize import ServerOptimizer
 from fedring.server.packets import PacketSpec
 from fedring.server.rows import ModelRow, UpdateRow
+from fedring.train.errors import SeamError
 from fedring.train.files import load_model
 from fedring.train.job import Job
 from fedring.train.seam import build_model
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
+log = logging.getLogger(__name__)
+
 MAX_STEPS = 7
 """Most deltas in one answer: with their buffers they are 14 packets."""
 
 Piece = tuple[int, Callable[[int, int], bytes]]
 """So many bytes, and a reader of them."""
+_Parts = tuple[list[pb.Packet], list[Piece], Callable[[], None]]
+
+
+class DamagedModel(DamagedBlob):
+    """A file of a published model is damaged; `version` is the model's."""
+
+    def __init__(self, row: ModelRow, error: DamagedBlob, way: str) -> None:
+        text = f"model {row.version} is damaged: blobs/{error.digest} {error.what}: {way}"
+        super().__init__(error.digest, error.what, text)
+        self.version = row.version
+
+
+class DamagedUpdates(StorageError):
+    """Accepted updates are damaged; `clients` says whose, with one sentence on each."""
+
+    def __init__(self, damaged: Iterable[tuple[UpdateRow, str]]) -> None:
+        self.clients: dict[str, str] = {}
+        for row, what in damaged:
+            place = f"blobs/{row.blob}" if row.blob else "in facts.sqlite"
+            self.clients[row.client_id] = f"the accepted update of {row.client_id} ({place}) {what}"
+        super().__init__("damaged_blob", "; ".join(self.clients.values()))
 
 
 @dataclass(slots=True)
@@ -41,15 +70,22 @@ class Offer:
     header: pb.ModelHeader
     pieces: Sequence[Piece]
     files: ExitStack
+    prove: Callable[[], None]
+    """To be called when all has been read and before the caller has the last of it; raises if a file was damaged.
+    It may take long if the caller did not begin at the start: not for the event loop."""
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes of the payload."""
         parts = []
-        for length, read in self.pieces:
-            if size and offset < length:
-                parts.append(read(offset, min(size, length - offset)))
-                size -= len(parts[-1])
-            offset = max(0, offset - length)
+        try:
+            for length, read in self.pieces:
+                if size and offset < length:
+                    parts.append(read(offset, min(size, length - offset)))
+                    size -= len(parts[-1])
+                offset = max(0, offset - length)
+        except StorageError:
+            self.prove()  # it knows what this file is of
+            raise
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def __enter__(self) -> "Offer":
@@ -69,11 +105,51 @@ class Models:
         self._built: dict[str, Schema] = {}  # by what a job says of its model
 
     def remember(self, row: ModelRow) -> None:
-        """The model can be fetched."""
-        self._rows[row.version] = row
-        if row.schema_hash not in self._schemas:
+        """Let the model be fetched.
+
+        Raises:
+            DamagedModel: if its file is missing or cut short, or its header is not what it was.
+        """
+        try:
             with self._blobs.reader(row.blob) as blob:
-                self._schemas[row.schema_hash] = ModelReader(blob).schema
+                if blob.size != row.bytes:
+                    raise DamagedBlob(row.blob, f"has {blob.size} of {row.bytes} bytes")
+                schema = ModelReader(blob).schema
+                if schema.hash.hex() != row.schema_hash:
+                    raise changed(row.blob)
+                self._schemas.setdefault(row.schema_hash, schema)
+        except (CodecError, StorageError) as error:
+            raise self._damaged(row, error) from error
+        self._rows[row.version] = row
+
+    def recover(self, rows: Sequence[ModelRow]) -> ModelRow | None:
+        """Let these models be fetched, newest first, but for older ones that are damaged; returns the newest.
+
+        Raises:
+            DamagedModel: if the newest is missing or cut short, or its header is not what it was.
+        """
+        for row in reversed(rows):
+            try:
+                self.remember(row)
+            except DamagedModel as error:
+                if row is rows[0]:
+                    raise DamagedModel(row, error, "restore a backup, or go on without it: --drop-damaged") from error
+                log.error("%s", error.detail)
+        return rows[0] if rows else None
+
+    def damaged(self, rows: Iterable[ModelRow]) -> list[ModelRow]:
+        """Return those models of which a file is damaged; reads all of them."""
+        return [row for row in rows if not all(map(self._is_sound, filter(None, _files_of(row))))]
+
+    def _is_sound(self, digest: str) -> bool:
+        try:
+            with self._blobs.reader(digest) as blob:
+                CheckedReader(blob.read, blob.size, digest).check()
+        except StorageFailed:
+            raise
+        except StorageError:
+            return False
+        return True
 
     def forget(self, kept: Iterable[int]) -> None:
         """Only these versions can be fetched."""
@@ -90,8 +166,7 @@ class Models:
 
     def fitting(self, latest: ModelRow | None, job: Job) -> ModelRow:
         """`latest` if it is a model of the job's kind, else a new first model; SeamError if none can be made."""
-        model = build_model(job.model, job.model_args, job.seed, self._config.trusted)
-        schema = self._built[_kind(job)] = schema_of(model)
+        model, schema = self._build(job)
         if latest is not None and schema.hash.hex() == latest.schema_hash:
             return latest
         if latest is None and self._config.init_path is not None:
@@ -99,8 +174,19 @@ class Models:
         new = store_model(schema, read_vectors(model), self._blobs, {"run_id": self._run_id})
         return self._row(new, schema, version=latest.version + 1 if latest else 1, number=0, base=0)
 
-    def next(self, base: ModelRow, updates: Sequence[UpdateRow], job: Job, number: int) -> ModelRow:
-        """The model that round `number` makes of its accepted updates; its blobs are sealed."""
+    def check_fits(self, row: ModelRow, job: Job) -> None:
+        """Return if the version is a model of the job's kind; SeamError if it is not."""
+        if self._build(job)[1].hash.hex() != row.schema_hash:
+            raise SeamError("wrong_schema", f"Version {row.version} is not a model of the job's kind: see `start`.")
+
+    def next(self, base: ModelRow, updates: Sequence[UpdateRow], job: Job, number: int, version: int) -> ModelRow:
+        """Make the model that round `number` publishes as `version`, and seal its blobs.
+
+        Raises:
+            DamagedModel: if a file of the base is damaged.
+            DamagedUpdates: if updates are; without them it may go well.
+            CodecError, OptimizerError, StorageError: if the result cannot be had or kept.
+        """
         chosen = job.server_optimizer
         plan = Plan(
             optimizer=ServerOptimizer(chosen.name, chosen.args) if chosen else None,
@@ -109,13 +195,35 @@ class Models:
             residual_blob=base.residual_blob,
             metadata={"run_id": self._run_id, "round": str(number)},
         )
-        with self._blobs.reader(base.blob) as blob:
-            reader = ModelReader(blob)
+        room = Room()
+        with ExitStack() as files:
+            try:
+                blob = files.enter_context(self._blobs.reader(base.blob))
+            except StorageError as error:
+                raise self._damaged(base, error) from error
+            checked = CheckedReader(blob.read, blob.size, base.blob, room)
+            sources = [CheckedReader(self._reader(row), row.total_bytes, row.digest, room) for row in updates]
+
+            def check() -> None:
+                for damage in find_damage([checked]):
+                    raise self._damaged(base, damage)
+                pairs = zip(updates, sources, strict=True)
+                if lost := [(row, damage.what) for row, source in pairs for damage in find_damage([source])]:
+                    raise DamagedUpdates(lost)
+
             contributions = [
-                Contribution(row.client_id, row.num_samples, row.packets, self._reader(row)) for row in updates
+                Contribution(row.client_id, row.num_samples, row.packets, source.read)
+                for row, source in zip(updates, sources, strict=True)
             ]
-            new = aggregate(reader, contributions, self._blobs, self._executor, plan)
-            return self._row(new, reader.schema, version=base.version + 1, number=number, base=base.version)
+            reader = ModelReader(checked)
+            try:
+                new = aggregate(reader, contributions, self._blobs, self._executor, plan, check=check)
+            except DamagedBlob as error:  # what the last round left beside the model
+                raise self._damaged(base, error) from error
+            except (CodecError, StorageError):
+                check()  # damage looks like anything
+                raise
+            return self._row(new, reader.schema, version=version, number=number, base=base.version)
 
     def offer(self, request: pb.FetchModelRequest) -> Offer:
         """The wanted version: as deltas to the held one where that is shorter, else whole."""
@@ -125,7 +233,7 @@ class Models:
             raise UnknownModel(advice if request.version else "there is no model yet")
         with ExitStack() as files:
             steps = self._steps(row, request.held_version)
-            packets, pieces = self._deltas(steps, files) if steps else self._whole(row, files)
+            packets, pieces, prove = self._deltas(steps, files) if steps else self._whole(row, files)
             base = request.held_version if steps else 0
             header = pb.ModelHeader(
                 run_id=self._run_id,
@@ -138,7 +246,7 @@ class Models:
                 payload_digest=hashlib.sha256(f"{row.digest} {base}".encode()).digest(),
                 model_digest=bytes.fromhex(row.digest),
             )
-            return Offer(header, pieces, files.pop_all())
+            return Offer(header, pieces, files.pop_all(), prove)
 
     def small(self, row: ModelRow) -> pb.SmallModel | None:
         """The whole version in one message; None if it is too large for that."""
@@ -146,7 +254,13 @@ class Models:
             return None
         with self.offer(pb.FetchModelRequest(version=row.version)) as offer:
             model = pb.SmallModel(header=offer.header, payload=offer.read(0, offer.header.total_bytes))
+            offer.prove()
         return model if model.ByteSize() <= SMALL_BYTES else None
+
+    def _build(self, job: Job) -> tuple[nn.Module, Schema]:
+        model = build_model(job.model, job.model_args, job.seed, self._config.trusted)
+        schema = self._built[_kind(job)] = schema_of(model)
+        return model, schema
 
     def _steps(self, row: ModelRow, held: int) -> list[ModelRow]:
         """The versions whose deltas lead from `held` to `row`, oldest first; empty if they do not, or not cheaply."""
@@ -163,27 +277,76 @@ class Models:
             at = before
         return []
 
-    def _deltas(self, steps: Sequence[ModelRow], files: ExitStack) -> tuple[list[pb.Packet], list[Piece]]:
+    def _deltas(self, steps: Sequence[ModelRow], files: ExitStack) -> _Parts:
         packets = [_packet(packet) for step in steps for packet in step.delta_packets]
-        blobs = [files.enter_context(self._blobs.reader(step.delta_blob)) for step in steps]
-        return packets, [(blob.size, blob.read) for blob in blobs]
+        readers = []
+        for step in steps:
+            try:
+                blob = files.enter_context(self._blobs.reader(step.delta_blob))
+            except StorageError as error:
+                raise self._without_delta(step, error) from error
+            readers.append(CheckedReader(blob.read, blob.size, step.delta_blob))
 
-    def _whole(self, row: ModelRow, files: ExitStack) -> tuple[list[pb.Packet], list[Piece]]:
-        reader = ModelReader(files.enter_context(self._blobs.reader(row.blob)))
+        def prove() -> None:
+            for step, reader in zip(steps, readers, strict=True):
+                for damage in find_damage([reader]):
+                    raise self._without_delta(step, damage)
+
+        return packets, [(reader.size, reader.read) for reader in readers], prove
+
+    def _whole(self, row: ModelRow, files: ExitStack) -> _Parts:
         schema = self.schema_of(row)
+        try:
+            reader = ModelReader(files.enter_context(self._blobs.reader(row.blob)))
+            if reader.schema.hash != schema.hash:
+                raise changed(row.blob)
+        except (CodecError, StorageError) as error:
+            raise self._damaged(row, error) from error
+        middle, end = 4 * schema.num_parameters, 4 * schema.num_parameters + 8 * schema.num_buffers
+
+        def values(offset: int, size: int) -> bytes:
+            """Bytes of both vectors, in the order in which they are sent and the model's digest has them."""
+            split = min(max(middle - offset, 0), size)
+            first = reader.parameter_bytes(offset, split) if split else b""
+            return first + reader.buffer_bytes(offset + split - middle, size - split) if split < size else first
+
+        checked = CheckedReader(values, end, row.digest)
+
+        def prove() -> None:
+            for damage in find_damage([checked]):
+                raise self._damaged(row, DamagedBlob(row.blob, damage.what))
+
         packets: list[pb.Packet] = []
         pieces: list[Piece] = []
-        vectors = (
-            (pb.VECTOR_PARAMETERS, "fp32", schema.num_parameters, 4, reader.parameter_bytes),
-            (pb.VECTOR_BUFFERS, BUFFERS, schema.num_buffers, 8, reader.buffer_bytes),
-        )
-        for vector, name, count, width, read in vectors:
-            if count:
-                head = dense_header(name, count)
-                size = len(head) + width * count
+        for vector, name, start, stop, width in (
+            (pb.VECTOR_PARAMETERS, "fp32", 0, middle, 4),
+            (pb.VECTOR_BUFFERS, BUFFERS, middle, end, 8),
+        ):
+            if start < stop:
+                head = dense_header(name, (stop - start) // width)
+                size = len(head) + stop - start
                 packets.append(pb.Packet(vector=vector, kind=pb.KIND_WEIGHTS, encoding=name, bytes=size))
-                pieces += [(len(head), _reader_of(head)), (width * count, read)]
-        return packets, pieces
+                pieces += [(len(head), _reader_of(head)), (stop - start, _shifted(checked.read, start))]
+        return packets, pieces, prove
+
+    def _damaged(self, row: ModelRow, error: CodecError | StorageError) -> StorageError:
+        """The error of a model of which a file could not be read, or not trusted; `error` if it may go well later."""
+        damage = changed(row.blob) if isinstance(error, CodecError) else unreadable(row.blob, error)
+        if not isinstance(damage, DamagedBlob) or isinstance(damage, DamagedModel):
+            return damage
+        older = max((version for version in self._rows if version < row.version), default=0)
+        way = f"start a job with start = {older}, or restore a backup" if older else "restore a backup"
+        return DamagedModel(row, damage, way)
+
+    def _without_delta(self, step: ModelRow, error: StorageError) -> Exception:
+        """From now on the model is sent whole; the error of the one who was to have its delta."""
+        damage = unreadable(step.delta_blob, error)
+        if not isinstance(damage, DamagedBlob):
+            return damage
+        self._rows[step.version] = replace(step, delta_blob="")
+        return Unavailable(
+            f"the step to model {step.version} is damaged: ask again for the whole", reason=damage.reason
+        )
 
     def _reader(self, row: UpdateRow) -> Callable[[int, int], bytes]:
         return self._blobs.range_reader(row.blob) if row.blob else _reader_of(row.payload)
@@ -206,6 +369,10 @@ class Models:
         )
 
 
+def _files_of(row: ModelRow) -> tuple[str, ...]:
+    return row.blob, row.delta_blob, row.residual_blob, row.optimizer_blob
+
+
 def _kind(job: Job) -> str:
     return json.dumps([job.model, job.model_args])
 
@@ -217,3 +384,7 @@ def _packet(packet: PacketSpec) -> pb.Packet:
 
 def _reader_of(data: bytes) -> Callable[[int, int], bytes]:
     return lambda offset, size: data[offset : offset + size]
+
+
+def _shifted(read: Callable[[int, int], bytes], start: int) -> Callable[[int, int], bytes]:
+    return lambda offset, size: read(start + offset, size)

@@ -26,6 +26,8 @@ class OpenRound:
     traffic: dict[str, Traffic] = field(default_factory=dict)
     done: dict[str, Done] = field(default_factory=dict)  # by the workers of a group, one of which delivers
     failures: list[str] = field(default_factory=list)  # why clients could not train, a sentence each
+    stop: str = ""  # why it is to end without a model, should the disk refuse that model
+    waits_for_disk: bool = False  # with its aggregation
 
     def event(self, seconds: float, model: pb.SmallModel | None = None) -> bytes:
         """The command as it is sent to clients that have so many seconds, with the model if given."""

@@ -5,6 +5,7 @@ import json
 from fedring.codec.encoding import Encoding
 from fedring.server import groups
 from fedring.server.rounds import Rules
+from fedring.server.rows import ModelRow, RoundRow
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
@@ -59,6 +60,16 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         data_parallel=job.data_parallel.model_dump_json() if job.mode == "data_parallel" else "",
         pipeline=job.pipeline.model_dump_json() if job.mode == "pipeline" else "",
     )
+
+
+def round_command(job: Job, row: RoundRow, base: ModelRow, *, run_id: str, max_update_bytes: int) -> pb.TrainCmd:
+    """The command of a round, but for what belongs to the moment."""
+    command = train_cmd(job, job_spec(job, row.job_id), number=row.round, job_round=row.job_round)
+    command.run_id = run_id
+    command.model_version = base.version
+    command.schema_hash = bytes.fromhex(base.schema_hash)
+    command.max_update_bytes = max_update_bytes or 2 * base.bytes + (1 << 20)
+    return command
 
 
 def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.TrainCmd:

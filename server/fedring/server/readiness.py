@@ -36,6 +36,8 @@ async def look_after_storage(coordinator: Coordinator, health: Health) -> None:
 
 
 async def _try(coordinator: Coordinator) -> None:
-    """Return if as much as the newest model can be kept: less is of no use to a round; StorageFailed if not."""
+    """Return if as much as a round publishes can be kept: less is of no use to it; StorageFailed if not."""
     model = coordinator.latest
-    await coordinator.facts.probe(max(_LEAST_BYTES, model.bytes if model else 0))
+    # Beside the model: its delta and what that left out, and of an optimizer up to two values for each of the model's.
+    models = 1 + 2 * bool(model and model.residual_blob) + 2 * bool(model and model.optimizer_blob)
+    await coordinator.facts.probe(max(_LEAST_BYTES, models * model.bytes if model else 0))

@@ -1,9 +1,12 @@
 """Rows as the messages that operators see."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from fedring.server.journal import rfc3339
+from fedring.server.openround import OpenRound
+from fedring.server.rounds import Round
 from fedring.server.rows import EventRow, JobRow, ModelRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 
@@ -37,6 +40,16 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
         missing=[name for name in row.selected if name not in delivered_ids] if row.ended_at else [],
         clients=clients,
     )
+
+
+def open_message(open_: OpenRound, state: Round, *, clients: bool) -> pb.Round:
+    """The round in progress; without `clients`, what each of them did is left out."""
+    row = replace(open_.row, phase=state.phase)
+    if not clients:
+        row = replace(row, stats={})
+    elif not row.stats:
+        row = replace(row, stats=open_.stats(0.0))
+    return round_message(row, delivered=len(state.delivered | open_.done.keys()))
 
 
 def job_message(row: JobRow) -> pb.Job:

@@ -58,10 +58,14 @@ class Rules:
     evaluate_timeout: float = 120.0
     seed: int = 0
 
+    def seconds(self, phase: Phase) -> float:
+        """The longest time that a round may stay in the phase, in seconds."""
+        return {Phase.WAITING: self.barrier_timeout, Phase.TRAINING: self.deadline}.get(phase, self.evaluate_timeout)
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round; client sets only grow."""
+    """One round; client sets only grow, but for updates that are lost again."""
 
     number: int
     rules: Rules
@@ -81,9 +85,6 @@ class State:
 
     members: Mapping[str, Member] = field(default_factory=lambda: MappingProxyType({}))
     round: Round | None = None
-
-
-# ---- events: what happened
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +108,23 @@ class Left:
 class Opened:
     number: int
     rules: Rules
+    elapsed: float = 0.0  # seconds that it has waited already, before a restart
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A restarted server goes on with a round; its clients have `grace` to come back."""
+    """A restarted server goes on with a round; its clients have `grace` to come back, within what is left of it."""
 
     round: Round
     grace: float
+    elapsed: float  # seconds that its phase has taken already, before the restart
+
+
+@dataclass(frozen=True, slots=True)
+class Delayed:
+    """For so many seconds nobody could go on: they do not count."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +141,13 @@ class Enlisted:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The client's accepted update cannot be read any more."""
+
     client: str
 
 
@@ -171,9 +188,11 @@ Event = (
     | Left
     | Opened
     | Resumed
+    | Delayed
     | Started
     | Enlisted
     | Delivered
+    | Lost
     | Failed
     | Closed
     | Published
@@ -183,12 +202,9 @@ Event = (
 )
 
 
-# ---- effects: what is to be done; each is answered with the event in brackets
-
-
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Send the command to these clients (Started)."""
+    """An effect, answered with the event in brackets: send the command to these clients (Started)."""
 
     clients: frozenset[str]
 
@@ -234,15 +250,15 @@ def apply(state: State, event: Event, now: float) -> State:
             return _member(state, client, Presence.MATCHED, now)
         case Left(client):
             return _left(state, client, now)
-        case Opened(number, rules):
+        case Opened(number, rules, elapsed):
             _require(state.round is None, event, state)
-            return replace(state, round=Round(number, rules, Phase.WAITING, now))
-        case Resumed(round_, grace):
+            return replace(state, round=Round(number, rules, Phase.WAITING, now - elapsed))
+        case Resumed(round_, grace, elapsed):
             _require(state.round is None, event, state)
             # "away since the future" gives the clients more than the usual grace
             away = Member(Presence.AWAY, now + max(0.0, grace - round_.rules.grace))
             missing = dict.fromkeys(round_.selected | round_.evaluators, away)
-            return State(MappingProxyType(missing | dict(state.members)), replace(round_, since=now))
+            return State(MappingProxyType(missing | dict(state.members)), replace(round_, since=now - elapsed))
         case Finished():
             _require(state.round is not None and state.round.phase not in OPEN, event, state)
             here = {c: m for c, m in state.members.items() if m.presence is not Presence.AWAY}
@@ -261,6 +277,10 @@ def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
             return replace(round_, delivered=round_.delivered | {client})
         case Enlisted(client) if round_.phase is Phase.TRAINING:
             return replace(round_, selected=round_.selected | {client})
+        case Lost(client) if round_.phase is Phase.AGGREGATING:
+            return replace(round_, delivered=round_.delivered - {client}, failed=round_.failed | {client})
+        case Delayed(seconds):
+            return replace(round_, since=round_.since + seconds)
         case Failed(client, number):
             known = number == round_.number and client in round_.selected
             return replace(round_, failed=round_.failed | {client}) if known else round_
@@ -322,9 +342,7 @@ def wake_at(state: State, now: float) -> float:
 
 def deadline(round_: Round) -> float:
     """When the phase that the round is in ends at the latest, monotonic seconds."""
-    rules = round_.rules
-    seconds = {Phase.WAITING: rules.barrier_timeout, Phase.TRAINING: rules.deadline}
-    return round_.since + seconds.get(round_.phase, rules.evaluate_timeout)
+    return round_.since + round_.rules.seconds(round_.phase)
 
 
 def ready(state: State, rules: Rules) -> list[str]:

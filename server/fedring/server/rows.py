@@ -36,6 +36,7 @@ class RoundRow:
     selected: tuple[str, ...] = ()
     ended_at: float | None = None
     stats: dict[str, Any] = field(default_factory=dict)
+    seconds_left: float | None = None  # until its phase ends, should the server be killed; None = all of them
 
 
 @dataclass(frozen=True, slots=True)

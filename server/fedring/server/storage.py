@@ -17,6 +17,15 @@ class Storage:
         self.works.clear()
         self.fails.set()
 
+    async def works_or(self, event: asyncio.Event) -> None:
+        """Return when the folder takes what is to be kept, or `event` is set."""
+        waits = [asyncio.ensure_future(each.wait()) for each in (self.works, event)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
     def mend(self) -> None:
         """A trial went well."""
         self.fault = ""

@@ -8,11 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from enum import StrEnum
+from dataclasses import fields, replace
 from math import fsum
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     Connection,
@@ -32,6 +31,7 @@ from sqlalchemy.exc import DBAPIError
 from fedring.daemon.crash import crashpoint
 from fedring.server.database import backup, open_database, translate
 from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, TokenRow, UpdateRow
+from fedring.server.store_api import Acceptance, Pruned
 from fedring.server.tables import clients, evaluations, events, jobs, meta, models, rounds, tokens, updates
 
 Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow, TokenRow)
@@ -49,63 +49,6 @@ KEEP_EVENTS = 10_000
 """Newest events that are kept: clients come and go, also while no round ends."""
 
 
-class Acceptance(StrEnum):
-    """What became of an update."""
-
-    NEW = "accepted"
-    ALREADY = "already_accepted"  # the same digest was accepted before
-    OTHER = "already_accepted_other"  # refused: another digest was
-
-
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """What a retention run removed: so many rows, and the blobs that no row names any more."""
-
-    rows: int
-    blobs: frozenset[str]
-
-
-class Store(Protocol):
-    """Where facts are kept."""
-
-    @property
-    def run_id(self) -> str: ...
-    def create_job(self, job: JobRow) -> JobRow: ...
-    def set_job_state(self, job_id: int, state: str, reason: str = "") -> None: ...
-    def job(self, job_id: int) -> JobRow | None: ...
-    def jobs(self, limit: int = 100) -> list[JobRow]: ...
-    def next_queued_job(self) -> JobRow | None: ...
-    def running_job(self) -> JobRow | None: ...
-    def job_rounds_ended(self, job_id: int) -> int: ...
-    def create_round(self, row: RoundRow) -> RoundRow: ...
-    def update_round(self, row: RoundRow) -> None: ...
-    def round(self, number: int) -> RoundRow | None: ...
-    def rounds(self, limit: int = 100, job_id: int = 0, below: int = 0) -> list[RoundRow]: ...
-    def open_round(self) -> RoundRow | None: ...
-    def end_orphans(self) -> None: ...
-    def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]: ...
-    def accepted_digest(self, number: int, client_id: str) -> str: ...
-    def updates_of(self, number: int) -> list[UpdateRow]: ...
-    def update_counts(self) -> dict[str, int]: ...
-    def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None: ...
-    def model(self, version: int) -> ModelRow | None: ...
-    def models(self, limit: int = 100) -> list[ModelRow]: ...
-    def add_evaluation(self, row: EvaluationRow) -> None: ...
-    def evaluations(self, version: int) -> list[EvaluationRow]: ...
-    def evaluation_sum(self, version: int) -> EvaluationRow | None: ...
-    def append_events(self, rows: Sequence[EventRow]) -> None: ...
-    def events_after(self, event_id: int, limit: int = 1000) -> list[EventRow]: ...
-    def last_events(self, limit: int) -> list[EventRow]: ...
-    def last_event_id(self) -> int: ...
-    def add_token(self, row: TokenRow) -> None: ...
-    def tokens(self) -> list[TokenRow]: ...
-    def revoke_token(self, token_id: str, at: float) -> None: ...
-    def prune(self, keep_models: int, keep_update_rounds: int) -> Pruned: ...
-    def named_blobs(self) -> set[str]: ...
-    def probe(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class SqlStore:
     """Facts in a database that SQLAlchemy knows: "sqlite:///path", "sqlite://" for memory."""
 
@@ -113,6 +56,11 @@ class SqlStore:
         self._engine = open_database(url)
         with self._transaction() as connection:
             self.run_id = str(connection.execute(select(meta.c.value).where(meta.c.name == "run_id")).scalar_one())
+
+    def set_state_id(self, state_id: str) -> None:
+        """Keep the id that also lies beside the blobs; once."""
+        with self._transaction() as connection:
+            connection.execute(insert(meta), {"name": "state_id", "value": state_id})
 
     def close(self) -> None:
         """Let go of the database."""
@@ -153,10 +101,10 @@ class SqlStore:
         return self._first(select(jobs).where(jobs.c.state == "running").order_by(jobs.c.job_id), JobRow)
 
     def job_rounds_ended(self, job_id: int) -> int:
-        """How many rounds of the job have ended, published or abandoned."""
+        """How many rounds of the job have ended, published or abandoned, kept or not."""
         ended = (rounds.c.job_id == job_id) & rounds.c.ended_at.is_not(None)
         with self._transaction() as connection:
-            return connection.execute(select(func.count()).select_from(rounds).where(ended)).scalar_one()
+            return connection.execute(select(func.max(rounds.c.job_round)).where(ended)).scalar() or 0
 
     def create_round(self, row: RoundRow) -> RoundRow:
         """The round with its new number, above all numbers before."""
@@ -167,6 +115,11 @@ class SqlStore:
         """The round is as `row` says."""
         with self._transaction() as connection:
             _replace_round(connection, row)
+
+    def save_seconds_left(self, number: int, seconds: float) -> None:
+        """The round's phase may take so long from now on."""
+        with self._transaction() as connection:
+            connection.execute(update(rounds).where(rounds.c.round == number).values(seconds_left=seconds))
 
     def round(self, number: int) -> RoundRow | None:
         """The round, if there is one."""
@@ -306,8 +259,24 @@ class SqlStore:
         with self._transaction() as connection:
             connection.execute(update(tokens).where(mine).values(revoked_at=at))
 
-    def prune(self, keep_models: int, keep_update_rounds: int) -> Pruned:
-        """Only the newest models, and the updates of open and of the newest ended rounds, are kept.
+    def drop_updates(self, number: int, clients: Sequence[str]) -> Pruned:
+        """Forget the clients' updates of the round, as if they had never been accepted."""
+        with self._transaction() as connection:
+            before = _named(connection)
+            theirs = (updates.c.round == number) & updates.c.client_id.in_(clients)
+            removed = connection.execute(delete(updates).where(theirs)).rowcount
+            return Pruned(removed, frozenset(before - _named(connection)))
+
+    def drop_models(self, versions: Sequence[int]) -> Pruned:
+        """Forget the models, as if they had never been published."""
+        with self._transaction() as connection:
+            before = _named(connection)
+            connection.execute(delete(evaluations).where(evaluations.c.version.in_(versions)))
+            removed = connection.execute(delete(models).where(models.c.version.in_(versions))).rowcount
+            return Pruned(removed, frozenset(before - _named(connection)))
+
+    def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int) -> Pruned:
+        """Only the newest models, the newest ended rounds, and the updates of open and of the newest ended ones stay.
 
         Of all models but the newest, what only the next aggregation needs is let go, too.
         """
@@ -322,6 +291,10 @@ class SqlStore:
             old = updates.c.round.in_(old_rounds)
             _remember(connection, _counted(connection, _KEPT.where(old)))
             removed = connection.execute(delete(updates).where(old)).rowcount
+            oldest = ended.order_by(rounds.c.round.desc()).offset(max(keep_rounds, keep_update_rounds) - 1).limit(1)
+            removed += connection.execute(
+                delete(rounds).where(rounds.c.round < oldest.scalar_subquery(), rounds.c.ended_at.is_not(None))
+            ).rowcount
             if kept_models:
                 removed += connection.execute(delete(models).where(models.c.version < kept_models[-1])).rowcount
                 connection.execute(delete(evaluations).where(evaluations.c.version < kept_models[-1]))

@@ -9,6 +9,7 @@ from torch import nn
 
 from fedring.data import DataError
 from fedring.server.blobs import Blobs
+from fedring.server.checked import CheckedReader
 from fedring.server.config import ServerConfig
 from fedring.server.modelfile import ModelReader
 from fedring.server.rows import ModelRow
@@ -41,8 +42,10 @@ class TestSet:
         try:
             loaded = self.load(job)
             with self._blobs.reader(row.blob) as blob:
-                reader = ModelReader(blob)
+                checked = CheckedReader(blob.read, blob.size, row.blob)
+                reader = ModelReader(checked)
                 write_vectors(loaded.model, reader.schema, reader.vectors())
+                checked.check()
             counts = evaluate(loaded.model, loaded.samples, loss=loaded.loss, device=pick_device("auto"))
         except Exception:  # the user's model and loss may raise anything, and the round has its model already
             log.exception("model %d was not evaluated here", row.version)

@@ -1,0 +1,85 @@
+"""From the state folder to a coordinator and jobs that go on where the last process ended."""
+
+import logging
+from contextlib import ExitStack
+
+from fedring.daemon.config import ConfigError
+from fedring.daemon.lock import StateLock
+from fedring.server.blobs import StorageError, StorageFailed
+from fedring.server.config import ServerConfig
+from fedring.server.coordinator import Coordinator
+from fedring.server.facts import Facts
+from fedring.server.identity import open_state
+from fedring.server.jobs import Jobs
+from fedring.server.journal import Journal
+from fedring.server.models import Models
+from fedring.server.sessions import Sessions
+
+log = logging.getLogger(__name__)
+
+_ALL = 1_000_000_000
+
+
+async def recover(
+    config: ServerConfig, stack: ExitStack, *, sweep: bool, drop_damaged: bool
+) -> tuple[Coordinator, Jobs]:
+    """Open the state folder, which nobody else may use until `stack` is closed.
+
+    Args:
+        config: names the folder.
+        stack: takes what must be let go of in the end.
+        sweep: remove the files that nothing names; never before the newest model was found to be there.
+        drop_damaged: forget models of which a file is damaged, instead of refusing to start without the newest.
+
+    Raises:
+        ConfigError: if the folder cannot be used, is in use, or holds parts of two states.
+        DamagedModel: if the newest model is missing or cut short.
+        StorageFailed: if the disk fails.
+    """
+    try:
+        stack.enter_context(StateLock(config.state_dir))
+        store, blobs = open_state(config.state_dir)
+    except StorageFailed:
+        raise
+    except (OSError, StorageError) as error:
+        raise ConfigError(f"state_dir {config.state_dir} cannot be used: {error}") from error
+    facts = Facts(store, blobs, threads=config.threads)
+    stack.callback(facts.close)
+    models = Models(blobs, facts.pool, config, store.run_id)
+    coordinator = Coordinator(facts, models, Sessions(config.max_clients), Journal(), config)
+    if drop_damaged:
+        await _drop_damaged(coordinator)
+    open_round = await restore(coordinator, config.keep_models)
+    if sweep:
+        resumable = _resumable(facts, open_round) if open_round else []
+        if swept := await facts.db(blobs.sweep, await facts.db(store.named_blobs), resumable):
+            log.info("swept %d files that nothing names", swept)
+    return coordinator, Jobs(coordinator)
+
+
+async def restore(coordinator: Coordinator, keep_models: int) -> int:
+    """Know the newest models and the round in progress again; returns its number, 0 if there is none.
+
+    Raises:
+        DamagedModel: if the newest model is missing or cut short.
+    """
+    facts, store = coordinator.facts, coordinator.facts.store
+    coordinator.latest = coordinator.models.recover(await facts.db(store.models, keep_models))
+    coordinator.journal.begin(await facts.db(store.last_event_id))
+    await facts.db(store.end_orphans)
+    open_round = await facts.db(store.open_round)
+    coordinator.recovering = open_round is not None
+    return open_round.round if open_round else 0
+
+
+async def _drop_damaged(coordinator: Coordinator) -> None:
+    facts = coordinator.facts
+    rows = await facts.db(facts.store.models, _ALL)
+    if damaged := [row.version for row in await facts.heavy(coordinator.models.damaged, rows)]:
+        await facts.db(facts.drop_models, damaged)
+        log.warning("dropped damaged models: %s", ", ".join(map(str, sorted(damaged))))
+
+
+def _resumable(facts: Facts, number: int) -> list[str]:
+    """The partial uploads that the open round may go on with."""
+    return [name for name in facts.blobs.partials() if name.startswith(f"{number}-")]

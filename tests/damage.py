@@ -1,0 +1,37 @@
+"""Damage to files of a state folder, as a failing disk or a careless hand does it."""
+
+import random
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+
+def flip(path: Path, bit: int | None = None, *, seed: int = 0) -> int:
+    """Flip one bit of the file, by default one drawn by `seed`; returns which."""
+    data = bytearray(path.read_bytes())
+    bit = random.Random(seed).randrange(8 * len(data)) if bit is None else bit
+    data[bit // 8] ^= 1 << bit % 8
+    with path.open("r+b") as file:  # the same file, as a disk's damage has it
+        file.write(data)
+    return bit
+
+
+def ask(state: Path, query: str, *values: object) -> list[tuple[object, ...]]:
+    """Ask the database of a state, which a server may be using."""
+    with closing(sqlite3.connect(state / "facts.sqlite")) as database:
+        rows: list[tuple[object, ...]] = database.execute(query, values).fetchall()
+        database.commit()
+    return rows
+
+
+def model_file(state: Path, version: int) -> Path:
+    """The file of a model version."""
+    ((name,),) = ask(state, "SELECT blob FROM models WHERE version = ?", version)
+    return state / "blobs" / str(name)
+
+
+def update_file(state: Path, client: str) -> Path:
+    """The file of the client's newest accepted update."""
+    ((name,),) = ask(state, "SELECT blob FROM updates WHERE client_id = ? ORDER BY round DESC LIMIT 1", client)
+    assert name, "so small an update lies in its row"
+    return state / "blobs" / str(name)

@@ -1,0 +1,260 @@
+"""Damage to what lies on the disk: nothing wrong is ever published or served, and it is said what is damaged."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from fedring.ctl.failure import Failure
+from fedring.daemon.exits import Exit
+from fedring.train import load_model
+from fedring.train.errors import SeamError
+from fedring.train.models import vector
+from fedring.v1 import federation_pb2 as pb
+from tests.damage import ask, flip, model_file, update_file
+from tests.fault.patience import SECONDS
+from tests.fleets import Control, Fleet
+from tests.system.wire import Refused, WireClient, outcome, parameters, payload_of, run
+
+SIZE = 50_000  # of the model: an update of it is too large for a row of the database
+ONES = np.ones(SIZE, np.float32)
+MODEL = {"model_args": {"size": SIZE}}
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with Fleet(tmp_path) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def state(fleet: Fleet) -> Path:
+    return fleet.directory / "state" / "server"
+
+
+@pytest.fixture
+def control(fleet: Fleet) -> Iterator[Control]:
+    with Control(fleet.control) as control:
+        yield control
+
+
+def deliver(client: WireClient, values: "np.ndarray[Any, np.dtype[np.float32]]" = ONES) -> None:
+    """The client's next command, answered with `values`."""
+    command, payload = client.expect("train"), payload_of(values)
+    client.push(client.header(command, payload), payload)
+
+
+def last_round(control: Control) -> Any:
+    return control.rounds(limit=1)[0]
+
+
+@pytest.fixture
+def published(fleet: Fleet, control: Control) -> None:
+    """Three versions: the initial one, and those of two rounds, which add one each."""
+    with WireClient(fleet.listen, "first") as client:
+        job_id, events = run(control, rounds=2, **MODEL)
+        for _ in range(2):
+            deliver(client)
+        assert outcome(control, job_id, events).state == "completed"
+    assert [model.version for model in control.models()] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.usefixtures("published")
+def test_a_damaged_base_is_not_built_on_and_another_version_is(
+    fleet: Fleet, control: Control, state: Path, restart: bool
+) -> None:
+    client = WireClient(fleet.listen, "a")
+    job_id, events = run(control, **MODEL)
+    command = client.expect("train")
+    file = model_file(state, 3)
+    if restart:
+        client.close()
+        fleet.server.kill()
+        flip(file)
+        fleet.start_server()
+        client = WireClient(fleet.listen, "a")
+        events = control.follow_job(job_id)
+        command = client.expect("train")
+    else:
+        flip(file)
+    with client:
+        payload = payload_of(ONES)
+        client.push(client.header(command, payload), payload)
+        job = outcome(control, job_id, events)
+        assert (job.state, job.rounds_done) == ("failed", 0)
+        assert job.reason.startswith("damaged_blob: model 3 is damaged: blobs/")
+        assert file.name in job.reason
+        assert "start = 2" in job.reason
+        assert [model.version for model in control.models()] == [3, 2, 1]
+
+        job_id, events = run(control, start=2, rounds=2, **MODEL)
+        deliver(client)
+        deliver(client)
+        assert outcome(control, job_id, events).state == "completed"
+        assert [model.version for model in control.models()] == [5, 4, 3, 2, 1]
+        assert np.array_equal(parameters(client, 4), parameters(client, 2) + ONES)
+        assert np.array_equal(parameters(client, 5), parameters(client, 4) + ONES)
+
+
+@pytest.mark.usefixtures("published")
+def test_a_damaged_base_that_a_client_asks_for_ends_the_job(fleet: Fleet, control: Control, state: Path) -> None:
+    with WireClient(fleet.listen, "a") as client:
+        job_id, events = run(control, rounds=5, **MODEL)
+        client.expect("train")
+        flip(model_file(state, 3), seed=1)
+        with pytest.raises(Refused) as refused:
+            client.fetch(3)
+        assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.DATA_LOSS, "damaged_blob")
+        job = outcome(control, job_id, events)
+        assert (job.state, "model 3 is damaged" in job.reason) == ("failed", True)
+
+
+@pytest.mark.usefixtures("published")
+def test_a_job_does_not_begin_from_a_damaged_model(fleet: Fleet, control: Control, state: Path) -> None:
+    flip(model_file(state, 3), 8 * 4096)
+    with WireClient(fleet.listen, "a") as client:
+        job_id, events = run(control, rounds=5, **MODEL)
+        command, payload = client.expect("train"), payload_of(ONES)
+        client.push(client.header(command, payload), payload)
+        job = outcome(control, job_id, events)
+    assert (job.state, "start = 2" in job.reason) == ("failed", True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.usefixtures("published")
+def test_a_damaged_model_is_neither_sent_nor_exported_nor_loaded(
+    fleet: Fleet, control: Control, state: Path, seed: int, tmp_path: Path
+) -> None:
+    flip(model_file(state, 2), seed=seed)
+    with WireClient(fleet.listen, "a") as client, pytest.raises(Refused, match="damaged_blob: model 2 is damaged"):
+        client.fetch(2)
+    with pytest.raises(Failure, match="model 2 is damaged"):
+        control.export_model(2, tmp_path / "model.safetensors")
+    with pytest.raises(SeamError, match=r"is damaged: load another version") as caught:
+        load_model(2, vector(SIZE), state_dir=state)
+    assert caught.value.reason == "damaged_blob"
+    control.export_model(3, tmp_path / "model.safetensors")
+    load_model(3, vector(SIZE), state_dir=state)
+
+
+@pytest.mark.usefixtures("published")
+def test_a_download_that_goes_on_is_proven_from_its_start(fleet: Fleet, state: Path) -> None:
+    with WireClient(fleet.listen, "a") as client:
+        header, payload = client.fetch(2)
+        flip(model_file(state, 2), 8 * (model_file(state, 2).stat().st_size - 4 * SIZE))
+        rest = pb.FetchModelRequest(version=2, offset=len(payload) - 10, payload_digest=header.payload_digest)
+        with pytest.raises(grpc.RpcError, match="model 2 is damaged"):
+            list(client.models.FetchModel(rest, metadata=client.metadata))
+
+
+def test_a_damaged_step_is_replaced_by_the_whole_model(fleet: Fleet, control: Control, state: Path) -> None:
+    with WireClient(fleet.listen, "a") as client:
+        job_id, events = run(control, rounds=1, download_encoding="uniform", **MODEL)
+        deliver(client)
+        assert outcome(control, job_id, events).state == "completed"
+        assert client.fetch(2, held=1)[0].base_version == 1
+        ((delta,),) = ask(state, "SELECT delta_blob FROM models WHERE version = 2")
+        flip(state / "blobs" / str(delta))
+        with pytest.raises(Refused) as refused:
+            client.fetch(2, held=1)
+        assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.UNAVAILABLE, "damaged_blob")
+        assert client.fetch(2, held=1)[0].base_version == 0
+
+
+def two_of_three(fleet: Fleet, control: Control, **keys: Any) -> tuple[Any, Any, WireClient, WireClient]:
+    """A job on two clients, of which the first has delivered twos."""
+    a, b = (WireClient(fleet.listen, name) for name in "ab")
+    job_id, events = run(control, min_clients=2, **MODEL, **keys)
+    deliver(a, 2 * ONES)
+    return job_id, events, a, b
+
+
+def test_a_round_ends_without_an_update_that_is_damaged(fleet: Fleet, control: Control, state: Path) -> None:
+    job_id, events, a, b = two_of_three(fleet, control)
+    with a, b:
+        flip(update_file(state, "a"))
+        deliver(b)
+        told = [event for event in events if event.kind == "blob_damaged"]
+        assert [event.client_id for event in told] == ["a"]
+        assert "what it had learned is lost" in told[0].text
+        assert control.job(job_id).state == "completed"
+        assert (list(last_round(control).missing), last_round(control).delivered) == (["a"], 1)
+        assert np.array_equal(parameters(b, 2), parameters(b, 1) + ONES)
+
+
+def test_a_round_with_too_few_sound_updates_is_abandoned(fleet: Fleet, control: Control, state: Path) -> None:
+    job_id, events, a, b = two_of_three(fleet, control, min_clients_to_aggregate=2)
+    with a, b:
+        file = update_file(state, "a")
+        file.write_bytes(file.read_bytes()[:-1])
+        deliver(b)
+        job = outcome(control, job_id, events)
+        assert (job.state, job.reason[:12]) == ("failed", "damaged_blob")
+        assert "the accepted update of a" in job.reason
+        assert [model.version for model in control.models()] == [1]
+
+
+def test_a_small_update_is_checked_in_its_row(fleet: Fleet, control: Control, state: Path) -> None:
+    a, b = (WireClient(fleet.listen, name) for name in "ab")
+    with a, b:
+        job_id, _ = run(control, min_clients=2)
+        command, payload = a.expect("train"), payload_of(np.ones(1000, np.float32))
+        a.push(a.header(command, payload), payload)
+    fleet.server.kill()
+    ((row,),) = ask(state, "SELECT payload FROM updates")
+    assert isinstance(row, bytes)
+    ask(state, "UPDATE updates SET payload = ?", row[:2000] + bytes([row[2000] ^ 1]) + row[2001:])
+    fleet.start_server()
+    with WireClient(fleet.listen, "b") as client:
+        events = control.follow_job(job_id)
+        command = client.expect("train")
+        client.push(client.header(command, payload), payload)
+        assert outcome(control, job_id, events).state == "completed"
+        assert list(last_round(control).missing) == ["a"]
+
+
+@pytest.mark.parametrize("what", ["truncated", "missing", "header"])
+@pytest.mark.usefixtures("published")
+def test_a_server_whose_newest_model_is_cut_short_says_so_and_can_go_on_without(
+    fleet: Fleet, state: Path, what: str
+) -> None:
+    fleet.server.kill()
+    file = model_file(state, 3)
+    if what == "truncated":
+        file.write_bytes(file.read_bytes()[:100])
+    elif what == "missing":
+        file.unlink()
+    else:
+        flip(file, 8 * 20)
+    before = sorted(path.name for path in (state / "blobs").iterdir())
+    fleet.server.start()
+    assert fleet.server.wait(SECONDS) == Exit.CONFIG
+    words = fleet.server.tail(4)
+    assert "model 3 is damaged" in words
+    assert "--drop-damaged" in words
+    assert "Traceback" not in fleet.server.tail(100)
+    assert sorted(path.name for path in (state / "blobs").iterdir()) == before
+    fleet.server.flags = ["--drop-damaged"]
+    fleet.start_server()
+    with Control(fleet.control) as control:
+        assert [model.version for model in control.models()] == [2, 1]
+
+
+def test_a_damaged_database_is_noticed_at_the_start(fleet: Fleet, control: Control, state: Path) -> None:
+    for _ in range(3):
+        control.stop_job(control.start_job({}).job_id)
+    fleet.server.send(15)
+    assert fleet.server.wait(SECONDS) == Exit.OK
+    facts = state / "facts.sqlite"
+    data = bytearray(facts.read_bytes())
+    page = 1 << 14
+    data[page : page + 64] = bytes(64)  # the second page's head
+    facts.write_bytes(data)
+    fleet.server.start()
+    assert fleet.server.wait(SECONDS) == Exit.CONFIG
+    assert "corrupt" in fleet.server.tail(3)
+    assert "Traceback" not in fleet.server.tail(100)

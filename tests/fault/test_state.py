@@ -1,0 +1,165 @@
+"""A state folder whose parts are missing, exchanged, or in use: the server says so, and touches nothing."""
+
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from fedring.daemon.exits import Exit
+from fedring.train import load_model
+from fedring.train.models import vector
+from tests.damage import ask
+from tests.fault.patience import SECONDS
+from tests.fleets import Control, Fleet
+from tests.system.wire import SIZE, WireClient, deliver, outcome, run
+
+
+def train(fleet: Fleet) -> None:
+    """One round is published."""
+    with Control(fleet.control) as control, WireClient(fleet.listen, "a") as client:
+        job_id, events = run(control)
+        deliver(client)
+        assert outcome(control, job_id, events).state == "completed"
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two states, `one` and `other`, of servers that have published two models and were killed."""
+    folder = tmp_path_factory.mktemp("states")
+    for name in ("one", "other"):
+        with Fleet(folder / name) as fleet:
+            train(fleet)
+            fleet.server.kill()
+    return folder
+
+
+@pytest.fixture
+def state(states: Path, tmp_path: Path) -> Path:
+    """The first of them, to be changed."""
+    shutil.copytree(states / "one", tmp_path, dirs_exist_ok=True)
+    return tmp_path / "state" / "server"
+
+
+def files(state: Path) -> dict[str, int]:
+    """All that must not change."""
+    return {str(path.relative_to(state)): path.stat().st_size for path in (state / "blobs").rglob("*")}
+
+
+def refused(folder: Path) -> str:
+    """The one sentence of a server that does not start there."""
+    fleet = Fleet(folder)
+    (folder / "logs").mkdir(exist_ok=True)
+    fleet.server.start()
+    assert fleet.server.wait(SECONDS) == Exit.CONFIG, fleet.server.tail()
+    fleet.server.close()
+    words = fleet.server.log.read_text()
+    assert "Traceback" not in words
+    return words.splitlines()[-1]
+
+
+def lose_facts(state: Path, _: Path) -> None:
+    for path in state.glob("facts.sqlite*"):
+        path.unlink()
+
+
+def empty_facts(state: Path, other: Path) -> None:
+    lose_facts(state, other)
+    (state / "facts.sqlite").touch()
+
+
+def exchange_facts(state: Path, other: Path) -> None:
+    lose_facts(state, other)
+    for path in other.glob("facts.sqlite*"):
+        shutil.copy(path, state)
+
+
+def lose_blobs(state: Path, _: Path) -> None:
+    shutil.rmtree(state / "blobs")
+
+
+def exchange_blobs(state: Path, other: Path) -> None:
+    lose_blobs(state, other)
+    shutil.copytree(other / "blobs", state / "blobs")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lose_facts, "facts.sqlite is missing or empty"),
+        (empty_facts, "facts.sqlite is missing or empty"),
+        (exchange_facts, "of different states"),
+        (lose_blobs, "blobs/ is missing or of another state"),
+        (exchange_blobs, "of different states"),
+    ],
+)
+def test_parts_of_two_states_are_not_one(
+    change: Callable[[Path, Path], None], words: str, state: Path, states: Path, tmp_path: Path
+) -> None:
+    change(state, states / "other" / "state" / "server")
+    before = files(state)
+    last = refused(tmp_path)
+    assert words in last
+    assert "Nothing was changed" in last
+    assert files(state) == before
+
+
+def as_of_before(state: Path) -> None:
+    """Make the state one of schema 3, from before there were ids."""
+    (state / "blobs" / "state_id").unlink()
+    with closing(sqlite3.connect(state / "facts.sqlite")) as database:
+        database.execute("DELETE FROM meta WHERE name = 'state_id'")
+        database.execute("ALTER TABLE rounds DROP COLUMN seconds_left")
+        database.execute("PRAGMA user_version = 3")
+        database.commit()
+
+
+def test_a_state_of_before_is_adopted_once(state: Path, tmp_path: Path) -> None:
+    as_of_before(state)
+    with Fleet(tmp_path) as fleet:
+        train(fleet)
+        ((stored,),) = ask(state, "SELECT value FROM meta WHERE name = 'state_id'")
+        assert (state / "blobs" / "state_id").read_text().strip() == stored
+        fleet.restart_server()
+        train(fleet)
+    ask(state, "DELETE FROM meta WHERE name = 'state_id'")
+    assert "of different states" in refused(tmp_path)
+
+
+def test_a_state_of_before_without_its_database_is_not_swept(state: Path, tmp_path: Path) -> None:
+    as_of_before(state)
+    lose_facts(state, state)
+    before = files(state)
+    assert "facts.sqlite is missing or empty" in refused(tmp_path)
+    assert files(state) == before
+
+
+@pytest.mark.parametrize("written", ["draft", "draft and row"])
+def test_a_first_start_that_was_killed_is_repeated(written: str, tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet:
+        fleet.server.kill()
+    state = tmp_path / "state" / "server"
+    (state / "blobs" / "state_id").rename(state / "blobs" / "state_id.new")
+    if written == "draft":
+        ask(state, "DELETE FROM meta WHERE name = 'state_id'")
+    with Fleet(tmp_path) as fleet:
+        train(fleet)
+        assert (state / "blobs" / "state_id").exists()
+        assert not (state / "blobs" / "state_id.new").exists()
+
+
+def test_a_second_server_does_not_start_when_somebody_deleted_the_lock(tmp_path: Path) -> None:
+    with Fleet(tmp_path / "one") as fleet:
+        train(fleet)
+        state = tmp_path / "one" / "state" / "server"
+        (state / "lock").unlink()
+        second = Fleet(tmp_path / "two", {"state_dir": str(state)})
+        (tmp_path / "two" / "logs").mkdir(parents=True)
+        second.server.start()
+        assert second.server.wait(SECONDS) == Exit.CONFIG
+        second.server.close()
+        assert "is in use" in second.server.tail(1)
+        load_model(0, vector(SIZE), state_dir=state)
+        train(fleet)
