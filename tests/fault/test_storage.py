@@ -5,6 +5,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,11 +17,13 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fedring.ctl.control import Events
 from fedring.ctl.health import check_health
 from fedring.daemon.exits import Exit
+from fedring.v1 import federation_pb2 as pb
 from tests.fault.patience import SECONDS, patiently
 from tests.fleets import Control, Fleet
-from tests.system.wire import Refused, WireClient, payload_of, vector_job
+from tests.system.wire import Refused, WireClient, parameters, payload_of, vector_job
 
 DISK_BYTES = 16 << 20
 SIZE = 500_000  # of the model: 2 MB
@@ -178,6 +181,69 @@ def test_a_job_that_starts_while_there_is_no_room_for_its_model_waits(disk: Disk
         assert [event.kind for event in control.follow_job(job_id, events)][-1] == "job_ended"
         assert control.job(job_id).state == "completed"
     health.close()
+
+
+def waits_with_its_model(
+    disk: Disk, fleet: Fleet, a: WireClient, b: WireClient, control: Control
+) -> tuple[int, Events]:
+    """A job whose round has one update and no room for the model that it makes of it; and what is told of it."""
+    events = control.events()
+    job_id = control.start_job(vector_job(model_args={"size": SIZE}, min_clients=2, max_abandoned=1)).job_id
+    command, payload = a.expect("train"), payload_of(ONES)
+    a.push(a.header(command, payload), payload)
+    disk.fail(fleet, room=FACTS_BYTES)
+    b.say(pb.WatchRequest(matched=True, failure=pb.Failure(round=b.expect("train").round, reason="train_error")))
+    assert patiently(fleet, "storage_failed", lambda: next(e for e in events if e.kind == "storage_failed"))
+    assert control.status().round.phase == "aggregating"
+    return job_id, events
+
+
+def test_an_aggregation_waits_for_room_and_loses_nothing(disk: Disk, fleet: Fleet) -> None:
+    with (
+        Control(fleet.control) as control,
+        WireClient(fleet.listen, "a") as a,
+        WireClient(fleet.listen, "b") as b,
+    ):
+        job_id, events = waits_with_its_model(disk, fleet, a, b, control)
+        disk.mend(fleet)
+        told = patiently(fleet, "the end of the job", lambda: list(control.follow_job(job_id, events)))
+        assert [event.kind for event in told if event.kind.startswith("round_")] == [
+            "round_published",
+            "round_evaluated",
+        ]
+        assert control.job(job_id).state == "completed"
+        assert np.array_equal(parameters(a, 2), parameters(a, 1) + ONES)
+
+
+def test_an_aggregation_that_waits_for_room_can_be_stopped(disk: Disk, fleet: Fleet) -> None:
+    with (
+        Control(fleet.control) as control,
+        WireClient(fleet.listen, "a") as a,
+        WireClient(fleet.listen, "b") as b,
+    ):
+        job_id, events = waits_with_its_model(disk, fleet, a, b, control)
+        assert control.stop_job(job_id).round == 1
+        disk.mend(fleet)
+        told = patiently(fleet, "the end of the job", lambda: list(control.follow_job(job_id, events)))
+        assert [event.kind for event in told if event.kind.startswith("round_")] == ["round_abandoned"]
+        assert control.job(job_id).state == "stopped"
+
+
+def test_a_round_does_not_run_out_of_time_while_nothing_can_be_kept(disk: Disk, fleet: Fleet) -> None:
+    with Control(fleet.control) as control, WireClient(fleet.listen, "a") as client:
+        events = control.events()
+        spec = vector_job(model_args={"size": SIZE}, deadline_seconds=4, max_abandoned=1)
+        job_id = control.start_job(spec).job_id
+        command, payload = client.expect("train"), payload_of(ONES)
+        disk.fail(fleet)
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:  # as a client does; that is longer than the round was to take
+            with pytest.raises(Refused):
+                client.push(client.header(command, payload), payload)
+        disk.mend(fleet)
+        assert patiently(fleet, "storage_works", lambda: next(e for e in events if e.kind == "storage_works"))
+        client.push(client.header(command, payload), payload)
+        assert "round_published" in [event.kind for event in control.follow_job(job_id, events)]
 
 
 def test_a_server_that_is_killed_comes_back_on_a_full_disk_but_does_not_serve(full: Disk, tmp_path: Path) -> None:

@@ -142,9 +142,8 @@ class Coordinator:
         """Go on with the round that a restart interrupted; its clients have time to come back."""
         base = await self.facts.db(self.facts.store.model, row.base_version)
         if base is None:
-            raise StorageError(
-                "missing_model", f"round {row.round} starts from model {row.base_version}, which is gone"
-            )
+            text = f"round {row.round} starts from model {row.base_version}, which is gone"
+            raise StorageError("missing_model", text)
         rules = rules_of(spec, grace=self._config.lost_after_seconds)
         seconds = rules.seconds(rd.Phase(row.phase))
         elapsed = 0.0 if row.seconds_left is None else max(0.0, seconds - row.seconds_left)
@@ -169,14 +168,12 @@ class Coordinator:
         """End the round in progress without a model; its number, 0 if none can be ended."""
         async with self.acceptor.closing():
             round_, open_ = self.state.round, self.open
-            if round_ is not None and open_ is not None and round_.phase is rd.Phase.AGGREGATING:
+            if round_ is None or open_ is None or round_.phase not in rd.OPEN:
+                return 0
+            if round_.phase is rd.Phase.AGGREGATING:
                 open_.stop = reason  # if the disk refuses its model; else it is published in a moment
                 if not open_.waits_for_disk:
                     return 0
-                self.handle(rd.Abandoned(reason))
-                return round_.number
-            if round_ is None or round_.phase not in (rd.Phase.WAITING, rd.Phase.TRAINING):
-                return 0
             self.handle(rd.Abandoned(reason))
             return round_.number
 
@@ -277,16 +274,19 @@ class Coordinator:
         self._tell("round_published", text)
 
     async def _wait_for_disk(self, open_: OpenRound, *, phase: rd.Phase) -> None:
-        """Return when the disk takes what is to be kept, or the phase has ended: meanwhile its time stands still."""
-        began = time.monotonic()
+        """Return when the disk takes what is to be kept, or the phase has ended."""
         open_.waits_for_disk = True
         while self.facts.storage.fault and self.state.round is not None and self.state.round.phase is phase:
             self._wake.clear()
             await self.facts.storage.works_or(self._wake)
         open_.waits_for_disk = False
-        seconds = time.monotonic() - began
-        open_.started += seconds
-        self.handle(rd.Delayed(seconds))
+
+    def stood_still(self, since: float) -> None:
+        """The disk refused everything since then (monotonic): that is no time in which a round could go on."""
+        if self.open is not None and self.state.round is not None:
+            seconds = time.monotonic() - max(since, self.state.round.since)
+            self.open.started += seconds
+            self.handle(rd.Delayed(seconds))
 
     async def _go_on_without(self, open_: OpenRound, error: DamagedUpdates) -> None:
         """Forget accepted updates that are damaged; the round ends without them, or cannot."""

@@ -26,6 +26,7 @@ async def look_after_storage(coordinator: Coordinator, health: Health) -> None:
         while storage.fault:
             try:
                 await _try(coordinator)
+                coordinator.stood_still(storage.since)
                 storage.mend()
             except StorageFailed:
                 await asyncio.sleep(_TRIAL_SECONDS)

@@ -1,6 +1,7 @@
 """Whether the state directory takes what is to be kept."""
 
 import asyncio
+import time
 
 
 class Storage:
@@ -8,11 +9,14 @@ class Storage:
 
     def __init__(self) -> None:
         self.fault = ""  # why it fails
+        self.since = 0.0  # when it began to fail, monotonic
         self.works, self.fails = asyncio.Event(), asyncio.Event()
         self.works.set()
 
     def fail(self, why: str) -> None:
         """Something could not be kept."""
+        if not self.fault:
+            self.since = time.monotonic()
         self.fault = why
         self.works.clear()
         self.fails.set()
