@@ -15,6 +15,7 @@ from fedring.server.groups import (
     Phase,
     Ready,
     Rules,
+    Slow,
     State,
     Tick,
     apply,
@@ -109,8 +110,27 @@ def test_without_a_replacement_the_group_goes_on_with_fewer() -> None:
 
 def test_with_too_few_the_round_ends() -> None:
     state = ready(after(running(minimum=3), Left("b"), now=100), "a", "c", now=101)
+    state = after(state, Expected(frozenset({"a", "c"})), now=105)
+    assert state.phase is Phase.GATHERING
     state = after(state, Tick(), now=110)
     assert (state.phase, state.reason) == (Phase.ENDED, "too_few_clients")
+
+
+def test_a_whole_group_waits_for_one_that_is_back_but_not_ready() -> None:
+    state = after(running(minimum=3), Left("c"))
+    state = after(state, Expected(frozenset(NAMES)), now=1.0)  # its daemon is here again, and loads
+    state = ready(entered(state, "a", "b"), "a", "b")
+    assert after(state, Tick(), now=500.0).phase is Phase.GATHERING
+    gone = after(state, Expected(frozenset({"a", "b"})), now=501.0)
+    assert (gone.phase, gone.reason) == (Phase.ENDED, "too_few_clients")
+
+
+def test_a_group_waits_longer_where_clients_take_long_to_come_back() -> None:
+    state = ready(entered(after(running(minimum=3), Left("c")), "a", "b"), "a", "b")
+    state = after(state, Slow(40.0), Slow(20.0), Expected(frozenset({"a", "b"})))
+    assert after(state, Tick(), now=39.0).phase is Phase.GATHERING
+    assert after(state, Tick(), now=40.0).phase is Phase.ENDED
+    assert after(state, Slow(5.0)) == state
 
 
 def test_nobody_is_left_behind_for_noticing_later_that_a_peer_is_lost() -> None:

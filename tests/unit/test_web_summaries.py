@@ -10,6 +10,7 @@ from fedring.server import groups as gr
 from fedring.server import rounds as rd
 from fedring.server.openround import OpenRound
 from fedring.server.rendezvous import Rendezvous
+from fedring.server.returns import Returns
 from fedring.server.rows import JobRow, ModelRow, RoundRow
 from fedring.server.sessions import Session, Sessions
 from fedring.server.summaries import (
@@ -106,7 +107,7 @@ def test_what_a_round_waits_for_follows_its_phase() -> None:
 
 
 def test_a_group_is_told_by_rank_with_what_each_worker_is() -> None:
-    rendezvous = Rendezvous(lambda kind, text: None)
+    rendezvous = Rendezvous(lambda kind, text: None, Returns())
     sessions = Sessions(9)
     assert group_summary(rendezvous, sessions, JOB) is None
     workers = {

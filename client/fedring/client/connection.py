@@ -11,6 +11,7 @@ from grpc import StatusCode, aio
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused
 from fedring.client.metrics import Metrics
+from fedring.client.startup import startup_seconds
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.daemon.tracing import trace_metadata
@@ -72,6 +73,7 @@ class Connection:
         self._authorization: Metadata = ()
         self._small = _NO_CALL  # for small updates, which waits for the next one; and its metadata
         self._channels: list[aio.Channel] = []  # the newest is last; the one before may still have calls
+        self._startup = startup_seconds()
         self._open()
 
     def _open(self) -> None:
@@ -109,7 +111,9 @@ class Connection:
     async def join(self, *, wait: bool) -> pb.JoinReply:
         """Open a session; Refused if this client will never get one. With `wait`, be patient with a silent server."""
         await self._refresh()
-        request = pb.JoinRequest(client_id=self.client_id, protocol=PROTOCOL, software=SOFTWARE)
+        request = pb.JoinRequest(
+            client_id=self.client_id, protocol=PROTOCOL, software=SOFTWARE, startup_seconds=self._startup
+        )
         call = self.commands.Join(request, metadata=self._authorization, timeout=CALL_SECONDS, wait_for_ready=wait)
         try:
             session = await call

@@ -7,6 +7,7 @@ must survive is in the store before anybody is told.
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
@@ -64,7 +65,7 @@ class Coordinator:
         self.acceptor = Acceptor(self._commit)
         self.finished = asyncio.Event()  # set whenever no round is open
         self.finished.set()
-        self.rendezvous = Rendezvous(self._tell)
+        self.rendezvous = Rendezvous(self._tell, sessions.returns)
         self._dispatch = Dispatch(sessions)
         self._trace = RoundTrace()
         self._config = config
@@ -194,19 +195,19 @@ class Coordinator:
             now = time.monotonic()
             self._wake.clear()
             effect = rd.due(self.state, now)
-            if isinstance(effect, rd.Aggregate | rd.Abandon) and self.facts.storage.fault and self.open is not None:
+            if self.open is not None and self.facts.storage.fault and isinstance(effect, rd.Aggregate | rd.Abandon):
                 # What clients offer is refused meanwhile.
                 await self._wait_for_disk(self.open, phase=rd.Phase(self.open.row.phase))
                 continue
             if effect is not None:
                 await self._perform(effect)
                 continue
+            if self.rendezvous.active:  # a client's grace may have ended
+                self.rendezvous.handle(gr.Expected(rd.pending(self.state, now)))
             wait = min(rd.wake_at(self.state, now) - now, self._tell_progress(now))
-            try:
+            with suppress(TimeoutError):  # a deadline is due
                 async with asyncio.timeout(None if wait == inf else max(wait, 0.001)):
                     await self._wake.wait()
-            except TimeoutError:
-                pass  # a deadline is due
 
     async def _perform(self, effect: rd.Effect) -> None:
         open_ = self.open

@@ -36,6 +36,7 @@ class Rules:
     minimum: int = 1  # and must have
     patience: float = 10.0  # for a replacement, before it goes on with fewer
     join_timeout: float = 30.0
+    whole: bool = False  # it cannot go on with fewer, and waits for as long as clients take to come back
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,13 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
+class Slow:
+    """Clients that come back take so long that it is worth to wait for `patience`."""
+
+    patience: float
+
+
+@dataclass(frozen=True, slots=True)
 class Entered:
     """The client's stream is open; it knows of generations up to this one."""
 
@@ -142,7 +150,7 @@ class Closed:
     reason: str = ""
 
 
-Event = Tick | Expected | Entered | Ready | Joined | Broken | Done | Left | Closed
+Event = Tick | Expected | Slow | Entered | Ready | Joined | Broken | Done | Left | Closed
 
 
 def apply(state: State, event: Event, now: float) -> State:
@@ -167,6 +175,10 @@ def _take(state: State, event: Event, now: float) -> State:
     match event:
         case Expected(clients):
             return replace(state, expected=clients)
+        case Slow(patience):
+            more = max(0.0, patience - state.rules.patience)
+            rules = replace(state.rules, patience=state.rules.patience + more)
+            return replace(state, rules=rules, deadline=state.deadline + more) if more else state
         case Entered(client, known):
             return _enter(state, client, known, now)
         case Left(client):
@@ -243,15 +255,19 @@ def _settle_gathering(state: State, now: float) -> State:
         state = replace(state, deadline=now + rules.patience)
     # Who is here may still be finding out that the generation before has ended.
     slack = rules.join_timeout if len(state.ready) < len(state.workers) else 0.0
-    if now < state.deadline + slack or _waits_for_the_first(state):
+    if now < state.deadline + slack or _more_are_coming(state):
         return state
     return _form(state, now) if len(state.ready) >= rules.minimum else _end(state, "too_few_clients", now)
 
 
-def _waits_for_the_first(state: State) -> bool:
-    """Whether no group has run yet, and enough clients to form one are on their way: they may load for minutes."""
+def _more_are_coming(state: State) -> bool:
+    """Whether enough clients to form a group are here or on their way, who may load for minutes.
+
+    Once a group has run, nobody waits so who could go on with fewer.
+    """
     on_their_way = state.expected - set(state.ready)
-    return not state.has_run and bool(on_their_way) and len(state.expected) >= state.rules.minimum
+    needed = not state.has_run or len(state.ready) < state.rules.minimum
+    return needed and bool(on_their_way) and len(state.expected) >= state.rules.minimum
 
 
 def _form(state: State, now: float) -> State:

@@ -33,7 +33,7 @@ def group_rules(job: Job, *, target: int) -> groups.Rules:
     """What the groups of a round with `target` clients obey; a pipeline is whole, or it does not run."""
     if job.mode == "pipeline":
         workers = job.pipeline.workers
-        return groups.Rules(target=workers, minimum=workers, patience=job.pipeline.replacement_seconds)
+        return groups.Rules(target=workers, minimum=workers, patience=job.pipeline.replacement_seconds, whole=True)
     return groups.Rules(
         target=target,
         minimum=min(target, job.min_clients_to_aggregate),

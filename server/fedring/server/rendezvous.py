@@ -9,20 +9,22 @@ from fedring.rpc.identity import Role, uri_of
 from fedring.server import groups as gr
 from fedring.server.openround import OpenRound
 from fedring.server.plan import group_rules
+from fedring.server.returns import Returns
 from fedring.v1 import rendezvous_pb2 as pb
 
 _MOST_GENERATION = 1 << 31
+_RETURNS = 2.0  # times as long as others took is worth to wait for the next one
 
 
 class Rendezvous:
     """Keeps the state of a round's group; `tell(kind, text)` is told what operators may want to know."""
 
-    def __init__(self, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, tell: Callable[[str, str], None], returns: Returns) -> None:
         self.round = 0  # whose group this is
         self.state: gr.State | None = None  # None = no round that needs a group has been opened
         self.done: dict[str, pb.Done] = {}  # what each member says of its work in the round
         self.moved = asyncio.Event()  # set, and replaced by a new one, with each change
-        self._tell = tell
+        self._tell, self._returns = tell, returns
         self._generation = 0  # the newest of all rounds
         self._resumed = False
 
@@ -41,7 +43,9 @@ class Rendezvous:
         before = self.state
         if before is None or not self.active:
             return
-        after = gr.apply(before, event, time.monotonic())
+        now = time.monotonic()
+        patient = gr.apply(before, gr.Slow(_RETURNS * self._returns.slowest), now) if before.rules.whole else before
+        after = gr.apply(patient, event, now)
         if after == before and not isinstance(event, gr.Expected):  # of others than the expected, some may be wanted
             return
         self._become(after)

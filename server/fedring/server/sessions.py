@@ -14,6 +14,7 @@ from fedring.rpc.contract import SESSION_KEY
 from fedring.rpc.errors import BadRequest, FedringError, NoSession, NotAllowed, Overloaded, Superseded
 from fedring.rpc.identity import IDENTITY, NAME, Identity
 from fedring.server.journal import printable
+from fedring.server.returns import Returns
 from fedring.v1 import federation_pb2 as pb
 
 OUTBOX = 64
@@ -71,6 +72,7 @@ class Sessions:
         self._by_id: dict[str, Session] = {}
         self._by_client: dict[str, Session] = {}
         self._calls: Counter[str] = Counter()  # in progress, by client
+        self.returns = Returns()
 
     def join(self, request: pb.JoinRequest, address: str) -> Session:
         """A new session for the client, of whoever makes this call; its older one is closed."""
@@ -85,6 +87,7 @@ class Sessions:
             older.close(Superseded(f"a newer session of {older.client_id} took over"))
             self.drop(older)
         self._by_id[session.session_id] = self._by_client[session.client_id] = session
+        self.returns.came(session.client_id, request.startup_seconds, time.monotonic())
         log_with(client=session.client_id)
         return session
 
@@ -115,6 +118,7 @@ class Sessions:
         if self._by_client.get(session.client_id) is not session:
             return False
         del self._by_client[session.client_id]
+        self.returns.left(session.client_id, time.monotonic())
         return True
 
     def _ended(self, client_id: str) -> None:
