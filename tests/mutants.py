@@ -199,6 +199,18 @@ MUTANTS = {
     "page's headers": Mutant(
         "server/fedring/web/headers.py", '    "X-Frame-Options": "DENY",\n', "", "tests/system/test_web.py"
     ),
+    "page's deadline": Mutant(
+        "server/fedring/web/connections.py",
+        "        super().connection_made(transport)\n        if self._admit():\n            self._expect_head()\n",
+        "        super().connection_made(transport)\n        if self._admit():\n",
+        "tests/unit/test_web_connections.py",
+    ),
+    "page's room": Mutant(
+        "server/fedring/web/connections.py",
+        "same <= most and ",
+        "",
+        "tests/system/test_web.py",
+    ),
     "expired sessions": Mutant(
         "server/fedring/server/federation.py",
         'raise Unauthenticated("the token of this session has expired", reason="expired_token")',

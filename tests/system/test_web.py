@@ -5,7 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,18 @@ class TestCare:
                     told = raw.recv(100)
                 assert told.startswith(b"HTTP/1.1 400") or told == b""
         assert ask(fleet, "/healthz")[0].status == 200
+
+    def test_half_sent_requests_of_one_address_leave_the_page_to_others(self, tmp_path: Path) -> None:
+        with Fleet(tmp_path, {"web_port": 0}) as fleet, ExitStack() as stack:
+            place = urlsplit(fleet.web)
+            for _ in range(600):
+                raw = stack.enter_context(socket.create_connection((place.hostname, place.port), timeout=SECONDS))
+                with suppress(ConnectionError):  # it may be closed already
+                    raw.sendall(b"GET / HTTP/1.1\r\nHo")
+            other = HTTPConnection(place.hostname or "", place.port, SECONDS, source_address=("127.0.0.2", 0))
+            with closing(other):
+                other.request("GET", "/")
+                assert other.getresponse().status == 200
 
 
 class TestEmpty:

@@ -25,6 +25,9 @@ from fedring.v1 import federation_pb2 as fed
 MOST_ROWS = 1000
 PAGE_BYTES = 1 << 20
 """Of rounds, after which an answer ends."""
+_ROUNDS_AT_ONCE = 32
+_BYTES_AT_ONCE = PAGE_BYTES // 32
+"""Of rounds that are read in one transaction, if those to come are like those before."""
 MAX_ID = 2**63 - 1
 """The largest number that the store can be asked for."""
 
@@ -161,14 +164,20 @@ class ControlService(rpc.ControlServiceServicer):
         """The first of the wanted rounds, at least one: those of large fleets fill a message soon."""
         limit, job_id, below = _limit(request), min(request.job_id, MAX_ID), min(request.below, MAX_ID)
         found: list[pb.Round] = []
-        size = 0
+        size, at_once = 0, 1
         while len(found) < limit and size < PAGE_BYTES:
-            # One at a time: whoever asks for many must not keep updates waiting for the store.
-            rows = await self._facts.db(self._store.rounds, 1, job_id, below)
+            rows = await self._facts.db(self._store.rounds, min(at_once, limit - len(found)), job_id, below)
             if not rows:
                 break
-            found.append(round_message(rows[0]))
-            size, below = size + found[-1].ByteSize(), rows[0].round
+            for row in rows:
+                found.append(round_message(row))
+                size += found[-1].ByteSize()
+                if size >= PAGE_BYTES:
+                    break
+            below = found[-1].round
+            # Few at a time, since whoever asks for many must not keep updates waiting for the store. But a transaction
+            # for each small round would cost ten times as much as the round itself.
+            at_once = max(1, min(_ROUNDS_AT_ONCE, _BYTES_AT_ONCE * len(found) // size))
         return found
 
     def _stored_events(self, after: int, before: int) -> list[pb.Event]:

@@ -11,11 +11,10 @@ import uvicorn
 
 from fedring.daemon.config import ConfigError
 from fedring.web.app import Source, make_app
+from fedring.web.connections import LimitedProtocol
 from fedring.web.feed import Feed
 
 log = logging.getLogger(__name__)
-
-MOST_CONNECTIONS = 128
 
 
 class _Server(uvicorn.Server):
@@ -36,13 +35,12 @@ class WebServer:
         hosts = (name, "localhost", "127.0.0.1", "[::1]") if local else ("*",)
         self._config = uvicorn.Config(
             make_app(source, self._feed, hosts=hosts),
-            http="h11",
+            http=LimitedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=MOST_CONNECTIONS,
         )
         self._server = _Server(self._config)
         self._ended = asyncio.Event()
