@@ -10,7 +10,10 @@ from fedring.train.pipelined import Pipeline
 
 EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "packed", "uniform"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(gt=0, le=30 * 86400, allow_inf_nan=False)]
+MAX_SECONDS = 30 * 86400
+"""The longest time of a round that a job can set, and that a client can say it has trained: 30 days."""
+
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 
 
 class ServerOptimizer(BaseModel):

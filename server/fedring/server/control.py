@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedring.daemon.config import ConfigError, check_keys, explain, merge
-from fedring.rpc.errors import BadRequest, OtherJob, UnknownRound
+from fedring.rpc.errors import BadRequest, NoSuchJob, OtherJob, UnknownRound
 from fedring.server.coordinator import Coordinator
 from fedring.server.federation import model_messages
 from fedring.server.jobs import Jobs
@@ -25,7 +25,7 @@ MOST_ROWS = 1000
 PAGE_BYTES = 1 << 20
 """Of rounds, after which an answer ends."""
 MAX_ID = 2**63 - 1
-"""The largest number that the store can be asked for."""
+"""The largest number that the store can be asked for; no id is as large."""
 
 
 class ControlService(rpc.ControlServiceServicer):
@@ -60,7 +60,9 @@ class ControlService(rpc.ControlServiceServicer):
         return pb.StopReply(job_id=running.job_id if running else 0, round=number)
 
     async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopReply:
-        job_id, number = await self._jobs.stop(min(request.job_id, MAX_ID))
+        if request.job_id > MAX_ID:
+            raise NoSuchJob(f"job {request.job_id} is neither running nor queued: ids end at 2^63 - 1")
+        job_id, number = await self._jobs.stop(request.job_id)
         return pb.StopReply(job_id=job_id, round=number)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.Status:
@@ -115,7 +117,10 @@ class ControlService(rpc.ControlServiceServicer):
         return pb.ModelList(models=await self._facts.db(self._models, _limit(request)))
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
-        after, oldest = min(request.after, MAX_ID), self._coordinator.journal.oldest
+        if request.after > MAX_ID:
+            text = f"after = {request.after} cannot be the id of an event: give one of at most 2^63 - 1, or 0"
+            raise BadRequest(text, reason="bad_event_id")
+        after, oldest = request.after, self._coordinator.journal.oldest
         replayed = []
         if 0 < after < oldest:
             replayed = await self._facts.db(self._stored_events, after, oldest)

@@ -15,6 +15,7 @@ from fedring.daemon.notify import sd_notify
 from fedring.server import groups as gr
 from fedring.server import rounds as rd
 from fedring.server.accept import Acceptor, Partial, RefusedCommit
+from fedring.server.admit import check_evaluation
 from fedring.server.blobs import StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.dispatch import Dispatch
@@ -96,11 +97,10 @@ class Coordinator:
             self._dispatch.evaluate(open_, self.latest, client)
 
     async def evaluated(self, client: str, report: pb.EvaluationReport) -> None:
-        """The client's counts are kept, if its round is still being evaluated."""
-        round_ = self.state.round
-        current = round_ is not None and round_.number == report.round and client in round_.evaluators
-        if not current or self.latest is None or self.latest.version != report.model_version:
-            return
+        """Keep the client's counts; UnknownRound if its round is not being evaluated, or no longer."""
+        known = (row.round for row in (self.open and self.open.row, self.last) if row)
+        version = self.latest.version if self.latest else 0
+        check_evaluation(report, client, round_=self.state.round, version=version, newest=max(known, default=0))
         row = EvaluationRow(report.round, report.model_version, client, report.correct, report.total, report.loss_sum)
         await self.facts.db(self.facts.store.add_evaluation, row)
         if self.state.round is not None and self.state.round.number == report.round:  # still
