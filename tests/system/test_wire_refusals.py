@@ -1,4 +1,4 @@
-"""What the wire refuses beside updates: downloads, evaluations and ids that make no sense."""
+"""What the wire refuses beside updates: downloads, evaluations and ids that make no sense, and what gRPC refuses."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
+from fedring.rpc.errors import reason_in, reason_of
 from fedring.v1 import control_pb2 as control_pb
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.control_pb2_grpc import ControlServiceStub
@@ -140,3 +141,65 @@ def test_an_id_that_cannot_be_is_refused_or_names_nothing(operator: ControlServi
     assert not operator.ListRounds(control_pb.ListRequest(job_id=number)).rounds
     assert not operator.ListRounds(control_pb.ListRequest(round=number)).rounds
     assert operator.ListRounds(control_pb.ListRequest(below=number)) == operator.ListRounds(control_pb.ListRequest())
+
+
+def test_a_method_that_no_port_serves_is_refused_with_a_reason(server: Fleet) -> None:
+    for address in (server.listen, server.control):
+        with grpc.insecure_channel(address) as channel:
+            for path in ("/fedring.v1.TrainCmdService/Leave", "/fedring.v1.ControlService/Leave", "/a.B/c", "x", ""):
+                error = refusal(lambda path=path, channel=channel: channel.unary_unary(path)(b"", timeout=SECONDS))  # type: ignore[misc]  # bound now
+                assert (error.code, error.reason) == (StatusCode.UNIMPLEMENTED, "unknown_method")
+
+
+class TestWhatGrpcRefusesItself:
+    """Before any code of ours: what federation.proto lists, and nothing of it has a reason."""
+
+    def check(self, call: Callable[[], object], code: StatusCode, words: str) -> None:
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        error: Any = caught.value
+        assert (error.code(), reason_in(error.trailing_metadata())) == (code, "")
+        assert words in error.details()
+        assert reason_of(error) == code.name.lower()  # what callers go by
+
+    def test_a_message_above_4_mib(self, wire: WireClient) -> None:
+        limit = 4 << 20
+        raw: Any = wire.channel.unary_unary("/fedring.v1.TrainCmdService/Join")
+        words = "larger than max"
+        self.check(lambda: raw(bytes(limit + 1), timeout=SECONDS), StatusCode.RESOURCE_EXHAUSTED, words)
+        packed = grpc.Compression.Gzip  # 4 KB of which become as much
+        self.check(
+            lambda: raw(bytes(limit + 1), timeout=SECONDS, compression=packed), StatusCode.RESOURCE_EXHAUSTED, words
+        )
+        assert refusal(lambda: raw(b"\xff" * limit, timeout=SECONDS)).reason == "bad_request"  # we have seen this one
+
+    def test_a_message_above_4_mib_in_a_stream(self, wire: WireClient) -> None:
+        push: Any = wire.channel.stream_stream("/fedring.v1.ClientUpdateService/PushUpdate")
+        stream = push(iter([bytes((4 << 20) + 1)]), metadata=wire.metadata, timeout=SECONDS)
+        self.check(lambda: next(stream), StatusCode.RESOURCE_EXHAUSTED, "larger than max")
+
+    def test_metadata_above_16_kib(self, wire: WireClient) -> None:
+        request = pb.FetchModelRequest(version=777)
+        for size, refused in ((7 << 10, False), ((16 << 10) + 1, True)):
+            metadata = (*wire.metadata, ("x-more", "x" * size))
+            stream = wire.models.FetchModel(request, metadata=metadata, timeout=SECONDS)
+            if refused:
+                self.check(lambda: next(stream), StatusCode.RESOURCE_EXHAUSTED, "metadata size")  # noqa: B023  # called now
+            else:
+                assert refusal(lambda: next(stream)).reason == "unknown_model"  # noqa: B023  # called now
+
+    def test_more_calls_than_a_port_serves(self, server: Fleet) -> None:
+        request = control_pb.WatchEventsRequest()
+        with grpc.insecure_channel(server.control) as channel:
+            stub = ControlServiceStub(channel)
+            streams = [stub.WatchEvents(request, timeout=SECONDS) for _ in range(80)]  # of which it serves 64
+            for stream in streams:
+                stream.initial_metadata()  # each is served, or has been refused
+            status = control_pb.GetStatusRequest()
+            self.check(
+                lambda: stub.GetStatus(status, timeout=SECONDS),
+                StatusCode.RESOURCE_EXHAUSTED,
+                "Concurrent RPC limit exceeded",
+            )
+            for stream in streams:
+                stream.cancel()
