@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from fedring.codec import NAMES, TILE, Encoding, Entry, Reader, Schema, encode, encode_buffers
 from fedring.codec.errors import CodecError
-from fedring.server.admit import MAX_SAMPLES, check_header, check_payload, packets_of
+from fedring.server.admit import check_header, check_payload, packets_of
 from fedring.server.packets import PacketSpec, lay_out
+from fedring.train.bounds import MAX_SAMPLES
 from fedring.v1 import federation_pb2 as pb
 
 SCHEMA = Schema((Entry("w", (300,), "float32", "parameter"), Entry("m", (3,), "float32", "buffer")))

@@ -13,7 +13,7 @@ from fedring.codec import BUFFERS, CodecError, Encoding, Vectors, encode_buffers
 from fedring.codec.dense import dense_header
 from fedring.compress.feedback import compress
 from fedring.rpc.contract import MAX_FIGURE
-from fedring.train.job import MAX_SECONDS
+from fedring.train.bounds import MAX_SECONDS
 from fedring.v1 import federation_pb2 as pb
 
 MAX_METRICS = 32

@@ -82,7 +82,9 @@ def _checked(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 3]}..."
+    """Return the sentence as it can travel: short, and with a spelling for halves of letters, which have no UTF-8."""
+    cut = text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 3]}..."
+    return cut.encode(errors="backslashreplace").decode()
 
 
 async def _abort(error: Exception, context: Any, method: str) -> NoReturn:

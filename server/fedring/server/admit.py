@@ -19,11 +19,10 @@ from fedring.server import rounds as rd
 from fedring.server.mean import open_packet, step_of
 from fedring.server.packets import Kind, PacketSpec, Vector, lay_out
 from fedring.server.walk import cut, tiles
-from fedring.train.job import MAX_SECONDS
+from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
 from fedring.v1 import federation_pb2 as pb
 
 MAX_PACKETS = 16
-MAX_SAMPLES = 1 << 40
 MAX_METRICS = 32
 MAX_BUFFER = 1e200
 """Beyond this a weighted sum could leave float64."""

@@ -9,11 +9,12 @@ from fedring.codec.errors import CodecError
 from fedring.rpc.errors import BadRequest, Gone, Unavailable, UnknownRound, refusal_in
 from fedring.rpc.streams import Paced
 from fedring.server import groups as gr
-from fedring.server.admit import MAX_SAMPLES, check_figures
+from fedring.server.admit import check_figures
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator
 from fedring.server.federation import write
 from fedring.server.sessions import Session
+from fedring.train.bounds import MAX_SAMPLES
 from fedring.v1 import rendezvous_pb2 as pb
 from fedring.v1 import rendezvous_pb2_grpc as rpc
 
