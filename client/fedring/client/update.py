@@ -84,7 +84,14 @@ def make_update(
 
 
 def sendable(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that a server takes: those that are NaN, infinite or beyond MAX_FIGURE are left out."""
+    """Leave out the metrics that a server would refuse an update for.
+
+    Args:
+        metrics: Figures of a training, by name.
+
+    Returns:
+        Those that are numbers of a magnitude of at most MAX_FIGURE.
+    """
     return {name: value for name, value in metrics.items() if abs(value) <= MAX_FIGURE}
 
 

@@ -35,7 +35,17 @@ _UNFIT = ("Cc", "Cs", "Zl", "Zp")  # controls, halves of a letter (no UTF-8), se
 
 
 def check_text(text: str) -> str:
-    """Return the text, of one line; ValueError if it holds a control character, or a letter that has no UTF-8."""
+    """Check a name or another text of one line.
+
+    Args:
+        text: What somebody has written.
+
+    Returns:
+        The same text.
+
+    Raises:
+        ValueError: If it holds a control character, a separator of lines, or half of a letter, which has no UTF-8.
+    """
     for letter in text:
         if unicodedata.category(letter) in _UNFIT:
             raise ValueError(f"must not hold the character U+{ord(letter):04X}")
