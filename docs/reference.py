@@ -12,6 +12,7 @@ from fedring.client.config import ClientConfig
 from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
+from fedring.train.bounds import MAX_COUNT
 from fedring.train.job import Job, ServerOptimizer
 from fedring.train.parallel import DataParallel
 from fedring.train.pipelined import Pipeline
@@ -65,7 +66,9 @@ SECTIONS = (
         Job,
         "Keys of the file of `flctl run JOB`, and of what follows it; of `flctl start-round KEY=VALUE`; and of the "
         "table `[job]` of fl-server, from which a job takes what it does not set, but for the arguments of another "
-        "model or optimizer.",
+        "model or optimizer. Integers of jobs and their tables end at 2^32 - 1 where nothing else is said. Names are "
+        "of one line, without control characters. Tables of free content hold at most 16 lists and tables in each "
+        "other, and finite numbers, whole ones below 2^63. A whole job is at most 64 KiB of JSON.",
     ),
     (
         "Data-parallel training",
@@ -143,7 +146,7 @@ def _takes(name: str, schema: Mapping[str, Any]) -> str:
 def _bounds(schema: Mapping[str, Any]) -> list[str]:
     if schema["type"] == "integer" and schema.get("exclusiveMinimum") == 0:
         schema = {"minimum": 1} | {key: value for key, value in schema.items() if key != "exclusiveMinimum"}
-    return [f"{sign} {schema[key]:,}" for key, sign in BOUNDS.items() if key in schema]
+    return [f"{sign} {schema[key]:,}" for key, sign in BOUNDS.items() if schema.get(key, MAX_COUNT) != MAX_COUNT]
 
 
 def _section(reference: str) -> str:

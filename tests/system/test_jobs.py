@@ -12,6 +12,8 @@ import pytest
 from fedring.ctl.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import reason_of
+from fedring.server.rows import JobRow, RoundRow
+from fedring.server.store import SqlStore
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed
@@ -162,6 +164,29 @@ class TestBadJobs:
             ('{"server_optimizer": {"name": "LBFGS"}}', "'LBFGS' does not treat each value by itself"),
             ('{"server_optimizer": {"name": "SGD", "args": {"lr": "x"}}}', "lr = 'x' is not a number"),
             ('{"server_optimizer": {"name": "Adam", "args": {"momentum": 1}}}', "Adam takes no momentum"),
+            ('{"seed": 9223372036854775808}', "seed: must be less than or equal to 8796093022207"),
+            ('{"min_clients": 100000000000000000000}', "min_clients: must be less than or equal to 4294967295"),
+            ('{"min_clients": 1' + "0" * 5000 + "}", "min_clients: must be less than or equal to 4294967295"),
+            ('{"min_clients": -1' + "0" * 5000 + "}", "min_clients: must be greater than or equal to 1"),
+            ('{"epochs": 1e400}', "epochs: "),
+            ('{"name": "a\\u0000b"}', "name: must not hold the character U+0000"),
+            ('{"model": "fedring.train.models:vec\\u001b[2Jtor"}', "model: must not hold the character U+001B"),
+            ('{"data": "a\\nb"}', "data: must not hold the character U+000A"),
+            ('{"loss": "\\ud800"}', "loss: must not hold the character U+D800"),
+            ('{"model_args": {"size": 1e400}}', "model_args: size in it must be a finite number"),
+            ('{"model_args": {"size": NaN}}', "model_args: size in it must be a finite number"),
+            ('{"model_args": {"size": 9223372036854775808}}', "model_args: size in it must be a number from"),
+            ('{"model_args": {"\\ud800": 1}}', "model_args: a key in it must not hold the character U+D800"),
+            (
+                '{"model_args": {"a": ' + "[" * 100 + "]" * 100 + "}}",
+                "model_args: must not hold more than MAX_DEPTH = 16",
+            ),
+            ('{"server_optimizer": {"name": "SGD", "args": {"lr": 1' + "0" * 400 + "}}}", "lr in it must be a number"),
+            ("[" * 60_000, "the job holds more than MAX_DEPTH = 16 lists and tables in each other"),
+            ('{"a":' * 10_000, "the job holds more than MAX_DEPTH = 16 lists and tables in each other"),
+            ('{"name": "' + "[" * 100_000, "the job is 100010 bytes of JSON, above MAX_JOB_BYTES = 65536"),
+            ('{"' + "k" * 60_000 + '": 1}', "unknown key 'kkkkk"),
+            ('{"data_parallel": {"hook": "' + "h" * 60_000 + '"}}', "hook 'hhhhh"),
             ("[1]", "a job must be one JSON object"),
             ("{", "Expecting property name"),
         ],
@@ -174,6 +199,69 @@ class TestBadJobs:
             assert (error.code(), reason_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "bad_job")
             assert sentence in error.details()
             assert "\n" not in error.details()
+            with pytest.raises(grpc.RpcError) as refused:
+                rpc.ControlServiceStub(channel).StartRound(pb.StartRoundRequest(overrides=text), timeout=20)
+            assert reason_of(refused.value) == "bad_job"
+        assert "Traceback" not in server.server.tail(1000)
+
+    @pytest.mark.parametrize(
+        ("key", "sentence"),
+        [
+            ("a\0b", "idempotency_key: must not hold the character U+0000"),
+            ("two\nlines", "idempotency_key: must not hold the character U+000A"),
+            ("k" * 129, "idempotency_key: must have at most 128 characters, not 129"),
+        ],
+    )
+    def test_a_bad_idempotency_key_is_refused_in_one_sentence(self, server: Fleet, key: str, sentence: str) -> None:
+        with grpc.insecure_channel(server.control) as channel:
+            stub = rpc.ControlServiceStub(channel)
+            calls: list[tuple[Any, Any]] = [
+                (stub.StartJob, pb.StartJobRequest(job="{}", idempotency_key=key)),
+                (stub.StartRound, pb.StartRoundRequest(idempotency_key=key)),
+            ]
+            for call, request in calls:
+                with pytest.raises(grpc.RpcError) as refused:
+                    call(request, timeout=20)
+                error: Any = refused.value
+                assert (error.code(), reason_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "bad_job")
+                assert error.details() == sentence
+
+    def test_the_longest_key_is_kept_whole(self, control: Control) -> None:
+        first, second = (control.start_job(vector_job(), key="k" * 127 + letter) for letter in "ab")
+        assert first.job_id != second.job_id
+
+    def test_long_jobs_do_not_keep_a_list_from_its_reader(self, control: Control) -> None:
+        long = {"size": SIZE, "note": "x" * 60_000}
+        started = [control.start_job(vector_job(model_args=long)).job_id for _ in range(30)]
+        listed = [job.job_id for job in control.jobs(limit=1000)]
+        assert listed == sorted(started, reverse=True)[: len(listed)]
+        assert 15 < len(listed) < 30
+        assert control.job(started[0]).job_id == started[0]
+        assert (
+            list(control.follow_job(started[-1]))[-1].kind == "job_ended"
+        )  # all have failed: there is no such argument
+
+    @pytest.mark.parametrize("state", ["queued", "running"])
+    def test_a_job_of_an_older_server_that_is_refused_now_fails_in_peace(self, tmp_path: Path, state: str) -> None:
+        spec = {**vector_job(), "seed": 2**63, "min_clients": 10**20, "name": "a\0b", "model_args": {"a": [10**30]}}
+        with Fleet(tmp_path, {"job": DEFAULTS}) as fleet:
+            store = SqlStore(f"sqlite:///{tmp_path / 'state' / 'server' / 'facts.sqlite'}")
+            row = store.create_job(JobRow(0, "a\0b", spec, 3, 1.0, idempotency_key="old"))
+            if state == "running":
+                store.set_job_state(row.job_id, "running")
+                store.create_round(RoundRow(0, row.job_id, 1, "training", 1.0, selected=("a",)))
+            store.close()
+            fleet.restart_server()
+            with Control(fleet.control) as control:
+                assert list(control.follow_job(row.job_id))[-1].kind == "job_ended"
+                job = control.job(row.job_id)
+                assert job.state == "failed"
+                assert job.reason.startswith("its specification is not valid: name: must not hold the character U+0000")
+                with pytest.raises(Failure, match="the key 'old' belongs to job"):
+                    control.start_job(vector_job(), key="old")
+                after = control.start_job(vector_job())
+                assert control.job(after.job_id).state in ("queued", "running")
+            assert "Traceback" not in fleet.server.tail(1000)
 
     @pytest.mark.parametrize(
         ("keys", "sentence"),

@@ -218,22 +218,25 @@ def test_an_address_that_cannot_be_one_is_refused(control: Control, clients: Cli
 
 
 @pytest.mark.parametrize(
-    "done",
+    ("done", "reason"),
     [
-        {"digest": b"short"},
-        {"train_seconds": float("nan")},
-        {"metrics": {"loss": float("inf")}},
-        {"metrics": {"a b": 1.0}},
-        {"metrics": {f"m{i}": 1.0 for i in range(33)}},
-        {"num_samples": 1 << 60},
+        ({"digest": b"short"}, "bad_done"),
+        ({"num_samples": 1 << 60}, "bad_done"),
+        ({"train_seconds": float("nan")}, "bad_metrics"),
+        ({"train_seconds": 1e308}, "bad_metrics"),
+        ({"metrics": {"loss": float("inf")}}, "bad_metrics"),
+        ({"metrics": {"loss": 1e308}}, "bad_metrics"),
+        ({"metrics": {"a b": 1.0}}, "bad_metrics"),
+        ({"metrics": {f"m{i}": 1.0 for i in range(33)}}, "bad_metrics"),
     ],
 )
 def test_what_cannot_be_kept_of_a_workers_report_is_refused(
-    control: Control, clients: Clients, done: dict[str, Any]
+    control: Control, clients: Clients, done: dict[str, Any], reason: str
 ) -> None:
     (client,) = clients()
     start(control, 1)
     worker = WireWorker(client, client.expect("train"))
     worker.hear("prepare")
     worker.say(done=pb.Done(**{"digest": DIGEST, **done}))
-    assert refusal(worker).reason == "bad_done"
+    error = refusal(worker)
+    assert (error.code, error.reason) == (StatusCode.INVALID_ARGUMENT, reason)

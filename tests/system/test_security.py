@@ -145,6 +145,8 @@ CALLS = [
     ("ann", "status", "PERMISSION_DENIED", "not_operator"),
     ("ann", "stop", "PERMISSION_DENIED", "not_operator"),
     ("ann", "join with bob's token", "PERMISSION_DENIED", "two_identities"),
+    ("nameless", "call nothing", "UNAUTHENTICATED", "no_identity"),
+    ("operator", "call nothing", "PERMISSION_DENIED", "not_client"),
 ]
 
 
@@ -164,6 +166,7 @@ def test_a_caller_does_only_what_is_theirs(mutual: Site, name: str, deed: str, s
             "status": lambda: operate.GetStatus(pb.GetStatusRequest(), timeout=SECONDS),
             "stop": lambda: operate.StopJob(pb.StopJobRequest(), timeout=SECONDS),
             "join with bob's token": lambda: join(channel, "ann", bob),
+            "call nothing": lambda: call(channel, "/fedring.v1.TrainCmdService/Nothing"),
         }
         code, found = refusal(deeds[deed])
     assert (code.name, found) == (status, reason)
@@ -171,6 +174,24 @@ def test_a_caller_does_only_what_is_theirs(mutual: Site, name: str, deed: str, s
     # On a busy machine gRPC may try a handshake anew.
     assert {key for key in after if after[key] != before[key]} - {"handshake"} == {reason}
     assert mutual.audit()[-1]["result"] == reason
+
+
+def test_a_method_that_is_not_there_tells_its_caller_so_and_nobody_else(mutual: Site) -> None:
+    before, written = mutual.counts(), len(mutual.audit())
+    with open_sync_channel(mutual.fleet.listen, mutual.pki.tls("nameless")) as channel:
+        path = "/made.up.Service/Method"
+        assert refusal(lambda: call(channel, path)) == (grpc.StatusCode.UNAUTHENTICATED, "no_identity")
+    assert mutual.counts()["no_identity"] == before["no_identity"] + 1
+    assert [line["verb"] for line in mutual.audit()[written:]] == ["an unknown method"]  # not what a stranger writes
+    with open_sync_channel(mutual.fleet.listen, mutual.pki.tls("ann")) as channel:
+        assert refusal(lambda: call(channel, path)) == (grpc.StatusCode.UNIMPLEMENTED, "unknown_method")
+    assert len(mutual.audit()) == written + 1
+
+
+def call(channel: grpc.Channel, path: str) -> bytes:
+    """The answer of that method to an empty message."""
+    raw: Any = channel.unary_unary(path)
+    return bytes(raw(b"", timeout=SECONDS))
 
 
 def session(site: Site) -> str:

@@ -200,6 +200,8 @@ CASES: dict[str, tuple[bytes, dict[str, Any], StatusCode, str]] = {
     "rubbish": (b"\x07" * 4016, {}, StatusCode.INVALID_ARGUMENT, "bad_header"),
     "a short vector": (payload_of(ONES[:-1]), {}, StatusCode.INVALID_ARGUMENT, "wrong_length"),
     "infinite seconds": (payload_of(ONES), {"train_seconds": float("inf")}, StatusCode.INVALID_ARGUMENT, "bad_metrics"),
+    "endless seconds": (payload_of(ONES), {"train_seconds": 1e308}, StatusCode.INVALID_ARGUMENT, "bad_metrics"),
+    "a huge metric": (payload_of(ONES), {"metrics": {"loss": 1e308}}, StatusCode.INVALID_ARGUMENT, "bad_metrics"),
 }
 
 

@@ -55,6 +55,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.on_bytes: Callable[[int], FedringError | None] = lambda received: None
         self.on_accepted: Callable[[], FedringError | None] = lambda: None
         self.on_piece: Callable[[int], FedringError | None] = lambda offset: None
+        self.on_evaluation: Callable[[], FedringError | None] = lambda: None
         self._sessions = 0
         self._outbox: asyncio.Queue[pb.ServerEvent | FedringError]
         self._partial: dict[tuple[int, bytes], bytearray] = {}
@@ -156,6 +157,8 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
     async def ReportEvaluation(self, request: pb.EvaluationReport, context: Any) -> pb.EvaluationAck:
         self._require_session(context)
         self.evaluations.put(request)
+        if error := self.on_evaluation():
+            raise error
         return pb.EvaluationAck()
 
     async def FetchModel(self, request: pb.FetchModelRequest, context: Any) -> AsyncIterator[pb.ModelBlob]:

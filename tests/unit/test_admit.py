@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from fedring.codec import NAMES, TILE, Encoding, Entry, Reader, Schema, encode, encode_buffers
 from fedring.codec.errors import CodecError
-from fedring.server.admit import MAX_SAMPLES, check_header, check_payload, packets_of
+from fedring.server.admit import check_header, check_payload, packets_of
 from fedring.server.packets import PacketSpec, lay_out
+from fedring.train.bounds import MAX_SAMPLES
 from fedring.v1 import federation_pb2 as pb
 
 SCHEMA = Schema((Entry("w", (300,), "float32", "parameter"), Entry("m", (3,), "float32", "buffer")))
@@ -65,6 +66,10 @@ BAD: dict[str, tuple[str, Callable[[pb.UpdateHeader], object]]] = {
     "a short digest": ("bad_digest", lambda h: setattr(h, "digest", b"d")),
     "no duration": ("bad_metrics", lambda h: setattr(h, "train_seconds", float("nan"))),
     "a negative duration": ("bad_metrics", lambda h: setattr(h, "train_seconds", -1.0)),
+    "ages": ("bad_metrics", lambda h: setattr(h, "train_seconds", 1e308)),
+    "more than 30 days": ("bad_metrics", lambda h: setattr(h, "train_seconds", 30 * 86400 + 1.0)),
+    "a metric that has no sum": ("bad_metrics", lambda h: h.metrics.update({"loss": -1e308})),
+    "a metric that is no number": ("bad_metrics", lambda h: h.metrics.update({"loss": float("nan")})),
     "an infinite metric": ("bad_metrics", lambda h: h.metrics.update({"loss": float("inf")})),
     "a strange metric": ("bad_metrics", lambda h: h.metrics.update({"a b": 1.0})),
     "33 metrics": ("bad_metrics", lambda h: h.metrics.update({f"m{i}": 1.0 for i in range(33)})),

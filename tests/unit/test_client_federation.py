@@ -1,5 +1,6 @@
 """The way in: tasks out of a federation, updates back."""
 
+import logging
 import os
 import queue
 import signal
@@ -15,7 +16,7 @@ from fedring.client import ClientConfig, Federation, Refused, RoundOver, WrongMo
 from fedring.codec import decode
 from fedring.daemon.exits import Exit
 from fedring.daemon.lock import StateInUse
-from fedring.rpc.errors import BadRequest, NotAllowed, Superseded
+from fedring.rpc.errors import BadRequest, NotAllowed, Superseded, UnknownRound
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
@@ -108,6 +109,61 @@ def test_a_client_that_cannot_evaluate_says_so_without_being_iterated(peer: "Pee
         peer.joins.get(timeout=SECONDS)
         peer.send(pb.ServerEvent(evaluate=pb.EvaluateCmd(round=2, model_version=3, deadline_seconds=600)))
         assert peer.evaluations.get(timeout=SECONDS).total == 0
+
+
+@pytest.mark.parametrize("reason", ["round_closed", "unknown_round"])
+def test_a_report_that_comes_too_late_is_told_once_and_troubles_nobody(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer.publish(3, schema_of(model), read_vectors(model))
+    peer.on_evaluation = lambda: UnknownRound("it is over", reason=reason)
+    caplog.set_level(logging.INFO)
+    with connect(**settings, model=model, evaluate=lambda _: (1, 10, 2.0)) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.send(
+            pb.ServerEvent(
+                evaluate=pb.EvaluateCmd(
+                    round=2, model_version=3, schema_hash=schema_of(model).hash, deadline_seconds=600
+                )
+            )
+        )
+        peer.train(peer.command(model, model_version=3))
+        assert next(federation).round == 1  # the next round is trained as if nothing had been
+    assert peer.evaluations.get_nowait().total == 10
+    assert peer.evaluations.empty()
+    (record,) = [record for record in caplog.records if "was not taken" in record.getMessage()]
+    assert record.levelno == logging.INFO
+    assert reason in record.getMessage()
+
+
+def test_a_loss_beyond_what_a_server_adds_up_is_no_score(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    peer.publish(3, schema_of(model), read_vectors(model))
+    with connect(**settings, model=model, evaluate=lambda _: (1, 10, 1e300)) as federation:
+        peer.joins.get(timeout=SECONDS)
+        command = pb.EvaluateCmd(round=2, model_version=3, schema_hash=schema_of(model).hash, deadline_seconds=600)
+        peer.send(pb.ServerEvent(evaluate=command))
+        peer.train(peer.command(model, model_version=3))
+        task = next(federation)
+        task.load_into(model)
+        task.submit(model, samples=1, metrics={"loss": 1e300, "speed": 2.0})
+    assert peer.evaluations.get_nowait().total == 0
+    header, _ = peer.accepted.get_nowait()
+    assert dict(header.metrics) == {"speed": 2.0}  # what a server would refuse is left out
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), 1e308])
+def test_seconds_that_no_training_takes_are_told_to_the_caller(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module, seconds: float
+) -> None:
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        peer.train(peer.command(model))
+        task = next(federation)
+        task.load_into(model)
+        with pytest.raises(ValueError, match=r"train_seconds is .*: it must be 0 to 2592000"):
+            task.submit(model, samples=1, train_seconds=seconds)
 
 
 def test_a_round_that_ends_cancels_its_task_and_takes_no_update(

@@ -83,7 +83,7 @@ def test_who_stands_aside_has_not_failed(task: Task, peer: "Peer") -> None:
 def test_a_server_that_knows_no_rendezvous_ends_the_round_here(task: Task) -> None:
     with task.rendezvous() as rendezvous:
         news = rendezvous.wait(lambda news: news.WhichOneof("message") == "ended", lambda: None)
-        assert news.ended.reason == "unimplemented"
+        assert news.ended.reason == "unknown_method"
         rendezvous.tell(pb.WorkerMessage(joined=pb.Joined(generation=1)))  # nobody is there to hear it
 
 

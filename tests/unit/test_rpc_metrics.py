@@ -150,12 +150,14 @@ async def test_bytes_that_are_no_message_count_as_a_bad_request(both: Both) -> N
     assert both.codes("server", JOIN) == {"INVALID_ARGUMENT": 1}
 
 
-async def test_a_method_that_does_not_exist_makes_no_series(both: Both) -> None:
+async def test_methods_that_do_not_exist_make_no_series_but_one(both: Both) -> None:
     nothing = both.channel.unary_unary("/fedring.v1.TrainCmdService/Leave")
     with pytest.raises(aio.AioRpcError):
         await nothing(b"")
+    await both.server.stop(60)
     with pytest.raises(AssertionError):
         both.codes("server", "TrainCmdService/Leave")
+    assert both.codes("server", "unknown") == {"UNIMPLEMENTED": 1}
 
 
 async def test_bytes_count_as_they_are_on_the_wire(both: Both) -> None:

@@ -9,9 +9,9 @@ from google.protobuf.empty_pb2 import Empty
 from grpc import StatusCode, aio
 
 from fedring.codec.errors import CodecError
-from fedring.rpc.boundary import Boundary
+from fedring.rpc.boundary import MOST_LETTERS, Boundary
 from fedring.rpc.channel import make_server
-from fedring.rpc.errors import Overloaded, reason_of
+from fedring.rpc.errors import BadRequest, Gone, Overloaded, reason_in, reason_of
 from fedring.server.federation import write
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
@@ -21,6 +21,8 @@ class Service(rpc.TrainCmdServiceServicer):
     """Raises what it is told to, by the client's name."""
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
+        if request.client_id == "say":
+            raise BadRequest(request.software)
         await self._fail(request.client_id, context)
         return pb.JoinReply(session_id="s")
 
@@ -38,6 +40,8 @@ class Service(rpc.TrainCmdServiceServicer):
         match how:
             case "refuse":
                 raise Overloaded("try again", reason="busy")
+            case "gone":
+                raise Gone("the session was closed")
             case "codec":
                 raise CodecError("truncated", "3 of 4 bytes")
             case "fault":
@@ -87,6 +91,19 @@ async def test_a_streams_error_becomes_a_status(
     assert (refused.value.code(), reason_of(refused.value), refused.value.details()) == (code, reason, text)
 
 
+async def test_a_call_that_a_stopping_server_cuts_off_has_no_reason() -> None:
+    server = make_server([Boundary()], max_streams=10)
+    rpc.add_TrainCmdServiceServicer_to_server(Service(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        events: Any = rpc.TrainCmdServiceStub(channel).Watch()
+        assert (await events.read()).HasField("heartbeat")
+        await server.stop(None)
+        assert await events.code() is StatusCode.UNAVAILABLE
+        assert reason_in(await events.trailing_metadata()) == ""
+
+
 async def test_a_good_call_passes(address: str) -> None:
     async with aio.insecure_channel(address) as channel:
         reply = await rpc.TrainCmdServiceStub(channel).Join(pb.JoinRequest(client_id="fine"))
@@ -101,12 +118,45 @@ async def test_bytes_that_are_no_message_are_a_bad_request(address: str) -> None
     assert (refused.value.code(), reason_of(refused.value)) == (StatusCode.INVALID_ARGUMENT, "bad_request")
 
 
-async def test_a_call_that_does_not_exist_is_unimplemented(address: str) -> None:
+@pytest.mark.parametrize(
+    "path",
+    ["", "x", "/", "//", "/x", "/a/b/c", "/fedring.v1.TrainCmdService/Leave", "/no.Such/Method", "/" + "y" * 7000],
+)
+async def test_a_method_that_does_not_exist_is_refused_with_its_reason(
+    address: str, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with aio.insecure_channel(address) as channel:
-        call: Any = channel.unary_unary("/fedring.v1.TrainCmdService/Leave")
+        call: Any = channel.unary_unary(path)
         with pytest.raises(aio.AioRpcError) as refused:
             await call(Empty().SerializeToString())
-    assert refused.value.code() is StatusCode.UNIMPLEMENTED
+        with pytest.raises(aio.AioRpcError) as streamed:
+            await channel.stream_stream(path)(iter([b""])).read()  # type: ignore[arg-type]  # any iterable will do
+    for error in (refused.value, streamed.value):
+        assert (error.code(), reason_of(error)) == (StatusCode.UNIMPLEMENTED, "unknown_method")
+        assert f"the method {path[:100]!r} is not served at this port" in (error.details() or "")
+    assert max(len(record.getMessage()) for record in caplog.records) < 1000
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{GRINNING FACE}"])
+async def test_a_long_sentence_does_not_cost_the_caller_the_reason(
+    address: str, letter: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with aio.insecure_channel(address) as channel:
+        with pytest.raises(aio.AioRpcError) as refused:
+            await rpc.TrainCmdServiceStub(channel).Join(pb.JoinRequest(client_id="say", software=letter * 100_000))
+    assert (refused.value.code(), reason_of(refused.value)) == (StatusCode.INVALID_ARGUMENT, "bad_request")
+    assert refused.value.details() == letter * (MOST_LETTERS - 3) + "..."
+    assert len(caplog.records[-1].getMessage()) < 1000
+
+
+async def test_a_call_whose_session_has_gone_says_so_without_a_line_in_the_log(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with aio.insecure_channel(address) as channel:
+        with pytest.raises(aio.AioRpcError) as refused:
+            await rpc.TrainCmdServiceStub(channel).Join(pb.JoinRequest(client_id="gone"))
+    assert (refused.value.code(), reason_of(refused.value)) == (StatusCode.CANCELLED, "gone")
+    assert "refused" not in caplog.text
 
 
 class SlowContext:

@@ -321,7 +321,9 @@ async def test_an_evaluation_that_comes_as_its_round_ends_does_no_harm(host: Hos
     host.gate.open()
     await evaluated
     assert await host.ended(job.job_id) == "completed"
-    await host.coordinator.evaluated("a", report)
+    with pytest.raises(UnknownRound) as refused:
+        await host.coordinator.evaluated("a", report)
+    assert refused.value.reason == "round_closed"
     assert len(await host.facts.db(host.store.evaluations, 2)) == 1
 
 

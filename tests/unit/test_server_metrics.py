@@ -23,7 +23,7 @@ from fedring.server.metrics import REJECTIONS, Metrics
 from fedring.server.rows import UpdateRow
 
 OTHERS = {"bad_schema", "unknown_model", "unknown_job", "unknown_token"}  # reasons that no upload is refused for
-OTHERS |= {"other_job", "unreadable"}
+OTHERS |= {"other_job", "unknown_method", "unreadable"}
 OTHERS |= {"no_session", "superseded", "gone", "stalled", "unavailable", "damaged"}  # after which it goes on
 
 

@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack
-from math import isfinite, nan
+from math import nan
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from fedring.client.task import Evaluation, Task
 from fedring.daemon.config import load_config
 from fedring.daemon.lock import StateLock
 from fedring.daemon.metrics import serving
+from fedring.rpc.contract import MAX_FIGURE
 from fedring.rpc.tls import ends_at
 from fedring.train.evaluation import Counts
 from fedring.v1 import federation_pb2 as pb
@@ -150,7 +151,7 @@ class Federation:
         counts = Counts()
         try:
             counts = self._on_evaluate(Evaluation(order, self._link))
-            if not isfinite(counts.loss_sum):
+            if not abs(counts.loss_sum) <= MAX_FIGURE:
                 log.warning("model %d has no score here: its loss is %g", order.command.model_version, counts.loss_sum)
                 counts = Counts()  # the server would refuse it, and wait for another
         except RoundOver as over:

@@ -14,7 +14,7 @@ from fedring.client.connection import CALL_SECONDS, Connection, stray_cancellati
 from fedring.client.errors import Refused
 from fedring.client.inbox import Inbox
 from fedring.daemon.exits import Exit
-from fedring.rpc.errors import FedringError, Superseded, Unavailable, reason_of, status_of
+from fedring.rpc.errors import FedringError, Superseded, Unavailable, UnknownRound, reason_of, status_of
 from fedring.rpc.health import Health
 from fedring.rpc.streams import Paced
 from fedring.v1 import federation_pb2 as pb
@@ -71,7 +71,7 @@ class Session:
                 await asyncio.sleep(backoff.next())
 
     async def report_evaluation(self, report: pb.EvaluationReport) -> None:
-        """Tell the server the counts; a server that does not want them any more is no failure."""
+        """Tell the server the counts, once; it is no failure if the evaluation of that round is over."""
         try:
             with stray_cancellation():
                 await self._connection.commands.ReportEvaluation(
@@ -79,7 +79,9 @@ class Session:
                 )
         except (aio.AioRpcError, FedringError) as error:
             reason = error.reason if isinstance(error, FedringError) else reason_of(error)
-            log.warning("the evaluation of model %d was not taken: %s", report.model_version, reason)
+            late = isinstance(error, aio.AioRpcError) and status_of(error) is UnknownRound.status
+            level = logging.INFO if late else logging.WARNING
+            log.log(level, "the evaluation of model %d was not taken: %s", report.model_version, reason)
 
     async def report_failure(self, failure: pb.Failure) -> None:
         """The server learns with the next message, at once if it can be reached, that this round failed here."""

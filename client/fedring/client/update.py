@@ -4,7 +4,6 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +12,8 @@ from fedring.client.held import Model
 from fedring.codec import BUFFERS, CodecError, Encoding, Vectors, encode_buffers
 from fedring.codec.dense import dense_header
 from fedring.compress.feedback import compress
+from fedring.rpc.contract import MAX_FIGURE
+from fedring.train.bounds import MAX_SECONDS
 from fedring.v1 import federation_pb2 as pb
 
 MAX_METRICS = 32
@@ -33,6 +34,8 @@ class Work:
         for name in self.metrics:
             if not _NAME.fullmatch(name):
                 raise ValueError(f"the metric {name!r} is not named with 1 to 128 of A-Z a-z 0-9 . _ -")
+        if not 0 <= self.train_seconds <= MAX_SECONDS:
+            raise ValueError(f"train_seconds is {self.train_seconds:g}: it must be 0 to {MAX_SECONDS} (30 days)")
         if len(self.metrics) > MAX_METRICS:
             raise ValueError(f"there are {len(self.metrics)} metrics, and at most {MAX_METRICS} are taken")
 
@@ -75,9 +78,21 @@ def make_update(
         total_bytes=sum(map(len, parts)),
         digest=digest.digest(),
         train_seconds=work.train_seconds,
-        metrics={name: value for name, value in work.metrics.items() if isfinite(value)},
+        metrics=sendable(work.metrics),
     )
     return Update(header, parts, left_out)
+
+
+def sendable(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Leave out the metrics that a server would refuse an update for.
+
+    Args:
+        metrics: Figures of a training, by name.
+
+    Returns:
+        Those that are numbers of a magnitude of at most MAX_FIGURE.
+    """
+    return {name: value for name, value in metrics.items() if abs(value) <= MAX_FIGURE}
 
 
 def encoding_of(message: pb.Encoding) -> Encoding:

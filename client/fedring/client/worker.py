@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fedring.client.rendezvous import Rendezvous
+from fedring.client.update import sendable
 from fedring.ring import Endpoint, RingError, RingOptions, Traffic, join, leave
 from fedring.train.errors import TrainingStopped
 from fedring.train.usage import Usage
@@ -118,7 +119,7 @@ class Worker:
             digest=part.digest(),
             num_samples=part.usage.samples,
             train_seconds=part.usage.seconds,
-            metrics=part.metrics,
+            metrics=sendable(part.metrics),
         )
         self._trained = True
         self.rendezvous.on_news = _ignore

@@ -80,6 +80,8 @@ def read_document(path: Path) -> dict[str, Any]:
         document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except RecursionError:
+        raise ConfigError(f"{path} holds too many lists and tables in each other") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
     if not isinstance(document, dict):
@@ -96,6 +98,8 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"{override!r} is not of the form key=value")
         try:
             value = json.loads(text)
+        except RecursionError:
+            raise ConfigError(f"the value of {key[:100]!r} holds too many lists and tables in each other") from None
         except ValueError:
             value = text
         first, *inner = key.split(".")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from grpc import aio
 
 from fedring.rpc.errors import FedringError, NotAllowed, Unauthenticated
-from fedring.rpc.handlers import FACTORY, around
+from fedring.rpc.handlers import FACTORY, around, unknown_method
 from fedring.rpc.identity import IDENTITY, LOCAL, NOBODY, Identity, Role, certified
 from fedring.v1.federation_pb2 import JoinRequest
 
@@ -112,22 +112,24 @@ class Auth(aio.ServerInterceptor):
     tally: Tally = field(default_factory=Tally)
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
-        method = handler_call_details.method
+        method = verb = handler_call_details.method
         handler = await continuation(handler_call_details)
         if handler is None:
-            return None
+            # Whoever may not call learns nothing of what is served here, and writes no names of theirs into the log.
+            handler, verb = unknown_method(method), "an unknown method"
         kind, _ = FACTORY[handler.request_streaming, handler.response_streaming]
-        guarded = around(getattr(handler, kind), lambda request, context: self._watched(method, request, context))
+        call = getattr(handler, kind)
+        guarded = around(call, lambda request, context: self._watched(method, request, context, verb=verb))
         return handler._replace(**{kind: guarded})
 
     @asynccontextmanager
-    async def _watched(self, method: str, request: Any, context: Any) -> AsyncIterator[Any]:
-        """Inside, IDENTITY is who calls; whoever may not call does not get inside."""
+    async def _watched(self, method: str, request: Any, context: Any, *, verb: str) -> AsyncIterator[Any]:
+        """Inside, IDENTITY is who calls; whoever may not call does not get inside. `verb` is for the audit log."""
         who, result, refused = NOBODY, "failed", False
         if self.door.encrypted:
             self.tally.heard(context.peer())
         try:
-            if method.split("/")[1] not in _ANYBODY:
+            if _service_of(method) not in _ANYBODY:
                 who = await self.door.identify(context)
                 allow(who, method, request)
                 IDENTITY.set(who)
@@ -140,13 +142,13 @@ class Auth(aio.ServerInterceptor):
                 self.tally.refused[result] += 1
             raise
         finally:
-            if refused or _is_audited(method):
-                self.audit.write(identity=str(who), peer=context.peer(), verb=method, result=result)
+            if refused or _is_audited(verb):
+                self.audit.write(identity=str(who), peer=context.peer(), verb=verb, result=result)
 
 
 def allow(who: Identity, method: str, request: Any) -> None:
     """Return if they may make this call; NotAllowed if not."""
-    service = method.split("/")[1].rpartition(".")[2]
+    service = _service_of(method).rpartition(".")[2]
     if service in _OPERATORS and not who.is_a(Role.OPERATOR):
         raise NotAllowed(f"{who} is no operator", reason="not_operator")
     if service in _CLIENTS and not who.is_a(Role.CLIENT):
@@ -156,8 +158,13 @@ def allow(who: Identity, method: str, request: Any) -> None:
 
 
 def _is_audited(method: str) -> bool:
-    _, service, verb = method.split("/")
-    return service.rpartition(".")[2] in _OPERATORS and not verb.startswith(_READS)
+    verb = method.rpartition("/")[2]
+    return _service_of(method).rpartition(".")[2] in _OPERATORS and not verb.startswith(_READS)
+
+
+def _service_of(method: str) -> str:
+    """Return the service in "/package.Service/Method"; empty if the path is none."""
+    return method.rpartition("/")[0].removeprefix("/")
 
 
 def _bearer(context: Any) -> str | None:

@@ -8,3 +8,6 @@ SESSION_KEY = "fl-session"
 
 SMALL_BYTES = 1 << 16
 """Most bytes of what travels in one message with its header: a SmallModel, the payload of a SmallUpdate."""
+
+MAX_FIGURE = 1e200
+"""The largest magnitude of a metric, or of a sum of losses: beyond it a sum over clients could leave float64."""

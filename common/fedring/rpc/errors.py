@@ -36,6 +36,12 @@ class BadUpdate(BadRequest):
     reason = "bad_update"
 
 
+class UnknownMethod(FedringError):
+    """The port serves no method of this name."""
+
+    status, reason = StatusCode.UNIMPLEMENTED, "unknown_method"
+
+
 class UnknownRound(FedringError):
     """No such round is open for this client."""
 
@@ -97,7 +103,7 @@ class Superseded(FedringError):
 
 
 class Gone(FedringError):
-    """The caller is not there any more; nobody is told."""
+    """The caller is not there any more; it is worth no line in the log."""
 
     status, reason = StatusCode.CANCELLED, "gone"
 

@@ -22,6 +22,10 @@ _NEWS = 0.1  # seconds that a call may still have when its caller's deadline has
 _NAMES = {code.value[0]: code.name for code in StatusCode}
 
 
+UNKNOWN = "unknown"
+"""What all methods that a server does not have are counted as."""
+
+
 def check_metrics_address(address: str, *, insecure: bool) -> None:
     """Return if metrics may be served there; ValueError if not."""
     if address and not is_loopback(address) and not insecure:
@@ -110,18 +114,24 @@ class Calls:
             )
         return self._methods[path]
 
+    def known(self, path: str) -> Method | None:
+        """Return the metrics of the method at that path; None if nobody has asked for them by `of`."""
+        return self._methods.get(path)
+
 
 class CountCalls(aio.ServerInterceptor):
     """Counts a server's calls. It goes before the Boundary: only there a call has the code that its caller sees."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
+        self._unknown = calls.of(UNKNOWN)
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None:
-            return None  # no such method: its name is the caller's, and no label
-        method = self._calls.of(handler_call_details.method)
+            return None
+        # The name of a method that does not exist is the caller's, and no label.
+        method = self._calls.known(handler_call_details.method) or self._unknown
         kind, factory = FACTORY[handler.request_streaming, handler.response_streaming]
         return factory(
             around(getattr(handler, kind), lambda _, context: _counted(method, context)),

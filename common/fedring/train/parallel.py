@@ -1,13 +1,14 @@
 """How the clients of a data-parallel job train together: the job's table [data_parallel]."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedring.train.bounds import MAX_COUNT, Count, NonNegative, Positive, PositiveCount, Text
 
 HOOKS = ("none", "fp16", "bf16", "int8", "topk", "powersgd", "batched_powersgd", "dgc")
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class DataParallel(BaseModel):
@@ -15,16 +16,18 @@ class DataParallel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    hook: str = Field(
+    hook: Text = Field(
         "none",
         description=f"how gradients are sent: {', '.join(HOOKS)}, or a communication hook as module:attribute",
     )
     ratio: float | None = Field(
         None, gt=0, le=1, description="share of the gradient's entries that dgc and topk send; none = 0.001 and 0.01"
     )
-    warmup_epochs: NonNegativeInt = Field(1, description="epochs in which dgc's share falls to ratio")
-    rank: PositiveInt = Field(1, description="rank of the factors that powersgd and batched_powersgd send")
-    start_iteration: int = Field(10, ge=2, description="steps of the job that these two send whole at first")
+    warmup_epochs: Count = Field(1, description="epochs in which dgc's share falls to ratio")
+    rank: PositiveCount = Field(1, description="rank of the factors that powersgd and batched_powersgd send")
+    start_iteration: int = Field(
+        10, ge=2, le=MAX_COUNT, description="steps of the job that these two send whole at first"
+    )
     feedback: Literal["ef", "ef21", "none"] = Field(
         "ef", description="what becomes of what int8, topk and powersgd leave out; ef21 is for the first two"
     )
@@ -36,9 +39,11 @@ class DataParallel(BaseModel):
     )
 
     bucket_mb: Positive = Field(25.0, le=4096, description="gradients that are sent together, in MiB")
-    accumulation_steps: PositiveInt = Field(1, description="batches whose gradients are added up before they are sent")
+    accumulation_steps: PositiveCount = Field(
+        1, description="batches whose gradients are added up before they are sent"
+    )
     find_unused_parameters: bool = Field(False, description="let parameters take no part in a step")
-    buffers: Literal["every_step", "before_evaluation"] | PositiveInt = Field(
+    buffers: Literal["every_step", "before_evaluation"] | PositiveCount = Field(
         "every_step",
         description="when workers take over rank 0's buffers (BatchNorm): every_step, before_evaluation, or every so "
         "many steps",
@@ -47,14 +52,14 @@ class DataParallel(BaseModel):
     lr_schedule: Literal["constant", "cosine", "step"] = Field(
         "constant", description="how the learning rate falls over the job"
     )
-    lr_warmup_epochs: NonNegativeFloat = Field(0.0, description="epochs in which the learning rate rises to lr")
+    lr_warmup_epochs: NonNegative = Field(0.0, description="epochs in which the learning rate rises to lr")
     lr_step_epochs: Positive = Field(10.0, description="epochs from one fall to the next (step)")
     lr_gamma: float = Field(0.1, gt=0, le=1, description="what the learning rate is multiplied by in a fall (step)")
 
     replacement_seconds: float = Field(
         10.0, ge=0, le=3600, description="how long a group waits for a replacement before it goes on with fewer"
     )
-    hash_every: NonNegativeInt = Field(
+    hash_every: Count = Field(
         100, description="steps between comparisons of all workers' parameters; 0 = only at the end of a round"
     )
 

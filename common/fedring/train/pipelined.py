@@ -1,18 +1,21 @@
 """How the clients of a pipeline job train together: the job's table [pipeline]."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedring.pipeline.schedules import Schedule, Versions, make, pipedream
 from fedring.pipeline.simulation import check
+from fedring.train.bounds import Count, Positive, PositiveCount, Text
 
 CREDITS = 4
 """Messages of a kind that a stage sends ahead of their use."""
 
+MAX_CELLS = 1 << 16
+"""Stages times micro-batches: a schedule lists them all, and is tried out before the job is taken."""
+
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Pipeline(BaseModel):
@@ -25,7 +28,7 @@ class Pipeline(BaseModel):
     replicas: int = Field(
         1, ge=1, le=256, description="pipelines side by side, whose gradients are averaged; each takes its own batches"
     )
-    cut: str | list[int] | list[str] = Field(
+    cut: Text | list[Count] | list[Text] = Field(
         "parameters",
         description="where the model is cut: evenly by parameters, or by time; at these layers (each begins a stage); "
         "by the number of layers of each stage; or module:attribute, which takes the model and returns its stages",
@@ -33,26 +36,26 @@ class Pipeline(BaseModel):
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "pipedream"] = Field(
         "1f1b", description="who does what when"
     )
-    micro_batches: PositiveInt | Literal["auto"] = Field(
+    micro_batches: PositiveCount | Literal["auto"] = Field(
         4,
         description="parts of a batch; of pipedream, the micro-batches from one flush to the next; auto = what is the "
-        "fastest in the first steps",
+        f"fastest in the first steps; times stages, at most {MAX_CELLS:,}",
     )
     recompute: bool = Field(False, description="keep inputs instead of activations, and repeat the forward")
-    update_interval: NonNegativeInt = Field(
+    update_interval: Count = Field(
         0, description="micro-batches of a batch (pipedream); 0 = one, or of macrobatch, as many as there are stages"
     )
     versions: Literal["stashed", "vertical", "macrobatch"] = Field(
         "stashed", description="the weights that a forward uses (pipedream)"
     )
-    warmups: list[NonNegativeInt] = Field(
+    warmups: list[Count] = Field(
         default_factory=list, description="forwards of each stage before its first backward (pipedream); [] = the least"
     )
     compute_dtype: Literal["float32", "float16", "bfloat16"] = Field(
         "float32", description="what stages compute in; the optimizer's parameters stay as they are"
     )
     loss_scale: Positive = Field(1.0, description="the loss is multiplied by it, and gradients divided (float16)")
-    checkpoint_every: NonNegativeInt = Field(
+    checkpoint_every: Count = Field(
         100, description="steps after which all workers keep a copy of all stages; 0 = only at the end of a round"
     )
     replacement_seconds: float = Field(
@@ -70,7 +73,12 @@ class Pipeline(BaseModel):
         if self.schedule == "pipedream" and self.micro_batches == "auto":
             raise ValueError("micro_batches of pipedream is no part of a batch, and cannot be auto")
         self._check_cut()
-        check(self.schedule_of(self.unit if self.micro_batches == "auto" else self.micro_batches), credits=CREDITS)
+        micro_batches = self.unit if self.micro_batches == "auto" else self.micro_batches
+        if self.stages * micro_batches > MAX_CELLS:
+            raise ValueError(
+                f"{self.stages} stages times {micro_batches} micro_batches are above MAX_CELLS = {MAX_CELLS}"
+            )
+        check(self.schedule_of(micro_batches), credits=CREDITS)
         return self
 
     def _check_cut(self) -> None:

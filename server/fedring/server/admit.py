@@ -1,10 +1,10 @@
-"""What is checked before an update counts: its header before any byte of payload, then every byte.
+"""What is checked before an update or an evaluation counts: of an update the header before any byte, then every byte.
 
-Nothing that passes can stop the aggregation or write outside of the model.
+Nothing that passes can stop the aggregation, write outside of the model, or make a sum over clients infinite.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
@@ -13,13 +13,16 @@ import numpy as np
 from fedring.codec import BUFFERS, DELTA_ONLY, NAMES, Decoder, Reader
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
+from fedring.rpc.contract import MAX_FIGURE
+from fedring.rpc.errors import BadRequest, UnknownRound
+from fedring.server import rounds as rd
 from fedring.server.mean import open_packet, step_of
 from fedring.server.packets import Kind, PacketSpec, Vector, lay_out
 from fedring.server.walk import cut, tiles
+from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
 from fedring.v1 import federation_pb2 as pb
 
 MAX_PACKETS = 16
-MAX_SAMPLES = 1 << 40
 MAX_METRICS = 32
 MAX_BUFFER = 1e200
 """Beyond this a weighted sum could leave float64."""
@@ -50,7 +53,7 @@ def check_header(header: pb.UpdateHeader, schema: Schema) -> None:
         _check_vector([spec for spec in specs if spec.vector == vector], vector, length)
     if sum(spec.bytes for spec in specs) != header.total_bytes:
         raise CodecError("bad_packets", f"the packets are not {header.total_bytes} bytes together")
-    _check_facts(header)
+    check_figures(header.train_seconds, header.metrics)
 
 
 def packets_of(header: pb.UpdateHeader) -> tuple[PacketSpec, ...]:
@@ -58,6 +61,61 @@ def packets_of(header: pb.UpdateHeader) -> tuple[PacketSpec, ...]:
     if not 1 <= len(header.packets) <= MAX_PACKETS:
         raise CodecError("bad_packets", f"{len(header.packets)} packets are not 1..{MAX_PACKETS}")
     return lay_out([_packet(packet) for packet in header.packets])
+
+
+def check_figures(train_seconds: float, metrics: Mapping[str, float]) -> None:
+    """Check what a client says of its training, in an update's header or as the worker of a group.
+
+    Args:
+        train_seconds: Seconds in the training loop.
+        metrics: Figures of the training, by name.
+
+    Raises:
+        CodecError: "bad_metrics", if a figure is out of range or badly named, or if there are too many.
+    """
+    if not 0 <= train_seconds <= MAX_SECONDS:
+        raise CodecError(
+            "bad_metrics", f"train_seconds = {train_seconds:g} is not within 0 and {MAX_SECONDS} (30 days)"
+        )
+    if len(metrics) > MAX_METRICS:
+        raise CodecError("bad_metrics", f"{len(metrics)} metrics; at most {MAX_METRICS} are taken")
+    for name, value in metrics.items():
+        if not _NAME.fullmatch(name):
+            raise CodecError("bad_metrics", f"{name[:128]!r} must be named with 1 to 128 of A-Z a-z 0-9 . _ -")
+        if not abs(value) <= MAX_FIGURE:
+            raise CodecError("bad_metrics", f"{name} = {value:g} must be a number of at most {MAX_FIGURE:g}")
+
+
+def check_evaluation(
+    report: pb.EvaluationReport, client: str, *, round_: rd.Round | None, version: int, newest: int
+) -> None:
+    """Check that a report has sound counts, and answers an evaluation that is in progress.
+
+    Args:
+        report: What the client has sent.
+        client: The client's id.
+        round_: The round in progress, if there is one.
+        version: The newest model's version.
+        newest: The number of the newest round that this server knows of; 0 = none.
+
+    Raises:
+        BadRequest: "bad_evaluation" or "wrong_model".
+        UnknownRound: "round_closed" if the evaluation is over, "unknown_round" if it never began, and "not_selected"
+            if the client was not asked.
+    """
+    if not (report.correct <= report.total < 2**48 and abs(report.loss_sum) <= MAX_FIGURE):
+        text = f"correct must be at most total, total below 2^48, and loss_sum a number of at most {MAX_FIGURE:g}"
+        raise BadRequest(text, reason="bad_evaluation")
+    current = round_ is not None and round_.number == report.round
+    if round_ is None or not current or round_.phase is not rd.Phase.PUBLISHED:
+        if 0 < report.round <= newest and not current:
+            raise UnknownRound(f"the evaluation of round {report.round} is over", reason="round_closed")
+        raise UnknownRound(f"round {report.round} is not being evaluated")
+    if client not in round_.evaluators:
+        raise UnknownRound(f"{client} was not asked to evaluate round {report.round}", reason="not_selected")
+    if report.model_version != version:
+        text = f"round {report.round} evaluates model {version}, not {report.model_version}"
+        raise BadRequest(text, reason="wrong_model")
 
 
 def check_payload(reader: Reader, packets: Sequence[PacketSpec], schema: Schema) -> Admitted:
@@ -108,16 +166,6 @@ def _check_vector(specs: Sequence[PacketSpec], vector: str, length: int) -> None
         raise CodecError("wrong_schema", f"the model has no {vector}")
     if length and not specs and vector == "parameters":
         raise CodecError("bad_packets", "no parameters")
-
-
-def _check_facts(header: pb.UpdateHeader) -> None:
-    if not (isfinite(header.train_seconds) and header.train_seconds >= 0):
-        raise CodecError("bad_metrics", "train_seconds is not a duration")
-    if len(header.metrics) > MAX_METRICS:
-        raise CodecError("bad_metrics", f"more than {MAX_METRICS}")
-    for name, value in header.metrics.items():
-        if not (_NAME.fullmatch(name) and isfinite(value)):
-            raise CodecError("bad_metrics", f"{name[:128]!r} = {value}")
 
 
 def _open(reader: Reader, packets: Sequence[PacketSpec], vector: Vector, length: int) -> list[Decoder]:

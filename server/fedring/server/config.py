@@ -10,7 +10,8 @@ from fedring.rpc.address import Address, AddressOrEmpty, TcpAddressOrEmpty
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.metrics import check_metrics_address
 from fedring.rpc.tls import Tls
-from fedring.train.job import Job, Seconds
+from fedring.train.bounds import Seconds
+from fedring.train.job import Job
 
 
 class ServerConfig(BaseSettings):

@@ -10,26 +10,29 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedring.daemon.config import ConfigError, check_keys, explain, merge
-from fedring.rpc.errors import BadRequest, OtherJob, UnknownRound
+from fedring.rpc.errors import BadRequest, NoSuchJob, OtherJob, UnknownRound
 from fedring.server.coordinator import Coordinator
 from fedring.server.federation import model_messages
 from fedring.server.jobs import Jobs
 from fedring.server.journal import rfc3339
 from fedring.server.optimize import ServerOptimizer
 from fedring.server.report import event_message, job_message, model_message, round_message
+from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed
 
 MOST_ROWS = 1000
+MOST_KEY = 128
+"""Characters of an idempotency key."""
 PAGE_BYTES = 1 << 20
-"""Of rounds, after which an answer ends."""
+"""Of rounds or jobs, after which an answer ends."""
 _ROUNDS_AT_ONCE = 32
 _BYTES_AT_ONCE = PAGE_BYTES // 32
 """Of rounds that are read in one transaction, if those to come are like those before."""
 MAX_ID = 2**63 - 1
-"""The largest number that the store can be asked for."""
+"""The largest number that the store can be asked for; no id is as large."""
 
 
 class ControlService(rpc.ControlServiceServicer):
@@ -50,11 +53,12 @@ class ControlService(rpc.ControlServiceServicer):
         self._began = time.monotonic()
 
     async def StartRound(self, request: pb.StartRoundRequest, context: Any) -> pb.StartReply:
-        spec = self._job(request.overrides or "{}").model_copy(update={"rounds": 1})
-        return await self._start(spec, request.idempotency_key)
+        spec = await self._facts.work(self._job, request.overrides or "{}")
+        return await self._start(spec.model_copy(update={"rounds": 1}), request.idempotency_key)
 
     async def StartJob(self, request: pb.StartJobRequest, context: Any) -> pb.StartReply:
-        return await self._start(self._job(request.job), request.idempotency_key)
+        # To try out the schedule of a long pipeline takes seconds.
+        return await self._start(await self._facts.work(self._job, request.job), request.idempotency_key)
 
     async def StopRound(self, request: pb.StopRoundRequest, context: Any) -> pb.StopReply:
         number = await self._coordinator.abandon("stopped")
@@ -64,7 +68,9 @@ class ControlService(rpc.ControlServiceServicer):
         return pb.StopReply(job_id=running.job_id if running else 0, round=number)
 
     async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopReply:
-        job_id, number = await self._jobs.stop(min(request.job_id, MAX_ID))
+        if request.job_id > MAX_ID:
+            raise NoSuchJob(f"job {request.job_id} is neither running nor queued: ids end at 2^63 - 1")
+        job_id, number = await self._jobs.stop(request.job_id)
         return pb.StopReply(job_id=job_id, round=number)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.Status:
@@ -89,7 +95,13 @@ class ControlService(rpc.ControlServiceServicer):
 
     async def ListJobs(self, request: pb.ListRequest, context: Any) -> pb.JobList:
         rows = await self._facts.db(self._store.jobs, _limit(request))
-        return pb.JobList(jobs=[job_message(row) for row in rows if request.job_id in (0, row.job_id)])
+        jobs: list[pb.Job] = []
+        size = 0
+        for row in rows:
+            if request.job_id in (0, row.job_id) and size < PAGE_BYTES:
+                jobs.append(job_message(row))
+                size += jobs[-1].ByteSize()
+        return pb.JobList(jobs=jobs)
 
     async def ListRounds(self, request: pb.ListRequest, context: Any) -> pb.RoundList:
         if request.round:
@@ -119,7 +131,10 @@ class ControlService(rpc.ControlServiceServicer):
         return pb.ModelList(models=await self._facts.db(self._models, _limit(request)))
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
-        after, oldest = min(request.after, MAX_ID), self._coordinator.journal.oldest
+        if request.after > MAX_ID:
+            text = f"after = {request.after} cannot be the id of an event: give one of at most 2^63 - 1, or 0"
+            raise BadRequest(text, reason="bad_event_id")
+        after, oldest = request.after, self._coordinator.journal.oldest
         replayed = []
         if 0 < after < oldest:
             replayed = await self._facts.db(self._stored_events, after, oldest)
@@ -139,9 +154,7 @@ class ControlService(rpc.ControlServiceServicer):
     def _job(self, text: str) -> Job:
         """The server's defaults with the keys that `text`, a JSON object, sets."""
         try:
-            table = json.loads(text)
-            if not isinstance(table, dict):
-                raise ConfigError("a job must be one JSON object")
+            table = _table_in(text)
             check_keys(Job, table, where="the job")
             job = Job.model_validate(merge(_defaults_for(table, self._defaults), table))
             if job.server_optimizer:
@@ -153,7 +166,8 @@ class ControlService(rpc.ControlServiceServicer):
             raise BadRequest(str(error), reason="bad_job") from error
 
     async def _start(self, spec: Job, key: str) -> pb.StartReply:
-        row, already = await self._jobs.start(spec, key[:128])
+        _check_key(key)
+        row, already = await self._jobs.start(spec, key)
         if already and not _is_of(row.spec, spec):
             raise OtherJob(
                 f"the key {row.idempotency_key!r} belongs to job {row.job_id}, another one: choose a new key"
@@ -192,6 +206,33 @@ class ControlService(rpc.ControlServiceServicer):
             summed = self._store.evaluation_sum(row.version)
             messages.append(model_message(row, summed.correct / summed.total if summed and summed.total else None))
         return messages
+
+
+def _table_in(text: str) -> dict[str, Any]:
+    """Return the keys that `text`, a JSON object, sets; ConfigError or ValueError if it is none."""
+    if (size := len(text.encode())) > MAX_JOB_BYTES:
+        raise ConfigError(f"the job is {size} bytes of JSON, above MAX_JOB_BYTES = {MAX_JOB_BYTES}")
+    try:
+        table = json.loads(text, parse_int=_whole)
+    except RecursionError:
+        raise ConfigError(f"the job holds more than MAX_DEPTH = {MAX_DEPTH} lists and tables in each other") from None
+    if not isinstance(table, dict):
+        raise ConfigError("a job must be one JSON object")
+    return table
+
+
+def _whole(digits: str) -> int:
+    """Return the number; of a very long one the beginning, which is as far beyond all bounds, and has a key."""
+    return int(digits[:100])
+
+
+def _check_key(key: str) -> None:
+    """Return if the idempotency key can be kept; BadRequest if not."""
+    try:
+        if len(check_text(key)) > MOST_KEY:
+            raise ValueError(f"must have at most {MOST_KEY} characters, not {len(key)}")
+    except ValueError as error:
+        raise BadRequest(f"idempotency_key: {error}", reason="bad_job") from None
 
 
 def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from fedring.daemon.notify import sd_notify
 from fedring.server import groups as gr
 from fedring.server import rounds as rd
 from fedring.server.accept import Acceptor, Partial, RefusedCommit
+from fedring.server.admit import check_evaluation
 from fedring.server.blobs import StorageError, StorageFailed
 from fedring.server.config import ServerConfig
 from fedring.server.dispatch import Dispatch
@@ -91,11 +92,10 @@ class Coordinator:
             self._dispatch.remind(self.open, self.state.round, self.latest, client)
 
     async def evaluated(self, client: str, report: pb.EvaluationReport) -> None:
-        """The client's counts are kept, if its round is still being evaluated."""
-        round_ = self.state.round
-        current = round_ is not None and round_.number == report.round and client in round_.evaluators
-        if not current or self.latest is None or self.latest.version != report.model_version:
-            return
+        """Keep the client's counts; UnknownRound if its round is not being evaluated, or no longer."""
+        known = (row.round for row in (self.open and self.open.row, self.last) if row)
+        version = self.latest.version if self.latest else 0
+        check_evaluation(report, client, round_=self.state.round, version=version, newest=max(known, default=0))
         row = EvaluationRow(report.round, report.model_version, client, report.correct, report.total, report.loss_sum)
         await self.facts.db(self.facts.store.add_evaluation, row)
         if self.state.round is not None and self.state.round.number == report.round:  # still
@@ -143,8 +143,7 @@ class Coordinator:
         """Go on with the round that a restart interrupted; its clients have time to come back."""
         base = await self.facts.db(self.facts.store.model, row.base_version)
         if base is None:
-            text = f"round {row.round} starts from model {row.base_version}, which is gone"
-            raise StorageError("missing_model", text)
+            raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, now gone")
         rules = rules_of(spec, grace=self._config.lost_after_seconds)
         seconds = rules.seconds(rd.Phase(row.phase))
         elapsed = 0.0 if row.seconds_left is None else max(0.0, seconds - row.seconds_left)

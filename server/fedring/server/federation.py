@@ -19,7 +19,6 @@ from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
 _HEARTBEAT = pb.ServerEvent(heartbeat=pb.Heartbeat()).SerializeToString()
-_MOST_LOSS = 1e200  # beyond this a sum over clients could leave float64
 _WRITE_GRACE = 0.5  # seconds that a write still has when its call is to end
 
 
@@ -64,10 +63,6 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
 
     async def ReportEvaluation(self, request: pb.EvaluationReport, context: Any) -> pb.EvaluationAck:
         session = self._coordinator.sessions.of(context)
-        sound = request.correct <= request.total < 2**48 and abs(request.loss_sum) <= _MOST_LOSS
-        if not sound:
-            text = f"correct must be at most total, and loss_sum a number of at most {_MOST_LOSS:g}"
-            raise BadRequest(text, reason="bad_evaluation")
         await self._coordinator.evaluated(session.client_id, request)
         return pb.EvaluationAck()
 
@@ -156,13 +151,13 @@ async def model_messages(coordinator: Coordinator, request: pb.FetchModelRequest
 
     Raises:
         UnknownModel: if there is no such version.
+        BadRequest: "bad_offset", if the request names a place that the payload does not have.
         DamagedModel: if it is damaged; a round that starts from it has been ended.
     """
     try:
         with coordinator.models.offer(request) as offer:
+            start, total = _start_of(request, offer.header), offer.header.total_bytes
             yield pb.ModelBlob(header=offer.header)
-            total = offer.header.total_bytes
-            start = request.offset if request.payload_digest == offer.header.payload_digest else 0
             for offset, message in chunks(offer.read, start=start, total=total):
                 if offset + CHUNK_BYTES >= total:
                     # Of what was read from its start, all is digested; else the rest must be read, which takes long.
@@ -174,6 +169,22 @@ async def model_messages(coordinator: Coordinator, request: pb.FetchModelRequest
     except DamagedModel as error:
         await coordinator.damaged(error)
         raise
+
+
+def _start_of(request: pb.FetchModelRequest, header: pb.ModelHeader) -> int:
+    """Return the offset at which the payload goes on; BadRequest if there is no such place."""
+    if request.offset and not request.payload_digest:
+        raise BadRequest(
+            f"offset {request.offset} without payload_digest belongs to no payload: begin at 0", reason="bad_offset"
+        )
+    if request.payload_digest != header.payload_digest:
+        return 0  # the payload has changed since: it is sent from the start
+    if request.offset > header.total_bytes:
+        raise BadRequest(
+            f"offset {request.offset} is beyond the payload's {header.total_bytes} bytes: begin at 0",
+            reason="bad_offset",
+        )
+    return request.offset
 
 
 async def write(context: Any, message: Any, seconds: float) -> None:

@@ -3,17 +3,18 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from math import isfinite
 from typing import Any
 
+from fedring.codec.errors import CodecError
 from fedring.rpc.errors import BadRequest, Gone, Unavailable, UnknownRound, refusal_in
 from fedring.rpc.streams import Paced
 from fedring.server import groups as gr
-from fedring.server.admit import MAX_METRICS, MAX_SAMPLES
+from fedring.server.admit import check_figures
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator
 from fedring.server.federation import write
 from fedring.server.sessions import Session
+from fedring.train.bounds import MAX_SAMPLES
 from fedring.v1 import rendezvous_pb2 as pb
 from fedring.v1 import rendezvous_pb2_grpc as rpc
 
@@ -117,12 +118,23 @@ class RendezvousService(rpc.RendezvousServiceServicer):
 
 
 def check_done(done: pb.Done) -> None:
-    """What a worker says of its work can be kept; BadRequest if not."""
-    facts = len(done.digest) == 32 and done.num_samples <= MAX_SAMPLES
-    seconds = isfinite(done.train_seconds) and done.train_seconds >= 0
-    metrics = all(_NAME.fullmatch(name) and isfinite(value) for name, value in done.metrics.items())
-    if not (facts and seconds and metrics and len(done.metrics) <= MAX_METRICS):
-        raise BadRequest("digest, num_samples, train_seconds or metrics are out of range", reason="bad_done")
+    """Check what a worker says of its work.
+
+    Args:
+        done: The worker's message.
+
+    Raises:
+        BadRequest: "bad_done", if the digest or the number of samples cannot be; "bad_metrics" as of an update.
+    """
+    if len(done.digest) != 32 or done.num_samples > MAX_SAMPLES:
+        text = (
+            f"a digest must be 32 bytes, not {len(done.digest)}, and num_samples at most 2^40, not {done.num_samples}"
+        )
+        raise BadRequest(text, reason="bad_done")
+    try:
+        check_figures(done.train_seconds, done.metrics)
+    except CodecError as error:  # which would be a fault in a group of tasks, not a refusal
+        raise BadRequest(str(error), reason=error.reason) from error
 
 
 async def look_after_groups(coordinator: Coordinator) -> None:

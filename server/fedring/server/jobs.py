@@ -7,11 +7,13 @@ from contextlib import suppress
 
 from pydantic import ValidationError
 
+from fedring.daemon.config import explain
 from fedring.data import DataError
 from fedring.rpc.errors import NoSuchJob
 from fedring.server import rounds as rd
 from fedring.server.blobs import FsyncFailed, StorageError, StorageFailed
 from fedring.server.coordinator import Coordinator
+from fedring.server.journal import printable
 from fedring.server.rows import JobRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
@@ -89,7 +91,7 @@ class Jobs:
         try:
             spec = Job.model_validate(row.spec)
         except ValidationError as error:
-            return "failed", f"its specification is not valid: {error.errors()[0]['msg']}"
+            return "failed", printable(f"its specification is not valid: {explain(error, {}, Job)}")
         await self._facts.keep(self._facts.db, self._store.set_job_state, row.job_id, "running")
         verb = "goes on" if row.state == "running" else "starts"
         text = f"job {row.job_id} ({row.name}) {verb}: {row.rounds} rounds of {spec.model}"
@@ -102,7 +104,7 @@ class Jobs:
             return "failed", str(error)
         except Exception as error:  # the job names the user's code, which may raise anything
             log.exception("job %d failed", row.job_id)
-            return "failed", f"{type(error).__name__}: {error}"
+            return "failed", printable(f"{type(error).__name__}: {error}")
 
     async def _run_rounds(self, row: JobRow, spec: Job) -> tuple[str, str]:
         abandoned = 0

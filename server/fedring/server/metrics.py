@@ -10,6 +10,7 @@ from typing import Any
 
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 from fedring.codec.errors import CodecError
 from fedring.daemon.metrics import Registry
@@ -60,7 +61,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = Registry()
-        files = (federation_pb2, rendezvous_pb2, control_pb2, health_pb2)
+        files = (federation_pb2, rendezvous_pb2, control_pb2, health_pb2, reflection_pb2)
         self.calls = Calls("server", registry, [file.DESCRIPTOR for file in files])
         self.guard = GuardMetrics()
         registry.register(self.guard)

@@ -1,0 +1,205 @@
+"""What the wire refuses beside updates: downloads, evaluations and ids that make no sense, and what gRPC refuses."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc import StatusCode
+
+from fedring.rpc.errors import reason_in, reason_of
+from fedring.v1 import control_pb2 as control_pb
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1.control_pb2_grpc import ControlServiceStub
+from tests.fleets import Control, Fleet
+from tests.system.wire import SECONDS, SIZE, Refused, WireClient, deliver, payload_of, run, stop_jobs, vector_job
+
+ONES = np.ones(SIZE, np.float32)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One fl-server for all tests of this file."""
+    with Fleet(tmp_path_factory.mktemp("refusals")) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def control(server: Fleet) -> Iterator[Control]:
+    """flctl's connection; at the end no job is left."""
+    with Control(server.control) as control:
+        yield control
+        stop_jobs(control)
+
+
+@pytest.fixture
+def wire(server: Fleet) -> Iterator[WireClient]:
+    with WireClient(server.listen) as client:
+        yield client
+
+
+@pytest.fixture
+def operator(server: Fleet) -> Iterator[ControlServiceStub]:
+    """The control port as a stranger calls it."""
+    with grpc.insecure_channel(server.control) as channel:
+        yield ControlServiceStub(channel)
+
+
+def refusal(call: Callable[[], object]) -> Refused:
+    """How the call is refused."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return Refused(caught.value)
+
+
+def report(order: Any, **changes: Any) -> pb.EvaluationReport:
+    """A good report for the command, but for the changes."""
+    facts = {"round": order.round, "model_version": order.model_version, "correct": 1, "total": 2, "loss_sum": 3.0}
+    return pb.EvaluationReport(**{**facts, **changes})
+
+
+@pytest.mark.parametrize("name", ["FetchModel", "ExportModel"])
+def test_a_download_that_cannot_go_on_there_is_refused(
+    control: Control, wire: WireClient, operator: ControlServiceStub, name: str
+) -> None:
+    control.start_job(vector_job())
+    version = wire.expect("train").model_version
+    header, payload = wire.fetch(version)
+    digest = header.payload_digest
+
+    def ask(offset: int, digest: bytes) -> list[pb.ModelBlob]:
+        request = pb.FetchModelRequest(version=version, offset=offset, payload_digest=digest)
+        if name == "FetchModel":
+            return list(wire.models.FetchModel(request, metadata=wire.metadata, timeout=SECONDS))
+        return list(operator.ExportModel(request, timeout=SECONDS))
+
+    for offset, named in ((len(payload) + 1, digest), (2**64 - 1, digest), (1, b"")):
+        error = refusal(lambda offset=offset, named=named: ask(offset, named))  # type: ignore[misc]  # bound now
+        assert (error.code, error.reason) == (StatusCode.INVALID_ARGUMENT, "bad_offset")
+        assert f"offset {offset}" in str(error)
+    assert len(ask(len(payload), digest)) == 1  # all of it is there: the header alone
+    assert b"".join(message.chunk.data for message in ask(2**63, b"another")[1:]) == payload
+
+
+def test_a_report_of_no_evaluation_that_is_in_progress_is_refused(
+    server: Fleet, control: Control, wire: WireClient
+) -> None:
+    job_id, events = run(control, evaluate=True, evaluate_seconds=600)
+
+    def refused(message: pb.EvaluationReport, client: WireClient = wire) -> tuple[StatusCode, str]:
+        error = refusal(lambda: client.commands.ReportEvaluation(message, metadata=client.metadata, timeout=SECONDS))
+        return error.code, error.reason
+
+    unknown = (StatusCode.FAILED_PRECONDITION, "unknown_round")
+    command = wire.expect("train")
+    assert refused(report(command)) == unknown  # it is being trained
+    payload = payload_of(ONES)
+    wire.push(wire.header(command, payload), payload)
+    order = wire.expect("evaluate")
+    with WireClient(server.listen, "late") as late:
+        late.expect("heartbeat")
+        assert refused(report(order), late) == (StatusCode.FAILED_PRECONDITION, "not_selected")
+    for number in (0, order.round + 1, 2**64 - 1):
+        assert refused(report(order, round=number)) == unknown
+    for version in (0, order.model_version + 1, 2**64 - 1):
+        assert refused(report(order, model_version=version)) == (StatusCode.INVALID_ARGUMENT, "wrong_model")
+    for counts in ({"correct": 3}, {"total": 2**48}, {"loss_sum": 1e308}):
+        assert refused(report(order, **counts)) == (StatusCode.INVALID_ARGUMENT, "bad_evaluation")
+    wire.commands.ReportEvaluation(report(order), metadata=wire.metadata)
+    assert [event.kind for event in events][-1] == "job_ended"
+    (round_,) = control.rounds(job_id=job_id)
+    assert (round_.eval_correct, round_.eval_total, round_.eval_loss_sum) == (1, 2, 3.0)
+    assert refused(report(order)) == (StatusCode.FAILED_PRECONDITION, "round_closed")
+
+
+def test_the_same_report_again_while_others_evaluate_counts_once(server: Fleet, control: Control) -> None:
+    job_id, events = run(control, min_clients=2, evaluate=True, evaluate_seconds=600)
+    with WireClient(server.listen, "a") as a, WireClient(server.listen, "b") as b:
+        for client in (a, b):
+            deliver(client)
+        orders = [client.expect("evaluate") for client in (a, b)]
+        for _ in range(2):  # as a client does whose answer was lost
+            a.commands.ReportEvaluation(report(orders[0]), metadata=a.metadata)
+        b.commands.ReportEvaluation(report(orders[1]), metadata=b.metadata)
+        assert [event.kind for event in events][-1] == "job_ended"
+    assert control.rounds(job_id=job_id)[0].eval_total == 4
+
+
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1])
+def test_an_id_that_cannot_be_is_refused_or_names_nothing(operator: ControlServiceStub, number: int) -> None:
+    watched = operator.WatchEvents(control_pb.WatchEventsRequest(after=number), timeout=SECONDS)
+    error = refusal(lambda: next(watched))
+    assert (error.code, error.reason) == (StatusCode.INVALID_ARGUMENT, "bad_event_id")
+    assert f"after = {number}" in str(error)
+    error = refusal(lambda: operator.StopJob(control_pb.StopJobRequest(job_id=number), timeout=SECONDS))
+    assert (error.code, error.reason) == (StatusCode.NOT_FOUND, "unknown_job")
+    assert f"job {number} is neither running nor queued" in str(error)
+    error = refusal(lambda: list(operator.ExportModel(pb.FetchModelRequest(version=number), timeout=SECONDS)))
+    assert (error.code, error.reason) == (StatusCode.NOT_FOUND, "unknown_model")
+    assert not operator.ListJobs(control_pb.ListRequest(job_id=number)).jobs
+    assert not operator.ListRounds(control_pb.ListRequest(job_id=number)).rounds
+    assert not operator.ListRounds(control_pb.ListRequest(round=number)).rounds
+    assert operator.ListRounds(control_pb.ListRequest(below=number)) == operator.ListRounds(control_pb.ListRequest())
+
+
+def test_a_method_that_no_port_serves_is_refused_with_a_reason(server: Fleet) -> None:
+    for address in (server.listen, server.control):
+        with grpc.insecure_channel(address) as channel:
+            for path in ("/fedring.v1.TrainCmdService/Leave", "/fedring.v1.ControlService/Leave", "/a.B/c", "x", ""):
+                error = refusal(lambda path=path, channel=channel: channel.unary_unary(path)(b"", timeout=SECONDS))  # type: ignore[misc]  # bound now
+                assert (error.code, error.reason) == (StatusCode.UNIMPLEMENTED, "unknown_method")
+
+
+class TestWhatGrpcRefusesItself:
+    """Before any code of ours: what federation.proto lists, and nothing of it has a reason."""
+
+    def check(self, call: Callable[[], object], code: StatusCode, words: str) -> None:
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        error: Any = caught.value
+        assert (error.code(), reason_in(error.trailing_metadata())) == (code, "")
+        assert words in error.details()
+        assert reason_of(error) == code.name.lower()  # what callers go by
+
+    def test_a_message_above_4_mib(self, wire: WireClient) -> None:
+        limit = 4 << 20
+        raw: Any = wire.channel.unary_unary("/fedring.v1.TrainCmdService/Join")
+        words = "larger than max"
+        self.check(lambda: raw(bytes(limit + 1), timeout=SECONDS), StatusCode.RESOURCE_EXHAUSTED, words)
+        packed = grpc.Compression.Gzip  # 4 KB of which become as much
+        self.check(
+            lambda: raw(bytes(limit + 1), timeout=SECONDS, compression=packed), StatusCode.RESOURCE_EXHAUSTED, words
+        )
+        assert refusal(lambda: raw(b"\xff" * limit, timeout=SECONDS)).reason == "bad_request"  # we have seen this one
+
+    def test_a_message_above_4_mib_in_a_stream(self, wire: WireClient) -> None:
+        push: Any = wire.channel.stream_stream("/fedring.v1.ClientUpdateService/PushUpdate")
+        stream = push(iter([bytes((4 << 20) + 1)]), metadata=wire.metadata, timeout=SECONDS)
+        self.check(lambda: next(stream), StatusCode.RESOURCE_EXHAUSTED, "larger than max")
+
+    def test_metadata_above_16_kib(self, wire: WireClient) -> None:
+        request = pb.FetchModelRequest(version=777)
+        for size, refused in ((7 << 10, False), ((16 << 10) + 1, True)):
+            metadata = (*wire.metadata, ("x-more", "x" * size))
+            stream = wire.models.FetchModel(request, metadata=metadata, timeout=SECONDS)
+            if refused:
+                self.check(lambda: next(stream), StatusCode.RESOURCE_EXHAUSTED, "metadata size")  # noqa: B023  # called now
+            else:
+                assert refusal(lambda: next(stream)).reason == "unknown_model"  # noqa: B023  # called now
+
+    def test_more_calls_than_a_port_serves(self, server: Fleet) -> None:
+        request = control_pb.WatchEventsRequest()
+        with grpc.insecure_channel(server.control) as channel:
+            stub = ControlServiceStub(channel)
+            streams = [stub.WatchEvents(request, timeout=SECONDS) for _ in range(80)]  # of which it serves 64
+            for stream in streams:
+                stream.initial_metadata()  # each is served, or has been refused
+            status = control_pb.GetStatusRequest()
+            self.check(
+                lambda: stub.GetStatus(status, timeout=SECONDS),
+                StatusCode.RESOURCE_EXHAUSTED,
+                "Concurrent RPC limit exceeded",
+            )
+            for stream in streams:
+                stream.cancel()

@@ -1,0 +1,142 @@
+"""What a job's keys may be: nothing passes that the wire, the database or JSON could not carry."""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from fedring.daemon.config import ConfigError, explain, parse_overrides, read_document
+from fedring.server.plan import job_spec, train_cmd
+from fedring.train.bounds import MAX_COUNT, MAX_DEPTH, MAX_JOB_BYTES, MAX_SAMPLES, MAX_SEED, MAX_WHOLE
+from fedring.train.job import Job
+from fedring.train.parallel import DataParallel
+from fedring.train.pipelined import MAX_CELLS, Pipeline
+
+TABLES: dict[str, type[BaseModel]] = {"": Job, "data_parallel": DataParallel, "pipeline": Pipeline}
+
+
+def keys_of(kind: str) -> Iterator[tuple[str, str]]:
+    """All keys of a job and its tables that take a value of this JSON type, each with its table."""
+    for table, model in TABLES.items():
+        for name, schema in model.model_json_schema()["properties"].items():
+            if kind in {each.get("type") for each in (schema, *schema.get("anyOf", ()))} and "enum" not in schema:
+                yield table, name
+
+
+def refusal(table: str, **keys: Any) -> str:
+    """Why a job with these keys is none, in the words that its sender reads."""
+    with pytest.raises(ValidationError) as refused:
+        Job.model_validate({table: keys} if table else keys)
+    sentence = explain(refused.value, {}, Job)
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize(("table", "name"), list(keys_of("integer")))
+def test_every_whole_number_has_bounds(table: str, name: str) -> None:
+    for value in (10**20, 2**63, -(10**20), 10**1000):
+        assert refusal(table, **{name: value}).startswith(f"{table}.{name}: " if table else f"{name}: ")
+
+
+@pytest.mark.parametrize(("table", "name"), list(keys_of("number")))
+def test_every_number_is_finite(table: str, name: str) -> None:
+    for value in (math.nan, math.inf, -math.inf):
+        assert refusal(table, **{name: value}).startswith(f"{table}.{name}: " if table else f"{name}: ")
+
+
+@pytest.mark.parametrize(("table", "name"), list(keys_of("string")))
+@pytest.mark.parametrize("text", ["a\0b", "a\nb", "a\x1b[2J", "a\x7f", "a\u2028b", "\ud800"])
+def test_every_text_is_one_line_without_control_characters(table: str, name: str, text: str) -> None:
+    assert refusal(table, **{name: text}).startswith(f"{table}.{name}: " if table else f"{name}: ")
+
+
+@pytest.mark.parametrize("keys", [{"cut": [10**20, 1]}, {"cut": ["a\0b"]}, {"warmups": [10**20, 1]}])
+def test_what_lists_hold_is_bounded_too(keys: dict[str, Any]) -> None:
+    assert refusal("pipeline", **keys).startswith(f"pipeline.{next(iter(keys))}")
+
+
+def test_other_texts_are_as_people_write_them() -> None:
+    name = "Zürich \N{EM DASH} 東京 \N{GRINNING FACE}"
+    assert Job.model_validate({"name": name}).name == name
+
+
+def test_the_largest_values_fit_the_wire() -> None:
+    counts = ("epochs", "batch_size", "min_clients", "sample_clients", "min_clients_to_aggregate", "max_abandoned")
+    keys = {"rounds": 1_000_000, "seed": MAX_SEED, "subset_size": MAX_SAMPLES, **dict.fromkeys(counts, MAX_COUNT)}
+    job = Job.model_validate(keys)
+    command = train_cmd(job, job_spec(job, 2**63 - 1), number=2**63 - 1, job_round=job.rounds)
+    assert (command.epochs, command.batch_size, command.subset_size) == (MAX_COUNT, MAX_COUNT, MAX_SAMPLES)
+    assert command.seed == MAX_SEED * 1_000_003 + job.rounds < 2**63
+    assert command.job.seed == MAX_SEED
+
+
+def nested(depth: int, *, of: Any = 1) -> Any:
+    """A value within so many tables and lists."""
+    for level in range(depth):
+        of = {"a": of} if level % 2 else [of]
+    return of
+
+
+TABLES_OF_ANYTHING = [("", "model_args"), ("server_optimizer", "args")]
+
+
+@pytest.mark.parametrize(("table", "name"), TABLES_OF_ANYTHING)
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (nested(MAX_DEPTH), "MAX_DEPTH = 16 lists and tables in each other"),
+        (nested(100_000), "MAX_DEPTH = 16 lists and tables in each other"),
+        (2**63, "x in it must be a number from -(2^63 - 1) to 2^63 - 1"),
+        (-(10**1000), "x in it must be a number from"),
+        ([1.0, {"y": math.inf}], "x.1.y in it must be a finite number, and is inf"),
+        (math.nan, "x in it must be a finite number, and is nan"),
+        ("a\0", "x in it must be text without NUL"),
+        (["\ud800"], "x.0 in it must be text without NUL"),
+        ({"a\nb": 1}, "a key in it must not hold the character U+000A"),
+        (b"bytes", "x in it must be text, a number, true, false, a list or a table"),
+    ],
+)
+def test_a_table_of_free_content_holds_what_json_can(table: str, name: str, value: Any, words: str) -> None:
+    sentence = refusal(table, **{name: {"x": value}})
+    assert sentence.startswith(f"{table}.{name}: " if table else f"{name}: ")
+    assert words in sentence
+
+
+def test_what_json_can_hold_passes_a_table_of_free_content() -> None:
+    value = {
+        "x": nested(MAX_DEPTH - 1),
+        "whole": -MAX_WHOLE,
+        "text": "two\nlines",
+        "none": None,
+        "on": True,
+        "f": 1e308,
+    }
+    job = Job.model_validate({"model_args": value})
+    assert json.loads(job_spec(job, 1).model_args) == value
+
+
+def test_a_job_that_is_too_long_names_the_key_that_makes_it_so() -> None:
+    sentence = refusal("", model_args={"text": "x" * MAX_JOB_BYTES})
+    assert f"above MAX_JOB_BYTES = {MAX_JOB_BYTES}, most of them in model_args" in sentence
+    assert len(sentence) < 300
+
+
+def test_a_schedule_that_nobody_could_try_out_is_refused_at_once() -> None:
+    sentence = refusal("pipeline", stages=2, micro_batches=MAX_COUNT)
+    assert f"2 stages times {MAX_COUNT} micro_batches are above MAX_CELLS = {MAX_CELLS}" in sentence
+
+
+@pytest.mark.parametrize("name", ["deep.json", "deep.toml"])
+def test_a_file_that_nests_without_end_is_said_to(tmp_path: Any, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(("" if name.endswith("json") else "x = ") + "[" * 100_000)
+    with pytest.raises(ConfigError, match="too many lists and tables in each other"):
+        read_document(path)
+
+
+def test_an_override_that_nests_without_end_is_said_to() -> None:
+    with pytest.raises(ConfigError, match=r"the value of 'job\.model_args' holds too many lists and tables"):
+        parse_overrides(["job.model_args=" + "[" * 100_000])
