@@ -217,6 +217,45 @@ MUTANTS = {
         "pass",
         "tests/system/test_security.py",
     ),
+    "proof before sealing": Mutant(
+        "server/fedring/server/aggregate.py", "        check()\n", "", "tests/fault/test_damage.py"
+    ),
+    "proof of a download": Mutant(
+        "server/fedring/server/federation.py",
+        "                        offer.prove()\n",
+        "                        pass\n",
+        "tests/fault/test_damage.py",
+    ),
+    "proof of what was read twice": Mutant(
+        "server/fedring/server/checked.py",
+        "                self._twice = True\n",
+        "                pass\n",
+        "tests/unit/test_server_checked.py",
+    ),
+    "state id": Mutant(
+        "server/fedring/server/identity.py",
+        "    if stored != beside and not (stored == draft and not beside):\n",
+        "    if False:\n",
+        "tests/fault/test_state.py",
+    ),
+    "lock of the folder": Mutant(
+        "common/fedring/daemon/lock.py",
+        "            for fd in self._fds:\n",
+        "            for fd in self._fds[1:]:\n",
+        "tests/fault/test_state.py",
+    ),
+    "time that is left": Mutant(
+        "server/fedring/server/coordinator.py",
+        "        self.handle(rd.Resumed(resumed, RECOVERY_SECONDS, elapsed))\n",
+        "        self.handle(rd.Resumed(resumed, RECOVERY_SECONDS, 0.0))\n",
+        "tests/fault/test_deadlines.py",
+    ),
+    "time without a disk": Mutant(
+        "server/fedring/server/readiness.py",
+        "                coordinator.stood_still(storage.since)\n",
+        "",
+        "tests/fault/test_storage.py",
+    ),
     "drain of a unit": Mutant(
         "deploy/systemd/fl-server.service", "TimeoutStopSec=30s", "TimeoutStopSec=10s", "tests/deploy/test_systemd.py"
     ),

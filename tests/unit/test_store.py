@@ -173,6 +173,27 @@ class TestStore:
         assert [len(store.evaluations(version)) for version in (1, 2, 3)] == [0, 1, 1]
         assert store.prune(2, 1, 99).rows == 0
 
+    def test_of_old_rounds_only_the_newest_are_kept_and_their_job_still_knows_how_many_there_were(
+        self, store: SqlStore
+    ) -> None:
+        job = a_job(store)
+        for number in range(1, 8):
+            row = store.create_round(RoundRow(0, job.job_id, number, "waiting", 0.0))
+            store.update_round(replace(row, phase="abandoned", ended_at=1.0))
+        open_ = store.create_round(RoundRow(0, job.job_id, 8, "waiting", 0.0))
+        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=3)
+        assert [row.round for row in store.rounds()] == [8, 7, 6, 5]
+        assert store.job_rounds_ended(job.job_id) == 7
+        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=3)
+        assert store.create_round(RoundRow(0, job.job_id, 9, "waiting", 0.0)).round == open_.round + 1
+
+    def test_updates_and_models_that_are_damaged_are_forgotten(self, store: SqlStore) -> None:
+        row = a_round(store, a_job(store))
+        store.accept_updates([an_update(row.round, "a"), an_update(row.round, "b")])
+        dropped = store.drop_updates(row.round, ["a"])
+        assert (dropped.rows, [update.client_id for update in store.updates_of(row.round)]) == (1, ["b"])
+        assert store.accept_updates([an_update(row.round, "a")]) == [Acceptance.NEW]
+
     def test_updates_that_were_let_go_still_count(self, store: SqlStore) -> None:
         job = a_job(store)
         for names in (("ann", "bob"), ("bob",), ("bob", "cleo"), ("bob",)):
