@@ -49,6 +49,7 @@ promtool test rules deploy/prometheus/tests/alerts.yml
 | `FlResidualGrows` | what compression owes has doubled within half an hour, and grows |
 | `FlDiskFull` | less than 10 % of the state folder's disk are free |
 | `FlStorageFails` | nothing can be kept, because the disk is full or fails: updates are refused |
+| `FlUpdateLost` | an accepted update was found to be damaged on the disk |
 | `FlCertificateExpires` | a certificate ends within 14 days |
 | `FlDown` | Prometheus cannot read fl-server's metrics |
 

@@ -145,6 +145,12 @@ def test_a_round_that_a_restart_interrupted_counts_once(metrics: Metrics) -> Non
     assert value(metrics, "fl_server_round_duration_seconds_sum") == 4.0
 
 
+def test_an_update_that_is_lost_again_is_counted(metrics: Metrics) -> None:
+    round_ = rd.Round(7, rd.Rules(), rd.Phase.TRAINING, 0.0, selected=frozenset("ab"), delivered=frozenset("ab"))
+    play(metrics, (100.0, rd.Resumed(round_, 30.0, 0.0)), (103.0, rd.Closed()), (104.0, rd.Lost("a")))
+    assert value(metrics, "fl_server_updates_lost_total") == 1
+
+
 def test_an_accepted_update_is_weighed(metrics: Metrics) -> None:
     row = UpdateRow(1, "a", "d", (), 10, 4000, 0.5, 2.5, 0.0)
     metrics.accepted(row)

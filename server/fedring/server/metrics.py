@@ -93,6 +93,8 @@ class Metrics:
         self._updates = new.counter("fl_server_updates_total", text, result=UPDATE_RESULTS)
         text = "Updates that were refused."
         self._rejected = new.counter("fl_server_updates_rejected_total", text, reason=REJECTIONS)
+        text = "Accepted updates whose bytes were found to be damaged: rounds ended without them."
+        self._lost = new.counter("fl_server_updates_lost_total", text)
         self._bytes = new.histogram("fl_server_update_bytes", "Payloads of accepted updates.", _BYTES)
         self._norm = new.histogram("fl_server_update_norm", "L2 norms of accepted updates' parameters.", _NORMS)
         text = "From the accepted updates to the next model on disk."
@@ -144,6 +146,8 @@ class Metrics:
                 self._began = now
             return
         if after is not None and after.phase is before.phase:
+            if after.phase is rd.Phase.AGGREGATING:
+                self._lost.inc(len(before.delivered - after.delivered))
             return
         if before.phase in PHASES:
             self._phase.labels(PHASES[before.phase]).observe(now - before.since)
