@@ -1,5 +1,6 @@
 """Damage to what lies on the disk: nothing wrong is ever published or served, and it is said what is damaged."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,23 @@ def test_a_damaged_step_is_replaced_by_the_whole_model(fleet: Fleet, control: Co
         assert client.fetch(2, held=1)[0].base_version == 0
 
 
+@pytest.mark.usefixtures("published")
+def test_a_job_that_names_a_version_which_is_gone_damaged_or_of_another_model_says_so(
+    fleet: Fleet, control: Control, state: Path
+) -> None:
+    fleet.server.kill()
+    flip(model_file(state, 2), 8 * 20)
+    fleet.start_server()
+    for keys, words in (
+        ({"start": 7, **MODEL}, "unknown_model: start = 7: no such version is kept"),
+        ({"start": 2, **MODEL}, "damaged_blob: model 2 is damaged"),
+        ({"start": 1, "model_args": {"size": 3}}, "Version 1 is not a model of the job's kind"),
+    ):
+        job_id, events = run(control, **keys)
+        job = outcome(control, job_id, events)
+        assert (job.state, job.reason[: len(words)]) == ("failed", words)
+
+
 def two_of_three(fleet: Fleet, control: Control, **keys: Any) -> tuple[Any, Any, WireClient, WireClient]:
     """A job on two clients, of which the first has delivered twos."""
     a, b = (WireClient(fleet.listen, name) for name in "ab")
@@ -244,17 +262,18 @@ def test_a_server_whose_newest_model_is_cut_short_says_so_and_can_go_on_without(
         assert [model.version for model in control.models()] == [2, 1]
 
 
-def test_a_damaged_database_is_noticed_at_the_start(fleet: Fleet, control: Control, state: Path) -> None:
-    for _ in range(3):
-        control.stop_job(control.start_job({}).job_id)
-    fleet.server.send(15)
+def test_a_damaged_database_is_noticed_at_the_start(fleet: Fleet, state: Path) -> None:
+    fleet.server.send(signal.SIGTERM)
     assert fleet.server.wait(SECONDS) == Exit.OK
-    facts = state / "facts.sqlite"
-    data = bytearray(facts.read_bytes())
-    page = 1 << 14
-    data[page : page + 64] = bytes(64)  # the second page's head
-    facts.write_bytes(data)
+    query = "SELECT rootpage FROM sqlite_master WHERE tbl_name = 'evaluations' AND type = 'index'"
+    ((page,),) = ask(state, query)  # nothing at a start looks at it
+    ((size,),) = ask(state, "PRAGMA page_size")
+    assert isinstance(page, int)
+    assert isinstance(size, int)
+    with (state / "facts.sqlite").open("r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(bytes(64))
     fleet.server.start()
     assert fleet.server.wait(SECONDS) == Exit.CONFIG
-    assert "corrupt" in fleet.server.tail(3)
+    assert "corrupt: the database is damaged" in fleet.server.tail(3)
     assert "Traceback" not in fleet.server.tail(100)

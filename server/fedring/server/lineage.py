@@ -19,13 +19,14 @@ async def base_of(facts: Facts, models: Models, latest: ModelRow | None, job: Jo
     Until the job has published a model, it is the one that the job names.
 
     Raises:
-        StorageError: if the job names a version that is not kept.
+        StorageError: if the job names a version that is not kept, or is damaged.
         SeamError: if that version does not fit the job, or no model can be made.
     """
     if spec.start and not await facts.db(_rounds_done, facts, job.job_id):
         wanted = await facts.db(facts.store.model, spec.start)
         if wanted is None:
             raise StorageError("unknown_model", f"start = {spec.start}: no such version is kept (`flctl models list`)")
+        models.remember(wanted)  # it was left out at the start if it is damaged
         await facts.heavy(models.check_fits, wanted, spec)
         return wanted
     if latest is not None and models.fits(latest, spec):
