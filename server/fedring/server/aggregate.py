@@ -78,7 +78,7 @@ def aggregate(
     executor: Executor,
     plan: Plan,
     *,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[], object] = lambda: None,
 ) -> NewModel:
     """Make the next model and seal it. One at a time for each `blobs`.
 
@@ -171,7 +171,7 @@ def _encoded(base: _Base, draft: _Draft, blobs: Blobs, plan: Plan) -> _Draft:
 
 
 def _seal(
-    draft: _Draft, schema: Schema, blobs: Blobs, metadata: Mapping[str, str], check: Callable[[], None]
+    draft: _Draft, schema: Schema, blobs: Blobs, metadata: Mapping[str, str], check: Callable[[], object]
 ) -> NewModel:
     with ExitStack() as undo, closing(draft.parameters) as parameters:
         model = _begin(blobs, "blob", undo)
