@@ -45,18 +45,21 @@ def names(folder: Path) -> list[str]:
 
 def test_a_backup_of_a_running_server_goes_on_with_the_round(tmp_path: Path) -> None:
     digests = []
-    with Fleet(tmp_path / "one") as fleet, Control(fleet.control) as control:
-        with WireClient(fleet.listen, "a") as a, WireClient(fleet.listen, "b") as b:
-            job_id, events = run(control, **JOB | {"rounds": 2})
-            for seed, client in enumerate((a, b, a)):
-                push(client, seed)
-            state = fleet.directory / "state" / "server"
-            done = forks.run(
-                "fedring.ctl.main", "backup", tmp_path / "copy", "--state-dir", state, "-o", "json", timeout=60
-            )
-            push(b, 9)
-            assert [event.kind for event in events][-1] == "job_ended"
-            digests.append(control.models(limit=1)[0].digest)
+    state = tmp_path / "one" / "state" / "server"
+    words = ("backup", tmp_path / "copy", "--state-dir", state, "-o", "json")
+    with (
+        Fleet(tmp_path / "one") as fleet,
+        Control(fleet.control) as control,
+        WireClient(fleet.listen, "a") as a,
+        WireClient(fleet.listen, "b") as b,
+    ):
+        job_id, events = run(control, **JOB | {"rounds": 2})
+        for seed, client in enumerate((a, b, a)):
+            push(client, seed)
+        done = forks.run("fedring.ctl.main", *words, timeout=60)
+        push(b, 9)
+        assert [event.kind for event in events][-1] == "job_ended"
+        digests.append(control.models(limit=1)[0].digest)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["models"], told["rounds"], told["open_round"]) == (2, 2, 2)
@@ -259,7 +262,7 @@ def test_flctl_says_what_is_in_a_backup(state: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = [re.split(r" {2,}", line.strip()) for line in done.stdout.splitlines()]
     found = {line[0]: line[1] for line in lines if len(line) == 2 and line[0] != "what"}
-    assert found.keys() == {"taken", "models", "rounds", "open round", "blobs", "size", "time"}
+    assert found.keys() == {"folder", "taken", "models", "rounds", "open round", "blobs", "size", "time"}
     assert (found["models"], found["rounds"], found["open round"]) == ("3, the newest is 3", "3", "3")
     again = forks.run("fedring.ctl.main", *words, timeout=60)
     assert (again.returncode, again.stdout) == (Exit.USAGE, "")

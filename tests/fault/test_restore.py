@@ -283,3 +283,12 @@ def test_an_interrupted_copy_leaves_nothing_behind(made: Path, state: Path) -> N
         restore(made / "copy", state, replace=True, tell=interrupt)
     assert files(state) == before
     assert not list(state.glob("restoring*"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_root_restores_belongs_to_the_servers_user(made: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    os.chown(state, 12345, 12345)
+    restore(made / "copy", state)
+    assert {path.stat().st_uid for path in [state, *state.rglob("*")]} == {12345}

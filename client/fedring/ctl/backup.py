@@ -35,7 +35,7 @@ def backup(
     began = time.monotonic()
     with _sentences(), _bar("backup") as tell:
         manifest = back_up(state_dir, target, tell)
-    _report(f"backup in {target}", {"backup": str(target)}, manifest, time.monotonic() - began, output)
+    _report("backup", {"backup": str(target)}, manifest, time.monotonic() - began, output)
 
 
 def restore(
@@ -57,8 +57,8 @@ def restore(
     with _sentences(), _bar("restore") as tell:
         done = restore_state(source, state_dir, replace=replace, tell=tell)
     replaced = str(done.replaced) if done.replaced else None
-    more = {"state_dir": str(state_dir), "replaced": replaced, "finished": done.finished}
-    _report(f"{source} is the state in {state_dir}", more, done.manifest, time.monotonic() - began, output)
+    more = {"backup": str(source), "state_dir": str(state_dir), "replaced": replaced, "finished": done.finished}
+    _report("restored", more, done.manifest, time.monotonic() - began, output)
 
 
 def _report(title: str, more: dict[str, Any], manifest: "Manifest", seconds: float, output: Output) -> None:
@@ -80,6 +80,7 @@ def _report(title: str, more: dict[str, Any], manifest: "Manifest", seconds: flo
         )
     newest = f", the newest is {manifest.newest_model}" if manifest.newest_model else ""
     rows = [
+        ("folder", more["backup"]),
         ("taken", manifest.created_at),
         ("models", f"{manifest.models}{newest}"),
         ("rounds", f"{manifest.rounds}"),
