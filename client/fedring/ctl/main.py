@@ -10,6 +10,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: stde
 import typer
 
 from fedring.ctl import (
+    backup,
     bench,
     bench_parallel,
     certs,
@@ -48,7 +49,7 @@ pipeline_app = typer.Typer(no_args_is_help=True, help="See what a pipeline does 
 certs_app = typer.Typer(no_args_is_help=True, help="Make and renew certificates: an authority in a folder.")
 token_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke bearer tokens.")
 
-_WORK, _SEE, _TRY, _LET = "Work", "See", "Try and check", "Let in"
+_WORK, _SEE, _TRY, _LET, _KEEP = "Work", "See", "Try and check", "Let in", "Keep"
 
 
 def _verb(group: typer.Typer, name: str, verb: Callable[..., Any], *examples: str, panel: str | None = None) -> None:
@@ -105,6 +106,12 @@ _verb(token_app, "create", token.create, "flctl token create --name hospital-a >
 _verb(token_app, "list", token.list_, "flctl token list")
 _verb(token_app, "revoke", token.revoke, "flctl token revoke 3f0c2a9d11ee")
 app.add_typer(token_app, name="token", rich_help_panel=_LET)
+_verb(app, "backup", backup.backup, "flctl backup /mnt/backups/fl-2026-11-21",
+      "flctl backup /mnt/backups/fl-monday --state-dir /var/lib/fedring/server",
+      "flctl backup fl-backup --output json | jq .newest_model", panel=_KEEP)  # fmt: skip
+_verb(app, "restore", backup.restore, "flctl restore /mnt/backups/fl-2026-11-21",
+      "flctl restore /mnt/backups/fl-2026-11-21 --state-dir /var/lib/fedring/server --replace",
+      panel=_KEEP)  # fmt: skip
 _verb(app, "help", guide.help_, "flctl help run", "flctl help exit-codes")
 
 

@@ -10,7 +10,20 @@ REGISTERED = {
     "before_publish_commit",
     "after_publish_commit",
 }
-"""Every name; the fault tests loop over all of them."""
+"""Every name in fl-server; the fault tests loop over all of them."""
+
+RESTORING = {
+    "restore_staged",
+    "restore_begun",
+    "restore_id_placed",
+    "restore_facts_aside",
+    "restore_blob_aside",
+    "restore_moved_aside",
+    "restore_blob_placed",
+    "restore_blobs_placed",
+    "restore_facts_placed",
+}
+"""Every name in `flctl restore`, one after each of its steps."""
 
 
 def crashpoint(name: str) -> None:

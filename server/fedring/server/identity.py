@@ -14,9 +14,9 @@ from pathlib import Path
 from fedring.server.blobs import FileBlobs, StorageError
 from fedring.server.database import meaning_of
 from fedring.server.store import SqlStore
+from fedring.server.swap import FACTS, STATE_ID, refuse_pending
 
-FACTS = "facts.sqlite"
-_ID, _DRAFT = "state_id", "state_id.new"
+_ID, _DRAFT = STATE_ID, "state_id.new"
 _HEX = re.compile(r"[0-9a-f]{32}")
 _WAY = "Restore a backup (flctl restore), or give the server an empty folder. Nothing was changed."
 
@@ -29,7 +29,9 @@ def open_state(folder: Path) -> tuple[SqlStore, FileBlobs]:
     Raises:
         StorageError: "wrong_state" if one of the two is missing or of another state; then nothing was changed. Else
             what the database or the disk has to say.
+        ConfigError: if a restore into the folder was broken off.
     """
+    refuse_pending(folder)
     blobs = folder / "blobs"
     version, stored = _peek(folder / FACTS)
     beside, draft = read_id(blobs / _ID), read_id(blobs / _DRAFT)

@@ -17,6 +17,7 @@ from fedring.server.journal import rfc3339
 from fedring.server.rows import TokenRow
 from fedring.server.sessions import Sessions
 from fedring.server.store import SqlStore
+from fedring.server.swap import refuse_pending
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 
@@ -43,6 +44,7 @@ def create_offline(state_dir: Path, role: str, name: str, valid_seconds: int) ->
     """A new token in the state of a server, which may be running; ConfigError if there is no such folder."""
     if not state_dir.is_dir():
         raise ConfigError(f"there is no folder {state_dir}: give the server's state_dir")
+    refuse_pending(state_dir)
     row, token = new_token(role, name, valid_seconds)
     try:
         store = SqlStore(f"sqlite:///{state_dir / 'facts.sqlite'}")

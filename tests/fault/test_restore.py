@@ -1,0 +1,294 @@
+"""flctl restore: a backup becomes the state, or nothing changes; a restore that is killed can be repeated."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedring.daemon.config import ConfigError
+from fedring.daemon.crash import RESTORING
+from fedring.daemon.exits import Exit
+from fedring.rpc.identity import Role
+from fedring.server import identity
+from fedring.server.backup import back_up
+from fedring.server.blobs import StorageError
+from fedring.server.identity import open_state
+from fedring.server.restore import restore
+from fedring.server.snapshot import BackupError, digest_of
+from fedring.server.tokens import create_offline
+from tests import forks
+from tests.damage import ask, flip
+from tests.fault.patience import SECONDS
+from tests.fault.stored import files, is_whole, rows, until_open_round
+from tests.fleets import Control, Fleet
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a backup and its server's state some rounds later, and with the state of another server."""
+    folder = tmp_path_factory.mktemp("made")
+    state = until_open_round(folder / "one", 1)
+    back_up(state, folder / "copy")
+    shutil.copytree(until_open_round(folder / "other", 2), folder / "state")
+    return folder
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    """The backup, to be damaged."""
+    return Path(shutil.copytree(made / "copy", tmp_path / "copy"))
+
+
+@pytest.fixture
+def state(made: Path, tmp_path: Path) -> Path:
+    """The other server's state, to be replaced."""
+    return Path(shutil.copytree(made / "state", tmp_path / "state" / "server"))
+
+
+def a_blob(copy: Path) -> Path:
+    return next(path for path in sorted((copy / "blobs").iterdir()) if path.name != "state_id")
+
+
+def own_digest(copy: Path) -> None:
+    """Let the backup say of its database what is true of it now."""
+    manifest = json.loads((copy / "backup.json").read_text())
+    manifest["facts_digest"] = digest_of(copy / "facts.sqlite")
+    (copy / "backup.json").write_text(json.dumps(manifest))
+
+
+def cut_facts(copy: Path) -> None:
+    os.truncate(copy / "facts.sqlite", (copy / "facts.sqlite").stat().st_size // 2)
+
+
+def cut_facts_unnoticed(copy: Path) -> None:
+    cut_facts(copy)
+    own_digest(copy)
+
+
+def make_newer(copy: Path) -> None:
+    ask(copy, "PRAGMA user_version = 99")
+    own_digest(copy)
+
+
+def escape(copy: Path) -> None:
+    ask(copy, "UPDATE models SET blob = '../../state_id' WHERE version = 1")
+    own_digest(copy)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda copy: flip(a_blob(copy)), "does not hold what was written to it: use another backup"),
+        (lambda copy: os.truncate(a_blob(copy), 100), "blobs/"),
+        (lambda copy: a_blob(copy).unlink(), "is missing: use another backup"),
+        (lambda copy: (copy / "blobs" / "state_id").write_text("0" * 32 + "\n"), "are of different states"),
+        (lambda copy: (copy / "blobs" / "state_id").unlink(), "state_id is missing"),
+        (lambda copy: flip(copy / "facts.sqlite"), "facts.sqlite does not hold what was written to it"),
+        (lambda copy: (copy / "facts.sqlite").unlink(), "facts.sqlite is missing"),
+        (cut_facts, "facts.sqlite does not hold"),
+        (cut_facts_unnoticed, "is damaged"),
+        (escape, "is damaged: it names '../../state_id' as the file of model 1"),
+    ],
+)
+def test_a_damaged_backup_changes_nothing(
+    damage: Callable[[Path], object], words: str, copy: Path, state: Path
+) -> None:
+    damage(copy)
+    before = files(state)
+    with pytest.raises(BackupError) as caught:
+        restore(copy, state, replace=True)
+    assert words in str(caught.value)
+    assert caught.value.exit_code == Exit.FAILED
+    assert files(state) == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda copy: (copy / "backup.json").unlink(), "is no whole backup, it has no backup.json"),
+        (lambda copy: (copy / "backup.json").write_text("{"), "is not what flctl backup writes"),
+        (lambda copy: (copy / "backup.json").write_text("[]"), "is not what flctl backup writes"),
+        (lambda copy: (copy / "backup.json").write_text('{"format": 2}'), "is of format 2, this program knows 1"),
+        (shutil.rmtree, "is no whole backup"),
+        (make_newer, "written by a newer version: schema 99"),
+    ],
+)
+def test_what_is_no_backup_is_not_restored(
+    damage: Callable[[Path], object], words: str, copy: Path, state: Path
+) -> None:
+    damage(copy)
+    before = files(state)
+    with pytest.raises(ConfigError) as caught:
+        restore(copy, state, replace=True)
+    assert words in str(caught.value)
+    assert files(state) == before
+
+
+def test_a_state_is_replaced_only_on_demand_and_kept(made: Path, state: Path) -> None:
+    before, facts = files(state), rows(state)
+    with pytest.raises(ConfigError, match="there is a state in"):
+        restore(made / "copy", state)
+    assert files(state) == before
+    done = restore(made / "copy", state, replace=True)
+    assert rows(state) == rows(made / "copy")
+    assert is_whole(state)
+    assert done.replaced is not None
+    assert done.replaced.parent == state
+    assert {name.partition("/")[0] for name in files(done.replaced)} <= {"blobs", "facts.sqlite", "facts.sqlite-wal"}
+    assert rows(done.replaced) == facts
+    assert is_whole(done.replaced)
+    twice = restore(made / "copy", state, replace=True)
+    assert twice.replaced not in (None, done.replaced)
+
+
+def test_a_replaced_state_can_be_restored_by_hand(made: Path, state: Path, tmp_path: Path) -> None:
+    facts = rows(state)
+    replaced = restore(made / "copy", state, replace=True).replaced
+    assert replaced is not None
+    shutil.copytree(replaced, tmp_path / "again")
+    store, blobs = open_state(tmp_path / "again")
+    assert {blob.name for blob in (tmp_path / "again" / "blobs").iterdir()} >= store.named_blobs()
+    assert {row.version for row in store.models()} == {row[0] for row in facts["models"]}
+    store.close()
+    blobs.close()
+
+
+def test_a_server_that_runs_is_not_restored_into(made: Path, tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet:
+        state = fleet.directory / "state" / "server"
+        done = forks.run("fedring.ctl.main", "restore", made / "copy", "--state-dir", state, "--replace", timeout=60)
+        assert (done.returncode, done.stdout) == (Exit.CONFIG, "")
+        assert (
+            done.stderr == f"flctl: state_dir {state} is in use by process {fleet.server.pid}: stop fl-server first\n"
+        )
+
+
+def test_flctl_says_what_was_restored(made: Path, state: Path) -> None:
+    words: tuple[str | Path, ...] = ("restore", made / "copy", "--state-dir", state)
+    done = forks.run("fedring.ctl.main", *words, timeout=60)
+    assert (done.returncode, done.stdout) == (Exit.CONFIG, "")
+    assert done.stderr.startswith(f"flctl: there is a state in {state}: with --replace")
+    done = forks.run("fedring.ctl.main", *words, "--replace", "--output", "json", timeout=60)
+    told = json.loads(done.stdout)
+    assert (told["models"], told["newest_model"], told["rounds"], told["open_round"]) == (2, 2, 2, 2)
+    assert (Path(told["replaced"]).parent, told["finished"]) == (state, False)
+    done = forks.run("fedring.ctl.main", *words, "--replace", timeout=60)
+    assert "state of before" in done.stdout
+    assert f"{state}/replaced-" in done.stdout
+
+
+def refused(state: Path) -> bool:
+    """Whether fl-server would not start there; then it changes nothing, but that SQLite may end the database's log."""
+
+    def content() -> tuple[object, ...]:
+        return {k: v for k, v in files(state).items() if not k.startswith("facts.sqlite")}, rows(state)
+
+    before = content()
+    try:
+        store, blobs = open_state(state)
+    except (ConfigError, StorageError):
+        assert content() == before
+        return True
+    store.close()
+    blobs.close()
+    return False
+
+
+def killed(place: str, copy: Path, state: Path, *flags: str) -> None:
+    """Restore, and be killed at the place."""
+    env = os.environ | {"FL_CRASH_AT": place}
+    words: tuple[str | Path, ...] = ("restore", copy, "--state-dir", state, *flags)
+    assert forks.run("fedring.ctl.main", *words, timeout=60, env=env).returncode == 137
+
+
+@pytest.mark.parametrize("place", sorted(RESTORING))
+def test_a_restore_that_is_killed_leaves_a_whole_state_or_none_that_starts(
+    place: str, made: Path, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (state / "partial").mkdir(exist_ok=True)
+    (state / "partial" / "3-b").write_text("half an upload")
+    old, old_blobs = rows(state), {path.name for path in (state / "blobs").iterdir()}
+    killed(place, made / "copy", state, "--replace")
+
+    looked_at = Path(shutil.copytree(state, tmp_path / "look"))
+    whole = not refused(looked_at)
+    assert whole == (place in ("restore_staged", "restore_facts_placed"))
+    monkeypatch.setattr(identity, "refuse_pending", lambda folder: None)  # as a server of before would not know of it
+    looked_at = Path(shutil.copytree(state, tmp_path / "look again"))
+    if not refused(looked_at):
+        assert is_whole(looked_at)
+        assert rows(looked_at)["models"] in (old["models"], rows(made / "copy")["models"])
+    monkeypatch.undo()
+
+    done = restore(made / "copy", state, replace=True)
+    assert rows(state) == rows(made / "copy")
+    assert is_whole(state)
+    assert not refused(state)
+    assert done.finished == (not whole)
+    replaced = [path for path in state.glob("replaced-*") if rows(path)["models"] == old["models"]]
+    assert len(replaced) == 1
+    assert is_whole(replaced[0])
+    assert {path.name for path in (replaced[0] / "blobs").iterdir()} == old_blobs
+    assert (replaced[0] / "partial" / "3-b").read_text() == "half an upload"
+
+
+@pytest.mark.parametrize("place", sorted(RESTORING - {"restore_facts_aside", "restore_blob_aside"}))
+def test_a_restore_into_nothing_that_is_killed_is_repeated(place: str, made: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    killed(place, made / "copy", state)
+    if place not in ("restore_staged", "restore_facts_placed"):
+        assert refused(state)
+        with pytest.raises(ConfigError, match="was broken off: repeat flctl restore"):
+            create_offline(state, Role.CLIENT, "a", 0)
+    done = restore(made / "copy", state, replace=place == "restore_facts_placed")
+    assert (is_whole(state), rows(state)) == (True, rows(made / "copy"))
+    assert (done.replaced is None) == (place != "restore_facts_placed")
+
+
+def test_another_backup_than_the_one_that_was_broken_off_needs_replace(made: Path, state: Path, tmp_path: Path) -> None:
+    back_up(state, tmp_path / "newer")
+    killed("restore_blob_placed", made / "copy", tmp_path / "new")
+    with pytest.raises(ConfigError, match="with --replace"):
+        restore(tmp_path / "newer", tmp_path / "new")
+    assert rows(tmp_path / "new") == rows(made / "copy")
+    restore(tmp_path / "newer", tmp_path / "new", replace=True)
+    assert rows(tmp_path / "new") == rows(tmp_path / "newer")
+
+
+def test_a_server_says_that_a_restore_was_broken_off(made: Path, state: Path, tmp_path: Path) -> None:
+    killed("restore_facts_aside", made / "copy", state, "--replace")
+    before = files(state)
+    fleet = Fleet(tmp_path)
+    (tmp_path / "logs").mkdir()
+    fleet.server.start()
+    assert fleet.server.wait(SECONDS) == Exit.CONFIG
+    fleet.server.close()
+    assert "a restore into" in fleet.server.tail(1)
+    assert "Traceback" not in fleet.server.tail(100)
+    assert files(state) == before
+    restore(made / "copy", state, replace=True)
+    with Fleet(tmp_path) as fleet, Control(fleet.control) as control:
+        assert [model.version for model in control.models()] == [2, 1]
+
+
+def test_an_interrupted_copy_leaves_nothing_behind(made: Path, state: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    before = files(state)
+    with pytest.raises(KeyboardInterrupt):
+        restore(made / "copy", state, replace=True, tell=interrupt)
+    assert files(state) == before
+    assert not list(state.glob("restoring*"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_root_restores_belongs_to_the_servers_user(made: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    os.chown(state, 12345, 12345)
+    restore(made / "copy", state)
+    assert {path.stat().st_uid for path in [state, *state.rglob("*")]} == {12345}
