@@ -31,7 +31,7 @@ from fedring.server.jobs import Jobs
 from fedring.server.journal import Journal
 from fedring.server.models import Models
 from fedring.server.packets import lay_out
-from fedring.server.recovery import restore
+from fedring.server.recovery import reload
 from fedring.server.rows import ModelRow, RoundRow, UpdateRow
 from fedring.server.sessions import Session, Sessions
 from fedring.server.store import SqlStore
@@ -196,7 +196,7 @@ class Host:
 @pytest.fixture
 async def host(tmp_path: Path) -> AsyncIterator[Host]:
     host = Host(tmp_path)
-    await restore(host.coordinator, keep_models=10)
+    await reload(host.coordinator, keep_models=10)
     async with asyncio.TaskGroup() as tasks:
         parts = (host.coordinator.run(), host.coordinator.acceptor.run(), host.jobs.run())
         running = [tasks.create_task(part) for part in parts]

@@ -49,7 +49,7 @@ async def recover(
     coordinator = Coordinator(facts, models, Sessions(config.max_clients), Journal(), config)
     if drop_damaged:
         await _drop_damaged(coordinator)
-    open_round = await restore(coordinator, config.keep_models)
+    open_round = await reload(coordinator, config.keep_models)
     if sweep:
         resumable = _resumable(facts, open_round) if open_round else []
         if swept := await facts.db(blobs.sweep, await facts.db(store.named_blobs), resumable):
@@ -57,7 +57,7 @@ async def recover(
     return coordinator, Jobs(coordinator)
 
 
-async def restore(coordinator: Coordinator, keep_models: int) -> int:
+async def reload(coordinator: Coordinator, keep_models: int) -> int:
     """Know the newest models and the round in progress again; returns its number, 0 if there is none.
 
     Raises:
