@@ -154,9 +154,15 @@ class Host:
         return partial, UpdateRow(command.round, client, digest, packets, 1, size, 0.1, 1.0, time.time(), blob=digest)
 
     async def push(
-        self, session: Session, command: pb.TrainCmd, values: NDArray[np.float32], name: str = "fp32"
+        self,
+        session: Session,
+        command: pb.TrainCmd,
+        values: NDArray[np.float32],
+        name: str = "fp32",
+        *,
+        after: asyncio.Event | None = None,
     ) -> pb.UpdateReply:
-        """The last reply to an update that goes the whole way."""
+        """The last reply to an update that goes the whole way; its payload follows its header `after` the event."""
         METER.set(Meter())
         payload = encode(values, Encoding(name))
         packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=name, bytes=len(payload))
@@ -168,6 +174,8 @@ class Host:
 
         async def messages() -> AsyncIterator[pb.ClientUpdate | Piece]:
             yield pb.ClientUpdate(header=header)
+            if after is not None:
+                await after.wait()
             yield Piece(0, memoryview(payload))
 
         return [reply async for reply in self.uploads.PushUpdate(messages(), Call(session))][-1]
@@ -364,6 +372,27 @@ async def test_a_client_that_goes_while_its_upload_is_opened_can_come_back(host:
         await first
     assert (await host.push(session, command, values)).HasField("accepted")
     assert await host.ended(job.job_id) == "completed"
+
+
+@pytest.mark.parametrize("size", [SIZE, 20_000])
+async def test_a_retry_learns_that_the_attempt_before_it_was_accepted_as_the_last_of_its_round(
+    host: Host, size: int
+) -> None:
+    values = np.ones(size, np.float32)
+    session = host.join("a")
+    await host.jobs.start(spec(rounds=2, model_args={"size": size}), "")
+    command = await host.command(session)
+    host.gate.close("accept_updates")
+    first = asyncio.create_task(host.push(session, command, values))
+    await host.gate.reached()
+    session, published = host.join("a"), asyncio.Event()
+    again = asyncio.create_task(host.push(session, command, values, after=published))
+    await asyncio.wait([first])  # the second has been let in, and has ended it
+    host.gate.open()
+    while (await host.command(session)).round == command.round:
+        pass
+    published.set()
+    assert (await again).accepted.already
 
 
 async def test_nobody_goes_before_the_thread_that_works_for_him(host: Host) -> None:
