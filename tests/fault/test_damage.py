@@ -86,6 +86,7 @@ def test_a_damaged_base_is_not_built_on_and_another_version_is(
         client.push(client.header(command, payload), payload)
         job = outcome(control, job_id, events)
         assert (job.state, job.rounds_done) == ("failed", 0)
+        assert "Traceback" not in fleet.server.log.read_text()
         assert job.reason.startswith("damaged_blob: model 3 is damaged: blobs/")
         assert file.name in job.reason
         assert "start = 2" in job.reason
