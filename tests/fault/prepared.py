@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
-import torch
+import safetensors.numpy
 from numpy.typing import NDArray
 
 from fedring.codec import Encoding, decode, encode
@@ -27,7 +26,7 @@ NAMES = ("a", "b", "c")
 ROUNDS = 4  # the last of which is open, and lacks what c delivers
 LAST = ROUNDS + 1
 """The version that the open round will publish."""
-RATE, MOMENTUM = 0.5, 0.9  # of the server's optimizer
+RATE, MOMENTUM = 0.5, 0.9  # of the server's optimizer; a power of two is multiplied by without rounding
 KINDS = (
     "model", "header", "update", "row", "delta", "residual", "optimizer",
     "facts", "wal", "shm", "state_id", "lock", "partial",
@@ -57,17 +56,14 @@ class Prepared:
             total += update.samples * update.values.astype(np.float64)
             samples += update.samples
         base = self.models[LAST - 1]
-        parameter = torch.from_numpy(base.copy()).requires_grad_()
-        optimizer = torch.optim.SGD([parameter], lr=RATE, momentum=MOMENTUM)
-        remembered = safetensors.torch.load(self.blob("optimizer_blob").read_bytes())
-        groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": {0: remembered}, "param_groups": groups})
-        parameter.grad = torch.from_numpy(-(total / samples).astype(np.float32))
-        optimizer.step()
+        remembered = safetensors.numpy.load_file(self.blob("optimizer_blob"))["momentum_buffer"]
+        velocity = remembered * np.float32(MOMENTUM) - (total / samples).astype(np.float32)
+        target = base - np.float32(RATE) * velocity
         owed = np.frombuffer(self.blob("residual_blob").read_bytes(), "<f4")
-        wanted = parameter.detach().numpy().astype(np.float64) + owed - base
+        wanted = target.astype(np.float64) + owed - base
         step = decode(encode(wanted.astype(np.float32), Encoding("uniform")), name="uniform", length=SIZE)
-        return base + step
+        moved: Values = np.add(base, step, dtype=np.float32)
+        return moved
 
     def blob(self, column: str, version: int = LAST - 1) -> Path:
         """The file that this column of the version's row names."""

@@ -60,6 +60,7 @@ def deliver_last(fleet: Fleet, prepared: Prepared, *, facts: bool) -> list[str]:
         for job in control.jobs(job_id=prepared.job_id):
             words.append(f"{job.state}: {job.reason}" if job.reason else job.state)
             assert facts or job.state == "completed" or job.reason.startswith("damaged_blob"), words
+        words += [f"without {', '.join(row.missing)}" for row in last_round(control) if row.missing]
     return words
 
 
@@ -95,8 +96,9 @@ def look(fleet: Fleet, prepared: Prepared) -> Seen:
         def fetched(version: int, held: int = 0) -> Values:
             header, payload = client.fetch(version, held)
             values = values_of(header, payload, truth)
-            if hashlib.sha256(values.tobytes()).digest() != header.model_digest:
-                seen.unsound.append(f"model {version} from {held}")
+            sound = hashlib.sha256(values.tobytes()).digest() == header.model_digest
+            if not sound and not header.base_version:  # who holds another base notices, and asks for the whole
+                seen.unsound.append(f"model {version}")
             return values
 
         def as_a_delta(version: int) -> Values:

@@ -38,6 +38,7 @@ def test_without_damage_every_version_is_as_recomputed(prepared: Prepared, tmp_p
     with fleet:
         assert deliver_last(fleet, prepared, facts=False) == ["accepted", "completed"]
         seen = look(fleet, prepared)
+        fleet.server.kill()
     assert (seen.wrong, seen.refused) == ([], [])
     assert seen.right == 4 * LAST, "whole, as a delta, exported and loaded"
 
@@ -52,7 +53,8 @@ def test_nothing_wrong_is_served_after_a_bit_was_flipped(prepared: Prepared, tmp
 
 def check_one(prepared: Prepared, folder: Path, number: int) -> None:
     """Flip one bit in a copy of the state, before the server starts or while it runs, and see what follows."""
-    kind, running = KINDS[number % len(KINDS)], bool((number + number // len(KINDS)) % 2)
+    turn, index = divmod(number, len(KINDS))
+    kind, running = KINDS[index], (turn + index) % 2 == 1
     running = running and kind != "shm"  # which then is memory that the server shares
     rng = random.Random(f"{SEED} {number}")
     fleet = copy_of(prepared, folder)
