@@ -86,7 +86,8 @@ def check_files(state: Path) -> None:
     assert files.keys() == named
     for name, path in files.items():
         assert hashlib.sha256(path.read_bytes()).hexdigest() == name
-    assert list((state / "partial").iterdir()) == []
+    # What the server tries the disk with may be in its hands when it is killed; the next start sweeps it.
+    assert {path.name for path in (state / "partial").iterdir()} <= {"probe"}
 
 
 def check_updates(state: Path, ledger: Ledger) -> int:
