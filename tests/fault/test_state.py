@@ -115,6 +115,13 @@ def damage_value(state: Path) -> None:
     ask(state, "UPDATE models SET delta_packets = '['")
 
 
+def test_a_newest_model_whose_row_names_what_can_be_no_blob_is_refused(state: Path, tmp_path: Path) -> None:
+    ask(state, "UPDATE models SET blob = upper(blob)")
+    last = refused(tmp_path)
+    assert "model 2 is damaged" in last
+    assert "is missing" in last
+
+
 @pytest.mark.parametrize("change", [damage_schema, damage_value])
 def test_a_database_of_which_a_value_cannot_be_read_is_refused(
     change: Callable[[Path], None], state: Path, tmp_path: Path
