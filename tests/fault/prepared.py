@@ -126,6 +126,8 @@ def push(client: WireClient, command: pb.TrainCmd, update: Update, *, stop_at: i
 
 def file_of(prepared: Prepared, state: Path, kind: str, rng: random.Random) -> Path:
     """One of the files of this kind in `state`, a copy."""
+    if kind in ("row", "facts"):
+        ask(state, "PRAGMA wal_checkpoint(TRUNCATE)")  # else the -wal may have newer pages in the place of these
     if kind in ("row", "facts", "wal", "shm"):
         return state / {"wal": "facts.sqlite-wal", "shm": "facts.sqlite-shm"}.get(kind, "facts.sqlite")
     if kind in ("lock", "state_id"):
