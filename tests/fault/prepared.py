@@ -133,7 +133,7 @@ def file_of(prepared: Prepared, state: Path, kind: str, rng: random.Random) -> P
     if kind in ("lock", "state_id"):
         return state / {"lock": "lock", "state_id": "blobs/state_id"}[kind]
     if kind == "partial":
-        (path,) = (state / "partial").iterdir()
+        (path,) = (state / "partial").glob(f"{ROUNDS}-*")
         return path
     if kind == "update":
         return state / "blobs" / prepared.updates["a"].digest
