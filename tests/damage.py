@@ -8,11 +8,12 @@ from pathlib import Path
 
 def flip(path: Path, bit: int | None = None, *, seed: int = 0) -> int:
     """Flip one bit of the file, by default one drawn by `seed`; returns which."""
-    data = bytearray(path.read_bytes())
-    bit = random.Random(seed).randrange(8 * len(data)) if bit is None else bit
-    data[bit // 8] ^= 1 << bit % 8
-    with path.open("r+b") as file:  # the same file, as a disk's damage has it
-        file.write(data)
+    bit = random.Random(seed).randrange(8 * path.stat().st_size) if bit is None else bit
+    with path.open("r+b") as file:  # nothing but the one byte: somebody else may write to the others
+        file.seek(bit // 8)
+        (byte,) = file.read(1)
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
     return bit
 
 

@@ -87,6 +87,7 @@ def test_a_damaged_base_is_not_built_on_and_another_version_is(
         client.push(client.header(command, payload), payload)
         job = outcome(control, job_id, events)
         assert (job.state, job.rounds_done) == ("failed", 0)
+        assert "Traceback" not in fleet.server.log.read_text()
         assert job.reason.startswith("damaged_blob: model 3 is damaged: blobs/")
         assert file.name in job.reason
         assert "start = 2" in job.reason
@@ -140,6 +141,24 @@ def test_a_damaged_model_is_neither_sent_nor_exported_nor_loaded(
     assert caught.value.reason == "damaged_blob"
     control.export_model(3, tmp_path / "model.safetensors")
     load_model(3, vector(SIZE), state_dir=state)
+
+
+@pytest.mark.usefixtures("published")
+def test_an_older_model_whose_header_is_damaged_is_called_so_after_a_restart_too(
+    fleet: Fleet, control: Control, state: Path, tmp_path: Path
+) -> None:
+    file = model_file(state, 2)
+    fleet.server.kill()
+    flip(file, 8 * 20)
+    fleet.start_server()
+    with WireClient(fleet.listen, "a") as client:
+        for ask_for in (lambda: client.fetch(2), lambda: control.export_model(2, tmp_path / "model.safetensors")):
+            with pytest.raises((Refused, Failure), match="model 2 is damaged"):
+                ask_for()
+        job_id, events = run(control, start=2, **MODEL)
+        deliver(client)
+        assert outcome(control, job_id, events).reason.startswith("damaged_blob: model 2 is damaged: blobs/")
+    assert "Traceback" not in fleet.server.log.read_text()
 
 
 @pytest.mark.usefixtures("published")

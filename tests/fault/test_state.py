@@ -106,6 +106,31 @@ def test_parts_of_two_states_are_not_one(
     assert files(state) == before
 
 
+def damage_schema(state: Path) -> None:
+    facts = state / "facts.sqlite"
+    facts.write_bytes(facts.read_bytes().replace(b"CREATE TABLE models", b"CREATE TABL\xe5 models"))
+
+
+def damage_value(state: Path) -> None:
+    ask(state, "UPDATE models SET delta_packets = '['")
+
+
+def test_a_newest_model_whose_row_names_what_can_be_no_blob_is_refused(state: Path, tmp_path: Path) -> None:
+    ask(state, "UPDATE models SET blob = upper(blob)")
+    last = refused(tmp_path)
+    assert "model 2 is damaged" in last
+    assert "is missing" in last
+
+
+@pytest.mark.parametrize("change", [damage_schema, damage_value])
+def test_a_database_of_which_a_value_cannot_be_read_is_refused(
+    change: Callable[[Path], None], state: Path, tmp_path: Path
+) -> None:
+    ask(state, "PRAGMA wal_checkpoint(TRUNCATE)")
+    change(state)
+    assert "corrupt: the database is damaged (" in refused(tmp_path)
+
+
 def as_of_before(state: Path) -> None:
     """Make the state one of schema 3, from before there were ids."""
     (state / "blobs" / "state_id").unlink()

@@ -56,7 +56,11 @@ class WireClient:
         self.commands = rpc.TrainCmdServiceStub(self.channel)
         self.models = rpc.ModelBlobServiceStub(self.channel)
         self.updates = rpc.ClientUpdateServiceStub(self.channel)
-        self.joined = self.commands.Join(pb.JoinRequest(client_id=client_id, protocol=1, software="wire"))
+        try:
+            self.joined = self.commands.Join(pb.JoinRequest(client_id=client_id, protocol=1, software="wire"))
+        except grpc.RpcError:
+            self.channel.close()
+            raise
         self.metadata = (("fl-session", self.joined.session_id),)
         self.events: queue.Queue[pb.ServerEvent] = queue.Queue()
         self.ended: queue.Queue[grpc.RpcError | None] = queue.Queue()

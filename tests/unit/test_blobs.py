@@ -76,7 +76,7 @@ def test_many_partials_are_sealed_at_once_in_order(blobs: FileBlobs) -> None:
 def test_a_partial_cannot_lie_elsewhere(blobs: FileBlobs, name: str) -> None:
     with pytest.raises(ValueError, match="cannot name"):
         blobs.open_partial(name)
-    with pytest.raises(ValueError, match="not a digest"):
+    with pytest.raises(StorageError, match="not a digest"):
         blobs.reader(name)
 
 

@@ -1,211 +1,28 @@
 """The coordinator with a real store and real blobs: what happens at the same time does no harm."""
 
 import asyncio
-import hashlib
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-from tests.unit.gate import Gate
+from tests.unit.host import ONES, SIZE, Host, running, spec
 
-from fedring.codec import Encoding, encode
-from fedring.rpc.chunks import Piece
-from fedring.rpc.contract import SESSION_KEY
 from fedring.rpc.errors import OtherUpdate, Overloaded, UnknownRound
-from fedring.rpc.identity import IDENTITY, LOCAL
-from fedring.rpc.streams import METER, Meter
 from fedring.server import rounds as rd
 from fedring.server import uploads
 from fedring.server.admit import Admitted, check_payload
-from fedring.server.blobs import FileBlobs, FilePartial, Partial, StorageError
-from fedring.server.config import ServerConfig
-from fedring.server.coordinator import Coordinator
-from fedring.server.facts import Facts
-from fedring.server.jobs import Jobs
-from fedring.server.journal import Journal
-from fedring.server.models import Models
-from fedring.server.packets import lay_out
-from fedring.server.recovery import reload
-from fedring.server.rows import ModelRow, RoundRow, UpdateRow
-from fedring.server.sessions import Session, Sessions
-from fedring.server.store import SqlStore
-from fedring.server.store_api import Acceptance
-from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
-
-SIZE = 8
-ONES = np.ones(SIZE, np.float32)
-
-
-def spec(**keys: Any) -> Job:
-    fixed = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "evaluate": False, "min_clients": 1}
-    return Job.model_validate({**fixed, **keys})
-
-
-class GatedStore(SqlStore):
-    """A store whose transactions can be held up."""
-
-    def __init__(self, path: Path, gate: Gate) -> None:
-        super().__init__(f"sqlite:///{path}")
-        self._gate = gate
-
-    def update_round(self, row: RoundRow) -> None:
-        self._gate.pass_("update_round")
-        super().update_round(row)
-
-    def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
-        self._gate.pass_("accept_updates")
-        return super().accept_updates(rows)
-
-
-class GatedModels(Models):
-    """Models that take their time to be built."""
-
-    gate: Gate
-
-    def fitting(self, latest: ModelRow | None, job: Job) -> ModelRow:
-        self.gate.pass_("fitting")
-        return super().fitting(latest, job)
-
-
-class FullBlobs(FileBlobs):
-    """Blobs on a disk that may be full, or slow."""
-
-    full = False
-    gate: Gate
-
-    def open_partial(self, name: str, *, fresh: bool = False) -> FilePartial:
-        partial = super().open_partial(name, fresh=fresh)
-        self.gate.pass_("open_partial")
-        return partial
-
-    def seal_many(self, partials: Sequence[Partial]) -> list[str]:
-        if self.full:
-            for partial in partials:
-                partial.close()
-            raise StorageError("disk_full", "no space left on device")
-        return super().seal_many(partials)
-
-    def drop_partials(self, prefix: str) -> None:
-        self.gate.pass_("drop_partials")
-        super().drop_partials(prefix)
-
-
-class Call:
-    """What of a call's context is looked at."""
-
-    def __init__(self, session: Session) -> None:
-        self._session_id = session.session_id
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ((SESSION_KEY, self._session_id),)
-
-    def add_done_callback(self, callback: object) -> None:
-        """It ends with the test."""
-
-
-class Host:
-    """A coordinator, its jobs, and clients that are here."""
-
-    def __init__(self, root: Path) -> None:
-        self.gate = Gate()
-        self.store, self.blobs = GatedStore(root / "facts.sqlite", self.gate), FullBlobs(root)
-        self.blobs.gate = self.gate
-        self.config = ServerConfig.model_validate({"state_dir": root})
-        self.facts = Facts(self.store, self.blobs, threads=1)
-        models = GatedModels(self.blobs, self.facts.pool, self.config, self.store.run_id)
-        models.gate = self.gate
-        self.coordinator = Coordinator(self.facts, models, Sessions(10), Journal(), self.config)
-        self.jobs = Jobs(self.coordinator)
-        self.uploads = uploads.ClientUpdateService(self.coordinator, self.config)
-        self._names = iter(range(1000))
-
-    def join(self, client: str) -> Session:
-        IDENTITY.set(LOCAL)
-        session = self.coordinator.sessions.join(pb.JoinRequest(client_id=client), "test")
-        self.coordinator.handle(rd.Joined(client))
-        session.matched = True
-        self.coordinator.matched(client)
-        return session
-
-    async def command(self, session: Session) -> pb.TrainCmd:
-        """The client's next command."""
-        async with asyncio.timeout(60):
-            while True:
-                event = pb.ServerEvent.FromString(await session.outbox.get())
-                if event.WhichOneof("event") == "train":
-                    return event.train
-
-    def update(
-        self, command: pb.TrainCmd, client: str, values: NDArray[np.float32] = ONES
-    ) -> tuple[FilePartial, UpdateRow]:
-        """An update, received and checked."""
-        payload = encode(values, Encoding("fp32"))
-        partial = self.blobs.open_partial(f"update-{next(self._names)}")
-        partial.write(payload)
-        packets = lay_out([("parameters", "delta", "fp32", len(payload))])
-        size, digest = len(payload), partial.digest
-        return partial, UpdateRow(command.round, client, digest, packets, 1, size, 0.1, 1.0, time.time(), blob=digest)
-
-    async def push(
-        self, session: Session, command: pb.TrainCmd, values: NDArray[np.float32], name: str = "fp32"
-    ) -> pb.UpdateReply:
-        """The last reply to an update that goes the whole way."""
-        METER.set(Meter())
-        payload = encode(values, Encoding(name))
-        packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=name, bytes=len(payload))
-        packet.num_samples = 1
-        facts: dict[str, Any] = {"client_id": session.client_id, "packets": [packet], "total_bytes": len(payload)}
-        for name in ("run_id", "round", "model_version", "schema_hash"):
-            facts[name] = getattr(command, name)
-        header = pb.UpdateHeader(digest=hashlib.sha256(payload).digest(), **facts)
-
-        async def messages() -> AsyncIterator[pb.ClientUpdate | Piece]:
-            yield pb.ClientUpdate(header=header)
-            yield Piece(0, memoryview(payload))
-
-        return [reply async for reply in self.uploads.PushUpdate(messages(), Call(session))][-1]
-
-    def offer(self, update: tuple[FilePartial, UpdateRow]) -> "asyncio.Task[bool]":
-        partial, row = update
-
-        def may() -> None:
-            round_ = self.coordinator.state.round
-            if round_ is None or round_.number != row.round or round_.phase is not rd.Phase.TRAINING:
-                raise UnknownRound("closed", reason="round_closed")
-
-        return asyncio.get_running_loop().create_task(self.coordinator.acceptor.accept(partial, row, may))
-
-    async def ended(self, job_id: int) -> str:
-        """The state in which the job ended."""
-        async with asyncio.timeout(60):
-            async for event in self.coordinator.journal.follow(1):
-                if event.kind == "job_ended" and event.job_id == job_id:
-                    break
-        row = await self.facts.db(self.store.job, job_id)
-        assert row is not None
-        return row.state
 
 
 @pytest.fixture
 async def host(tmp_path: Path) -> AsyncIterator[Host]:
-    host = Host(tmp_path)
-    await reload(host.coordinator, keep_models=10)
-    async with asyncio.TaskGroup() as tasks:
-        parts = (host.coordinator.run(), host.coordinator.acceptor.run(), host.jobs.run())
-        running = [tasks.create_task(part) for part in parts]
+    async with running(tmp_path) as host:
         yield host
-        assert not any(task.done() for task in running)
-        host.gate.open()
-        for task in running:
-            task.cancel()
-    host.facts.close()
 
 
 async def test_a_round_goes_from_the_command_to_the_model(host: Host) -> None:
@@ -351,21 +168,6 @@ async def test_a_model_whose_loss_is_no_number_is_published_without_a_score(host
     assert await host.ended(job.job_id) == "completed"
     assert host.coordinator.last is not None
     assert "server_accuracy" not in host.coordinator.last.stats
-
-
-async def test_a_client_that_goes_while_its_upload_is_opened_can_come_back(host: Host) -> None:
-    session, values = host.join("a"), np.ones(20_000, np.float32)
-    job, _ = await host.jobs.start(spec(model_args={"size": values.size}), "")
-    command = await host.command(session)
-    host.gate.close("open_partial")
-    first = asyncio.create_task(host.push(session, command, values))
-    await host.gate.reached()
-    first.cancel()
-    host.gate.open()
-    with pytest.raises(asyncio.CancelledError):
-        await first
-    assert (await host.push(session, command, values)).HasField("accepted")
-    assert await host.ended(job.job_id) == "completed"
 
 
 async def test_nobody_goes_before_the_thread_that_works_for_him(host: Host) -> None:

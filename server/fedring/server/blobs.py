@@ -267,7 +267,9 @@ class FileBlobs:
         file.close()
 
     def reader(self, digest: str) -> FileReader:
-        """The blob, open; StorageError("missing_blob") if there is none."""
+        """The blob, open; StorageError("missing_blob") if there is none, or can be none of that name."""
+        if not _DIGEST.fullmatch(digest):  # a row of the database may be damaged
+            raise StorageError("missing_blob", f"{digest!r} is not a digest")
         return FileReader(self._path(digest))
 
     def range_reader(self, digest: str) -> Callable[[int, int], bytes]:

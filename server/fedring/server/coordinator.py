@@ -255,7 +255,7 @@ class Coordinator:
             except DamagedUpdates as error:
                 await self.facts.keep(self._go_on_without, open_, error)
             except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # the last is torch's
-                log.exception("aggregation of round %d failed", open_.row.round)
+                log.error("the round makes no model: %s", error, exc_info=not isinstance(error, StorageError))
                 if isinstance(error, DamagedModel):
                     self._despair(open_, error)
                 self.handle(rd.Abandoned(getattr(error, "reason", "bad_optimizer")))

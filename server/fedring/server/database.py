@@ -4,6 +4,7 @@ import sqlite3
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ _PAGE_BYTES = 1 << 14  # in smaller ones, a small update of 40 KB would take two
 _FSYNC_ERRORS = ("SQLITE_IOERR_FSYNC", "SQLITE_IOERR_DIR_FSYNC")
 
 
+UNREADABLE = (DBAPIError, JSONDecodeError, UnicodeDecodeError)
+"""What an engine raises: the last two for values that are not what was written."""
+
+
 class StoreError(StorageError):
     """The database cannot be used, or does not allow this: newer_state, corrupt, no_backup, database."""
 
@@ -60,7 +65,7 @@ def open_database(url: str, migrations: Sequence[Migration] = MIGRATIONS) -> Eng
         if found:
             _check_integrity(engine)
             _migrate(engine, found, migrations)
-    except DBAPIError as error:
+    except UNREADABLE as error:
         engine.dispose()
         raise translate(error) from error
     except StoreError:
@@ -80,13 +85,15 @@ def backup(engine: Engine, path: Path) -> None:
         raw.close()
 
 
-def translate(error: DBAPIError) -> StorageError | FsyncFailed:
+def translate(error: Exception) -> StorageError | FsyncFailed:
     """What the daemon should make of a failure of the database."""
-    return meaning_of(error.orig)
+    return meaning_of(error.orig if isinstance(error, DBAPIError) else error)
 
 
 def meaning_of(error: BaseException | None) -> StorageError | FsyncFailed:
     """What the daemon should make of an error of the database's driver."""
+    if isinstance(error, JSONDecodeError | UnicodeDecodeError):
+        return StoreError("corrupt", f"the database is damaged ({error}): restore a backup")
     name = getattr(error, "sqlite_errorname", "")
     if name in _FSYNC_ERRORS:
         return FsyncFailed(str(error))

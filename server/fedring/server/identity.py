@@ -82,7 +82,7 @@ def _peek(facts: Path) -> tuple[int, str]:
         with closing(sqlite3.connect(f"{facts.absolute().as_uri()}?mode=rw", uri=True)) as connection:
             version = int(connection.execute("PRAGMA user_version").fetchone()[0])
             row = connection.execute("SELECT value FROM meta WHERE name = 'state_id'").fetchone() if version else None
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter has the words of the former
         raise meaning_of(error) from error
     return version, str(row[0]) if row else ""
 

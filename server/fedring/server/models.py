@@ -101,6 +101,7 @@ class Models:
     def __init__(self, blobs: Blobs, executor: Executor, config: ServerConfig, run_id: str) -> None:
         self._blobs, self._executor, self._config, self._run_id = blobs, executor, config, run_id
         self._rows: dict[int, ModelRow] = {}
+        self._unread: dict[int, ModelRow] = {}  # kept, but damaged when the server started
         self._schemas: dict[str, Schema] = {}
         self._built: dict[str, Schema] = {}  # by what a job says of its model
 
@@ -135,6 +136,7 @@ class Models:
                 if row is rows[0]:
                     raise DamagedModel(row, error, "restore a backup, or go on without it: --drop-damaged") from error
                 log.error("%s", error.detail)
+                self._unread[row.version] = row
         return rows[0] if rows else None
 
     def damaged(self, rows: Iterable[ModelRow]) -> list[ModelRow]:
@@ -153,7 +155,10 @@ class Models:
 
     def forget(self, kept: Iterable[int]) -> None:
         """Only these versions can be fetched."""
-        self._rows = {version: self._rows[version] for version in kept if version in self._rows}
+        wanted = set(kept)
+        for rows in (self._rows, self._unread):
+            for version in rows.keys() - wanted:
+                del rows[version]
 
     def schema_of(self, row: ModelRow) -> Schema:
         """What the model consists of."""
@@ -228,6 +233,8 @@ class Models:
     def offer(self, request: pb.FetchModelRequest) -> Offer:
         """The wanted version: as deltas to the held one where that is shorter, else whole."""
         row = self._rows.get(request.version or max(self._rows, default=0))
+        if row is None and (row := self._unread.get(request.version)):
+            self.remember(row)  # or raise what is wrong with it
         if row is None:
             advice = f"model {request.version} is not kept: `flctl models list` shows those that are"
             raise UnknownModel(advice if request.version else "there is no model yet")

@@ -26,10 +26,9 @@ from sqlalchemy import (
     union_all,
     update,
 )
-from sqlalchemy.exc import DBAPIError
 
 from fedring.daemon.crash import crashpoint
-from fedring.server.database import backup, open_database, translate
+from fedring.server.database import UNREADABLE, backup, open_database, translate
 from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, TokenRow, UpdateRow
 from fedring.server.store_api import Acceptance, Pruned
 from fedring.server.tables import clients, evaluations, events, jobs, meta, models, rounds, tokens, updates
@@ -317,7 +316,7 @@ class SqlStore:
         try:
             with self._engine.begin() as connection:
                 yield connection
-        except DBAPIError as error:
+        except UNREADABLE as error:
             raise translate(error) from error
 
     def _list(self, query: Select[Any], kind: type[Row]) -> list[Row]:

@@ -145,15 +145,20 @@ class ClientUpdateService:
             yield pb.UpdateReply(accepted=self._accepted(already=True))
             return
         async with self._slots, self._only_one(session.client_id):
-            with ExitStack() as undo:
-                partial = await self._open(header, undo)
-                resumed = partial.size
-                yield pb.UpdateReply(resume_offset=resumed)
-                await self._receive(messages, partial, header)
-                self._check_digest(partial, header, resumed)
-                row = await self._admit(partial, header, self._coordinator.models.schema_of(open_.base))
-                undo.pop_all()  # the acceptor takes the partial over
-            already = await self._coordinator.acceptor.accept(partial, row, lambda: self._require_open(header))
+            try:
+                with ExitStack() as undo:
+                    partial = await self._open(header, undo)
+                    resumed = partial.size
+                    yield pb.UpdateReply(resume_offset=resumed)
+                    await self._receive(messages, partial, header)
+                    self._check_digest(partial, header, resumed)
+                    row = await self._admit(partial, header, self._coordinator.models.schema_of(open_.base))
+                    undo.pop_all()  # the acceptor takes the partial over
+                already = await self._coordinator.acceptor.accept(partial, row, lambda: self._require_open(header))
+            except UnknownRound:
+                already = await self._accepted_before(header)  # by the client's attempt before this one
+                if not already:
+                    raise
         yield pb.UpdateReply(accepted=self._accepted(already=already))
 
     async def _push_small(self, session: Session, request: pb.SmallUpdate) -> bool:
@@ -168,8 +173,13 @@ class ClientUpdateService:
         async with self._only_one(session.client_id):
             partial = MemoryPartial(request.payload)
             self._check_digest(partial, header, 0)
-            row = await self._admit(partial, header, self._coordinator.models.schema_of(open_.base))
-            return await self._coordinator.acceptor.accept(partial, row, lambda: self._require_open(header))
+            try:
+                row = await self._admit(partial, header, self._coordinator.models.schema_of(open_.base))
+                return await self._coordinator.acceptor.accept(partial, row, lambda: self._require_open(header))
+            except UnknownRound:
+                if await self._accepted_before(header):  # by the client's attempt before this one
+                    return True
+                raise
 
     async def _accepted_before(self, header: pb.UpdateHeader) -> bool:
         """Whether this very update counts already; OtherUpdate if another one does."""
