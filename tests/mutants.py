@@ -252,7 +252,7 @@ MUTANTS = {
     ),
     "time without a disk": Mutant(
         "server/fedring/server/readiness.py",
-        "                coordinator.stood_still(storage.since)\n",
+        "                _give_time_back(coordinator, storage.since)\n",
         "",
         "tests/fault/test_storage.py",
     ),

@@ -161,18 +161,37 @@ def test_a_state_of_before_without_its_database_is_not_swept(state: Path, tmp_pa
     assert files(state) == before
 
 
-@pytest.mark.parametrize("written", ["draft", "draft and row"])
+@pytest.mark.parametrize("written", ["half a draft", "draft", "draft and row"])
 def test_a_first_start_that_was_killed_is_repeated(written: str, tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         fleet.server.kill()
     state = tmp_path / "state" / "server"
     (state / "blobs" / "state_id").rename(state / "blobs" / "state_id.new")
-    if written == "draft":
+    if written == "half a draft":
+        (state / "blobs" / "state_id.new").write_text("0123")
+    if written != "draft and row":
         ask(state, "DELETE FROM meta WHERE name = 'state_id'")
     with Fleet(tmp_path) as fleet:
         train(fleet)
         assert (state / "blobs" / "state_id").exists()
         assert not (state / "blobs" / "state_id.new").exists()
+
+
+def test_a_look_at_the_configuration_changes_no_state(state: Path, tmp_path: Path) -> None:
+    as_of_before(state)
+    fleet = Fleet(tmp_path)
+    fleet.server.flags = ["--check-config"]
+    fleet.server.start()
+    assert fleet.server.wait(SECONDS) == Exit.OK, fleet.server.tail()
+    fleet.server.close()
+    assert not (state / "blobs" / "state_id").exists()
+    assert ask(state, "SELECT value FROM meta WHERE name = 'state_id'") == []
+
+
+def test_other_files_beside_the_blobs_are_no_state(tmp_path: Path) -> None:
+    (tmp_path / "state" / "server" / "blobs" / "lost+found").mkdir(parents=True)
+    with Fleet(tmp_path) as fleet:
+        train(fleet)
 
 
 def test_a_second_server_does_not_start_when_somebody_deleted_the_lock(tmp_path: Path) -> None:

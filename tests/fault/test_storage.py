@@ -229,6 +229,49 @@ def test_an_aggregation_that_waits_for_room_can_be_stopped(disk: Disk, fleet: Fl
         assert control.job(job_id).state == "stopped"
 
 
+def test_a_round_that_cannot_start_for_want_of_room_can_be_stopped(disk: Disk, fleet: Fleet) -> None:
+    with Control(fleet.control) as control:
+        events = control.events()
+        job_id = control.start_job(vector_job(model_args={"size": SIZE})).job_id
+        assert patiently(fleet, "round_waits", lambda: next(e for e in events if e.kind == "round_waits"))
+        if disk.reason == "disk_full":
+            disk.fail(fleet)
+        else:  # neither does the database's log grow
+            disk.fail(fleet, room=1)
+        with WireClient(fleet.listen, "a"):
+            assert patiently(fleet, "storage_failed", lambda: next(e for e in events if e.kind == "storage_failed"))
+            assert control.stop_job(job_id).round == 1
+            disk.mend(fleet)
+            assert patiently(fleet, "the end", lambda: list(control.follow_job(job_id, events)))
+            assert control.job(job_id).state == "stopped"
+
+
+def test_a_disk_with_room_for_the_trial_alone_is_tried_less_and_less(full: Disk, tmp_path: Path) -> None:
+    with Fleet(tmp_path, {"state_dir": str(full.folder / "state")}) as fleet, Control(fleet.control) as control:
+        full.fail(fleet, room=3 << 19)  # 1.5 MiB: more than is tried, less than the job's first model
+        events = control.events()
+        control.start_job(vector_job(model_args={"size": SIZE}))
+        began = time.monotonic()
+        for _ in range(3):
+            assert patiently(fleet, "storage_works", lambda: next(e for e in events if e.kind == "storage_works"))
+        assert time.monotonic() - began > 5, "after 1, 2 and 4 s"
+        full.mend(fleet)
+        events.cancel()
+
+
+def test_the_first_start_on_a_full_disk_may_be_repeated(full: Disk, tmp_path: Path) -> None:
+    (full.folder / "state").mkdir()
+    fleet = Fleet(tmp_path, {"state_dir": str(full.folder / "state")})
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    full.fail(fleet)
+    fleet.server.start()
+    assert fleet.server.wait(SECONDS) == Exit.FAILED, fleet.server.tail()
+    fleet.server.close()
+    full.mend(fleet)
+    with Fleet(tmp_path, {"state_dir": str(full.folder / "state")}):
+        pass
+
+
 def test_a_round_does_not_run_out_of_time_while_nothing_can_be_kept(disk: Disk, fleet: Fleet) -> None:
     with Control(fleet.control) as control, WireClient(fleet.listen, "a") as client:
         events = control.events()

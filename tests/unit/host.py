@@ -66,9 +66,9 @@ class GatedModels(Models):
 
     gate: Gate
 
-    def fitting(self, latest: ModelRow | None, job: Job) -> ModelRow:
+    def fitting(self, latest: ModelRow | None, job: Job, version: int) -> ModelRow:
         self.gate.pass_("fitting")
-        return super().fitting(latest, job)
+        return super().fitting(latest, job, version)
 
 
 class FullBlobs(FileBlobs):

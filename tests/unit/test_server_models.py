@@ -49,7 +49,7 @@ class Versions:
 
     def first(self, job: Job) -> ModelRow:
         """The model that a job starts from."""
-        row = self.models.fitting(self.rows[-1] if self.rows else None, job)
+        row = self.models.fitting(self.rows[-1] if self.rows else None, job, len(self.rows) + 1)
         if row not in self.rows:
             self.models.remember(row)
             self.rows.append(row)

@@ -187,6 +187,34 @@ class TestStore:
         store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=3)
         assert store.create_round(RoundRow(0, job.job_id, 9, "waiting", 0.0)).round == open_.round + 1
 
+    def test_the_model_that_an_open_round_starts_from_is_kept(self, store: SqlStore) -> None:
+        for version in (1, 2, 3):
+            store.publish(a_model(version))
+        job = a_job(store)
+        row = store.create_round(RoundRow(0, job.job_id, 1, "waiting", 0.0, base_version=1))
+        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=1)
+        assert [model.version for model in store.models()] == [3, 1]
+        store.update_round(replace(row, phase="abandoned", ended_at=1.0))
+        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=1)
+        assert [model.version for model in store.models()] == [3]
+
+    def test_a_number_of_a_model_is_never_used_twice(self, store: SqlStore) -> None:
+        assert store.next_version() == 1
+        for version in (1, 2, 3):
+            store.publish(a_model(version))
+        store.drop_models([2, 3])
+        assert store.next_version() == 4
+        store.drop_models([1])
+        assert (store.models(), store.next_version()) == ([], 4)
+
+    def test_the_time_that_is_left_is_noted_for_the_phase_that_it_was_left_in(self, store: SqlStore) -> None:
+        row = store.create_round(RoundRow(0, a_job(store).job_id, 1, "waiting", 0.0))
+        store.update_round(replace(row, phase="training"))
+        store.save_seconds_left(row.round, "waiting", 5.0)
+        assert store.rounds()[0].seconds_left is None
+        store.save_seconds_left(row.round, "training", 7.0)
+        assert store.rounds()[0].seconds_left == 7.0
+
     def test_updates_and_models_that_are_damaged_are_forgotten(self, store: SqlStore) -> None:
         row = a_round(store, a_job(store))
         store.accept_updates([an_update(row.round, "a"), an_update(row.round, "b")])

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from fedring.server import rounds as rd
-from fedring.server.blobs import StorageFailed
+from fedring.server.blobs import StorageError
 from fedring.server.coordinator import Coordinator
 
 _PERIOD = 1.0
@@ -27,5 +27,5 @@ async def save_time(coordinator: Coordinator, *, less: float = 0.0) -> None:
         return
     left = max(0.0, rd.deadline(round_) - time.monotonic() - less)
     open_.row = replace(open_.row, seconds_left=left)
-    with suppress(StorageFailed):  # whoever looks after the storage has been told
-        await coordinator.facts.db(coordinator.facts.store.save_seconds_left, open_.row.round, left)
+    with suppress(StorageError):  # a disk that is full, or a database that somebody else holds: the next note will do
+        await coordinator.facts.db(coordinator.facts.store.save_seconds_left, open_.row.round, round_.phase, left)

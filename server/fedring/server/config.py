@@ -55,7 +55,9 @@ class ServerConfig(BaseSettings):
     threads: PositiveInt = Field(2, description="threads for checking and adding updates")
     keep_models: PositiveInt = Field(10, description="newest model versions to keep")
     keep_update_rounds: PositiveInt = Field(2, description="newest rounds whose updates to keep")
-    keep_rounds: PositiveInt = Field(10_000, description="newest rounds to keep what is known of, about 1 kB each")
+    keep_rounds: PositiveInt = Field(
+        10_000, description="newest rounds to keep what is known of: some 250 bytes for each client of each"
+    )
     drain_seconds: Seconds = Field(10.0, description="time that calls in progress have at a stop")
 
     log_style: Literal["auto", "text", "json"] = Field("auto", description="auto = text on a terminal, else JSON")

@@ -144,6 +144,7 @@ class Coordinator:
         base = await self.facts.db(self.facts.store.model, row.base_version)
         if base is None:
             raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, now gone")
+        self.models.remember(base)
         rules = rules_of(spec, grace=self._config.lost_after_seconds)
         seconds = rules.seconds(rd.Phase(row.phase))
         elapsed = 0.0 if row.seconds_left is None else max(0.0, seconds - row.seconds_left)
@@ -183,8 +184,9 @@ class Coordinator:
             open_, round_ = self.open, self.state.round
             if open_ is None or round_ is None or round_.phase is not rd.Phase.TRAINING:
                 return
-            open_.row = replace(open_.row, selected=tuple(sorted({*open_.row.selected, client})))
-            await self.facts.db(self.facts.store.update_round, open_.row)
+            row = replace(open_.row, selected=tuple(sorted({*open_.row.selected, client})))
+            await self.facts.db(self.facts.store.update_round, row)
+            open_.row = row
             self.handle(rd.Enlisted(client))
         self._dispatch.train(open_, client)
 
@@ -194,7 +196,7 @@ class Coordinator:
             now = time.monotonic()
             self._wake.clear()
             effect = rd.due(self.state, now)
-            if self.open is not None and self.facts.storage.fault and isinstance(effect, rd.Aggregate | rd.Abandon):
+            if self.open and self.facts.storage.fault and isinstance(effect, rd.Start | rd.Aggregate | rd.Abandon):
                 # What clients offer is refused meanwhile.
                 await self._wait_for_disk(self.open, phase=rd.Phase(self.open.row.phase))
                 continue
@@ -222,7 +224,7 @@ class Coordinator:
                     self.handle(rd.Closed())
                 case rd.Abandon(reason):
                     self.handle(rd.Abandoned(reason))
-        if isinstance(effect, rd.Start):
+        if isinstance(effect, rd.Start) and open_.started:
             await self.facts.keep(self.prune)  # now, as the clients train: nobody waits for it
         elif isinstance(effect, rd.Aggregate):
             await self._aggregate(open_)
@@ -231,7 +233,10 @@ class Coordinator:
 
     async def _start(self, open_: OpenRound, clients: frozenset[str]) -> None:
         row = replace(open_.row, phase=rd.Phase.TRAINING, selected=tuple(sorted(clients)), seconds_left=None)
-        await self.facts.keep(self.facts.db, self.facts.store.update_round, row)
+        try:
+            await self.facts.db(self.facts.store.update_round, row)
+        except StorageFailed:
+            return  # it is due again, and waits for the disk where a stop need not wait
         open_.row, open_.started = row, time.monotonic()
         self.handle(rd.Started(clients))
         self.rendezvous.open(open_)
@@ -243,15 +248,15 @@ class Coordinator:
         if open_.missing:
             log.warning("round %d ends without %s", open_.row.round, ", ".join(open_.missing))
         while self.state.round is not None and self.state.round.phase is rd.Phase.AGGREGATING:
-            version = self.latest.version + 1 if self.latest else 1
+            if open_.stop:
+                return self.handle(rd.Abandoned(open_.stop))
             try:
                 with self.metrics.aggregate_seconds.time():
-                    model, ended = await publish(self.facts, self.models, open_, version)
+                    model, ended = await publish(self.facts, self.models, open_)
             except StorageFailed as error:
                 log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
-                if open_.stop:
-                    self.handle(rd.Abandoned(open_.stop))
-                await self._wait_for_disk(open_, phase=rd.Phase.AGGREGATING)
+                if not open_.stop:
+                    await self._wait_for_disk(open_, phase=rd.Phase.AGGREGATING)
             except DamagedUpdates as error:
                 await self.facts.keep(self._go_on_without, open_, error)
             except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # the last is torch's
@@ -280,13 +285,6 @@ class Coordinator:
             self._wake.clear()
             await self.facts.storage.works_or(self._wake)
         open_.waits_for_disk = False
-
-    def stood_still(self, since: float) -> None:
-        """The disk refused everything since then (monotonic): that is no time in which a round could go on."""
-        if self.open is not None and self.state.round is not None:
-            seconds = time.monotonic() - max(since, self.state.round.since)
-            self.open.started += seconds
-            self.handle(rd.Delayed(seconds))
 
     async def _go_on_without(self, open_: OpenRound, error: DamagedUpdates) -> None:
         """Forget accepted updates that are damaged; the round ends without them, or cannot."""
@@ -343,7 +341,8 @@ class Coordinator:
         keep = self._config.keep_models, self._config.keep_update_rounds, self._config.keep_rounds
         if await self.facts.db(self.facts.prune, *keep):
             kept = await self.facts.db(self.facts.store.models, self._config.keep_models)
-            self.models.forget(row.version for row in kept)
+            base = {self.open.base.version} if self.open else set()
+            self.models.forget({row.version for row in kept} | base)
 
     def _begin(self, row: RoundRow, spec: Job, base: ModelRow) -> OpenRound:
         most = self._config.max_update_bytes

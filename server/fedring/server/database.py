@@ -133,8 +133,13 @@ def _begin(connection: Connection) -> None:
 def _check_integrity(engine: Engine) -> None:
     """Return if SQLite finds its own structures sound; it keeps no digests of what is in the rows."""
     if engine.dialect.name == "sqlite":
-        with engine.begin() as connection:
-            found = str(connection.exec_driver_sql("PRAGMA integrity_check(1)").scalar_one())
+        raw = engine.raw_connection()  # without a transaction: it may take long, and who reads so blocks nobody
+        try:
+            ((found,),) = raw.cursor().execute("PRAGMA integrity_check(1)")
+        except sqlite3.Error as error:
+            raise meaning_of(error) from error
+        finally:
+            raw.close()
         if found != "ok":
             raise StoreError("corrupt", f"the database is damaged ({found}): restore a backup")
 

@@ -49,8 +49,8 @@ class Facts:
             await self.storage.works.wait()
             try:
                 return await attempt(*args, **kwargs)
-            except StorageFailed:
-                pass  # the next attempt waits
+            except StorageFailed as error:
+                self.storage.fail(str(error))  # the next attempt waits
 
     async def probe(self, size: int) -> None:
         """Return if the storage takes `size` more bytes and a transaction; StorageFailed if not."""
@@ -72,6 +72,11 @@ class Facts:
     def drop_updates(self, number: int, clients: Sequence[str]) -> None:
         """Forget the clients' accepted updates of the round, and their bytes."""
         self._delete(self.store.drop_updates(number, clients))
+
+    def discard(self, digests: Sequence[str]) -> None:
+        """Remove those of the blobs, just sealed, that no row names."""
+        for digest in set(filter(None, digests)) - self.store.named_blobs():
+            self.blobs.delete(digest)
 
     def drop_models(self, versions: Sequence[int]) -> None:
         """Forget the models, and their files."""

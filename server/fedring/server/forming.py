@@ -147,7 +147,7 @@ async def look_after_groups(coordinator: Coordinator) -> None:
             if state.phase is gr.Phase.ENDED and state.reason:
                 await coordinator.abandon(state.reason)
             for client in missing(coordinator, state):
-                await coordinator.enlist(client)
+                await coordinator.facts.keep(coordinator.enlist, client)
         try:
             async with asyncio.timeout(rendezvous.wait_seconds):
                 await moved.wait()

@@ -17,14 +17,14 @@ from fedring.server.store import SqlStore
 from fedring.server.swap import FACTS, STATE_ID, refuse_pending
 
 _ID, _DRAFT = STATE_ID, "state_id.new"
-_HEX = re.compile(r"[0-9a-f]{32}")
+_HEX, _BLOB = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
 _WAY = "Restore a backup (flctl restore), or give the server an empty folder. Nothing was changed."
 
 
-def open_state(folder: Path) -> tuple[SqlStore, FileBlobs]:
+def open_state(folder: Path, *, adopt: bool = True) -> tuple[SqlStore, FileBlobs]:
     """Open the database and the blobs of the state in `folder`, or begin one there.
 
-    A state from before there were ids is given one.
+    A state from before there were ids is given one, if `adopt`.
 
     Raises:
         StorageError: "wrong_state" if one of the two is missing or of another state; then nothing was changed. Else
@@ -34,7 +34,7 @@ def open_state(folder: Path) -> tuple[SqlStore, FileBlobs]:
     refuse_pending(folder)
     blobs = folder / "blobs"
     version, stored = _peek(folder / FACTS)
-    beside, draft = read_id(blobs / _ID), read_id(blobs / _DRAFT)
+    beside, draft = read_id(blobs / _ID), _read_draft(blobs / _DRAFT)
     if not version and (beside or holds_blobs(blobs)):
         raise StorageError("wrong_state", f"{FACTS} is missing or empty, but blobs/ holds a state. {_WAY}")
     if stored != beside and not (stored == draft and not beside):
@@ -42,7 +42,7 @@ def open_state(folder: Path) -> tuple[SqlStore, FileBlobs]:
         raise StorageError("wrong_state", f"{what}. {_WAY}")
     files = FileBlobs(folder)
     store = SqlStore(f"sqlite:///{folder / FACTS}")
-    if not beside:
+    if adopt and not beside:
         # First the draft, which alone means nothing, then the database: a start that is killed anywhere is repeated.
         if not stored:
             if version and holds_blobs(blobs) and not store.named_blobs():  # a new database where one was lost
@@ -50,6 +50,7 @@ def open_state(folder: Path) -> tuple[SqlStore, FileBlobs]:
                 raise StorageError("wrong_state", f"{FACTS} names none of the files in blobs/. {_WAY}")
             draft = uuid.uuid4().hex
             _write(blobs / _DRAFT, draft)
+            files.sync()
             store.set_state_id(draft)
         (blobs / _DRAFT).replace(blobs / _ID)
         files.sync()
@@ -69,9 +70,15 @@ def read_id(path: Path) -> str:
     return text
 
 
+def _read_draft(path: Path) -> str:
+    """The id in the draft; empty if there is none, or one that was not written to its end."""
+    text = path.read_text(errors="replace").strip() if path.exists() else ""
+    return text if _HEX.fullmatch(text) else ""
+
+
 def holds_blobs(blobs: Path) -> bool:
     """Return whether there is any blob in the folder, which may be missing."""
-    return blobs.is_dir() and any(path.name not in (_ID, _DRAFT) for path in blobs.iterdir())
+    return blobs.is_dir() and any(_BLOB.fullmatch(path.name) for path in blobs.iterdir())
 
 
 def _peek(facts: Path) -> tuple[int, str]:

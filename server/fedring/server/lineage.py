@@ -4,9 +4,9 @@ import time
 from typing import Any
 
 from fedring.server import rounds as rd
-from fedring.server.blobs import StorageError
+from fedring.server.blobs import StorageError, StorageFailed
 from fedring.server.facts import Facts
-from fedring.server.models import Models
+from fedring.server.models import Models, files_of
 from fedring.server.openround import OpenRound
 from fedring.server.rows import EvaluationRow, JobRow, ModelRow, RoundRow
 from fedring.server.testset import TestSet
@@ -31,7 +31,7 @@ async def base_of(facts: Facts, models: Models, latest: ModelRow | None, job: Jo
         return wanted
     if latest is not None and models.fits(latest, spec):
         return latest
-    model = await facts.heavy(models.fitting, latest, spec)
+    model = await facts.heavy(models.fitting, latest, spec, await facts.db(facts.store.next_version))
     if model is not latest:
         await facts.db(facts.store.publish, model)
         models.remember(model)
@@ -43,8 +43,8 @@ def _rounds_done(facts: Facts, job_id: int) -> int:
     return row.rounds_done if row else 0
 
 
-async def publish(facts: Facts, models: Models, open_: OpenRound, version: int) -> tuple[ModelRow, RoundRow]:
-    """Make the model of what `open_` has accepted, and make it durable as `version`, with the end of its round.
+async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
+    """Make the model of what `open_` has accepted, and make it durable as the newest, with the end of its round.
 
     Raises:
         DamagedModel, DamagedUpdates: if what it is made of is damaged.
@@ -52,9 +52,14 @@ async def publish(facts: Facts, models: Models, open_: OpenRound, version: int) 
         StorageError, CodecError, OptimizerError, RuntimeError: if it cannot be made; the last is torch's.
     """
     updates = [open_.accepted[client] for client in sorted(open_.accepted)]
+    version = await facts.db(facts.store.next_version)
     model = await facts.heavy(models.next, open_.base, updates, open_.job, open_.row.round, version)
     ended = open_.ended(rd.Phase.PUBLISHED, model_version=model.version)
-    await facts.db(facts.store.publish, model, ended)
+    try:
+        await facts.db(facts.store.publish, model, ended)
+    except StorageFailed:
+        await facts.db(facts.discard, files_of(model))  # they take the room that is missing
+        raise
     return model, ended
 
 

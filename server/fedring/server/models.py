@@ -141,7 +141,7 @@ class Models:
 
     def damaged(self, rows: Iterable[ModelRow]) -> list[ModelRow]:
         """Return those models of which a file is damaged; reads all of them."""
-        return [row for row in rows if not all(map(self._is_sound, filter(None, _files_of(row))))]
+        return [row for row in rows if not all(map(self._is_sound, filter(None, files_of(row))))]
 
     def _is_sound(self, digest: str) -> bool:
         try:
@@ -169,15 +169,15 @@ class Models:
         built = self._built.get(_kind(job))
         return built is not None and built.hash.hex() == row.schema_hash
 
-    def fitting(self, latest: ModelRow | None, job: Job) -> ModelRow:
-        """`latest` if it is a model of the job's kind, else a new first model; SeamError if none can be made."""
+    def fitting(self, latest: ModelRow | None, job: Job, version: int) -> ModelRow:
+        """`latest` if it is of the job's kind, else a new first model, `version`; SeamError if none can be made."""
         model, schema = self._build(job)
         if latest is not None and schema.hash.hex() == latest.schema_hash:
             return latest
         if latest is None and self._config.init_path is not None:
             load_model(self._config.init_path, model)
         new = store_model(schema, read_vectors(model), self._blobs, {"run_id": self._run_id})
-        return self._row(new, schema, version=latest.version + 1 if latest else 1, number=0, base=0)
+        return self._row(new, schema, version=version, number=0, base=0)
 
     def check_fits(self, row: ModelRow, job: Job) -> None:
         """Return if the version is a model of the job's kind; SeamError if it is not."""
@@ -341,8 +341,9 @@ class Models:
         damage = changed(row.blob) if isinstance(error, CodecError) else unreadable(row.blob, error)
         if not isinstance(damage, DamagedBlob) or isinstance(damage, DamagedModel):
             return damage
-        older = max((version for version in self._rows if version < row.version), default=0)
-        way = f"start a job with start = {older}, or restore a backup" if older else "restore a backup"
+        same = (each.version for each in self._rows.values() if each.schema_hash == row.schema_hash)
+        other = max((version for version in same if version != row.version), default=0)
+        way = f"start a job with start = {other}, or restore a backup" if other else "restore a backup"
         return DamagedModel(row, damage, way)
 
     def _without_delta(self, step: ModelRow, error: StorageError) -> Exception:
@@ -350,7 +351,8 @@ class Models:
         damage = unreadable(step.delta_blob, error)
         if not isinstance(damage, DamagedBlob):
             return damage
-        self._rows[step.version] = replace(step, delta_blob="")
+        if step.version in self._rows:
+            self._rows[step.version] = replace(step, delta_blob="")
         return Unavailable(
             f"the step to model {step.version} is damaged: ask again for the whole", reason=damage.reason
         )
@@ -376,7 +378,8 @@ class Models:
         )
 
 
-def _files_of(row: ModelRow) -> tuple[str, ...]:
+def files_of(row: ModelRow) -> tuple[str, ...]:
+    """The names of the model's blobs; empty ones for those that it has not."""
     return row.blob, row.delta_blob, row.residual_blob, row.optimizer_blob
 
 

@@ -1,5 +1,6 @@
 """From the state folder to a coordinator and jobs that go on where the last process ended."""
 
+import errno
 import logging
 from contextlib import ExitStack
 
@@ -18,6 +19,8 @@ from fedring.server.sessions import Sessions
 log = logging.getLogger(__name__)
 
 _ALL = 1_000_000_000
+_LATER = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""What is no fault of the configuration: another start may go well."""
 
 
 async def recover(
@@ -28,7 +31,8 @@ async def recover(
     Args:
         config: names the folder.
         stack: takes what must be let go of in the end.
-        sweep: remove the files that nothing names; never before the newest model was found to be there.
+        sweep: remove the files that nothing names, never before the newest model was found to be there, and end the
+            rounds of jobs that do not run; without it, this is only a look.
         drop_damaged: forget models of which a file is damaged, instead of refusing to start without the newest.
 
     Raises:
@@ -38,10 +42,12 @@ async def recover(
     """
     try:
         stack.enter_context(StateLock(config.state_dir))
-        store, blobs = open_state(config.state_dir)
+        store, blobs = open_state(config.state_dir, adopt=sweep)
     except StorageFailed:
         raise
     except (OSError, StorageError) as error:
+        if isinstance(error, OSError) and error.errno in _LATER:
+            raise StorageFailed("disk_error" if error.errno == errno.EIO else "disk_full", str(error)) from error
         raise ConfigError(f"state_dir {config.state_dir} cannot be used: {error}") from error
     facts = Facts(store, blobs, threads=config.threads)
     stack.callback(facts.close)
@@ -49,7 +55,7 @@ async def recover(
     coordinator = Coordinator(facts, models, Sessions(config.max_clients), Journal(), config)
     if drop_damaged:
         await _drop_damaged(coordinator)
-    open_round = await reload(coordinator, config.keep_models)
+    open_round = await reload(coordinator, config.keep_models, end_orphans=sweep)
     if sweep:
         resumable = _resumable(facts, open_round) if open_round else []
         if swept := await facts.db(blobs.sweep, await facts.db(store.named_blobs), resumable):
@@ -57,7 +63,7 @@ async def recover(
     return coordinator, Jobs(coordinator)
 
 
-async def reload(coordinator: Coordinator, keep_models: int) -> int:
+async def reload(coordinator: Coordinator, keep_models: int, *, end_orphans: bool = True) -> int:
     """Know the newest models and the round in progress again; returns its number, 0 if there is none.
 
     Raises:
@@ -66,7 +72,8 @@ async def reload(coordinator: Coordinator, keep_models: int) -> int:
     facts, store = coordinator.facts, coordinator.facts.store
     coordinator.latest = coordinator.models.recover(await facts.db(store.models, keep_models))
     coordinator.journal.begin(await facts.db(store.last_event_id))
-    await facts.db(store.end_orphans)
+    if end_orphans:
+        await facts.db(store.end_orphans)
     open_round = await facts.db(store.open_round)
     coordinator.recovering = open_round is not None
     return open_round.round if open_round else 0

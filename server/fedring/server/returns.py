@@ -22,8 +22,10 @@ class Returns:
 
     def left(self, client: str, now: float) -> None:
         """The client is away from now on."""
-        self._gone = {name: since for name, since in self._gone.items() if now - since <= MOST_SECONDS}
-        self._gone[client] = now
+        self._gone.pop(client, None)
+        while self._gone and now - next(iter(self._gone.values())) > MOST_SECONDS:
+            del self._gone[next(iter(self._gone))]
+        self._gone[client] = now  # the last of all, which are in the order in which they left
 
     def came(self, client: str, startup_seconds: float, now: float) -> None:
         """The client is here, and says how long its process took to start; 0 = it does not know."""

@@ -44,6 +44,8 @@ _KNOWN = select(updates.c.round, updates.c.client_id, updates.c.digest).where(
 _KEPT = select(updates.c.client_id, func.count()).group_by(updates.c.client_id)
 _PRUNED = select(clients.c.client_id, clients.c.pruned_updates)
 
+_DROPPED = "highest_dropped_model"
+
 KEEP_EVENTS = 10_000
 """Newest events that are kept: clients come and go, also while no round ends."""
 
@@ -115,10 +117,11 @@ class SqlStore:
         with self._transaction() as connection:
             _replace_round(connection, row)
 
-    def save_seconds_left(self, number: int, seconds: float) -> None:
-        """The round's phase may take so long from now on."""
+    def save_seconds_left(self, number: int, phase: str, seconds: float) -> None:
+        """The round, if it is in that phase, may stay in it for so long from now on."""
+        this = (rounds.c.round == number) & (rounds.c.phase == phase)
         with self._transaction() as connection:
-            connection.execute(update(rounds).where(rounds.c.round == number).values(seconds_left=seconds))
+            connection.execute(update(rounds).where(this).values(seconds_left=seconds))
 
     def round(self, number: int) -> RoundRow | None:
         """The round, if there is one."""
@@ -266,10 +269,19 @@ class SqlStore:
             removed = connection.execute(delete(updates).where(theirs)).rowcount
             return Pruned(removed, frozenset(before - _named(connection)))
 
+    def next_version(self) -> int:
+        """The number of the next model: above all that clients can ever have seen."""
+        with self._transaction() as connection:
+            dropped = connection.execute(select(meta.c.value).where(meta.c.name == _DROPPED)).scalar() or 0
+            return max(connection.execute(select(func.max(models.c.version))).scalar() or 0, int(dropped)) + 1
+
     def drop_models(self, versions: Sequence[int]) -> Pruned:
-        """Forget the models, as if they had never been published."""
+        """Forget the models, but for their numbers: clients may hold them."""
+        highest = self.next_version() - 1
         with self._transaction() as connection:
             before = _named(connection)
+            connection.execute(delete(meta).where(meta.c.name == _DROPPED))
+            connection.execute(insert(meta), {"name": _DROPPED, "value": str(highest)})
             connection.execute(delete(evaluations).where(evaluations.c.version.in_(versions)))
             removed = connection.execute(delete(models).where(models.c.version.in_(versions))).rowcount
             return Pruned(removed, frozenset(before - _named(connection)))
@@ -295,7 +307,9 @@ class SqlStore:
                 delete(rounds).where(rounds.c.round < oldest.scalar_subquery(), rounds.c.ended_at.is_not(None))
             ).rowcount
             if kept_models:
-                removed += connection.execute(delete(models).where(models.c.version < kept_models[-1])).rowcount
+                bases = select(rounds.c.base_version).where(rounds.c.ended_at.is_(None)).scalar_subquery()
+                gone = (models.c.version < kept_models[-1]) & models.c.version.not_in(bases)
+                removed += connection.execute(delete(models).where(gone)).rowcount
                 connection.execute(delete(evaluations).where(evaluations.c.version < kept_models[-1]))
                 older = update(models).where(models.c.version < kept_models[0])
                 connection.execute(older.values(residual_blob="", optimizer_blob=""))
