@@ -133,9 +133,10 @@ class Coordinator:
             self.latest = base
         if spec.evaluate_on_server:
             await self.facts.heavy(self.test_set.load, spec)
+        small = self.models.small(base, spec)  # before there is a row: it may fail, and be tried again
         wanted = RoundRow(0, job.job_id, job_round, rd.Phase.WAITING, time.time(), base_version=base.version)
         row = await self.facts.db(self.facts.store.create_round, wanted)
-        self._begin(row, spec, base)
+        self._begin(row, spec, base, small)
         self.handle(rd.Opened(row.round, rules_of(spec, grace=self._config.lost_after_seconds)))
         return row.round
 
@@ -145,15 +146,16 @@ class Coordinator:
         if base is None:
             raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, now gone")
         self.models.remember(base)
+        small = self.models.small(base, spec)
         rules = rules_of(spec, grace=self._config.lost_after_seconds)
         seconds = rules.seconds(rd.Phase(row.phase))
         elapsed = 0.0 if row.seconds_left is None else max(0.0, seconds - row.seconds_left)
         if row.phase == rd.Phase.WAITING:
-            self._begin(row, spec, base)
+            self._begin(row, spec, base, small)
             self.handle(rd.Opened(row.round, rules, elapsed))
             return
         updates = await self.facts.db(self.facts.store.updates_of, row.round)
-        open_ = self._begin(replace(row, phase=rd.Phase.TRAINING), spec, base)
+        open_ = self._begin(replace(row, phase=rd.Phase.TRAINING), spec, base, small)
         open_.accepted = {update.client_id: update for update in updates}
         open_.started = time.monotonic() - elapsed
         selected, delivered = frozenset(row.selected), frozenset(open_.accepted)
@@ -344,10 +346,9 @@ class Coordinator:
             base = {self.open.base.version} if self.open else set()
             self.models.forget({row.version for row in kept} | base)
 
-    def _begin(self, row: RoundRow, spec: Job, base: ModelRow) -> OpenRound:
+    def _begin(self, row: RoundRow, spec: Job, base: ModelRow, small: pb.SmallModel | None) -> OpenRound:
         most = self._config.max_update_bytes
         command = round_command(spec, row, base, run_id=self.facts.store.run_id, max_update_bytes=most)
-        small = None if spec.delta_encoding else self.models.small(base)
         command.traceparent = self._trace.begin(row.round, row.job_id)
         self.open = OpenRound(row, spec, command, base, small)
         self.recovering = self.hopeless = False

@@ -108,13 +108,13 @@ class Jobs:
 
     async def _run_rounds(self, row: JobRow, spec: Job) -> tuple[str, str]:
         abandoned = 0
-        done = await self._facts.db(self._store.job_rounds_ended, row.job_id)
-        interrupted = await self._facts.db(self._store.open_round)
+        done = await self._facts.keep(self._facts.db, self._store.job_rounds_ended, row.job_id)
+        interrupted = await self._facts.keep(self._facts.db, self._store.open_round)
         while done < row.rounds:
             if row.job_id in self._stopped:
                 return "stopped", ""
             if interrupted is not None and interrupted.job_id == row.job_id:
-                await self._coordinator.resume_round(interrupted, spec)
+                await self._facts.keep(self._coordinator.resume_round, interrupted, spec)
             else:
                 await self._facts.keep(self._coordinator.start_round, row, spec, done + 1)
             interrupted = None

@@ -255,9 +255,9 @@ class Models:
             )
             return Offer(header, pieces, files.pop_all(), prove)
 
-    def small(self, row: ModelRow) -> pb.SmallModel | None:
-        """The whole version in one message; None if it is too large for that."""
-        if row.bytes > SMALL_BYTES:
+    def small(self, row: ModelRow, job: Job) -> pb.SmallModel | None:
+        """The whole version in one message; None if it is too large for that, or sent as steps."""
+        if job.delta_encoding or row.bytes > SMALL_BYTES:
             return None
         with self.offer(pb.FetchModelRequest(version=row.version)) as offer:
             model = pb.SmallModel(header=offer.header, payload=offer.read(0, offer.header.total_bytes))
