@@ -66,6 +66,7 @@ class Connection:
         self.client_id = config.client_id
         self.metrics = metrics
         self.session = pb.JoinReply()  # of the newest Join
+        self.last_accepted = pb.LastAccepted()  # by what the server has said, in Join or in answer to an update
         self.spoke = 0.0  # when a call that is no heartbeat last went well, monotonic seconds
         self._changed = asyncio.Condition()
         self._refused = ""  # the last session that a call was refused for
@@ -74,12 +75,13 @@ class Connection:
         self._small = _NO_CALL  # for small updates, which waits for the next one; and its metadata
         self._channels: list[aio.Channel] = []  # the newest is last; the one before may still have calls
         self._startup = startup_seconds()
-        self._open()
+        self.reopen()
 
-    def _open(self) -> None:
+    def reopen(self) -> None:
         """New calls go over a new channel, with the certificate and the token as they are on disk now."""
         self._stamp = self._tls.stamp()
-        channel = counted(open_channel(self.address, self._tls), self.metrics.calls)
+        opened = open_channel(self.address, self._tls, own_connection=bool(self._channels))
+        channel = counted(opened, self.metrics.calls)
         self._channels.append(channel)
         self.commands = TrainCmdServiceStub(channel)
         # Not by the generated stubs: chunks are made and read without protobuf's copies.
@@ -102,7 +104,7 @@ class Connection:
             if self._token_file:
                 self._authorization = (("authorization", f"Bearer {read_token(self._token_file)}"),)
             if self._tls.stamp() != self._stamp:
-                self._open()
+                self.reopen()
         except (ConfigError, OSError) as error:  # they are being written: the next session looks again
             log.warning("the new certificate or token cannot be used, the old one stays: %s", error)
         while len(self._channels) > 2:
@@ -127,7 +129,7 @@ class Connection:
         if self.session.session_id:
             self.metrics.reconnects.inc()
         async with self._changed:
-            self.session = session
+            self.session, self.last_accepted = session, session.last_accepted
             self._changed.notify_all()
         return session
 

@@ -1,7 +1,6 @@
 """A spooled update and its fate: accepted, refused, or not known yet."""
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -14,8 +13,6 @@ from fedring.daemon.tracing import span
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
-
-_ASK_SECONDS = 30.0
 
 
 class Delivery:
@@ -45,24 +42,33 @@ class Delivery:
             raise
         finally:
             self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
-        self._spool.accept(spooled, residual)
+        self._accept(spooled, residual)
+        assignment.accepted = spooled.offer.name
 
     def settle(self, assignment: Assignment) -> bool:
-        """Bring an update of before to its end; whether it was that of this very round, so that nothing is to train."""
+        """Bring an update of before to its end; whether nothing is to train now.
+
+        That is so if the update was of this very round, or if the server could not say what has become of it.
+        """
         spooled = self._spool.pending()
         if spooled is None:
             return False
-        header = spooled.header
-        if (header.run_id, header.round) == assignment.key:
+        header, command = spooled.header, assignment.command
+        if (header.run_id, header.round, header.base_digest) == (command.run_id, command.round, command.model_digest):
             log.info("sending the spooled update of round %d", header.round)
             try:
                 self.send(spooled, assignment)
             except RoundOver as error:
                 log.warning("the spooled update of round %d was not taken: %s", header.round, error)
             return True
-        if header.run_id == assignment.key[0] and self._was_accepted(spooled):
+        accepted = header.run_id == command.run_id and self._was_accepted(spooled, assignment)
+        if accepted is None:
+            log.warning("the server does not say whether it has the spooled update of round %d", header.round)
+            assignment.idle = True
+            return True
+        if accepted:
             log.info("the spooled update of round %d had been accepted", header.round)
-            self._spool.accept(spooled)
+            self._accept(spooled)
         else:
             log.warning("dropped the spooled update of round %d, which is over", header.round)
             self._spool.drop()
@@ -74,13 +80,21 @@ class Delivery:
         with suppress(Closed):  # the server learns it from the end of the session
             self._link.call(lambda: self._link.session.report_failure(failure))
 
-    def _was_accepted(self, spooled: Spooled) -> bool:
-        """Ask, without sending a byte of the payload."""
+    def _was_accepted(self, spooled: Spooled, assignment: Assignment) -> bool | None:
+        """Ask, without sending a byte of the payload; None if there was no answer."""
         try:
-            self._push(spooled, lambda: "next_round", time.monotonic() + _ASK_SECONDS)
-        except RoundOver:
-            return False
+            self._push(spooled, lambda: "next_round", assignment.deadline)
+        except Closed:
+            raise
+        except RoundOver as error:
+            return None if isinstance(error, Undecided) or error.reason == "interrupted" else False
         return True
+
+    def _accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
+        self._spool.accept(spooled, residual)
+        header = spooled.header
+        last = pb.LastAccepted(epoch=header.epoch, round=header.round, name=spooled.offer.name)
+        self._link.connection.last_accepted = last
 
     def _push(self, spooled: Spooled, ended: Callable[[], str], deadline: float) -> None:
         link = self._link

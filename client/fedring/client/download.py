@@ -1,6 +1,5 @@
 """One download of a model, as values: what comes is checked, placed and counted; nothing here reads a socket."""
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 from fedring.client.errors import BadModel, WrongModel
 from fedring.client.held import Model
 from fedring.codec import BUFFERS, CodecError, Schema, Vectors, decode, open_payload, parse_schema
+from fedring.codec.digest import Digest, is_name
 from fedring.rpc.chunks import Piece
 from fedring.v1 import federation_pb2 as pb
 
@@ -21,27 +21,28 @@ _AS_STORED = {"fp32": np.float32, BUFFERS: np.float64}  # encodings whose payloa
 
 
 class Download:
-    """The model `version` for a model of `schema`, in full or as a step from `base`."""
+    """The model that has the digest, for a model of `schema`, in full or as a step from `base`."""
 
-    def __init__(self, run_id: str, version: int, schema: Schema, base: Model | None) -> None:
+    def __init__(self, digest: str, schema: Schema, base: Model | None) -> None:
+        if not is_name(digest):
+            raise BadModel(f"the server names the model {digest[:80]!r}, which is no digest")
         self.received = 0  # bytes of the payload
         self.header: pb.ModelHeader | None = None
-        self._run_id = run_id
-        self._version = version
+        self._digest = digest
         self._schema = schema
         self._base = base
         self._payload: NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._hash = hashlib.sha256()
+        self._hash = Digest(like=digest)
         self._values: list[slice] = []  # where in the payload the model's own bytes lie, if it comes as it is
 
     @property
     def request(self) -> pb.FetchModelRequest:
         """Asks for what is missing."""
         return pb.FetchModelRequest(
-            version=self._version,
-            held_version=self._base.version if self._base else 0,
+            digest=self._digest,
+            held_digest=self._base.digest if self._base else "",
             offset=self.received,
-            payload_digest=self.header.payload_digest if self.header and self.received else b"",
+            payload_name=self.header.payload_name if self.header and self.received else "",
         )
 
     @property
@@ -62,7 +63,7 @@ class Download:
     def begin(self, header: pb.ModelHeader) -> None:
         """A stream begins: it goes on with the payload that is half here, or starts another one."""
         self._check(header)
-        if self.header is None or header.payload_digest != self.header.payload_digest:
+        if self.header is None or header.payload_name != self.header.payload_name:
             self._payload = np.empty(header.total_bytes, np.uint8)
             self._values = list(_values_of(header))
             self.received = 0
@@ -82,7 +83,7 @@ class Download:
         """The model, proven to be the server's by its digest; BadModel if it is not."""
         if self.header is None or not self.complete:
             raise BadModel("it is not complete")
-        base = self._base.vectors if self._base and self.header.base_version else None
+        base = self._base.vectors if self._base and self.header.base_digest else None
         try:
             vectors = Vectors(
                 self._vector(pb.VECTOR_PARAMETERS, self._schema.num_parameters, base.parameters if base else None),
@@ -90,18 +91,18 @@ class Download:
             )
         except CodecError as error:
             raise BadModel(str(error)) from error
-        if (self._hash.digest() if self._values else vectors.digest()) != self.header.model_digest:
+        if (self._hash.name if self._values else vectors.digest(like=self._digest)) != self._digest:
             raise BadModel("the model is not what its digest says")
-        return Model(self._run_id, self._version, self._schema, vectors)
+        return Model(self._digest, self._schema, vectors)
 
     def _check(self, header: pb.ModelHeader) -> None:
         """Refuse before a byte is allocated what cannot become the wanted model."""
-        if (header.run_id, header.version) != (self._run_id, self._version):
-            raise BadModel(f"version {header.version} of run {header.run_id!r} where {self._version} was asked for")
+        if header.model_digest != self._digest:
+            raise BadModel(f"model {header.model_digest[:80]!r} where {self._digest} was asked for")
         if header.schema_hash != self._schema.hash:
             raise WrongModel(difference(self._schema, header.schema))
-        if header.base_version not in (0, self._base.version if self._base else 0):
-            raise BadModel(f"a step from version {header.base_version}, which is not held")
+        if header.base_digest not in ("", self._base.digest if self._base else ""):
+            raise BadModel(f"a step from model {header.base_digest[:80]!r}, which is not held")
         if not 1 <= len(header.packets) <= MAX_PACKETS or sum(p.bytes for p in header.packets) != header.total_bytes:
             raise BadModel("the packets do not make up the payload")
         most = 8 * self._schema.num_parameters + 16 * self._schema.num_buffers + _SLACK
@@ -136,7 +137,7 @@ def _values_of(header: pb.ModelHeader) -> Iterator[slice]:
     """Where the bytes lie that the digest of the model is over; nothing if they must be decoded first."""
     as_it_is = [(pb.VECTOR_PARAMETERS, "fp32"), (pb.VECTOR_BUFFERS, BUFFERS)]
     packets = [(packet.vector, packet.encoding) for packet in header.packets]
-    if header.base_version or packets not in (as_it_is, as_it_is[:1], as_it_is[1:]):
+    if header.base_digest or packets not in (as_it_is, as_it_is[:1], as_it_is[1:]):
         return
     offset = 0
     for packet in header.packets:

@@ -159,7 +159,7 @@ class Federation:
         finally:
             report = pb.EvaluationReport(
                 round=order.command.round,
-                model_version=order.command.model_version,
+                model_digest=order.command.model_digest,
                 correct=counts.correct,
                 total=counts.total,
                 loss_sum=counts.loss_sum,

@@ -9,7 +9,6 @@ from fedring.codec import Schema, Vectors
 class Model:
     """One version, whole. Nobody changes its vectors."""
 
-    run_id: str
-    version: int
+    digest: str  # names it
     schema: Schema
     vectors: Vectors

@@ -16,11 +16,27 @@ class Assignment:
     over: str = ""  # why the round ended; empty = it has not
     idle: bool = False  # its update could not be brought to an end: it is to be offered again
     failure: pb.Failure | None = None  # what the server was told if this client could not do it
+    accepted: str = ""  # the name of its update, once the server has accepted that
 
-    @property
-    def key(self) -> tuple[str, int]:
-        """The run and the round."""
-        return self.command.run_id, self.command.round
+    def is_for(self, command: pb.TrainCmd, last: pb.LastAccepted) -> bool:
+        """Return whether the command is this one, sent again.
+
+        A server that was restored counts its rounds from an earlier one again. It may say so (the epoch), start from
+        another model, or not know any more what it has accepted, or ended.
+
+        Args:
+            command: what the server has sent.
+            last: the newest update of this client that it knows to have accepted.
+        """
+        mine = self.command
+        if (mine.run_id, mine.epoch, mine.round, mine.model_digest) != (
+            command.run_id,
+            command.epoch,
+            command.round,
+            command.model_digest,
+        ):
+            return False
+        return self.accepted == last.name if self.accepted else not self.over
 
     @property
     def ended(self) -> str:
@@ -45,11 +61,11 @@ class Inbox:
         self._evaluation: EvaluationOrder | None = None
         self._filled = asyncio.Event()
 
-    def train(self, command: pb.TrainCmd) -> Assignment:
+    def train(self, command: pb.TrainCmd, last: pb.LastAccepted) -> Assignment:
         """The assignment of that round: the one in hand if it is the same, else a new one in the place of any other."""
         deadline = time.monotonic() + command.deadline_seconds
         current = self.current
-        if current and current.key == (command.run_id, command.round):
+        if current and current.is_for(command, last):
             current.deadline = deadline
             if current.idle:
                 current.idle = False

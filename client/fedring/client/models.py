@@ -40,34 +40,33 @@ class Models:
         self._held: Model | None = None
 
     def at_hand(self, command: pb.TrainCmd | pb.EvaluateCmd, schema: Schema) -> Model | None:
-        """The command's version for a model of `schema`, if it is held or came with the command; from any thread."""
-        run_id, version, held = self._connection.session.run_id, command.model_version, self._held
-        if held and (held.run_id, held.version, held.schema.hash) == (run_id, version, schema.hash):
+        """The command's model, for one of `schema`, if it is held or came with the command; from any thread."""
+        digest, held = command.model_digest, self._held
+        if held and (held.digest, held.schema.hash) == (digest, schema.hash):
             return held
         if isinstance(command, pb.EvaluateCmd) or not command.HasField("model"):
             return None
-        download = Download(run_id, version, schema, None)
         try:
+            download = Download(digest, schema, None)
             download.begin(command.model.header)
             download.add(pb.Chunk(data=command.model.payload))
             self._held = download.finish()
             self._connection.metrics.download_bytes.inc(download.received)
         except BadModel as error:
-            log.warning("model %d did not come whole with its command (%s); fetching it", version, error)
+            log.warning("model %d did not come whole with its command (%s); fetching it", command.model_version, error)
             return None
         return self._held
 
-    async def fetch(self, version: int, schema: Schema, ended: Callable[[], str]) -> Model:
-        """That version for a model of `schema`; RoundOver once `ended()` says why it is no longer wanted."""
-        run_id = self._connection.session.run_id
+    async def fetch(self, digest: str, schema: Schema, ended: Callable[[], str]) -> Model:
+        """The model of that digest, for one of `schema`; RoundOver once `ended()` says why it is no longer wanted."""
         held = self._held
-        if held and (held.run_id != run_id or held.schema.hash != schema.hash):
+        if held and held.schema.hash != schema.hash:
             held = self._held = None
         try:
-            self._held = await self._download(Download(run_id, version, schema, held), ended)
+            self._held = await self._download(Download(digest, schema, held), ended)
         except BadModel as error:
-            log.warning("model %d did not arrive whole (%s); fetching it again, in full", version, error)
-            self._held = await self._download(Download(run_id, version, schema, None), ended)
+            log.warning("model %s did not arrive whole (%s); fetching it again, in full", digest, error)
+            self._held = await self._download(Download(digest, schema, None), ended)
         return self._held
 
     async def _download(self, download: Download, ended: Callable[[], str]) -> Model:

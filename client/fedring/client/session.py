@@ -81,7 +81,7 @@ class Session:
             reason = error.reason if isinstance(error, FedringError) else reason_of(error)
             late = isinstance(error, aio.AioRpcError) and status_of(error) is UnknownRound.status
             level = logging.INFO if late else logging.WARNING
-            log.log(level, "the evaluation of model %d was not taken: %s", report.model_version, reason)
+            log.log(level, "the evaluation of round %d was not taken: %s", report.round, reason)
 
     async def report_failure(self, failure: pb.Failure) -> None:
         """The server learns with the next message, at once if it can be reached, that this round failed here."""
@@ -167,7 +167,7 @@ class Session:
                 self._wake.set()
                 self._say("watching", f"in session with fl-server at {self._connection.address}")
             case "train":
-                assignment = self.inbox.train(event.train)
+                assignment = self.inbox.train(event.train, self._connection.last_accepted)
                 if assignment.failure:  # the server forgot: it has been restarted
                     self._failures.append(assignment.failure)
                     self._wake.set()
@@ -175,7 +175,7 @@ class Session:
                 self.inbox.evaluate(event.evaluate)
             case "evaluate":
                 order = event.evaluate
-                return pb.EvaluationReport(round=order.round, model_version=order.model_version)
+                return pb.EvaluationReport(round=order.round, model_digest=order.model_digest)
             case "round_ended":
                 self.inbox.end(event.round_ended.round, event.round_ended.reason)
         return None

@@ -1,7 +1,7 @@
 """What outlives the process: the residual, and an update that is not accepted yet.
 
-    residual.safetensors    what past updates left out, changed only by an accepted update
-    update                  magic "SP" | version u8 | leaves u8 | length u32 | UpdateHeader | payload; zeros in the
+    residual.safetensors    what past updates left out, changed only by an accepted update, which it names
+    update                  magic "SP" | version u8 | leaves u8 | length u32 | UpdateOffer | payload; zeros in the
                             place of the first eight bytes, or an empty file = none
     update.residual         what this update leaves out, if `leaves` is 1; if it is 0, the update sends all that past
                             updates left out
@@ -18,7 +18,7 @@ import contextlib
 import logging
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from fedring.codec.digest import Digest
+from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ Residual = NDArray[np.float32]  # [num_parameters]
 
 
 _PREFIX = struct.Struct("<2sBBI")
-_MAGIC, _VERSION = b"SP", 1
+_MAGIC, _VERSION = b"SP", 2
 _NONE = bytes(_PREFIX.size)
 
 
@@ -45,7 +47,8 @@ _NONE = bytes(_PREFIX.size)
 class Spooled:
     """A finished update on disk."""
 
-    header: pb.UpdateHeader
+    offer: pb.UpdateOffer
+    header: pb.UpdateHeader  # what is in the offer
     leaves: bool  # whether its encoding leaves something out
     path: Path
     start: int  # of the payload in the file
@@ -62,6 +65,15 @@ class Spooled:
             yield lambda offset, size: os.pread(fd, size, self.start + offset)
         finally:
             os.close(fd)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether what would be sent is what was spooled; reads the whole payload."""
+        digest = Digest(like=self.offer.payload_digest)
+        with self.reader() as read:
+            for offset in range(0, self.header.total_bytes, CHUNK_BYTES):
+                digest.update(read(offset, min(CHUNK_BYTES, self.header.total_bytes - offset)))
+        return digest.name == self.offer.payload_digest
 
     def _part(self, offset: int, size: int) -> bytes | memoryview:
         found: list[memoryview] = []
@@ -84,6 +96,7 @@ class Spool:
         self._empty = False  # known to hold no update
         self._left = True  # there may be a file of what the update leaves out
         self._cached: tuple[str, bytes, Residual | None] | None = None  # run, schema hash, residual
+        self._noted: pb.LastAccepted | None = None  # the accepted update that the cached residual is of, if it says so
 
     @property
     def size(self) -> int:
@@ -94,10 +107,20 @@ class Spool:
         except OSError:
             return 0
 
-    def residual(self, run_id: str, schema_hash: bytes) -> Residual | None:
-        """What past updates of this run and schema left out, [num_parameters] float32; one of others is dropped."""
+    def residual(self, run_id: str, schema_hash: bytes, last: pb.LastAccepted) -> Residual | None:
+        """Return what past updates of this run and schema left out, [num_parameters] float32; one of others is dropped.
+
+        Args:
+            run_id: The run of the update that it is to be added to.
+            schema_hash: The schema of that update.
+            last: The newest update of this client that the server has accepted. If the residual is of an older one,
+                it was sent since: it is dropped. If it is of a newer one, the server has been restored: it stays.
+        """
         if self._cached is None or self._cached[:2] != (run_id, schema_hash):
             self._cached = (run_id, schema_hash, self._load(run_id, schema_hash))
+        if self._cached[2] is not None and self._was_sent_since(last):
+            self._residual_file.unlink(missing_ok=True)
+            self._cached = (run_id, schema_hash, None)
         return self._cached[2]
 
     def pending(self) -> Spooled | None:
@@ -110,12 +133,13 @@ class Spool:
                 if not any(prefix):
                     return None
                 magic, version, leaves, length = _PREFIX.unpack(prefix)
-                header = pb.UpdateHeader.FromString(file.read(length))
+                if (magic, version) != (_MAGIC, _VERSION):
+                    raise struct.error
+                offer = pb.UpdateOffer.FromString(file.read(length))
+                header = pb.UpdateHeader.FromString(offer.header)
                 start = _PREFIX.size + length
-                if (magic, version) == (_MAGIC, _VERSION) and start + header.total_bytes == os.fstat(
-                    file.fileno()
-                ).st_size:
-                    return Spooled(header, bool(leaves), self._update_file, start)
+                if start + header.total_bytes == os.fstat(file.fileno()).st_size:
+                    return Spooled(offer, header, bool(leaves), self._update_file, start)
         except FileNotFoundError:
             return None
         except (OSError, struct.error, DecodeError):
@@ -124,15 +148,17 @@ class Spool:
         self.drop()
         return None
 
-    def write(self, header: pb.UpdateHeader, parts: Sequence[bytes | memoryview], residual: Residual | None) -> Spooled:
+    def write(self, offer: pb.UpdateOffer, parts: Sequence[bytes | memoryview], residual: Residual | None) -> Spooled:
         """The update, on disk in the place of any other. No fsync: it need not survive the machine."""
+        header = pb.UpdateHeader.FromString(offer.header)
         if residual is not None:
             self.drop()  # the old update must never meet the new residual
             self._left = True
-            metadata = {"run": header.run_id, "schema": header.schema_hash.hex()}
+            noted = {"epoch": str(header.epoch), "round": str(header.round), "name": offer.name}
+            metadata = {"run": header.run_id, "schema": header.schema_hash.hex(), **noted}
             save_file({_KEY: residual}, self._left_file, metadata)
         self._empty = False
-        head = header.SerializeToString()
+        head = offer.SerializeToString()
         prefix = _PREFIX.pack(_MAGIC, _VERSION, residual is not None, len(head))
         fd = os.open(self._update_file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -143,7 +169,7 @@ class Spool:
             os.pwrite(fd, prefix, 0)
         finally:
             os.close(fd)
-        return Spooled(header, residual is not None, self._update_file, len(prefix) + len(head), parts)
+        return Spooled(offer, header, residual is not None, self._update_file, len(prefix) + len(head), parts)
 
     def accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
         """The update is the server's: what it left out is from now on the residual, also after a power loss.
@@ -162,6 +188,8 @@ class Spool:
             _sync(self._folder)
             key = (spooled.header.run_id, spooled.header.schema_hash)
             self._cached = None if residual is None else (*key, residual)
+            header = spooled.header
+            self._noted = pb.LastAccepted(epoch=header.epoch, round=header.round, name=spooled.offer.name)
         self.drop()
 
     def drop(self) -> None:
@@ -174,6 +202,14 @@ class Spool:
             self._left_file.unlink(missing_ok=True)
         self._empty, self._left = True, False
 
+    def _was_sent_since(self, last: pb.LastAccepted) -> bool:
+        """Whether the server has accepted a newer update than the one that the residual is of, or another one."""
+        noted = self._noted
+        if noted is None or last.name in ("", noted.name) or (noted.epoch, noted.round) > (last.epoch, last.round):
+            return False
+        log.warning("dropped the residual of round %d: one of round %d was accepted since", noted.round, last.round)
+        return True
+
     def _load(self, run_id: str, schema_hash: bytes) -> Residual | None:
         if not self._residual_file.exists():
             return None
@@ -182,12 +218,22 @@ class Spool:
                 metadata = file.metadata() or {}
                 if (metadata.get("run"), metadata.get("schema")) == (run_id, schema_hash.hex()):
                     residual: Residual = file.get_tensor(_KEY)
+                    self._noted = _noted_in(metadata)
                     return residual
                 why = "another run" if metadata.get("run") != run_id else "another model"
         except SafetensorError as error:
             why = f"a damaged file ({error})"
         log.info("dropped the residual of %s", why)
         self._residual_file.unlink()
+        return None
+
+
+def _noted_in(metadata: Mapping[str, str]) -> pb.LastAccepted | None:
+    """The update that a residual is of; None if it was written before residuals said so."""
+    try:
+        epoch, round_ = int(metadata["epoch"]), int(metadata["round"])
+        return pb.LastAccepted(epoch=epoch, round=round_, name=metadata["name"])
+    except (KeyError, ValueError):
         return None
 
 

@@ -126,20 +126,18 @@ class Task:
         if clause := base.schema.difference(schema_of(model)):
             self.fail("wrong_schema", clause)
             raise WrongModel(f"this is not the model that was loaded: {clause}")
-        residual = self._spool.residual(command.run_id, command.schema_hash)
+        last = self._link.connection.last_accepted
+        residual = self._spool.residual(command.run_id, command.schema_hash, last)
         try:
-            update = make_update(command, base, read_vectors(model), work, residual)
+            update = make_update(command, self._client_id, base, read_vectors(model), work, residual)
         except CodecError as error:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
-        update.header.client_id = self._client_id
-        if update.header.total_bytes > command.max_update_bytes > 0:
-            detail = (
-                f"the update has {update.header.total_bytes} bytes, and at most {command.max_update_bytes} are taken"
-            )
+        if (size := sum(map(len, update.parts))) > command.max_update_bytes > 0:
+            detail = f"the update has {size} bytes, and at most {command.max_update_bytes} are taken"
             self.fail("too_large", detail)
             raise UpdateRefused("too_large", detail)
-        spooled = self._spool.write(update.header, update.parts, update.residual)
+        spooled = self._spool.write(update.offer, update.parts, update.residual)
         self._delivery.send(spooled, self._assignment, update.residual)
 
 
@@ -173,11 +171,11 @@ class Evaluation:
 
 
 def load(link: Link, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, ended: Callable[[], str]) -> Model:
-    """The model version of the command, which `model` holds afterwards; RoundOver once `ended()` says why."""
+    """The model of the command, which `model` holds afterwards; RoundOver once `ended()` says why."""
     schema = schema_of(model)
     link.session.begin(pb.ACTIVITY_FETCHING)
     fetched = link.models.at_hand(command, schema)
     if fetched is None:
-        fetched = link.call(lambda: link.models.fetch(command.model_version, schema, ended))
+        fetched = link.call(lambda: link.models.fetch(command.model_digest, schema, ended))
     fill(model, schema, fetched.vectors)
     return fetched

@@ -1,6 +1,5 @@
 """From a trained model to what is sent: pure functions of arrays."""
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from fedring.client.held import Model
 from fedring.codec import BUFFERS, CodecError, Encoding, Vectors, encode_buffers
 from fedring.codec.dense import dense_header
+from fedring.codec.digest import name_of, update_name
 from fedring.compress.feedback import compress
 from fedring.rpc.contract import MAX_FIGURE
 from fedring.train.bounds import MAX_SECONDS
@@ -44,13 +44,18 @@ class Work:
 class Update:
     """A finished update, and what it leaves out."""
 
-    header: pb.UpdateHeader
+    offer: pb.UpdateOffer
     parts: Sequence[bytes | memoryview]  # of the payload, in order
     residual: NDArray[np.float32] | None  # [num_parameters]
 
 
 def make_update(
-    command: pb.TrainCmd, base: Model, trained: Vectors, work: Work, residual: NDArray[np.float32] | None
+    command: pb.TrainCmd,
+    client_id: str,
+    base: Model,
+    trained: Vectors,
+    work: Work,
+    residual: NDArray[np.float32] | None,
 ) -> Update:
     """The update that takes `base` to `trained`, plus `residual` [num_parameters]; `trained.parameters` is used up.
 
@@ -66,21 +71,21 @@ def make_update(
         packets[1].bytes = len(parts[-1])
     for packet in packets:
         packet.num_samples = work.samples
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
     header = pb.UpdateHeader(
         run_id=command.run_id,
+        epoch=command.epoch,
         round=command.round,
-        model_version=command.model_version,
+        client_id=client_id,
+        base_digest=base.digest,
         schema_hash=command.schema_hash,
         packets=packets,
         total_bytes=sum(map(len, parts)),
-        digest=digest.digest(),
         train_seconds=work.train_seconds,
         metrics=sendable(work.metrics),
     )
-    return Update(header, parts, left_out)
+    sent, digest = header.SerializeToString(), name_of(*parts)
+    offer = pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
+    return Update(offer, parts, left_out)
 
 
 def sendable(metrics: Mapping[str, float]) -> dict[str, float]:

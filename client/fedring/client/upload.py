@@ -1,6 +1,7 @@
 """Pushing one spooled update until the server has it, or will not have it."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError, Stalled, TooLarge, Unavailable, UnknownRound, reason_of, status_of
 from fedring.v1 import federation_pb2 as pb
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _FINAL = {
@@ -26,6 +29,13 @@ _FINAL = {
     StatusCode.OUT_OF_RANGE,
     StatusCode.UNIMPLEMENTED,
 }
+
+
+MOST_TRIES = 3
+"""Of one update whose bytes are damaged on their way."""
+
+_ON_THE_WAY = {"digest_mismatch", "bad_chunk", "bad_request", "truncated"}
+"""What only bytes can be refused with that are not those that were sent."""
 
 
 class Undecided(RoundOver):
@@ -49,7 +59,7 @@ class Upload:
         A round that ends stops the sending, but not the asking: the update may have been accepted by a call whose
         answer was lost. `deadline` is in monotonic seconds.
         """
-        backoff = Backoff()
+        backoff, damaged = Backoff(), 0
         small = self._spooled.header.total_bytes <= SMALL_BYTES and not self._ended()
         while True:
             session_id = self._connection.session.session_id
@@ -58,6 +68,9 @@ class Upload:
                     return await (self._push_small() if small else self._push())
             except (aio.AioRpcError, FedringError) as error:
                 rejoin = self._judge(error)
+                if isinstance(error, aio.AioRpcError) and reason_of(error) in _ON_THE_WAY:
+                    damaged += 1
+                    await self._try_otherwise(error, damaged)
             small = False  # from now on the server is asked first: it may have the update already
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
@@ -74,15 +87,34 @@ class Upload:
         status, reason, detail = status_of(error), reason_of(error), error.details() or ""
         if status is UnknownRound.status:
             raise RoundOver(self._ended() or reason, detail) from error
+        if reason in _ON_THE_WAY:
+            return False
         if status in _FINAL or reason == TooLarge.reason:
             raise UpdateRefused(reason, detail) from error
         return status in (StatusCode.UNAUTHENTICATED, StatusCode.ABORTED)
+
+    async def _try_otherwise(self, error: aio.AioRpcError, tries: int) -> None:
+        """Prepare another try, with other means, after `tries` in which bytes were damaged on their way.
+
+        The second one is in chunks, the third over a new connection.
+
+        Raises:
+            UpdateRefused: if there was a third one, or the update was damaged where it waited.
+        """
+        reason, detail = reason_of(error), error.details() or ""
+        if not await asyncio.to_thread(lambda: self._spooled.is_sound):
+            raise UpdateRefused("damaged_spool", "the update was damaged while it waited to be sent") from error
+        if tries >= MOST_TRIES:
+            raise UpdateRefused(reason, f"{detail} (after {tries} tries)") from error
+        log.warning("the update of round %d is sent again: %s", self._spooled.header.round, detail)
+        if tries == MOST_TRIES - 1:
+            self._connection.reopen()
 
     async def _push_small(self) -> None:
         """All in one message."""
         header, connection = self._spooled.header, self._connection
         with self._spooled.reader() as read:
-            update = pb.SmallUpdate(header=header, payload=bytes(read(0, header.total_bytes)))
+            update = pb.SmallUpdate(offer=self._spooled.offer, payload=bytes(read(0, header.total_bytes)))
         seconds = connection.session.no_progress_seconds
         async with connection.small_updates() as call:
             await _write(call, update, seconds)
@@ -95,7 +127,7 @@ class Upload:
         header, seconds = self._spooled.header, self._connection.session.no_progress_seconds
         call = self._connection.push_update(metadata=self._connection.metadata)
         try:
-            await _write(call, pb.ClientUpdate(header=header), seconds)
+            await _write(call, pb.ClientUpdate(offer=self._spooled.offer), seconds)
             reply = await _read(call, pb.UpdateReply, seconds)
             if reply.WhichOneof("reply") == "accepted":
                 return

@@ -25,7 +25,7 @@ def write_model(stream: Iterable[fb.ModelBlob], path: Path) -> fb.ModelHeader:
         vectors = _vectors(header, schema, _payload(header, schema, blobs))
     except CodecError as error:
         raise Failure(f"fl-server sent a model that cannot be used: {error}", Exit.TRY_AGAIN) from error
-    if vectors.digest() != header.model_digest:
+    if vectors.digest(like=header.model_digest) != header.model_digest:
         raise Failure("the model was damaged on its way: its digest is another one; try again", Exit.TRY_AGAIN)
     try:
         save_vectors(schema, vectors, path)
@@ -36,7 +36,7 @@ def write_model(stream: Iterable[fb.ModelBlob], path: Path) -> fb.ModelHeader:
 
 def _payload(header: fb.ModelHeader, schema: Schema, blobs: Iterable[fb.ModelBlob]) -> bytearray:
     most = 4 * schema.num_parameters + 8 * schema.num_buffers + _HEADER_BYTES
-    if not 0 < header.total_bytes <= most or header.base_version:
+    if not 0 < header.total_bytes <= most or header.base_digest:
         raise CodecError("bad_model", f"{header.total_bytes} bytes for a model of at most {most}")
     payload = bytearray(header.total_bytes)
     end = 0

@@ -103,7 +103,7 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
             percent(model.accuracy if model.HasField("accuracy") else None),
             f"{model.parameters:,}",
             size(model.bytes),
-            model.digest.hex()[:12],
+            model.digest.removeprefix("blake3-")[:12],
             model.created_at,
         )
         for model in known

@@ -23,6 +23,6 @@ def export(
         header = control.export_model(version, out)
     written = out.stat().st_size
     if output is Output.JSON:
-        row = {"version": header.version, "digest": header.model_digest.hex(), "file": str(out), "bytes": written}
+        row = {"version": header.version, "digest": header.model_digest, "file": str(out), "bytes": written}
         return print_json(row)
     print(f"version {header.version}, {size(written)}, is in {out}")

@@ -16,6 +16,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from fedring.codec.digest import Digest
 from fedring.codec.errors import CodecError
 
 MAX_TENSORS = 100_000
@@ -90,11 +91,16 @@ class Vectors:
     parameters: NDArray[np.float32]  # [schema.num_parameters]
     buffers: NDArray[np.float64]  # [schema.num_buffers]
 
-    def digest(self) -> bytes:
-        """SHA-256 over both vectors' little-endian bytes, parameters first, 32 bytes."""
-        digest = hashlib.sha256(np.ascontiguousarray(self.parameters, "<f4").data)
+    def digest(self, like: str = "blake3-") -> str:
+        """Return the model's name: over both vectors' little-endian bytes, parameters first.
+
+        Args:
+            like: a name; the digest is taken as that name's was.
+        """
+        digest = Digest(like)
+        digest.update(np.ascontiguousarray(self.parameters, "<f4").data)
         digest.update(np.ascontiguousarray(self.buffers, "<f8").data)
-        return digest.digest()
+        return digest.name
 
 
 def parse_schema(data: bytes) -> Schema:

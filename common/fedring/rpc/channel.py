@@ -61,11 +61,18 @@ _AGING: list[tuple[str, Any]] = [
 ]
 
 
-def open_channel(address: str, tls: Tls = PLAINTEXT) -> aio.Channel:
-    """A channel to `address`, "host:port", with the certificates as they are now."""
+def open_channel(address: str, tls: Tls = PLAINTEXT, *, own_connection: bool = False) -> aio.Channel:
+    """Return a channel to an address, with the certificates as they are now.
+
+    Args:
+        address: "host:port" or "unix:path".
+        tls: What encrypts it.
+        own_connection: Whether it shares no connection with other channels of this process.
+    """
+    options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", int(own_connection))]
     if not encrypts(address, tls):
-        return aio.insecure_channel(address, options=CLIENT_OPTIONS)
-    return aio.secure_channel(address, channel_credentials(tls), options=CLIENT_OPTIONS)
+        return aio.insecure_channel(address, options=options)
+    return aio.secure_channel(address, channel_credentials(tls), options=options)
 
 
 def open_sync_channel(address: str, tls: Tls = PLAINTEXT, token: str = "") -> grpc.Channel:

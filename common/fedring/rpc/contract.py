@@ -1,6 +1,6 @@
 """What both sides of the wire contract must agree on beside the .proto files."""
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of the protocol that this software speaks (JoinRequest.protocol)."""
 
 SESSION_KEY = "fl-session"
@@ -8,6 +8,9 @@ SESSION_KEY = "fl-session"
 
 SMALL_BYTES = 1 << 16
 """Most bytes of what travels in one message with its header: a SmallModel, the payload of a SmallUpdate."""
+
+MAX_HEADER_BYTES = 1 << 16
+"""Most bytes of an update's header."""
 
 MAX_FIGURE = 1e200
 """The largest magnitude of a metric, or of a sum of losses: beyond it a sum over clients could leave float64."""

@@ -36,6 +36,12 @@ class BadUpdate(BadRequest):
     reason = "bad_update"
 
 
+class DamagedOnTheWay(FedringError):
+    """The bytes that came are not those that were sent: send them again."""
+
+    status, reason = StatusCode.DATA_LOSS, "digest_mismatch"
+
+
 class UnknownMethod(FedringError):
     """The port serves no method of this name."""
 

@@ -1,6 +1,5 @@
 """Models as files: safetensors, state dicts that torch.save wrote, and the versions that an fl-server keeps."""
 
-import hashlib
 import pickle
 import sqlite3
 from contextlib import closing
@@ -12,9 +11,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from fedring.codec.digest import Digest
 from fedring.codec.schema import Schema, Vectors
 from fedring.train.errors import SeamError
 from fedring.train.state import tensors_of, values_of
+
+_STEP = 1 << 20  # bytes that are read at a time
 
 
 def load_model(source: str | Path | int, model: nn.Module, *, state_dir: str | Path = "fl-server-state") -> nn.Module:
@@ -97,12 +99,14 @@ def _version(state_dir: Path, version: int) -> Path:
 
 def _check_digest(blob: Path) -> None:
     """Return if the blob is what its name says."""
+    digest = Digest(like=blob.name)
     try:
-        with blob.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        with blob.open("rb", buffering=0) as file:
+            while data := file.read(_STEP):
+                digest.update(data)
     except OSError as error:
         raise SeamError("damaged_blob", f"{blob} cannot be read: {error.strerror or error}.") from error
-    if digest != blob.name:
+    if digest.name != blob.name:
         raise SeamError("damaged_blob", f"{blob} is damaged: load another version, or restore a backup.")
 
 

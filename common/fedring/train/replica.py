@@ -3,7 +3,6 @@
 Nothing that a peer sends is unpickled: the layout of the optimizer's state travels as JSON, its tensors as they are.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from blake3 import blake3
 from torch import Tensor, nn
 
 from fedring.train.errors import TrainError
@@ -185,8 +185,8 @@ def _gather(values: list[int], group: dist.ProcessGroup | None = None) -> list[l
 
 @torch.no_grad()
 def digest_of(tensors: Iterable[Tensor]) -> bytes:
-    """SHA-256 of the tensors' values, 32 bytes."""
-    digest = hashlib.sha256()
+    """BLAKE3 of the tensors' values, 32 bytes."""
+    digest = blake3()
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().view(-1)
         digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")

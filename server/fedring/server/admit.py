@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from math import isfinite, sqrt
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from fedring.codec import BUFFERS, DELTA_ONLY, NAMES, Decoder, Reader
+from fedring.codec.digest import update_name
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
-from fedring.rpc.contract import MAX_FIGURE
-from fedring.rpc.errors import BadRequest, UnknownRound
+from fedring.rpc.contract import MAX_FIGURE, MAX_HEADER_BYTES
+from fedring.rpc.errors import BadRequest, BadUpdate, DamagedOnTheWay, UnknownRound
 from fedring.server import rounds as rd
 from fedring.server.mean import open_packet, step_of
 from fedring.server.packets import Kind, PacketSpec, Vector, lay_out
+from fedring.server.rows import ModelRow
 from fedring.server.walk import cut, tiles
 from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
 from fedring.v1 import federation_pb2 as pb
@@ -42,12 +45,40 @@ class Admitted:
     norm: float  # L2, of the parameters' delta, or of the weights where they were sent
 
 
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """An update that a client has offered: its header came as it was sent, its payload is yet to come."""
+
+    header: pb.UpdateHeader
+    digest: str  # of the payload
+    name: str
+
+
+def open_offer(offer: pb.UpdateOffer) -> Offered:
+    """Return what is offered.
+
+    Raises:
+        DamagedOnTheWay: if the name is not that of the header and the payload's digest.
+        BadUpdate: "bad_header", if the header is too long or no header.
+    """
+    if len(offer.header) > MAX_HEADER_BYTES:
+        text = f"a header of {len(offer.header)} bytes; at most {MAX_HEADER_BYTES} are taken"
+        raise BadUpdate(text, reason="bad_header")
+    if update_name(offer.header, offer.payload_digest) != offer.name:
+        raise DamagedOnTheWay("the header is not what the update's name says: send it again")
+    try:
+        header = pb.UpdateHeader.FromString(offer.header)
+    except DecodeError:
+        raise BadUpdate("the header is not an UpdateHeader", reason="bad_header") from None
+    return Offered(header, offer.payload_digest, offer.name)
+
+
 def check_header(header: pb.UpdateHeader, schema: Schema) -> None:
     """The header fits the model and itself; CodecError says what does not."""
+    if header.epoch >= 2**63:
+        raise CodecError("bad_epoch", f"{header.epoch} is not below 2^63")
     if header.schema_hash != schema.hash:
         raise CodecError("wrong_schema", f"expected {schema.hash.hex()[:16]}, got {header.schema_hash.hex()[:16]}")
-    if len(header.digest) != 32:
-        raise CodecError("bad_digest", f"{len(header.digest)} bytes instead of 32")
     specs = packets_of(header)
     for vector, length in (("parameters", schema.num_parameters), ("buffers", schema.num_buffers)):
         _check_vector([spec for spec in specs if spec.vector == vector], vector, length)
@@ -87,16 +118,19 @@ def check_figures(train_seconds: float, metrics: Mapping[str, float]) -> None:
 
 
 def check_evaluation(
-    report: pb.EvaluationReport, client: str, *, round_: rd.Round | None, version: int, newest: int
-) -> None:
+    report: pb.EvaluationReport, client: str, round_: rd.Round | None, model: ModelRow | None, *, newest: int
+) -> int:
     """Check that a report has sound counts, and answers an evaluation that is in progress.
 
     Args:
         report: What the client has sent.
         client: The client's id.
         round_: The round in progress, if there is one.
-        version: The newest model's version.
+        model: The newest model.
         newest: The number of the newest round that this server knows of; 0 = none.
+
+    Returns:
+        The version of the model that it is about.
 
     Raises:
         BadRequest: "bad_evaluation" or "wrong_model".
@@ -113,9 +147,10 @@ def check_evaluation(
         raise UnknownRound(f"round {report.round} is not being evaluated")
     if client not in round_.evaluators:
         raise UnknownRound(f"{client} was not asked to evaluate round {report.round}", reason="not_selected")
-    if report.model_version != version:
-        text = f"round {report.round} evaluates model {version}, not {report.model_version}"
+    if model is None or report.model_digest != model.digest:
+        text = f"round {report.round} evaluates another model than {report.model_digest[:80]!r}"
         raise BadRequest(text, reason="wrong_model")
+    return model.version
 
 
 def check_payload(reader: Reader, packets: Sequence[PacketSpec], schema: Schema) -> Admitted:

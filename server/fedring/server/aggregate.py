@@ -52,7 +52,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class NewModel:
-    """The sealed blobs of a model, and the facts for its row; digests in hex."""
+    """The sealed blobs of a model, and the facts for its row."""
 
     blob: str
     digest: str  # of the model
@@ -188,7 +188,7 @@ def _seal(
         first, *others = blobs.seal_many(partials)
         undo.pop_all()
     names = dict(zip(draft.extras, others, strict=True))
-    return NewModel(first, digest.hex(), size, delta_packets=draft.delta_packets, **names)
+    return NewModel(first, digest, size, delta_packets=draft.delta_packets, **names)
 
 
 def _begin(blobs: Blobs, name: str, undo: ExitStack) -> Partial:

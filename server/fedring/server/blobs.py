@@ -1,4 +1,4 @@
-"""Bytes on disk, named by what they are: `blobs/<sha256>` and, until they are whole, `partial/<name>`.
+"""Bytes on disk, named by what they are: `blobs/<digest>` and, until they are whole, `partial/<name>`.
 
 The law: a file below blobs/ is complete, synced, and has the digest that it is
 named by. So a row may name a blob as soon as `seal_many` returned, never before.
@@ -6,7 +6,6 @@ A blob that no row names is rubbish, which `sweep` removes.
 """
 
 import errno
-import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -15,13 +14,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, Self
 
+from fedring.codec.digest import Digest, is_name, name_of
 from fedring.daemon.crash import crashpoint
 from fedring.rpc.errors import Overloaded
 
 FSYNC_THREADS = 16  # concurrent fsyncs share the journal's commits
 _REREAD_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -79,13 +78,13 @@ class Blobs(Protocol):
 
 
 class FilePartial:
-    """A file below partial/ with the SHA-256 of all that it holds; usable by one thread at a time."""
+    """A file below partial/ with the digest of all that it holds; usable by one thread at a time."""
 
     def __init__(self, path: Path, closed: Callable[[str], None], *, fresh: bool) -> None:
         self.path = path
         self.size = 0
         self._closed = closed
-        self._hash = hashlib.sha256()
+        self._digest = Digest()
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_TRUNC if fresh else 0)
         try:
             self.fd = os.open(path, flags, 0o600)
@@ -100,8 +99,8 @@ class FilePartial:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the bytes so far, in hex."""
-        return self._hash.hexdigest()
+        """The name of the bytes so far."""
+        return self._digest.name
 
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`; after a StorageError `size` and `digest` still are those of the file."""
@@ -134,7 +133,7 @@ class FilePartial:
             raise _storage_error(error) from error
 
     def _count(self, data: bytes | memoryview) -> None:
-        self._hash.update(data)
+        self._digest.update(data)
         self.size += len(data)
 
 
@@ -151,8 +150,8 @@ class MemoryPartial:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the bytes so far, in hex."""
-        return hashlib.sha256(self.payload).hexdigest()
+        """The name of the bytes so far."""
+        return name_of(self.payload)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`."""
@@ -268,7 +267,7 @@ class FileBlobs:
 
     def reader(self, digest: str) -> FileReader:
         """The blob, open; StorageError("missing_blob") if there is none, or can be none of that name."""
-        if not _DIGEST.fullmatch(digest):  # a row of the database may be damaged
+        if not is_name(digest):  # a row of the database may be damaged
             raise StorageError("missing_blob", f"{digest!r} is not a digest")
         return FileReader(self._path(digest))
 
@@ -301,7 +300,7 @@ class FileBlobs:
         Right only while nothing is between `seal_many` and the commit of the row that names it.
         """
         kept, kept_partials = set(keep), set(keep_partials) | self._open
-        rubbish = [path for path in self._blobs.iterdir() if _DIGEST.fullmatch(path.name) and path.name not in kept]
+        rubbish = [path for path in self._blobs.iterdir() if is_name(path.name) and path.name not in kept]
         rubbish += [path for path in self._partial.iterdir() if path.name not in kept_partials]
         for path in rubbish:
             path.unlink(missing_ok=True)
@@ -330,7 +329,7 @@ class FileBlobs:
             future.result()
 
     def _path(self, digest: str) -> Path:
-        if not _DIGEST.fullmatch(digest):
+        if not is_name(digest):
             raise ValueError(f"{digest!r} is not a digest")
         return self._blobs / digest
 

@@ -1,16 +1,16 @@
 """Blobs that are proven to be what their names say, by the very bytes that were used.
 
-A blob is named by the SHA-256 of its bytes, so damage on the disk can be noticed whenever it is read. A
+A blob is named by the digest of its bytes, so damage on the disk can be noticed whenever it is read. A
 CheckedReader digests what passes through it and compares at the end: whoever publishes or sends what was read
 does so after `check`, never before.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable
 from threading import Lock
 
 from grpc import StatusCode
 
+from fedring.codec.digest import Digest, is_called
 from fedring.rpc.errors import FedringError
 from fedring.server.blobs import Blobs, StorageError, StorageFailed
 
@@ -23,7 +23,7 @@ class DamagedBlob(StorageError, FedringError):
     """Bytes are not those that their digest was taken of.
 
     Attributes:
-        digest: SHA-256 in hex, the blob's name if they are one.
+        digest: their name, which is the blob's if they are one.
         what: what is wrong with them, a clause for people.
     """
 
@@ -64,14 +64,14 @@ class CheckedReader:
     Args:
         read: returns `size` bytes at `offset`; safe from any number of threads.
         size: the blob's length in bytes.
-        digest: the blob's name, SHA-256 in hex.
+        digest: the blob's name.
         room: what the readers of one walk share.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, digest: str, room: Room | None = None) -> None:
         self.size, self.digest = size, digest
         self._read, self._room = read, room or Room()
-        self._hash = hashlib.sha256()
+        self._hash = Digest(like=digest)
         self._digested = 0  # bytes from the start
         self._early: dict[int, bytes] = {}  # ranges that wait for those before them, by offset
         self._twice = False  # something was used that had been digested before
@@ -98,13 +98,13 @@ class CheckedReader:
         with self._lock:
             self._forget_early()
             if self._twice:
-                self._hash, self._digested, self._twice = hashlib.sha256(), 0, False
+                self._hash, self._digested, self._twice = Digest(like=self.digest), 0, False
             try:
                 while data := self._read(self._digested, min(_STEP, self.size - self._digested)):
                     self._digest(data)
             except StorageError as error:
                 raise unreadable(self.digest, error) from error
-            if self._hash.hexdigest() != self.digest:
+            if self._hash.name != self.digest:
                 raise changed(self.digest)
 
     def _digest(self, data: bytes) -> None:
@@ -142,7 +142,7 @@ def read_checked(blobs: Blobs, digest: str) -> bytes:
             data = blob.read(0, blob.size)
     except StorageError as error:
         raise unreadable(digest, error) from error
-    if hashlib.sha256(data).hexdigest() != digest:
+    if not is_called(data, digest):
         raise changed(digest)
     return data
 

@@ -19,12 +19,13 @@ from fedring.server.accept import Acceptor, Partial, RefusedCommit
 from fedring.server.admit import check_evaluation
 from fedring.server.blobs import StorageError, StorageFailed
 from fedring.server.config import ServerConfig
+from fedring.server.damage import DamagedModel, DamagedUpdates
 from fedring.server.dispatch import Dispatch
 from fedring.server.facts import Facts
 from fedring.server.journal import Journal
 from fedring.server.lineage import base_of, evaluation, publish
 from fedring.server.metrics import Metrics
-from fedring.server.models import DamagedModel, DamagedUpdates, Models
+from fedring.server.models import Models
 from fedring.server.openround import OpenRound
 from fedring.server.optimize import OptimizerError
 from fedring.server.plan import round_command, rules_of
@@ -94,9 +95,8 @@ class Coordinator:
     async def evaluated(self, client: str, report: pb.EvaluationReport) -> None:
         """Keep the client's counts; UnknownRound if its round is not being evaluated, or no longer."""
         known = (row.round for row in (self.open and self.open.row, self.last) if row)
-        version = self.latest.version if self.latest else 0
-        check_evaluation(report, client, round_=self.state.round, version=version, newest=max(known, default=0))
-        row = EvaluationRow(report.round, report.model_version, client, report.correct, report.total, report.loss_sum)
+        version = check_evaluation(report, client, self.state.round, self.latest, newest=max(known, default=0))
+        row = EvaluationRow(report.round, version, client, report.correct, report.total, report.loss_sum)
         await self.facts.db(self.facts.store.add_evaluation, row)
         if self.state.round is not None and self.state.round.number == report.round:  # still
             self.handle(rd.Evaluated(client))
@@ -347,8 +347,8 @@ class Coordinator:
             self.models.forget({row.version for row in kept} | base)
 
     def _begin(self, row: RoundRow, spec: Job, base: ModelRow, small: pb.SmallModel | None) -> OpenRound:
-        most = self._config.max_update_bytes
-        command = round_command(spec, row, base, run_id=self.facts.store.run_id, max_update_bytes=most)
+        most, store = self._config.max_update_bytes, self.facts.store
+        command = round_command(spec, row, base, run_id=store.run_id, epoch=store.epoch, most_bytes=most)
         command.traceparent = self._trace.begin(row.round, row.job_id)
         self.open = OpenRound(row, spec, command, base, small)
         self.recovering = self.hopeless = False

@@ -8,12 +8,24 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, insert, inspect, select, update
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    StaticPool,
+    create_engine,
+    event,
+    func,
+    insert,
+    inspect,
+    select,
+    update,
+)
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
 from fedring.server.blobs import FsyncFailed, StorageError, StorageFailed
-from fedring.server.tables import METADATA, clients, meta, rounds, tokens
+from fedring.server.tables import METADATA, clients, meta, models, rounds, tokens, updates
 
 Migration = Callable[[Connection], None]
 
@@ -27,15 +39,29 @@ def _add_clients(connection: Connection) -> None:
 
 
 def _add_seconds_left(connection: Connection) -> None:
-    if "seconds_left" not in {column["name"] for column in inspect(connection).get_columns(rounds.name)}:
-        connection.exec_driver_sql(f"ALTER TABLE {rounds.name} ADD COLUMN seconds_left {_real(connection)}")
+    _add_column(connection, rounds.c.seconds_left)
 
 
-def _real(connection: Connection) -> str:
-    return rounds.c.seconds_left.type.compile(connection.dialect)
+def _add_names(connection: Connection) -> None:
+    """Name updates and the bases of models, as protocol 2 does: an update of before by its payload's digest."""
+    for column in (updates.c.epoch, clients.c.last_epoch, clients.c.last_round):
+        _add_column(connection, column, "NOT NULL DEFAULT 0")
+    for column in (updates.c.name, clients.c.last_name, models.c.base_digest):
+        _add_column(connection, column, "NOT NULL DEFAULT ''")
+    connection.execute(update(updates).where(updates.c.name == "").values(name=updates.c.digest))
+    base = models.alias()
+    digest = select(base.c.digest).where(base.c.version == models.c.base_version).scalar_subquery()
+    connection.execute(update(models).where(models.c.base_digest == "").values(base_digest=func.coalesce(digest, "")))
 
 
-MIGRATIONS: tuple[Migration, ...] = (_add_tokens, _add_clients, _add_seconds_left)
+def _add_column(connection: Connection, column: Column[Any], constraint: str = "") -> None:
+    """Add the column to its table, if the table has not been made with it."""
+    if column.name not in {found["name"] for found in inspect(connection).get_columns(column.table.name)}:
+        kind = column.type.compile(connection.dialect)
+        connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {column.name} {kind} {constraint}")
+
+
+MIGRATIONS: tuple[Migration, ...] = (_add_tokens, _add_clients, _add_seconds_left, _add_names)
 """Number i takes a database from schema version i + 1 to i + 2."""
 
 _VERSION = "schema_version"

@@ -19,8 +19,8 @@ class Dispatch:
         """Send one and the same command to all, but the model only to those that were not sent it before."""
         bare, whole = (open_.event(open_.seconds_left, model) for model in (None, open_.model))
         for session in filter(None, map(self._sessions.get, sorted(clients))):
-            if open_.model and session.holds != open_.base.version:
-                session.holds = open_.base.version
+            if open_.model and session.holds != open_.base.digest:
+                session.holds = open_.base.digest
                 session.send(whole)
             else:
                 session.send(bare)
@@ -42,6 +42,7 @@ class Dispatch:
             job=open_.command.job,
             round=open_.row.round,
             model_version=model.version,
+            model_digest=model.digest,
             schema_hash=bytes.fromhex(model.schema_hash),
             deadline_seconds=open_.job.evaluate_seconds,
         )

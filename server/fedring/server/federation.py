@@ -13,7 +13,7 @@ from fedring.rpc.streams import METER, wire_bytes
 from fedring.server import rounds as rd
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator
-from fedring.server.models import DamagedModel
+from fedring.server.damage import DamagedModel
 from fedring.server.sessions import Session
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
@@ -33,16 +33,19 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             older = "the client" if request.protocol < PROTOCOL else "fl-server"
             text = f"fl-server speaks protocol {PROTOCOL}, the client {request.protocol}: update {older}"
             raise BadRequest(text, reason="wrong_protocol")
+        facts = self._coordinator.facts
         session = self._coordinator.sessions.join(request, context.peer())
         self._coordinator.handle(rd.Joined(session.client_id))
         asyncio.get_running_loop().call_later(self._config.lost_after_seconds, self._expire, session)
+        last = await facts.db(facts.store.last_accepted, session.client_id)
         return pb.JoinReply(
             session_id=session.session_id,
-            run_id=self._coordinator.facts.store.run_id,
+            run_id=facts.store.run_id,
             heartbeat_seconds=self._config.heartbeat_seconds,
             lost_after_seconds=self._config.lost_after_seconds,
             no_progress_seconds=self._config.no_progress_seconds,
             software=self._software,
+            last_accepted=pb.LastAccepted(epoch=last.epoch, round=last.round, name=last.name) if last else None,
         )
 
     async def Watch(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
@@ -133,14 +136,14 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
         session = self._coordinator.sessions.of(context)
         traffic, meter = self._coordinator.traffic(session.client_id), METER.get()
         began = time.monotonic()
-        version = 0
+        digest = ""
         try:
             async with self._slots, aclosing(model_messages(self._coordinator, request)) as messages:
                 async for message in messages:
                     await write(context, message, self._config.no_progress_seconds)
                     if isinstance(message, pb.ModelBlob):
-                        version = message.header.version
-            session.holds = version
+                        digest = message.header.model_digest
+            session.holds = digest
         finally:
             traffic.download_bytes += meter.sent
             traffic.download_seconds += time.monotonic() - began
@@ -173,11 +176,11 @@ async def model_messages(coordinator: Coordinator, request: pb.FetchModelRequest
 
 def _start_of(request: pb.FetchModelRequest, header: pb.ModelHeader) -> int:
     """Return the offset at which the payload goes on; BadRequest if there is no such place."""
-    if request.offset and not request.payload_digest:
+    if request.offset and not request.payload_name:
         raise BadRequest(
-            f"offset {request.offset} without payload_digest belongs to no payload: begin at 0", reason="bad_offset"
+            f"offset {request.offset} without payload_name belongs to no payload: begin at 0", reason="bad_offset"
         )
-    if request.payload_digest != header.payload_digest:
+    if request.payload_name != header.payload_name:
         return 0  # the payload has changed since: it is sent from the start
     if request.offset > header.total_bytes:
         raise BadRequest(

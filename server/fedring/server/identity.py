@@ -11,13 +11,14 @@ import uuid
 from contextlib import closing
 from pathlib import Path
 
+from fedring.codec.digest import is_name
 from fedring.server.blobs import FileBlobs, StorageError
 from fedring.server.database import meaning_of
 from fedring.server.store import SqlStore
 from fedring.server.swap import FACTS, STATE_ID, refuse_pending
 
 _ID, _DRAFT = STATE_ID, "state_id.new"
-_HEX, _BLOB = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
+_HEX = re.compile(r"[0-9a-f]{32}")
 _WAY = "Restore a backup (flctl restore), or give the server an empty folder. Nothing was changed."
 
 
@@ -78,7 +79,7 @@ def _read_draft(path: Path) -> str:
 
 def holds_blobs(blobs: Path) -> bool:
     """Return whether there is any blob in the folder, which may be missing."""
-    return blobs.is_dir() and any(_BLOB.fullmatch(path.name) for path in blobs.iterdir())
+    return blobs.is_dir() and any(is_name(path.name) for path in blobs.iterdir())
 
 
 def _peek(facts: Path) -> tuple[int, str]:

@@ -7,7 +7,6 @@ The buffers come first, as they need the larger alignment. Parameters are stored
 F32 and buffers as F64, whatever the dtypes in the schema, which lies in the metadata.
 """
 
-import hashlib
 import json
 import struct
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fedring.codec.digest import Digest
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema, Vectors, parse_schema
 from fedring.server.blobs import Partial
@@ -60,7 +60,7 @@ class ModelWriter:
         self._buffers_start = len(header)
         self._parameters_start = len(header) + 8 * schema.num_buffers
         self._end = self._parameters_start + 4 * schema.num_parameters
-        self._hash = hashlib.sha256()
+        self._digest = Digest()
         partial.write(header)
 
     def write_buffers(self, tile: NDArray[np.float64]) -> None:
@@ -73,15 +73,15 @@ class ModelWriter:
             raise ValueError("buffers are missing")
         data = _little(tile, "<f4")
         self._write(data, self._end)
-        self._hash.update(data)
+        self._digest.update(data)
 
-    def finish(self) -> bytes:
-        """The model's digest (Vectors.digest), once all is written."""
+    def finish(self) -> str:
+        """The model's name (Vectors.digest), once all is written."""
         if self._partial.size != self._end:
             raise ValueError(f"{self._end - self._partial.size} bytes are missing")
         for start, stop in tiles(self._parameters_start - self._buffers_start):  # the digest wants them last
-            self._hash.update(self._partial.read(self._buffers_start + start, stop - start))
-        return self._hash.digest()
+            self._digest.update(self._partial.read(self._buffers_start + start, stop - start))
+        return self._digest.name
 
     def _write(self, data: memoryview, limit: int) -> None:
         if self._partial.size + len(data) > limit:
@@ -104,15 +104,6 @@ class ModelReader:
         if rows != _tensors(schema) or self._start + _data_bytes(schema) != self.blob.size:
             raise CodecError("bad_model", "the file is not as its schema says")
         return schema
-
-    @cached_property
-    def model_digest(self) -> bytes:
-        """SHA-256 as Vectors.digest has it; reads the whole file, once."""
-        digest = hashlib.sha256()
-        for read, size in ((self.parameter_bytes, 4 * self.schema.num_parameters), (self.buffer_bytes, self._middle)):
-            for start, stop in tiles(size):
-                digest.update(read(start, stop - start))
-        return digest.digest()
 
     def parameters(self, start: int, stop: int) -> NDArray[np.float32]:
         """Parameters start to stop, [stop - start], read-only."""

@@ -1,17 +1,17 @@
 """Model versions: made from updates, kept on disk, offered to whoever fetches them."""
 
-import hashlib
 import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import nn
 
 from fedring.codec.dense import dense_header
+from fedring.codec.digest import name_of
 from fedring.codec.encoding import BUFFERS
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
@@ -21,8 +21,10 @@ from fedring.server.aggregate import NewModel, Plan, aggregate, store_model
 from fedring.server.blobs import Blobs, StorageError, StorageFailed
 from fedring.server.checked import CheckedReader, DamagedBlob, Room, changed, find_damage, unreadable
 from fedring.server.config import ServerConfig
+from fedring.server.damage import DamagedModel, DamagedUpdates
 from fedring.server.mean import Contribution
 from fedring.server.modelfile import ModelReader
+from fedring.server.offer import Offer, Piece, reader_of
 from fedring.server.optimize import ServerOptimizer
 from fedring.server.packets import PacketSpec
 from fedring.server.rows import ModelRow, UpdateRow
@@ -38,61 +40,7 @@ log = logging.getLogger(__name__)
 MAX_STEPS = 7
 """Most deltas in one answer: with their buffers they are 14 packets."""
 
-Piece = tuple[int, Callable[[int, int], bytes]]
-"""So many bytes, and a reader of them."""
 _Parts = tuple[list[pb.Packet], list[Piece], Callable[[], None]]
-
-
-class DamagedModel(DamagedBlob):
-    """A file of a published model is damaged; `version` is the model's."""
-
-    def __init__(self, row: ModelRow, error: DamagedBlob, way: str) -> None:
-        text = f"model {row.version} is damaged: blobs/{error.digest} {error.what}: {way}"
-        super().__init__(error.digest, error.what, text)
-        self.version = row.version
-
-
-class DamagedUpdates(StorageError):
-    """Accepted updates are damaged; `clients` says whose, with one sentence on each."""
-
-    def __init__(self, damaged: Iterable[tuple[UpdateRow, str]]) -> None:
-        self.clients: dict[str, str] = {}
-        for row, what in damaged:
-            place = f"blobs/{row.blob}" if row.blob else "in facts.sqlite"
-            self.clients[row.client_id] = f"the accepted update of {row.client_id} ({place}) {what}"
-        super().__init__("damaged_blob", "; ".join(self.clients.values()))
-
-
-@dataclass(slots=True)
-class Offer:
-    """A model as one caller gets it; a context, for it holds files open."""
-
-    header: pb.ModelHeader
-    pieces: Sequence[Piece]
-    files: ExitStack
-    prove: Callable[[], None]
-    """To be called when all has been read and before the caller has the last of it; raises if a file was damaged.
-    It may take long if the caller did not begin at the start: not for the event loop."""
-
-    def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes of the payload."""
-        parts = []
-        try:
-            for length, read in self.pieces:
-                if size and offset < length:
-                    parts.append(read(offset, min(size, length - offset)))
-                    size -= len(parts[-1])
-                offset = max(0, offset - length)
-        except StorageError:
-            self.prove()  # it knows what this file is of
-            raise
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def __enter__(self) -> "Offer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.files.close()
 
 
 class Models:
@@ -177,7 +125,7 @@ class Models:
         if latest is None and self._config.init_path is not None:
             load_model(self._config.init_path, model)
         new = store_model(schema, read_vectors(model), self._blobs, {"run_id": self._run_id})
-        return self._row(new, schema, version=version, number=0, base=0)
+        return self._row(new, schema, version=version, number=0)
 
     def check_fits(self, row: ModelRow, job: Job) -> None:
         """Return if the version is a model of the job's kind; SeamError if it is not."""
@@ -228,30 +176,25 @@ class Models:
             except (CodecError, StorageError):
                 check()  # damage looks like anything
                 raise
-            return self._row(new, reader.schema, version=version, number=number, base=base.version)
+            return self._row(new, reader.schema, version=version, number=number, base=base)
 
     def offer(self, request: pb.FetchModelRequest) -> Offer:
         """The wanted version: as deltas to the held one where that is shorter, else whole."""
-        row = self._rows.get(request.version or max(self._rows, default=0))
-        if row is None and (row := self._unread.get(request.version)):
-            self.remember(row)  # or raise what is wrong with it
-        if row is None:
-            advice = f"model {request.version} is not kept: `flctl models list` shows those that are"
-            raise UnknownModel(advice if request.version else "there is no model yet")
+        row = self._wanted(request)
         with ExitStack() as files:
-            steps = self._steps(row, request.held_version)
+            steps = self._steps(row, request.held_digest)
             packets, pieces, prove = self._deltas(steps, files) if steps else self._whole(row, files)
-            base = request.held_version if steps else 0
+            base = request.held_digest if steps else ""
             header = pb.ModelHeader(
                 run_id=self._run_id,
                 version=row.version,
                 schema_hash=bytes.fromhex(row.schema_hash),
                 schema=self.schema_of(row).json,
                 packets=packets,
-                base_version=base,
+                base_digest=base,
                 total_bytes=sum(length for length, _ in pieces),
-                payload_digest=hashlib.sha256(f"{row.digest} {base}".encode()).digest(),
-                model_digest=bytes.fromhex(row.digest),
+                payload_name=name_of(f"{row.digest} {base}".encode()),
+                model_digest=row.digest,
             )
             return Offer(header, pieces, files.pop_all(), prove)
 
@@ -269,14 +212,29 @@ class Models:
         schema = self._built[_kind(job)] = schema_of(model)
         return model, schema
 
-    def _steps(self, row: ModelRow, held: int) -> list[ModelRow]:
+    def _wanted(self, request: pb.FetchModelRequest) -> ModelRow:
+        """The row of the model that is asked for, the newest of several; UnknownModel if it is not kept."""
+        rows = sorted((self._unread | self._rows).values(), key=lambda row: (row.version in self._rows, row.version))
+        if request.digest:
+            rows = [row for row in rows if row.digest == request.digest]
+        elif request.version:
+            rows = [row for row in rows if row.version == request.version]
+        if not rows:
+            name = request.digest[:80] or request.version
+            advice = f"model {name} is not kept: `flctl models list` shows those that are"
+            raise UnknownModel(advice if name else "there is no model yet")
+        if rows[-1].version in self._unread:
+            self.remember(rows[-1])  # or raise what is wrong with it
+        return rows[-1]
+
+    def _steps(self, row: ModelRow, held: str) -> list[ModelRow]:
         """The versions whose deltas lead from `held` to `row`, oldest first; empty if they do not, or not cheaply."""
         steps: list[ModelRow] = []
         size, at = 0, row
-        while held and at.version > held and at.delta_blob and len(steps) < MAX_STEPS:
+        while held and held != at.digest and at.delta_blob and len(steps) < MAX_STEPS:
             steps.append(at)
             size += sum(packet.bytes for packet in at.delta_packets)
-            if at.base_version == held and size < row.bytes:
+            if at.base_digest == held and size < row.bytes:
                 return steps[::-1]
             before = self._rows.get(at.base_version)
             if before is None:
@@ -333,7 +291,7 @@ class Models:
                 head = dense_header(name, (stop - start) // width)
                 size = len(head) + stop - start
                 packets.append(pb.Packet(vector=vector, kind=pb.KIND_WEIGHTS, encoding=name, bytes=size))
-                pieces += [(len(head), _reader_of(head)), (stop - start, _shifted(checked.read, start))]
+                pieces += [(len(head), reader_of(head)), (stop - start, _shifted(checked.read, start))]
         return packets, pieces, prove
 
     def _damaged(self, row: ModelRow, error: CodecError | StorageError) -> StorageError:
@@ -358,9 +316,11 @@ class Models:
         )
 
     def _reader(self, row: UpdateRow) -> Callable[[int, int], bytes]:
-        return self._blobs.range_reader(row.blob) if row.blob else _reader_of(row.payload)
+        return self._blobs.range_reader(row.blob) if row.blob else reader_of(row.payload)
 
-    def _row(self, new: NewModel, schema: Schema, *, version: int, number: int, base: int) -> ModelRow:
+    def _row(
+        self, new: NewModel, schema: Schema, *, version: int, number: int, base: ModelRow | None = None
+    ) -> ModelRow:
         return ModelRow(
             version=version,
             round=number,
@@ -370,7 +330,8 @@ class Models:
             parameters=schema.num_parameters,
             bytes=new.bytes,
             created_at=time.time(),
-            base_version=base,
+            base_version=base.version if base else 0,
+            base_digest=base.digest if base else "",
             delta_blob=new.delta_blob,
             delta_packets=new.delta_packets,
             residual_blob=new.residual_blob,
@@ -390,10 +351,6 @@ def _kind(job: Job) -> str:
 def _packet(packet: PacketSpec) -> pb.Packet:
     vector = pb.VECTOR_PARAMETERS if packet.vector == "parameters" else pb.VECTOR_BUFFERS
     return pb.Packet(vector=vector, kind=pb.KIND_DELTA, encoding=packet.encoding, bytes=packet.bytes)
-
-
-def _reader_of(data: bytes) -> Callable[[int, int], bytes]:
-    return lambda offset, size: data[offset : offset + size]
 
 
 def _shifted(read: Callable[[int, int], bytes], start: int) -> Callable[[int, int], bytes]:

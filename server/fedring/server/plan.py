@@ -62,13 +62,13 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
     )
 
 
-def round_command(job: Job, row: RoundRow, base: ModelRow, *, run_id: str, max_update_bytes: int) -> pb.TrainCmd:
+def round_command(job: Job, row: RoundRow, base: ModelRow, *, run_id: str, epoch: int, most_bytes: int) -> pb.TrainCmd:
     """The command of a round, but for what belongs to the moment."""
     command = train_cmd(job, job_spec(job, row.job_id), number=row.round, job_round=row.job_round)
-    command.run_id = run_id
-    command.model_version = base.version
+    command.run_id, command.epoch = run_id, epoch
+    command.model_version, command.model_digest = base.version, base.digest
     command.schema_hash = bytes.fromhex(base.schema_hash)
-    command.max_update_bytes = max_update_bytes or 2 * base.bytes + (1 << 20)
+    command.max_update_bytes = most_bytes or 2 * base.bytes + (1 << 20)
     return command
 
 

@@ -71,7 +71,7 @@ def model_message(row: ModelRow, accuracy: float | None) -> pb.Model:
     return pb.Model(
         version=row.version,
         round=row.round,
-        digest=bytes.fromhex(row.digest),
+        digest=row.digest,
         schema_hash=bytes.fromhex(row.schema_hash),
         parameters=row.parameters,
         bytes=row.bytes,

@@ -6,7 +6,10 @@ are the two exchanged (`fedring.server.swap`).
 
 import os
 import shutil
-from collections.abc import Callable
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +26,14 @@ from fedring.server.snapshot import (
     copy_blob,
     create,
     digest_of,
+    open_copy,
     parse_manifest,
     read_contents,
     sync,
 )
 from fedring.server.swap import BLOBS, FACTS, STATE_ID
+
+_EPOCH, _ORIGIN = "epoch", "restored_from"  # in the table `meta`: the epoch, and the backup's digest of its database
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,7 @@ def read_manifest(backup: Path) -> Manifest:
 def _restore(backup: Path, manifest: Manifest, state_dir: Path, *, replace: bool, tell: Tell) -> Restored:
     if swap.is_pending(state_dir):
         replaced = swap.finish(state_dir)
-        if digest_of(state_dir / FACTS) == manifest.facts_digest:
+        if _meta(state_dir / FACTS).get(_ORIGIN) == manifest.facts_digest:
             return Restored(manifest, replaced, finished=True)
     if swap.is_occupied(state_dir) and not replace:
         raise ConfigError(
@@ -99,11 +105,37 @@ def _restore(backup: Path, manifest: Manifest, state_dir: Path, *, replace: bool
     draft = swap.make_draft(state_dir)
     try:
         _stage(backup, manifest, draft, tell)
+        _begin_epoch(draft / FACTS, manifest, _meta(state_dir / FACTS))
         swap.begin(state_dir)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     return Restored(manifest, swap.finish(state_dir))
+
+
+def _begin_epoch(facts: Path, manifest: Manifest, replaced: Mapping[str, str]) -> None:
+    """Count the rounds of the restored database in an epoch above all that clients can have seen.
+
+    A backup can be restored twice: the time tells the two apart.
+    """
+    before = [int(text) for found in (_meta(facts), replaced) if (text := found.get(_EPOCH, "")).isdecimal()]
+    epoch = max(int(time.time()), *(known + 1 for known in before), 1)
+    values = {_EPOCH: str(epoch), _ORIGIN: manifest.facts_digest}
+    with closing(sqlite3.connect(facts)) as connection:
+        connection.executemany("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)", values.items())
+        connection.commit()
+    sync(facts)
+
+
+def _meta(facts: Path) -> dict[str, str]:
+    """What a database says of its state; nothing if it is no database, or there is none."""
+    if not facts.exists():
+        return {}
+    try:
+        with closing(open_copy(facts)) as connection:
+            return dict(connection.execute("SELECT name, value FROM meta"))
+    except (sqlite3.Error, UnicodeDecodeError):
+        return {}
 
 
 def _stage(backup: Path, manifest: Manifest, draft: Path, tell: Tell) -> None:

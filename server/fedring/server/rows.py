@@ -1,4 +1,7 @@
-"""The facts that fl-server keeps, as values. Digests are in lower-case hex; times are wall clock, for people."""
+"""The facts that fl-server keeps, as values.
+
+Digests are names (fedring.codec.digest); times are wall clock, for people.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +49,7 @@ class UpdateRow:
     round: int
     client_id: str
     digest: str  # of the payload
+    name: str  # the update's: of its header and its payload's digest
     packets: tuple[PacketSpec, ...]
     num_samples: int
     total_bytes: int
@@ -55,6 +59,16 @@ class UpdateRow:
     metrics: dict[str, float] = field(default_factory=dict)
     blob: str = ""  # the payload's blob, or, for a small one, empty:
     payload: bytes = b""  # it lies in the row, which costs one sync for many instead of one each
+    epoch: int = 0  # of the command that it answers
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LastAccepted:
+    """The newest update of a client that was accepted. The order is that of acceptance, also across restores."""
+
+    epoch: int
+    round: int
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +84,7 @@ class ModelRow:
     bytes: int  # of the model file
     created_at: float
     base_version: int = 0  # that the delta is added to; 0 = none
+    base_digest: str = ""  # the digest of that model
     delta_blob: str = ""
     delta_packets: tuple[PacketSpec, ...] = ()
     residual_blob: str = ""  # what the delta left out

@@ -38,7 +38,7 @@ class Session:
     reason: FedringError | None = None  # why it was closed
     watching: bool = False
     matched: bool = False
-    holds: int = 0  # the model version that it was sent last
+    holds: str = ""  # the digest of the model that it was sent last
     activity: int = 0
     progress: float = 0.0
     last_seen: float = field(default_factory=time.time)  # wall clock, for people

@@ -2,14 +2,13 @@
 
 backup.json         what this module's Manifest holds; written last
 facts.sqlite        the database, as one file without a log beside it
-blobs/<sha256>      every file that the database names
+blobs/<digest>      every file that the database names
 blobs/state_id      the id of the state that both are of
 """
 
 import hashlib
 import json
 import os
-import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from fedring.codec.digest import Digest, is_called, is_name
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.server.database import MIGRATIONS
@@ -27,7 +27,6 @@ SCHEMA_VERSION = 1 + len(MIGRATIONS)
 Tell = Callable[[int, int], None]
 """Is called with the bytes that are copied, and the bytes to copy."""
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _STEP = 1 << 20  # bytes that are copied at a time
 _NAMED = """
     SELECT blob, 'the update of ' || client_id || ' in round ' || round, total_bytes FROM updates WHERE blob != ''
@@ -56,7 +55,7 @@ class NamedBlob:
     """A blob that the database names.
 
     Attributes:
-        digest: SHA-256 in hex, its name.
+        digest: its name.
         owner: what it belongs to, for people: "model 3".
         size: its length in bytes, if the database knows it.
     """
@@ -176,7 +175,7 @@ def check_facts(facts: Path) -> None:
                 raise BackupError(f"{facts.name} is damaged ({found})")
             rows = connection.execute("SELECT round, client_id, digest, payload FROM updates WHERE blob = ''")
             for number, client, digest, payload in rows:
-                if hashlib.sha256(payload).hexdigest() != digest:
+                if not is_called(payload, digest):
                     what = f"the update of {client} in round {number}"
                     raise BackupError(f"{what}, in {facts.name}, does not hold what was written to it")
     except sqlite3.Error as error:
@@ -196,7 +195,7 @@ def copy_blob(source: Path, target: Path, blob: NamedBlob, tell: Callable[[int],
         FileNotFoundError: if there is no such file.
         BackupError: if the file is not what it is named by, or cannot be read.
     """
-    digest, copied = hashlib.sha256(), 0
+    digest, copied = Digest(like=blob.digest), 0
     with source.open("rb", buffering=0) as file, create(target) as copy:
         try:
             while data := _read(file.fileno(), blob):
@@ -204,7 +203,7 @@ def copy_blob(source: Path, target: Path, blob: NamedBlob, tell: Callable[[int],
                 digest.update(data)
                 copied += len(data)
                 tell(len(data))
-            if digest.hexdigest() != blob.digest:
+            if digest.name != blob.digest:
                 short = blob.size is not None and copied < blob.size
                 raise blob.damage("has been cut short" if short else "does not hold what was written to it")
             copy.flush()
@@ -238,7 +237,7 @@ def sync(path: Path) -> None:
 def _named(connection: sqlite3.Connection) -> Iterator[NamedBlob]:
     seen: set[str] = set()
     for digest, owner, size in connection.execute(_NAMED):
-        if not _DIGEST.fullmatch(digest):
+        if not is_name(digest):
             raise BackupError(f"facts.sqlite is damaged: it names {digest!r} as the file of {owner}")
         if digest not in seen:
             seen.add(digest)

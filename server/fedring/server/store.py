@@ -5,7 +5,6 @@ from one thread. A row never names a blob that is not on disk: seal first.
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -28,22 +27,20 @@ from sqlalchemy import (
 )
 
 from fedring.daemon.crash import crashpoint
+from fedring.server import known
 from fedring.server.database import UNREADABLE, backup, open_database, translate
-from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, TokenRow, UpdateRow
+from fedring.server.rows import EvaluationRow, EventRow, JobRow, LastAccepted, ModelRow, RoundRow, TokenRow, UpdateRow
 from fedring.server.store_api import Acceptance, Pruned
-from fedring.server.tables import clients, evaluations, events, jobs, meta, models, rounds, tokens, updates
+from fedring.server.tables import evaluations, events, jobs, meta, models, rounds, tokens, updates
 
 Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow, TokenRow)
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
 _BLOB_COLUMNS = (updates.c.blob, models.c.blob, models.c.delta_blob, models.c.residual_blob, models.c.optimizer_blob)
 # Of pairs (round, client) SQLite would read the whole table.
-_KNOWN = select(updates.c.round, updates.c.client_id, updates.c.digest).where(
+_KNOWN = select(updates.c.round, updates.c.client_id, updates.c.name).where(
     updates.c.round.in_(bindparam("rounds", expanding=True)),
     updates.c.client_id.in_(bindparam("clients", expanding=True)),
 )
-_KEPT = select(updates.c.client_id, func.count()).group_by(updates.c.client_id)
-_PRUNED = select(clients.c.client_id, clients.c.pruned_updates)
-
 _DROPPED = "highest_dropped_model"
 
 KEEP_EVENTS = 10_000
@@ -56,7 +53,9 @@ class SqlStore:
     def __init__(self, url: str) -> None:
         self._engine = open_database(url)
         with self._transaction() as connection:
-            self.run_id = str(connection.execute(select(meta.c.value).where(meta.c.name == "run_id")).scalar_one())
+            found = dict(connection.execute(select(meta.c.name, meta.c.value)).tuples().all())
+        self.run_id = found["run_id"]
+        self.epoch = int(found.get("epoch", "0"))
 
     def set_state_id(self, state_id: str) -> None:
         """Keep the id that also lies beside the blobs; once."""
@@ -153,28 +152,42 @@ class SqlStore:
             return []
         with self._transaction() as connection:
             keys = [(row.round, row.client_id) for row in rows]
-            numbers, clients = map(sorted, map(set, zip(*keys, strict=True)))
-            known = connection.execute(_KNOWN, {"rounds": numbers, "clients": clients})
-            digests = {(number, client): digest for number, client, digest in known}
+            numbers, names_of = map(sorted, map(set, zip(*keys, strict=True)))
+            accepted = connection.execute(_KNOWN, {"rounds": numbers, "clients": names_of})
+            names = {(number, client): name for number, client, name in accepted}
             outcome, new = [], []
             for key, row in zip(keys, rows, strict=True):
-                if key not in digests:
-                    digests[key] = row.digest
+                if key not in names:
+                    names[key] = row.name
                     new.append(_values(row))
                     outcome.append(Acceptance.NEW)
                 else:
-                    outcome.append(Acceptance.ALREADY if digests[key] == row.digest else Acceptance.OTHER)
+                    outcome.append(Acceptance.ALREADY if names[key] == row.name else Acceptance.OTHER)
             if new:
                 connection.execute(insert(updates), new)
             crashpoint("before_row_commit")
         crashpoint("after_row_commit")
         return outcome
 
-    def accepted_digest(self, number: int, client_id: str) -> str:
-        """The digest of the client's accepted update in the round, empty if there is none."""
-        mine = (updates.c.round == number) & (updates.c.client_id == client_id)
+    def accepted_name(self, number: int, client_id: str) -> str:
+        """The name of the client's accepted update in the round, also if it is not kept; empty if none is known.
+
+        Of those that are not kept, the client's newest is known.
+        """
         with self._transaction() as connection:
-            return connection.execute(select(updates.c.digest).where(mine)).scalar() or ""
+            return known.accepted_name(connection, number, client_id)
+
+    def last_accepted(self, client_id: str) -> LastAccepted | None:
+        """The client's newest accepted update, kept or not; None if none is known."""
+        with self._transaction() as connection:
+            return known.last_accepted(connection, client_id)
+
+    def forget_client(self, client_id: str) -> Pruned:
+        """Forget the client, its evaluations and its updates in rounds that have ended."""
+        with self._transaction() as connection:
+            before = _named(connection)
+            removed = known.forget(connection, client_id)
+            return Pruned(removed, frozenset(before - _named(connection)))
 
     def updates_of(self, number: int) -> list[UpdateRow]:
         """The round's accepted updates in client-id order."""
@@ -183,7 +196,7 @@ class SqlStore:
     def update_counts(self) -> dict[str, int]:
         """How many updates of each client were accepted in this run, whether they are kept or not."""
         with self._transaction() as connection:
-            return _counted(connection, _PRUNED) + _counted(connection, _KEPT)
+            return known.update_counts(connection)
 
     def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None:
         """The model is the newest, and the round that made it has ended and counts in its job, at once."""
@@ -300,7 +313,7 @@ class SqlStore:
             before = _named(connection)
             kept_models = connection.execute(newest.limit(max(keep_models, 1))).scalars().all()
             old = updates.c.round.in_(old_rounds)
-            _remember(connection, _counted(connection, _KEPT.where(old)))
+            known.remember(connection, old)
             removed = connection.execute(delete(updates).where(old)).rowcount
             oldest = ended.order_by(rounds.c.round.desc()).offset(max(keep_rounds, keep_update_rounds) - 1).limit(1)
             removed += connection.execute(
@@ -361,18 +374,6 @@ def _insert(connection: Connection, table: Table, row: Numbered, key: str) -> Nu
 def _replace_round(connection: Connection, row: RoundRow) -> None:
     values = _values(row)
     connection.execute(update(rounds).where(rounds.c.round == values.pop("round")).values(values))
-
-
-def _counted(connection: Connection, query: Select[str, int]) -> Counter[str]:
-    return Counter(dict(connection.execute(query).all()))
-
-
-def _remember(connection: Connection, pruned: Counter[str]) -> None:
-    if pruned:
-        before = _counted(connection, _PRUNED)
-        connection.execute(delete(clients).where(clients.c.client_id.in_(pruned)))
-        rows = [{"client_id": name, "pruned_updates": before[name] + count} for name, count in pruned.items()]
-        connection.execute(insert(clients), rows)
 
 
 def _named(connection: Connection) -> set[str]:

@@ -115,6 +115,8 @@ updates = Table(
     _column("metrics", _Json),
     _column("blob", Text),
     _column("payload", LargeBinary),
+    _column("name", Text),
+    _column("epoch", _INT),
     sqlite_strict=True,
 )
 models = Table(
@@ -133,6 +135,7 @@ models = Table(
     _column("delta_packets", _Packets),
     _column("residual_blob", Text),
     _column("optimizer_blob", Text),
+    _column("base_digest", Text),
     sqlite_strict=True,
 )
 evaluations = Table(
@@ -163,6 +166,9 @@ clients = Table(
     METADATA,
     _column("client_id", Text, key=True),
     _column("pruned_updates", _INT),
+    _column("last_epoch", _INT),
+    _column("last_round", _INT),
+    _column("last_name", Text),
     sqlite_strict=True,
 )
 tokens = Table(

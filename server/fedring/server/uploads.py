@@ -19,6 +19,7 @@ from fedring.rpc.errors import (
     BadRequest,
     BadUpdate,
     Damaged,
+    DamagedOnTheWay,
     FedringError,
     Gone,
     NotAllowed,
@@ -31,7 +32,7 @@ from fedring.rpc.errors import (
 from fedring.rpc.streams import METER, Paced
 from fedring.server import rounds as rd
 from fedring.server.accept import Partial
-from fedring.server.admit import check_header, check_payload, packets_of
+from fedring.server.admit import Offered, check_header, check_payload, open_offer, packets_of
 from fedring.server.blobs import FilePartial, MemoryPartial, StorageError
 from fedring.server.config import ServerConfig
 from fedring.server.coordinator import Coordinator
@@ -137,10 +138,11 @@ class ClientUpdateService:
         self, session: Session, messages: AsyncIterator[pb.ClientUpdate | Piece]
     ) -> AsyncGenerator[pb.UpdateReply, None]:
         first = await anext(messages, None)
-        if not isinstance(first, pb.ClientUpdate) or not first.HasField("header"):
-            raise BadRequest("the first message must be a header")
-        header = first.header
-        open_ = await self._check(session, header)
+        if not isinstance(first, pb.ClientUpdate) or not first.HasField("offer"):
+            raise BadRequest("the first message must be an offer")
+        offered = open_offer(first.offer)
+        header = offered.header
+        open_ = await self._check(session, offered)
         if open_ is None:
             yield pb.UpdateReply(accepted=self._accepted(already=True))
             return
@@ -151,20 +153,21 @@ class ClientUpdateService:
                     resumed = partial.size
                     yield pb.UpdateReply(resume_offset=resumed)
                     await self._receive(messages, partial, header)
-                    self._check_digest(partial, header, resumed)
-                    row = await self._admit(partial, header, self._coordinator.models.schema_of(open_.base))
+                    self._check_digest(partial, offered, resumed)
+                    row = await self._admit(partial, offered, self._coordinator.models.schema_of(open_.base))
                     undo.pop_all()  # the acceptor takes the partial over
                 already = await self._coordinator.acceptor.accept(partial, row, lambda: self._require_open(header))
             except UnknownRound:
-                already = await self._accepted_before(header)  # by the client's attempt before this one
+                already = await self._accepted_before(offered)  # by the client's attempt before this one
                 if not already:
                     raise
         yield pb.UpdateReply(accepted=self._accepted(already=already))
 
     async def _push_small(self, session: Session, request: pb.SmallUpdate) -> bool:
         """Whether the update counted already, once it counts."""
-        header = request.header
-        open_ = await self._check(session, header)
+        offered = open_offer(request.offer)
+        header = offered.header
+        open_ = await self._check(session, offered)
         if open_ is None:
             return True
         if not len(request.payload) == header.total_bytes <= SMALL_BYTES:
@@ -172,40 +175,39 @@ class ClientUpdateService:
             raise BadRequest(text, reason="bad_chunk")
         async with self._only_one(session.client_id):
             partial = MemoryPartial(request.payload)
-            self._check_digest(partial, header, 0)
+            self._check_digest(partial, offered, 0)
             try:
-                row = await self._admit(partial, header, self._coordinator.models.schema_of(open_.base))
+                row = await self._admit(partial, offered, self._coordinator.models.schema_of(open_.base))
                 return await self._coordinator.acceptor.accept(partial, row, lambda: self._require_open(header))
             except UnknownRound:
-                if await self._accepted_before(header):  # by the client's attempt before this one
+                if await self._accepted_before(offered):  # by the client's attempt before this one
                     return True
                 raise
 
-    async def _accepted_before(self, header: pb.UpdateHeader) -> bool:
+    async def _accepted_before(self, offered: Offered) -> bool:
         """Whether this very update counts already; OtherUpdate if another one does."""
-        open_, facts = self._coordinator.open, self._coordinator.facts
+        header, open_, facts = offered.header, self._coordinator.open, self._coordinator.facts
         if header.run_id != facts.store.run_id or header.round >= 2**63:
             return False
         if open_ is not None and header.round == open_.row.round:
-            known = open_.accepted[header.client_id].digest if header.client_id in open_.accepted else ""
+            known = open_.accepted[header.client_id].name if header.client_id in open_.accepted else ""
         else:
-            known = await facts.db(facts.store.accepted_digest, header.round, header.client_id)
-        if known and known != header.digest.hex():
+            known = await facts.db(facts.store.accepted_name, header.round, header.client_id)
+        if known and known != offered.name:
             raise OtherUpdate(f"another update of {header.client_id} was accepted for round {header.round}")
         return bool(known)
 
-    async def _check(self, session: Session, header: pb.UpdateHeader) -> OpenRound | None:
+    async def _check(self, session: Session, offered: Offered) -> OpenRound | None:
         """The open round that the header fits, None if its update counts already; refused before any byte is used."""
+        header = offered.header
         if header.client_id != session.client_id:
             raise NotAllowed(f"{session.client_id} cannot speak for another client", reason="wrong_client")
-        if await self._accepted_before(header):
+        if await self._accepted_before(offered):
             return None
         open_ = self._require_open(header)
-        if header.model_version != open_.base.version:
-            raise BadUpdate(
-                f"round {header.round} starts from model {open_.base.version}, not {header.model_version}",
-                reason="wrong_model",
-            )
+        if header.base_digest != open_.base.digest:
+            text = f"round {header.round} starts from another model than {header.base_digest[:80]!r}"
+            raise BadUpdate(text, reason="wrong_model")
         if header.total_bytes > open_.command.max_update_bytes:
             raise TooLarge(f"{header.total_bytes} bytes; the limit is {open_.command.max_update_bytes}")
         check_header(header, self._coordinator.models.schema_of(open_.base))
@@ -297,16 +299,17 @@ class ClientUpdateService:
         except StorageError as error:
             raise Overloaded(str(error), reason=error.reason) from error
 
-    def _check_digest(self, partial: Partial, header: pb.UpdateHeader, resumed: int) -> None:
-        if partial.digest == header.digest.hex():
+    def _check_digest(self, partial: Partial, offered: Offered, resumed: int) -> None:
+        if partial.digest == offered.digest:
             return
         self._abort(partial)
         if resumed:  # what lay here before may have been damaged by a power loss, or been another's
             raise Damaged("the part that was here is not of this payload: send it from the start")
-        raise CodecError("digest_mismatch", "the payload is not what its digest says")
+        raise DamagedOnTheWay("the payload is not what its digest says: send it again")
 
-    async def _admit(self, partial: Partial, header: pb.UpdateHeader, schema: Schema) -> UpdateRow:
+    async def _admit(self, partial: Partial, offered: Offered, schema: Schema) -> UpdateRow:
         """The row of an update of which every byte is good."""
+        header = offered.header
         packets = packets_of(header)
         small = isinstance(partial, MemoryPartial)
         try:
@@ -323,7 +326,8 @@ class ClientUpdateService:
         return UpdateRow(
             round=header.round,
             client_id=header.client_id,
-            digest=header.digest.hex(),
+            digest=offered.digest,
+            name=offered.name,
             packets=packets,
             num_samples=header.packets[-1].num_samples,
             total_bytes=header.total_bytes,
@@ -331,8 +335,9 @@ class ClientUpdateService:
             norm=admitted.norm,
             accepted_at=time.time(),
             metrics=dict(header.metrics),
-            blob="" if small else header.digest.hex(),
+            blob="" if small else offered.digest,
             payload=partial.read(0, partial.size) if small else b"",
+            epoch=header.epoch,
         )
 
 
