@@ -152,7 +152,7 @@ def test_an_update_that_is_lost_again_is_counted(metrics: Metrics) -> None:
 
 
 def test_an_accepted_update_is_weighed(metrics: Metrics) -> None:
-    row = UpdateRow(1, "a", "d", (), 10, 4000, 0.5, 2.5, 0.0)
+    row = UpdateRow(1, "a", "d", "n", (), 10, 4000, 0.5, 2.5, 0.0)
     metrics.accepted(row)
     assert value(metrics, "fl_server_updates_total", result="accepted") == 1
     assert value(metrics, "fl_server_update_bytes_sum") == 4000

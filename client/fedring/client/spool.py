@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fedring.codec.digest import Digest
+from fedring.codec.digest import Digest, update_name
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.v1 import federation_pb2 as pb
 
@@ -69,6 +69,8 @@ class Spooled:
     @property
     def is_sound(self) -> bool:
         """Whether what would be sent is what was spooled; reads the whole payload."""
+        if update_name(self.offer.header, self.offer.payload_digest) != self.offer.name:
+            return False
         digest = Digest(like=self.offer.payload_digest)
         with self.reader() as read:
             for offset in range(0, self.header.total_bytes, CHUNK_BYTES):
