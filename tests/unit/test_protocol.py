@@ -165,7 +165,7 @@ def test_the_wire_is_what_protocol_json_says() -> None:
 
 
 def test_the_number_of_the_protocol_is_told_where_people_look() -> None:
-    assert re.search(rf"^- Protocol {PROTOCOL}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.search(rf"^\W*Protocol {PROTOCOL}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     (told,) = re.findall(r"that the client speaks; now (\d+)\.", (PROTOS / "fedring/v1/federation.proto").read_text())
     assert int(told) == PROTOCOL
 
