@@ -15,11 +15,13 @@ cost five times the processor's time, as the file system then writes it to the d
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
@@ -135,9 +137,10 @@ class Spool:
                 if not any(prefix):
                     return None
                 magic, version, leaves, length = _PREFIX.unpack(prefix)
-                if (magic, version) != (_MAGIC, _VERSION):
+                if magic != _MAGIC or version not in (1, _VERSION):
                     raise struct.error
-                offer = pb.UpdateOffer.FromString(file.read(length))
+                head = file.read(length)
+                offer = pb.UpdateOffer.FromString(head) if version == _VERSION else _offer_of_version_1(head, file)
                 header = pb.UpdateHeader.FromString(offer.header)
                 start = _PREFIX.size + length
                 if start + header.total_bytes == os.fstat(file.fileno()).st_size:
@@ -228,6 +231,12 @@ class Spool:
         log.info("dropped the residual of %s", why)
         self._residual_file.unlink()
         return None
+
+
+def _offer_of_version_1(header: bytes, payload: BufferedReader) -> pb.UpdateOffer:
+    """What protocol 1 has spooled: a server that has accepted it knows it by its payload's SHA-256; none will now."""
+    name = hashlib.file_digest(payload, "sha256").hexdigest()
+    return pb.UpdateOffer(header=header, payload_digest=name, name=name)
 
 
 def _noted_in(metadata: Mapping[str, str]) -> pb.LastAccepted | None:
