@@ -22,6 +22,7 @@ from tests.fault.patience import SILENCE, FaultyFleet, Story, patiently
 from tests.fleets import Control, Fleet, until_watching
 from tests.forks import Daemon
 from tests.pki import Pki
+from tests.waiting import until
 
 HERE = Path(__file__).parent
 SECONDS = 60.0
@@ -103,6 +104,24 @@ def test_a_second_client_of_the_same_id_gives_up_and_the_first_goes_on(tmp_path:
         assert fleet.clients[0].running
 
 
+def test_an_id_whose_client_never_watches_is_free_again_after_a_while(tmp_path: Path) -> None:
+    keys = {"heartbeat_seconds": 0.2, "lost_after_seconds": 1.0}
+    with Fleet(tmp_path, keys) as fleet, grpc.insecure_channel(fleet.listen) as channel:
+        commands, request = TrainCmdServiceStub(channel), JoinRequest(client_id="a", protocol=PROTOCOL)
+        first = commands.Join(request).session_id
+        refusals: list[str] = []
+
+        def joined() -> str:
+            try:
+                return commands.Join(request).session_id
+            except grpc.RpcError as error:
+                refusals.append(reason_of(error))
+                return ""
+
+        until(lambda: joined() not in ("", first))
+        assert set(refusals) <= {"id_in_use"}
+
+
 def test_a_proven_client_takes_over_and_the_older_process_ends(tmp_path: Path) -> None:
     pki = Pki(tmp_path / "pki")
     pki.issue("client-0")
@@ -129,8 +148,10 @@ def test_a_secret_is_private_and_outlives_both_processes(tmp_path: Path) -> None
         until_watching(control, 1)
         secret = file.read_text()
         assert RESUME_SECRET.fullmatch(secret.strip())
+        events = control.events()
         fleet.restart(0)
-        until_watching(control, 1)
+        patiently(fleet, "the client", lambda: next(event for event in events if event.kind == "client_joined"))
+        events.cancel()
         fleet.restart_server()
         until_watching(control, 1)
         assert file.read_text() == secret
