@@ -101,7 +101,7 @@ def test_the_job_goes_on_after_the_server_was_killed_after_a_round(gated: Fleet,
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the model that three rounds make when nothing goes wrong."""
     folder = tmp_path_factory.mktemp("undisturbed")
     fleet = FaultyFleet(folder, TRUSTED, [TRUSTED, TRUSTED], env={"PYTHONPATH": str(HERE)})

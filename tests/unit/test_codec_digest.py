@@ -4,6 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fedring.codec import Vectors
 from fedring.codec.digest import Digest, is_called, is_name, name_of, update_name
@@ -89,7 +90,7 @@ def test_an_array_without_values_adds_nothing(shape: tuple[int, ...], like: str)
 
 @pytest.mark.parametrize("like", [ABC, OLD_ABC])
 @pytest.mark.parametrize("values", [np.arange(12.0)[::2], np.arange(12.0).reshape(3, 4).T], ids=["strided", "turned"])
-def test_what_does_not_lie_in_one_piece_is_refused_and_not_misread(values: np.ndarray, like: str) -> None:  # type: ignore[type-arg]  # any
+def test_what_does_not_lie_in_one_piece_is_refused_and_not_misread(values: NDArray[np.float64], like: str) -> None:
     digest = Digest(like)
     before = digest.name
     with pytest.raises(TypeError, match="contiguous"):

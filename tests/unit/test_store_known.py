@@ -103,7 +103,7 @@ class TestKnown:
             store.add_evaluation(EvaluationRow(ended, 1, client, 1, 2, 0.5))
         store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
         forgotten = store.forget_client("ann")
-        assert (forgotten.rows, forgotten.blobs) == (3, {"blake3-" + "cd" * 32})
+        assert forgotten == Pruned(3, frozenset({"blake3-" + "cd" * 32}))
         assert [row.client_id for row in store.updates_of(ended)] == ["bob"]
         assert [row.client_id for row in store.updates_of(opened)] == ["ann", "bob"]
         assert [row.client_id for row in store.evaluations(1)] == ["", "bob"]
