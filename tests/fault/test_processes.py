@@ -112,7 +112,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("place", sorted(REGISTERED))
 def test_a_server_killed_at_a_crash_point_ends_with_the_same_model(
-    gated: Fleet, gate: Path, undisturbed: bytes, place: str
+    gated: Fleet, gate: Path, undisturbed: str, place: str
 ) -> None:
     with Control(gated.control) as control:
         story = Story(gated, control, job(rounds=3))
