@@ -28,6 +28,11 @@ SHAPES = {"small": (50, 40), "large": (200, 100)}  # of models whose updates com
 
 
 @pytest.fixture
+def model() -> nn.Module:
+    return nn.Linear(*SHAPES["small"])
+
+
+@pytest.fixture
 def reopened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Each time that a connection is opened anew."""
     times: list[str] = []
@@ -122,13 +127,14 @@ def test_a_bit_that_flips_on_the_way_costs_no_round(peer: "Peer", settings: dict
     assert len(peer.ways) == 3
 
 
-@pytest.mark.parametrize("place", [-1, -300, 30], ids=["the last byte", "one in the middle", "one of the header"])
+@pytest.mark.parametrize("what", ["the end of the payload", "its middle", "the header", "its name"])
 def test_an_update_that_was_damaged_in_the_spool_is_refused_at_once(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, place: int
+    peer: "Peer", settings: dict[str, Any], model: nn.Module, what: str
 ) -> None:
     state = leave_behind(peer, settings, model, accepted=False)
     data = bytearray((state / "update").read_bytes())
-    data[place] ^= 1
+    places = {"the end of the payload": -1, "its middle": -300, "the header": data.index(b"alice")}
+    data[places.get(what, data.rindex(b"blake3-") + 20)] ^= 1
     (state / "update").write_bytes(data)
     peer.ways.clear()
     with connect(**settings) as federation, ThreadPoolExecutor(1) as executor:

@@ -81,7 +81,7 @@ def test_a_spooled_update_is_sound_until_a_bit_of_its_payload_flips(tmp_path: Pa
 def test_a_spooled_update_is_sound_until_a_bit_of_its_offer_flips(tmp_path: Path) -> None:
     spooled = write(Spool(tmp_path), 1.0)
     sound = (tmp_path / "update").read_bytes()
-    fields = [spooled.offer.header[:6], spooled.offer.payload_digest.encode(), spooled.offer.name.encode()]
+    fields = [spooled.offer.header[:5], spooled.offer.payload_digest.encode(), spooled.offer.name.encode()]
     for place in (sound.index(field) + len(field) - 1 for field in fields):
         (tmp_path / "update").write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
         pending = Spool(tmp_path).pending()
