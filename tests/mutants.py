@@ -180,7 +180,7 @@ MUTANTS = {
     ),
     "same update": Mutant(
         "server/fedring/server/store.py",
-        "Acceptance.ALREADY if digests[key] == row.digest else Acceptance.OTHER",
+        "Acceptance.ALREADY if names[key] == row.name else Acceptance.OTHER",
         "Acceptance.ALREADY",
         "tests/unit/test_store.py",
     ),

@@ -58,11 +58,10 @@ class HostedClient:
         command = work.command
         base = self._models.at_hand(command, self._schema)
         if base is None:
-            base = await self._models.fetch(command.model_version, self._schema, lambda: work.ended)
+            base = await self._models.fetch(command.model_digest, self._schema, lambda: work.ended)
         fill(self._model, self._schema, base.vectors)
-        update = make_update(command, base, read_vectors(self._model), Work(samples=1), None)
-        update.header.client_id = self._name
-        spooled = self._spool.write(update.header, update.parts, update.residual)
+        update = make_update(command, self._name, base, read_vectors(self._model), Work(samples=1), None)
+        spooled = self._spool.write(update.offer, update.parts, update.residual)
         await Upload(self._connection, spooled, lambda: work.ended, self._session.advance).run(work.deadline)
         self._spool.accept(spooled)
 

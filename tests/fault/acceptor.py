@@ -40,8 +40,9 @@ def accept_for_ever(root: Path, crash_at: str) -> None:
             for chunk in range(4):
                 partial.write(f"{opened.round} {client} {chunk} ".encode() * 2000)
             packets = (PacketSpec("parameters", "delta", "fp32", 0, partial.size),)
+            digest = partial.digest
             row = UpdateRow(
-                opened.round, str(client), partial.digest, packets, 1, partial.size, 0.0, 0.0, 0.0, blob=partial.digest
+                opened.round, str(client), digest, digest, packets, 1, partial.size, 0.0, 0.0, 0.0, blob=digest
             )
             rows.append(row)
             partials.append(partial)

@@ -1,6 +1,5 @@
 """What clients have offered to a server, and what they were told of it."""
 
-import hashlib
 import random
 import threading
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedring.codec import Encoding, encode
+from fedring.codec.digest import name_of
 from fedring.v1 import federation_pb2 as pb
 
 Key = tuple[object, object, object]  # round, client, digest of the payload
@@ -25,8 +25,8 @@ class Update:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the payload in hex."""
-        return hashlib.sha256(self.payload).hexdigest()
+        """The name of the payload."""
+        return name_of(self.payload)
 
     @property
     def packet(self) -> pb.Packet:

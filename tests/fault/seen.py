@@ -1,8 +1,7 @@
 """What clients, operators and programs beside the server get of each version of a prepared state."""
 
-import hashlib
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ import grpc
 import safetensors.numpy
 
 from fedring.codec import decode
+from fedring.codec.digest import name_of
 from fedring.ctl.control import ENDED
 from fedring.ctl.failure import Failure
 from fedring.train import load_model
@@ -93,16 +93,17 @@ def look(fleet: Fleet, prepared: Prepared) -> Seen:
     with Control(fleet.control) as control, WireClient(fleet.listen, "onlooker") as client:
         truth: dict[int, Values | None] = {**prepared.models, LAST: last_model(control, prepared)}
 
-        def fetched(version: int, held: int = 0) -> Values:
+        def fetched(version: int, held: str = "") -> Values:
             header, payload = client.fetch(version, held)
-            values = values_of(header, payload, truth)
-            sound = hashlib.sha256(values.tobytes()).digest() == header.model_digest
-            if not sound and not header.base_version:  # who holds another base notices, and asks for the whole
+            values = values_of(header, payload, truth.values())
+            sound = name_of(values.tobytes()) == header.model_digest
+            if not sound and not header.base_digest:  # who holds another base notices, and asks for the whole
                 seen.unsound.append(f"model {version}")
             return values
 
         def as_a_delta(version: int) -> Values:
-            return fetched(version, version - 1)
+            before = truth.get(version - 1)
+            return fetched(version, "" if before is None else name_of(before.tobytes()))
 
         def exported(version: int) -> Values:
             control.export_model(version, out)
@@ -136,12 +137,13 @@ def attempt(seen: Seen, get: Callable[[int], Values], version: int, truth: Value
         seen.wrong.append(f"{get.__name__} {version}")
 
 
-def values_of(header: pb.ModelHeader, payload: bytes, known: dict[int, Values | None]) -> Values:
+def values_of(header: pb.ModelHeader, payload: bytes, known: Iterable[Values | None]) -> Values:
     """The model that a client has after this answer, if it held what it said."""
     (packet,) = header.packets
     values = decode(payload, name=packet.encoding, length=SIZE)
-    base = known[header.base_version] if header.base_version else None
-    return values if base is None else base + values
+    if header.base_digest:
+        values += next(base for base in known if base is not None and name_of(base.tobytes()) == header.base_digest)
+    return values
 
 
 def last_round(control: Control) -> list[control_pb2.Round]:

@@ -165,7 +165,7 @@ def test_a_download_that_goes_on_is_proven_from_its_start(fleet: Fleet, state: P
     with WireClient(fleet.listen, "a") as client:
         header, payload = client.fetch(2)
         flip(model_file(state, 2), 8 * (model_file(state, 2).stat().st_size - 4 * SIZE))
-        rest = pb.FetchModelRequest(version=2, offset=len(payload) - 10, payload_digest=header.payload_digest)
+        rest = pb.FetchModelRequest(version=2, offset=len(payload) - 10, payload_name=header.payload_name)
         with pytest.raises(grpc.RpcError, match="model 2 is damaged"):
             list(client.models.FetchModel(rest, metadata=client.metadata))
 
@@ -175,13 +175,14 @@ def test_a_damaged_step_is_replaced_by_the_whole_model(fleet: Fleet, control: Co
         job_id, events = run(control, rounds=1, download_encoding="uniform", **MODEL)
         deliver(client)
         assert outcome(control, job_id, events).state == "completed"
-        assert client.fetch(2, held=1)[0].base_version == 1
+        base = client.fetch(1)[0].model_digest
+        assert client.fetch(2, held=1)[0].base_digest == base
         ((delta,),) = ask(state, "SELECT delta_blob FROM models WHERE version = 2")
         flip(state / "blobs" / str(delta))
         with pytest.raises(Refused) as refused:
             client.fetch(2, held=1)
         assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.UNAVAILABLE, "damaged_blob")
-        assert client.fetch(2, held=1)[0].base_version == 0
+        assert not client.fetch(2, held=1)[0].base_digest
 
 
 @pytest.mark.usefixtures("published")

@@ -4,7 +4,6 @@ Clients deliver updates that the test knows, and ask again for whatever they wer
 file by file and row by row, and every model is computed anew.
 """
 
-import hashlib
 import os
 import random
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedring.codec.digest import is_called, name_of
 from tests.conftest import REPEATED
 from tests.damage import ask
 from tests.fault.ledger import Ledger
@@ -85,7 +85,7 @@ def check_files(state: Path) -> None:
     files = {path.name: path for path in (state / "blobs").iterdir() if path.name != "state_id"}
     assert files.keys() == named
     for name, path in files.items():
-        assert hashlib.sha256(path.read_bytes()).hexdigest() == name
+        assert is_called(path.read_bytes(), name)
     # What the server tries the disk with may be in its hands when it is killed; the next start sweeps it.
     assert {path.name for path in (state / "partial").iterdir()} <= {"probe"}
 
@@ -115,7 +115,7 @@ def check_models(state: Path, ledger: Ledger, rounds: int) -> None:
         assert base == int(str(version)) - 1
         after = published(state, int(str(version)))
         assert after.tobytes() == recomputed(state, ledger, int(str(number)), before).tobytes(), f"model {version}"
-        assert hashlib.sha256(after.tobytes()).hexdigest() == digest
+        assert name_of(after.tobytes()) == digest
         before = after
 
 

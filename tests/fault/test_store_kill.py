@@ -1,6 +1,5 @@
 """What was acknowledged survives kill -9 at any moment (promise P2), and a sweep leaves nothing else."""
 
-import hashlib
 import os
 import random
 import subprocess
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fedring.codec.digest import name_of
 from fedring.daemon.crash import REGISTERED
 from tests.conftest import REPEATED
 from tests.fault.acceptor import BATCH, open_state
@@ -49,7 +49,7 @@ def check_state(root: Path, acknowledged: list[list[str]]) -> None:
     assert blobs.partials() == []
     for digest in named:
         with blobs.reader(digest) as blob:
-            assert hashlib.sha256(blob.read(0, blob.size)).hexdigest() == digest
+            assert name_of(blob.read(0, blob.size)) == digest
     blobs.close()
     store.close()
 

@@ -1,6 +1,5 @@
 """Downloads that come in any pieces, break anywhere, or are wrong in any byte."""
 
-import hashlib
 from functools import cache
 
 import numpy as np
@@ -14,6 +13,7 @@ from fedring.client.download import Download
 from fedring.client.errors import BadModel
 from fedring.client.held import Model
 from fedring.codec import Encoding, Schema, Vectors, encode, encode_buffers
+from fedring.codec.digest import name_of
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
@@ -39,9 +39,9 @@ def offer(vectors: Vectors, result: Vectors, kind: "pb.Kind.ValueType", encoding
             pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=kind, encoding=encoding, bytes=len(parts[0])),
             pb.Packet(vector=pb.VECTOR_BUFFERS, kind=kind, encoding="fp64", bytes=len(parts[1])),
         ],
-        base_version=1 if kind == pb.KIND_DELTA else 0,
+        base_digest=model()[1].digest() if kind == pb.KIND_DELTA else "",
         total_bytes=sum(map(len, parts)),
-        payload_digest=hashlib.sha256(b"".join(parts)).digest(),
+        payload_name=name_of(*parts),
         model_digest=result.digest(),
     )
     return header, b"".join(parts)
@@ -59,16 +59,16 @@ def step() -> tuple[pb.ModelHeader, bytes]:
     return offer(change, result, pb.KIND_DELTA, "fp32_sparse")
 
 
-def download() -> Download:
+def download(header: pb.ModelHeader) -> Download:
     schema, base = model()
-    return Download("run", 2, schema, Model("run", 1, schema, base))
+    return Download(header.model_digest, schema, Model(base.digest(), schema, base))
 
 
 @pytest.mark.parametrize("make", [whole, step])
 @given(cuts=st.lists(st.tuples(st.integers(1, 200), st.booleans())))
 def test_the_model_is_the_same_in_whatever_pieces_it_comes(make, cuts: list[tuple[int, bool]]) -> None:  # type: ignore[no-untyped-def]  # one of two functions
     header, payload = make()
-    got = download()
+    got = download(header)
     got.begin(header)
     for size, breaks in [*cuts, (len(payload), False)]:
         if breaks:
@@ -88,7 +88,7 @@ def test_no_wrong_byte_goes_unnoticed(make, data: st.DataObject) -> None:  # typ
     place = data.draw(st.integers(0, len(payload) - 1))
     wrong = bytearray(payload)
     wrong[place] ^= 1 << data.draw(st.integers(0, 7))
-    got = download()
+    got = download(header)
     got.begin(header)
     got.add(pb.Chunk(offset=0, data=bytes(wrong)))
     try:
@@ -101,7 +101,7 @@ def test_no_wrong_byte_goes_unnoticed(make, data: st.DataObject) -> None:  # typ
 @given(noise=st.binary(max_size=400))
 def test_noise_is_never_a_model(noise: bytes) -> None:
     header, payload = whole()
-    got = download()
+    got = download(header)
     got.begin(header)
     got.add(pb.Chunk(offset=0, data=(noise + bytes(len(payload)))[: len(payload)]))
     with pytest.raises(BadModel):
@@ -111,7 +111,7 @@ def test_noise_is_never_a_model(noise: bytes) -> None:
 @given(st.binary(max_size=300).map(lambda data: _parsed(data)))
 def test_no_header_makes_anything_but_a_refusal(header: pb.ModelHeader) -> None:
     with pytest.raises((BadModel, ValueError)):
-        download().begin(header)
+        download(whole()[0]).begin(header)
 
 
 def _parsed(data: bytes) -> pb.ModelHeader:
@@ -119,4 +119,4 @@ def _parsed(data: bytes) -> pb.ModelHeader:
     try:
         return pb.ModelHeader.FromString(data)
     except Exception:  # noqa: BLE001  # protobuf's DecodeError, which has no public base
-        return pb.ModelHeader(run_id="run", version=2, total_bytes=1 << 60)
+        return pb.ModelHeader(model_digest=whole()[0].model_digest, total_bytes=1 << 60)

@@ -37,7 +37,7 @@ def noise(size: int, seed: int) -> NDArray[np.float32]:
 def received(header: pb.ModelHeader, payload: bytes, base: Vectors | None, sizes: tuple[int, int]) -> Vectors:
     """What a stranger makes of a download who has read FORMATS.md: packets are added in order."""
     assert len(payload) == header.total_bytes
-    if header.base_version:
+    if header.base_digest:
         assert base is not None
         parameters, buffers = base.parameters, base.buffers
     else:
@@ -45,7 +45,7 @@ def received(header: pb.ModelHeader, payload: bytes, base: Vectors | None, sizes
     at = 0
     for packet in header.packets:
         data, at = payload[at : at + packet.bytes], at + packet.bytes
-        assert packet.kind == (pb.KIND_DELTA if header.base_version else pb.KIND_WEIGHTS)
+        assert packet.kind == (pb.KIND_DELTA if header.base_digest else pb.KIND_WEIGHTS)
         if packet.vector == pb.VECTOR_PARAMETERS:
             parameters = parameters + decode(data, name=packet.encoding, length=sizes[0]).astype(np.float32)
         else:
@@ -90,7 +90,7 @@ def test_who_holds_a_version_gets_steps_that_lead_to_the_same_bits(
             command: pb.TrainCmd = wire.expect("train")
             held = versions[-1] if versions else 0
             header = holder.fetch(command.model_version, held)
-            assert header.base_version == held
+            assert wire.base_of(header) == held
             whole = whole or header.total_bytes
             assert not held or header.total_bytes <= ENCODINGS[encoding] * whole
             versions.append(command.model_version)
@@ -101,7 +101,7 @@ def test_who_holds_a_version_gets_steps_that_lead_to_the_same_bits(
         last = model_of(control, round_)
         for held in (*versions[::-1], 0):  # one step, chains, and the whole
             header = holder.fetch(last, held)
-            assert header.base_version == held
+            assert wire.base_of(header) == held
             assert len(header.packets) == (last - held if held else 1)
         # What an encoding leaves out is owed, not lost.
         moved = holder.held[last].parameters - holder.held[versions[0]].parameters
@@ -132,7 +132,7 @@ def test_buffers_travel_exactly_and_weigh_by_samples(server: Fleet, control: Con
                 holder.fetch(last)
             version = model_of(control, command.round)
             header = holder.fetch(version, last)
-            assert header.base_version == last
+            assert a.base_of(header) == last
             assert [packet.vector for packet in header.packets] == [pb.VECTOR_PARAMETERS, pb.VECTOR_BUFFERS]
             got = holder.held[version].buffers
             mean = (parts[1] + 3 * parts[3]) / 4
@@ -197,7 +197,7 @@ def test_a_job_that_asks_for_whole_models_gets_them(server: Fleet, control: Cont
         holder.fetch(first.model_version)
         wire.push(wire.header(first, payload_of(noise(77, 1))), payload_of(noise(77, 1)))
         second: pb.TrainCmd = wire.expect("train")
-        assert holder.fetch(second.model_version, first.model_version).base_version == 0
+        assert not holder.fetch(second.model_version, first.model_version).base_digest
         wire.push(wire.header(second, payload_of(noise(77, 1))), payload_of(noise(77, 1)))
     for _ in control.follow_job(job_id, events):
         pass

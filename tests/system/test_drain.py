@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from fedring.rpc.errors import status_of
 from fedring.v1 import federation_pb2 as pb
 from tests.fleets import Control, Fleet
-from tests.system.wire import SIZE, WireClient, payload_of, run
+from tests.system.wire import SIZE, WireClient, offer_of, payload_of, run
 
 SECONDS = 60.0
 
@@ -45,7 +45,7 @@ def test_an_upload_in_progress_is_accepted_before_the_server_ends(server: Fleet,
         offsets: queue.Queue[int] = queue.Queue()
 
         def messages() -> Iterator[pb.ClientUpdate]:
-            yield pb.ClientUpdate(header=client.header(command, payload))
+            yield pb.ClientUpdate(offer=offer_of(client.header(command, payload), payload))
             offsets.get(timeout=SECONDS)
             server.server.send(signal.SIGTERM)
             watched.wait_for_the_stop()

@@ -7,6 +7,7 @@ from contextlib import suppress
 import grpc
 import pytest
 
+from fedring.rpc.contract import PROTOCOL
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 from tests.fleets import Control, Fleet
@@ -31,7 +32,7 @@ class Quiet:
     def __init__(self, address: str, client_id: str) -> None:
         channel = grpc.insecure_channel(address)
         commands = rpc.TrainCmdServiceStub(channel)
-        joined = commands.Join(pb.JoinRequest(client_id=client_id, protocol=1))
+        joined = commands.Join(pb.JoinRequest(client_id=client_id, protocol=PROTOCOL))
         said: queue.Queue[pb.WatchRequest] = queue.Queue()
         said.put(pb.WatchRequest(matched=True))
         self._metadata = (("fl-session", joined.session_id),)

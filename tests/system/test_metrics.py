@@ -11,6 +11,7 @@ import pytest
 
 from fedring.ctl.failure import Failure
 from fedring.rpc.channel import open_sync_channel
+from fedring.rpc.contract import PROTOCOL
 from fedring.train.shards import count_steps
 from fedring.v1.federation_pb2 import JoinRequest
 from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
@@ -179,7 +180,7 @@ def test_refused_callers_are_counted_and_certificates_dated(tmp_path: Path) -> N
                 with pytest.raises(Failure, match="no operator"):
                     control.status()
         with open_sync_channel(fleet.listen, pki.trust()) as nobody, pytest.raises(grpc.RpcError):
-            TrainCmdServiceStub(nobody).Join(JoinRequest(client_id="client-0", protocol=1), timeout=PATIENCE)
+            TrainCmdServiceStub(nobody).Join(JoinRequest(client_id="client-0", protocol=PROTOCOL), timeout=PATIENCE)
         metrics = fleet.ready["metrics"]
         assert eventually(metrics, lambda page: page("fl_server_clients_connected") == 1)
         refused = {"grpc_method": STATUS, "grpc_code": "PERMISSION_DENIED"}

@@ -21,6 +21,7 @@ from fedring.ctl.health import check_health
 from fedring.ctl.main import main
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_sync_channel
+from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import reason_of
 from fedring.rpc.tls import PLAINTEXT
 from fedring.server.store import SqlStore
@@ -102,7 +103,7 @@ def bearers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 def join(channel: grpc.Channel, client: str, token: str = "") -> Any:
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    request = JoinRequest(client_id=client, protocol=1, software="test")
+    request = JoinRequest(client_id=client, protocol=PROTOCOL, software="test")
     return TrainCmdServiceStub(channel).Join(request, metadata=metadata, timeout=SECONDS)
 
 

@@ -14,7 +14,7 @@ from fedring.rpc.streams import GRPC_PREFIX
 from fedring.v1 import federation_pb2 as pb
 from tests.fleets import Control, Fleet
 from tests.metrics_page import Page, eventually
-from tests.system.wire import SECONDS, SIZE, Refused, WireClient, parameters, payload_of, run, vector_job
+from tests.system.wire import SECONDS, SIZE, Refused, WireClient, offer_of, parameters, payload_of, run, vector_job
 
 ONES = np.ones(SIZE, np.float32)
 Clients = Callable[..., list[WireClient]]
@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 def update_of(client: WireClient, command: pb.TrainCmd) -> pb.SmallUpdate:
     payload = payload_of(ONES)
-    return pb.SmallUpdate(header=client.header(command, payload), payload=payload)
+    return pb.SmallUpdate(offer=offer_of(client.header(command, payload), payload), payload=payload)
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def test_an_update_that_is_being_stored_is_answered_though_its_session_ends(
     with pytest.raises(Refused):
         next(answers)
     sent.put(None)
-    assert newer.push_small(update.header, update.payload).already
+    assert newer.push_small(update.offer, update.payload).already
     control.stop_job(job_id)
 
 
@@ -139,7 +139,7 @@ def test_updates_that_are_stored_together_are_told_with_the_round_after_all_of_t
     with ThreadPoolExecutor(3) as pushing, nothing_is_stored(server):
         for client, update in zip(three, updates, strict=True):
             with until_it_has_come(server):
-                pushing.submit(client.push_small, update.header, update.payload)
+                pushing.submit(client.push_small, update.offer, update.payload)
     delivered = [event.state.delivered for event in events if event.kind == "update_accepted"]
     assert delivered == [1, 3, 3]
 
@@ -190,7 +190,7 @@ def test_a_small_model_comes_with_its_command_to_who_was_not_sent_it_before(cont
         order = a.expect("evaluate")
         if fetches:
             a.fetch(order.model_version)
-        report = pb.EvaluationReport(round=order.round, model_version=order.model_version, correct=1, total=1)
+        report = pb.EvaluationReport(round=order.round, model_digest=order.model_digest, correct=1, total=1)
         a.commands.ReportEvaluation(report, metadata=a.metadata)
         assert carried == (command.job_round != 2)
 

@@ -1,6 +1,5 @@
 """The wire contract, spoken by a client of its own against a real fl-server."""
 
-import hashlib
 import queue
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -11,10 +10,12 @@ import pytest
 from grpc import StatusCode
 
 from fedring.codec import decode
+from fedring.codec.digest import name_of
+from fedring.rpc.contract import PROTOCOL
 from fedring.server.sessions import MOST_CALLS
 from fedring.v1 import federation_pb2 as pb
 from tests.fleets import Control, Fleet
-from tests.system.wire import SECONDS, SIZE, Refused, WireClient, model_of, payload_of, stop_jobs, vector_job
+from tests.system.wire import SECONDS, SIZE, Refused, WireClient, model_of, offer_of, payload_of, stop_jobs, vector_job
 
 ONES = np.ones(SIZE, np.float32)
 
@@ -58,7 +59,7 @@ def parameters_of(wire: WireClient, version: int) -> np.ndarray[Any, Any]:
     assert header.version == version
     assert len(payload) == header.total_bytes
     values = decode(payload[: header.packets[0].bytes], name="fp32", length=SIZE)
-    assert hashlib.sha256(values.tobytes()).digest() == header.model_digest
+    assert name_of(values.tobytes()) == header.model_digest
     return values
 
 
@@ -120,7 +121,7 @@ def test_a_broken_upload_goes_on_at_the_servers_offset(server: Fleet, control: C
         offsets: list[int] = []
 
         def rest() -> Iterator[pb.ClientUpdate]:
-            yield pb.ClientUpdate(header=header)
+            yield pb.ClientUpdate(offer=offer_of(header, payload))
             for offset in range(1 << 20, len(payload), 1 << 20):
                 yield pb.ClientUpdate(chunk=pb.Chunk(offset=offset, data=payload[offset : offset + (1 << 20)]))
 
@@ -161,7 +162,12 @@ CASES: dict[str, tuple[bytes, dict[str, Any], StatusCode, str]] = {
     "another round": (payload_of(ONES), {"round": 9999}, StatusCode.FAILED_PRECONDITION, "unknown_round"),
     "another client": (payload_of(ONES), {"client_id": "eve"}, StatusCode.PERMISSION_DENIED, "wrong_client"),
     "another schema": (payload_of(ONES), {"schema_hash": bytes(32)}, StatusCode.INVALID_ARGUMENT, "wrong_schema"),
-    "another model": (payload_of(ONES), {"model_version": 999}, StatusCode.INVALID_ARGUMENT, "wrong_model"),
+    "another model": (
+        payload_of(ONES),
+        {"base_digest": 64 * "0"},
+        StatusCode.INVALID_ARGUMENT,
+        "wrong_model",
+    ),
     "NaN": (NAN, {}, StatusCode.INVALID_ARGUMENT, "non_finite"),
     "no samples": (
         payload_of(ONES),
@@ -196,7 +202,6 @@ CASES: dict[str, tuple[bytes, dict[str, Any], StatusCode, str]] = {
     "no packets": (payload_of(ONES), {"packets": []}, StatusCode.INVALID_ARGUMENT, "bad_packets"),
     "a false total": (payload_of(ONES), {"total_bytes": 5000}, StatusCode.INVALID_ARGUMENT, "bad_packets"),
     "2^50 bytes": (payload_of(ONES), {"total_bytes": 2**50}, StatusCode.RESOURCE_EXHAUSTED, "too_large"),
-    "a false digest": (payload_of(ONES), {"digest": bytes(32)}, StatusCode.INVALID_ARGUMENT, "digest_mismatch"),
     "rubbish": (b"\x07" * 4016, {}, StatusCode.INVALID_ARGUMENT, "bad_header"),
     "a short vector": (payload_of(ONES[:-1]), {}, StatusCode.INVALID_ARGUMENT, "wrong_length"),
     "infinite seconds": (payload_of(ONES), {"train_seconds": float("inf")}, StatusCode.INVALID_ARGUMENT, "bad_metrics"),
@@ -241,7 +246,7 @@ def test_a_bad_stream_is_refused(
     control: Control, wire: WireClient, command: pb.TrainCmd, name: str, code: StatusCode, reason: str
 ) -> None:
     payload = payload_of(ONES)
-    header = pb.ClientUpdate(header=wire.header(command, payload))
+    header = pb.ClientUpdate(offer=offer_of(wire.header(command, payload), payload))
     streams = {
         "no header": [chunk(0, payload[:10])],
         "nothing": [],
@@ -265,7 +270,7 @@ def test_a_partial_upload_that_was_damaged_is_sent_again(server: Fleet, control:
         payload = payload_of(np.ones(size, np.float32))
         header = wire.header(command, payload)
         with pytest.raises(Refused, match="truncated"):
-            wire.push_raw([pb.ClientUpdate(header=header), chunk(0, bytes(100))])
+            wire.push_raw([pb.ClientUpdate(offer=offer_of(header, payload)), chunk(0, bytes(100))])
         with pytest.raises(Refused) as refused:
             wire.push(header, payload)
         assert (refused.value.code, refused.value.reason) == (StatusCode.UNAVAILABLE, "damaged")
@@ -289,14 +294,15 @@ def test_bytes_that_are_no_message_get_one_clear_answer(wire: WireClient, comman
 
 
 def test_another_protocol_is_refused_with_advice(wire: WireClient) -> None:
-    with pytest.raises(Exception, match="speaks protocol 1, the client 2: update fl-server"):
-        wire.commands.Join(pb.JoinRequest(client_id="new", protocol=2))
+    for other, side in ((PROTOCOL - 1, "the client"), (PROTOCOL + 1, "fl-server")):
+        with pytest.raises(Exception, match=f"speaks protocol {PROTOCOL}, the client {other}: update {side}"):
+            wire.commands.Join(pb.JoinRequest(client_id="new", protocol=other))
 
 
 @pytest.mark.parametrize("client_id", ["", "a b", "x" * 129, "../../etc"])
 def test_a_bad_client_id_is_refused(wire: WireClient, client_id: str) -> None:
     with pytest.raises(Exception, match="client_id"):
-        wire.commands.Join(pb.JoinRequest(client_id=client_id, protocol=1))
+        wire.commands.Join(pb.JoinRequest(client_id=client_id, protocol=PROTOCOL))
 
 
 def test_the_newest_session_of_a_client_wins(server: Fleet, wire: WireClient, command: pb.TrainCmd) -> None:
@@ -309,10 +315,10 @@ def test_the_newest_session_of_a_client_wins(server: Fleet, wire: WireClient, co
 
 def test_a_broken_download_goes_on_at_the_offset(wire: WireClient, command: pb.TrainCmd) -> None:
     header, payload = wire.fetch(command.model_version)
-    request = pb.FetchModelRequest(version=command.model_version, offset=1000, payload_digest=header.payload_digest)
+    request = pb.FetchModelRequest(digest=command.model_digest, offset=1000, payload_name=header.payload_name)
     messages = list(wire.models.FetchModel(request, metadata=wire.metadata))
     assert b"".join(message.chunk.data for message in messages[1:]) == payload[1000:]
-    request.payload_digest = b"another"
+    request.payload_name = "another"
     messages = list(wire.models.FetchModel(request, metadata=wire.metadata))
     assert b"".join(message.chunk.data for message in messages[1:]) == payload
 
@@ -368,9 +374,7 @@ def test_losses_that_have_no_sum_are_refused(server: Fleet, control: Control) ->
         for client in (a, b):
             order = client.expect("evaluate")
             for loss in (1.7e308, float("inf"), float("nan"), 1.0):
-                report = pb.EvaluationReport(
-                    round=order.round, model_version=order.model_version, total=1, loss_sum=loss
-                )
+                report = pb.EvaluationReport(round=order.round, model_digest=order.model_digest, total=1, loss_sum=loss)
                 with nullcontext() if loss == 1 else pytest.raises(Exception, match="a number of at most"):
                     client.commands.ReportEvaluation(report, metadata=client.metadata)
         assert list(control.follow_job(job_id))[-1].kind == "job_ended"

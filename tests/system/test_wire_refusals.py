@@ -55,7 +55,7 @@ def refusal(call: Callable[[], object]) -> Refused:
 
 def report(order: Any, **changes: Any) -> pb.EvaluationReport:
     """A good report for the command, but for the changes."""
-    facts = {"round": order.round, "model_version": order.model_version, "correct": 1, "total": 2, "loss_sum": 3.0}
+    facts = {"round": order.round, "model_digest": order.model_digest, "correct": 1, "total": 2, "loss_sum": 3.0}
     return pb.EvaluationReport(**{**facts, **changes})
 
 
@@ -66,20 +66,20 @@ def test_a_download_that_cannot_go_on_there_is_refused(
     control.start_job(vector_job())
     version = wire.expect("train").model_version
     header, payload = wire.fetch(version)
-    digest = header.payload_digest
+    payload_name = header.payload_name
 
-    def ask(offset: int, digest: bytes) -> list[pb.ModelBlob]:
-        request = pb.FetchModelRequest(version=version, offset=offset, payload_digest=digest)
+    def ask(offset: int, named: str) -> list[pb.ModelBlob]:
+        request = pb.FetchModelRequest(version=version, offset=offset, payload_name=named)
         if name == "FetchModel":
             return list(wire.models.FetchModel(request, metadata=wire.metadata, timeout=SECONDS))
         return list(operator.ExportModel(request, timeout=SECONDS))
 
-    for offset, named in ((len(payload) + 1, digest), (2**64 - 1, digest), (1, b"")):
+    for offset, named in ((len(payload) + 1, payload_name), (2**64 - 1, payload_name), (1, "")):
         error = refusal(lambda offset=offset, named=named: ask(offset, named))  # type: ignore[misc]  # bound now
         assert (error.code, error.reason) == (StatusCode.INVALID_ARGUMENT, "bad_offset")
         assert f"offset {offset}" in str(error)
-    assert len(ask(len(payload), digest)) == 1  # all of it is there: the header alone
-    assert b"".join(message.chunk.data for message in ask(2**63, b"another")[1:]) == payload
+    assert len(ask(len(payload), payload_name)) == 1  # all of it is there: the header alone
+    assert b"".join(message.chunk.data for message in ask(2**63, "another")[1:]) == payload
 
 
 def test_a_report_of_no_evaluation_that_is_in_progress_is_refused(
@@ -102,8 +102,8 @@ def test_a_report_of_no_evaluation_that_is_in_progress_is_refused(
         assert refused(report(order), late) == (StatusCode.FAILED_PRECONDITION, "not_selected")
     for number in (0, order.round + 1, 2**64 - 1):
         assert refused(report(order, round=number)) == unknown
-    for version in (0, order.model_version + 1, 2**64 - 1):
-        assert refused(report(order, model_version=version)) == (StatusCode.INVALID_ARGUMENT, "wrong_model")
+    for digest in ("", order.model_digest[:-1], "blake3-" + 64 * "0"):
+        assert refused(report(order, model_digest=digest)) == (StatusCode.INVALID_ARGUMENT, "wrong_model")
     for counts in ({"correct": 3}, {"total": 2**48}, {"loss_sum": 1e308}):
         assert refused(report(order, **counts)) == (StatusCode.INVALID_ARGUMENT, "bad_evaluation")
     wire.commands.ReportEvaluation(report(order), metadata=wire.metadata)

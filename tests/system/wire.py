@@ -1,6 +1,5 @@
 """A client of the wire contract alone: what a stranger writes from the .proto files, and what an attacker does."""
 
-import hashlib
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,8 +11,10 @@ import grpc
 import numpy as np
 
 from fedring.codec import Encoding, encode
+from fedring.codec.digest import name_of, update_name
 from fedring.codec.schema import Schema
 from fedring.ctl.failure import Failure
+from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import reason_of
 from fedring.train.models import vector
 from fedring.train.state import schema_of
@@ -57,11 +58,12 @@ class WireClient:
         self.models = rpc.ModelBlobServiceStub(self.channel)
         self.updates = rpc.ClientUpdateServiceStub(self.channel)
         try:
-            self.joined = self.commands.Join(pb.JoinRequest(client_id=client_id, protocol=1, software="wire"))
+            self.joined = self.commands.Join(pb.JoinRequest(client_id=client_id, protocol=PROTOCOL, software="wire"))
         except grpc.RpcError:
             self.channel.close()
             raise
         self.metadata = (("fl-session", self.joined.session_id),)
+        self.digests: dict[int, str] = {0: ""}  # of the models that were fetched, by version
         self.events: queue.Queue[pb.ServerEvent] = queue.Queue()
         self.ended: queue.Queue[grpc.RpcError | None] = queue.Queue()
         self._beats: queue.Queue[pb.WatchRequest | None] = queue.Queue()
@@ -99,14 +101,21 @@ class WireClient:
             if event.WhichOneof("event") == kind:
                 return getattr(event, kind)
 
-    def fetch(self, version: int = 0, held: int = 0) -> tuple[pb.ModelHeader, bytes]:
-        """A model as it is sent."""
-        request = pb.FetchModelRequest(version=version, held_version=held)
+    def fetch(self, version: int = 0, held: int | str = 0) -> tuple[pb.ModelHeader, bytes]:
+        """A model as it is sent to somebody who holds another one: a version that was fetched here, or a digest."""
+        held_digest = held if isinstance(held, str) else self.digests[held]
+        request = pb.FetchModelRequest(version=version, held_digest=held_digest)
         try:
             messages = list(self.models.FetchModel(request, metadata=self.metadata))
         except grpc.RpcError as error:
             raise Refused(error) from error
-        return messages[0].header, b"".join(message.chunk.data for message in messages[1:])
+        header = messages[0].header
+        self.digests[header.version] = header.model_digest
+        return header, b"".join(message.chunk.data for message in messages[1:])
+
+    def base_of(self, header: pb.ModelHeader) -> int:
+        """The version, fetched here, to which the packets are to be added; 0 = none."""
+        return next(version for version, digest in self.digests.items() if digest == header.base_digest)
 
     def header(self, command: pb.TrainCmd, payload: bytes, **changes: Any) -> pb.UpdateHeader:
         """A header that fits the command and the payload, but for the changes."""
@@ -115,23 +124,25 @@ class WireClient:
         )
         facts: dict[str, Any] = {
             "run_id": command.run_id,
+            "epoch": command.epoch,
             "round": command.round,
             "client_id": self.client_id,
-            "model_version": command.model_version,
+            "base_digest": command.model_digest,
             "schema_hash": command.schema_hash,
             "packets": [packet],
             "total_bytes": len(payload),
-            "digest": hashlib.sha256(payload).digest(),
             "train_seconds": 0.5,
         }
         return pb.UpdateHeader(**{**facts, **changes})
 
-    def push(self, header: pb.UpdateHeader, payload: bytes, *, stop_at: int | None = None) -> pb.UpdateReply | None:
+    def push(
+        self, header: pb.UpdateHeader | pb.UpdateOffer, payload: bytes, *, stop_at: int | None = None
+    ) -> pb.UpdateReply | None:
         """Push as the contract says; with `stop_at` the stream ends after so many bytes. The last reply."""
         offsets: queue.Queue[int] = queue.Queue()
 
         def messages() -> Iterator[pb.ClientUpdate]:
-            yield pb.ClientUpdate(header=header)
+            yield pb.ClientUpdate(offer=offer_of(header, payload))
             start = offsets.get(timeout=SECONDS)
             end = len(payload) if stop_at is None else stop_at
             for offset in range(start, end, CHUNK):
@@ -140,9 +151,9 @@ class WireClient:
 
         return self.push_raw(messages(), offsets)
 
-    def push_small(self, header: pb.UpdateHeader, payload: bytes) -> pb.Accepted:
+    def push_small(self, header: pb.UpdateHeader | pb.UpdateOffer, payload: bytes) -> pb.Accepted:
         """Push all in one message, with a call of its own."""
-        (accepted,) = self.push_many_small([pb.SmallUpdate(header=header, payload=payload)])
+        (accepted,) = self.push_many_small([pb.SmallUpdate(offer=offer_of(header, payload), payload=payload)])
         return accepted
 
     def push_many_small(self, updates: Iterable[pb.SmallUpdate]) -> Iterator[pb.Accepted]:
@@ -182,6 +193,14 @@ class WireClient:
     def _beat(self) -> None:
         while not self._done.wait(self.joined.heartbeat_seconds):
             self._beats.put(pb.WatchRequest(matched=True))
+
+
+def offer_of(header: pb.UpdateHeader | pb.UpdateOffer, payload: bytes, digest: str = "") -> pb.UpdateOffer:
+    """What offers the payload, or is said to have this digest; an offer that was made before stays what it is."""
+    if isinstance(header, pb.UpdateOffer):
+        return header
+    sent, digest = header.SerializeToString(), digest or name_of(payload)
+    return pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
 
 
 def payload_of(values: "np.ndarray[Any, np.dtype[np.float32]]", name: str = "fp32", **keys: Any) -> bytes:

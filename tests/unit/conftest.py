@@ -1,7 +1,6 @@
 """A scripted fl-server on a real socket, for tests of the client."""
 
 import asyncio
-import hashlib
 import queue
 import socket
 import threading
@@ -13,10 +12,11 @@ import pytest
 from torch import nn
 
 from fedring.codec import Encoding, Schema, Vectors, encode, encode_buffers
+from fedring.codec.digest import name_of, update_name
 from fedring.ctl.main import main
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
-from fedring.rpc.errors import BadRequest, FedringError, NoSession
+from fedring.rpc.errors import BadRequest, DamagedOnTheWay, FedringError, NoSession
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
@@ -47,6 +47,9 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.evaluations: queue.Queue[pb.EvaluationReport] = queue.Queue()
         self.fetches: queue.Queue[pb.FetchModelRequest] = queue.Queue()
         self.accepted: queue.Queue[tuple[pb.UpdateHeader, bytes]] = queue.Queue()
+        self.offers: queue.Queue[pb.UpdateOffer] = queue.Queue()  # of all updates that came, accepted or not
+        self.ways: list[tuple[str, str]] = []  # the call, and the client's address, of each of them
+        self.last_accepted: pb.LastAccepted | None = None  # what Join says of it
         self.small_calls = 0  # of PushSmallUpdates
         self.resumed: list[int] = []  # offsets that uploads went on from
         self.models: dict[int, list[tuple[pb.ModelHeader, bytes]]] = {}  # a step first, if there is one
@@ -58,8 +61,8 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.on_evaluation: Callable[[], FedringError | None] = lambda: None
         self._sessions = 0
         self._outbox: asyncio.Queue[pb.ServerEvent | FedringError]
-        self._partial: dict[tuple[int, bytes], bytearray] = {}
-        self._taken: set[tuple[int, bytes]] = set()
+        self._partial: dict[str, bytearray] = {}  # by the names of updates
+        self._taken: set[str] = set()
 
     # ---- what a test does
 
@@ -93,10 +96,14 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
     ) -> None:
         """Offer a model, and before it the step (from that version, by that much), if given."""
         digest = vectors.digest()
-        offers = [_offer(version, schema, vectors, pb.KIND_WEIGHTS, digest, 0)]
+        offers = [_offer(version, schema, vectors, pb.KIND_WEIGHTS, digest, "")]
         if step:
-            offers.insert(0, _offer(version, schema, step[1], pb.KIND_DELTA, digest, step[0]))
+            offers.insert(0, _offer(version, schema, step[1], pb.KIND_DELTA, digest, self.digest(step[0])))
         self.models[version] = offers
+
+    def digest(self, version: int) -> str:
+        """The digest of a published model."""
+        return self.models[version][-1][0].model_digest
 
     def command(self, model: nn.Module, *, round_: int = 1, encoding: str = "fp32", **fields: Any) -> pb.TrainCmd:
         """A command to train `model`, which is published as version 1 if nothing is."""
@@ -106,12 +113,25 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         given: dict[str, Any] = {"run_id": self.run_id, "job_round": 1, "model_version": 1, "deadline_seconds": 600.0}
         given |= {"epochs": 1, "batch_size": 8, "lr": 0.1, "momentum": 0.9, "seed": 1, "max_update_bytes": 1 << 30}
         given |= {"job": pb.JobSpec(mode="federated", rounds=9)} | fields
+        given.setdefault("model_digest", self.digest(given["model_version"]))
         return pb.TrainCmd(
             round=round_,
             schema_hash=schema.hash,
             encoding=pb.Encoding(name=encoding, chunk=64, keep_ratio=0.25, step=1.0),
             **given,
         )
+
+    def evaluation(self, version: int, **fields: Any) -> pb.EvaluateCmd:
+        """A command to evaluate that model, which is published."""
+        header = self.models[version][-1][0]
+        given: dict[str, Any] = {"round": 2, "deadline_seconds": 600.0} | fields
+        return pb.EvaluateCmd(
+            model_version=version, model_digest=header.model_digest, schema_hash=header.schema_hash, **given
+        )
+
+    def take(self, offer: pb.UpdateOffer) -> None:
+        """From now on that update counts as accepted."""
+        self._taken.add(offer.name)
 
     def small(self, version: int) -> pb.SmallModel:
         """The published model as a command carries it."""
@@ -134,6 +154,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
             heartbeat_seconds=0.2,
             lost_after_seconds=SECONDS,
             no_progress_seconds=SECONDS,
+            last_accepted=self.last_accepted,
         )
 
     async def Watch(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
@@ -164,10 +185,10 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
     async def FetchModel(self, request: pb.FetchModelRequest, context: Any) -> AsyncIterator[pb.ModelBlob]:
         self._require_session(context)
         self.fetches.put(request)
-        offers = self.models[request.version]
-        header, payload = next((o for o in offers if o[0].base_version in (0, request.held_version)), offers[-1])
+        offers = next(each for each in self.models.values() if each[-1][0].model_digest == request.digest)
+        header, payload = next((o for o in offers if o[0].base_digest in ("", request.held_digest)), offers[-1])
         yield pb.ModelBlob(header=header)
-        start = request.offset if request.payload_digest == header.payload_digest else 0
+        start = request.offset if request.payload_name == header.payload_name else 0
         for offset in range(start, len(payload), PIECE):
             if error := self.on_piece(offset):
                 raise error
@@ -177,14 +198,12 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self, request_iterator: AsyncIterator[pb.ClientUpdate], context: Any
     ) -> AsyncIterator[pb.UpdateReply]:
         self._require_session(context)
-        header = (await anext(request_iterator)).header
-        if error := self.on_header(header):
-            raise error
-        name = (header.round, header.digest)
-        if name in self._taken:
+        offer = (await anext(request_iterator)).offer
+        header = self._open(offer, "PushUpdate", context)
+        if offer.name in self._taken:
             yield pb.UpdateReply(accepted=pb.Accepted(already=True))
             return
-        received = self._partial.setdefault(name, bytearray())
+        received = self._partial.setdefault(offer.name, bytearray())
         self.resumed.append(len(received))
         yield pb.UpdateReply(resume_offset=len(received))
         while len(received) < header.total_bytes:
@@ -194,10 +213,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
             received += chunk.data
             if error := self.on_bytes(len(received)):
                 raise error
-        if hashlib.sha256(received).digest() != header.digest:
-            raise BadRequest(reason="digest_mismatch")
-        self._taken.add(name)
-        self.accepted.put((header, bytes(received)))
+        self._take(offer, header, bytes(self._partial.pop(offer.name)))
         yield pb.UpdateReply(accepted=pb.Accepted())
 
     async def PushSmallUpdates(
@@ -206,16 +222,29 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self._require_session(context)
         self.small_calls += 1
         async for request in request_iterator:
-            header = request.header
-            if error := self.on_header(header):
-                raise error
-            if hashlib.sha256(request.payload).digest() != header.digest:
-                raise BadRequest(reason="digest_mismatch")
-            self._taken.add((header.round, header.digest))
-            self.accepted.put((header, request.payload))
+            header = self._open(request.offer, "PushSmallUpdates", context)
+            self._take(request.offer, header, request.payload)
             if error := self.on_accepted():
                 raise error
             yield pb.Accepted()
+
+    def _open(self, offer: pb.UpdateOffer, call: str, context: Any) -> pb.UpdateHeader:
+        """The header of an update that came, unless the test refuses it."""
+        self.offers.put(offer)
+        self.ways.append((call, context.peer()))
+        if update_name(offer.header, offer.payload_digest) != offer.name:
+            raise DamagedOnTheWay("the header is another")
+        header = pb.UpdateHeader.FromString(offer.header)
+        if error := self.on_header(header):
+            raise error
+        return header
+
+    def _take(self, offer: pb.UpdateOffer, header: pb.UpdateHeader, payload: bytes) -> None:
+        if name_of(payload) != offer.payload_digest:
+            raise DamagedOnTheWay("the payload is another")
+        self._taken.add(offer.name)
+        self.last_accepted = pb.LastAccepted(epoch=header.epoch, round=header.round, name=offer.name)
+        self.accepted.put((header, payload))
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop, self._stop, self._outbox = asyncio.get_running_loop(), asyncio.Event(), asyncio.Queue()
@@ -245,7 +274,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
 
 
 def _offer(
-    version: int, schema: Schema, vectors: Vectors, kind: "pb.Kind.ValueType", digest: bytes, base: int
+    version: int, schema: Schema, vectors: Vectors, kind: "pb.Kind.ValueType", digest: str, base: str
 ) -> tuple[pb.ModelHeader, bytes]:
     parts: list[tuple[pb.Vector.ValueType, str, bytes]] = []
     if vectors.parameters.size:
@@ -259,9 +288,9 @@ def _offer(
         schema_hash=schema.hash,
         schema=schema.json,
         packets=[pb.Packet(vector=v, kind=kind, encoding=name, bytes=len(data)) for v, name, data in parts],
-        base_version=base,
+        base_digest=base,
         total_bytes=len(payload),
-        payload_digest=hashlib.sha256(payload).digest(),
+        payload_name=name_of(payload),
         model_digest=digest,
     )
     return header, payload

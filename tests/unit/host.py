@@ -1,7 +1,6 @@
 """A coordinator with a real store and real blobs, whose threads a test can hold up; and clients that are here."""
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from tests.unit.gate import Gate
 
 from fedring.codec import Encoding, encode
+from fedring.codec.digest import name_of, update_name
 from fedring.rpc.chunks import Piece
 from fedring.rpc.contract import SESSION_KEY
 from fedring.rpc.errors import UnknownRound
@@ -147,8 +147,20 @@ class Host:
         partial = self.blobs.open_partial(f"update-{next(self._names)}")
         partial.write(payload)
         packets = lay_out([("parameters", "delta", "fp32", len(payload))])
-        size, digest = len(payload), partial.digest
-        return partial, UpdateRow(command.round, client, digest, packets, 1, size, 0.1, 1.0, time.time(), blob=digest)
+        return partial, UpdateRow(
+            round=command.round,
+            client_id=client,
+            digest=partial.digest,
+            name=update_name(client.encode(), partial.digest),
+            packets=packets,
+            num_samples=1,
+            total_bytes=len(payload),
+            train_seconds=0.1,
+            norm=1.0,
+            accepted_at=time.time(),
+            blob=partial.digest,
+            epoch=command.epoch,
+        )
 
     async def push(
         self,
@@ -159,18 +171,20 @@ class Host:
         *,
         after: asyncio.Event | None = None,
     ) -> pb.UpdateReply:
-        """The last reply to an update that goes the whole way; its payload follows its header `after` the event."""
+        """The last reply to an update that goes the whole way; its payload follows its offer `after` the event."""
         METER.set(Meter())
         payload = encode(values, Encoding(name))
         packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=name, bytes=len(payload))
         packet.num_samples = 1
         facts: dict[str, Any] = {"client_id": session.client_id, "packets": [packet], "total_bytes": len(payload)}
-        for name in ("run_id", "round", "model_version", "schema_hash"):
+        for name in ("run_id", "epoch", "round", "schema_hash"):
             facts[name] = getattr(command, name)
-        header = pb.UpdateHeader(digest=hashlib.sha256(payload).digest(), **facts)
+        header = pb.UpdateHeader(base_digest=command.model_digest, **facts).SerializeToString()
+        digest = name_of(payload)
+        offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
 
         async def messages() -> AsyncIterator[pb.ClientUpdate | Piece]:
-            yield pb.ClientUpdate(header=header)
+            yield pb.ClientUpdate(offer=offer)
             if after is not None:
                 await after.wait()
             yield Piece(0, memoryview(payload))

@@ -54,7 +54,12 @@ def test_a_round_goes_from_the_command_to_the_accepted_update(
         add(mine, 0.5)
         task.submit(mine, samples=12, metrics={"loss": 0.25})
     header, payload = peer.accepted.get_nowait()
-    assert (header.client_id, header.round, header.model_version, header.metrics["loss"]) == ("alice", 7, 1, 0.25)
+    assert (header.client_id, header.round, header.base_digest, header.metrics["loss"]) == (
+        "alice",
+        7,
+        start.digest(),
+        0.25,
+    )
     assert [(p.vector, p.kind, p.num_samples) for p in header.packets] == [
         (pb.VECTOR_PARAMETERS, pb.KIND_DELTA, 12),
         (pb.VECTOR_BUFFERS, pb.KIND_WEIGHTS, 12),
@@ -83,32 +88,33 @@ def test_a_model_is_evaluated_by_the_users_function(peer: "Peer", settings: dict
     mine = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 2))
     with connect(**settings, model=mine, evaluate=evaluate) as federation:
         peer.joins.get(timeout=SECONDS)
-        command = pb.EvaluateCmd(round=2, model_version=3, schema_hash=schema_of(model).hash, deadline_seconds=600)
-        peer.send(pb.ServerEvent(evaluate=command))
+        peer.send(pb.ServerEvent(evaluate=peer.evaluation(3)))
         peer.train(peer.command(model, model_version=3))
         next(federation)
     report = peer.evaluations.get_nowait()
-    assert (report.round, report.model_version, report.correct, report.total, report.loss_sum) == (2, 3, 8, 10, 2.5)
-    assert seen == [read_vectors(model).digest()]
+    wanted = read_vectors(model).digest()
+    assert (report.round, report.model_digest, report.correct, report.total, report.loss_sum) == (2, wanted, 8, 10, 2.5)
+    assert seen == [wanted]
 
 
 def test_a_loss_that_is_no_number_is_no_score(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
     peer.publish(3, schema_of(model), read_vectors(model))
     with connect(**settings, model=model, evaluate=lambda _: (1, 10, float("nan"))) as federation:
         peer.joins.get(timeout=SECONDS)
-        command = pb.EvaluateCmd(round=2, model_version=3, schema_hash=schema_of(model).hash, deadline_seconds=600)
-        peer.send(pb.ServerEvent(evaluate=command))
+        peer.send(pb.ServerEvent(evaluate=peer.evaluation(3)))
         peer.train(peer.command(model, model_version=3))
         next(federation)
     report = peer.evaluations.get_nowait()
-    assert (report.model_version, report.correct, report.total, report.loss_sum) == (3, 0, 0, 0.0)
+    assert (report.model_digest, report.correct, report.total, report.loss_sum) == (peer.digest(3), 0, 0, 0.0)
 
 
 def test_a_client_that_cannot_evaluate_says_so_without_being_iterated(peer: "Peer", settings: dict[str, Any]) -> None:
     with connect(**settings):
         peer.joins.get(timeout=SECONDS)
-        peer.send(pb.ServerEvent(evaluate=pb.EvaluateCmd(round=2, model_version=3, deadline_seconds=600)))
-        assert peer.evaluations.get(timeout=SECONDS).total == 0
+        command = pb.EvaluateCmd(round=2, model_version=3, model_digest="blake3-" + "ab" * 32, deadline_seconds=600)
+        peer.send(pb.ServerEvent(evaluate=command))
+        report = peer.evaluations.get(timeout=SECONDS)
+    assert (report.total, report.model_digest) == (0, command.model_digest)
 
 
 @pytest.mark.parametrize("reason", ["round_closed", "unknown_round"])
@@ -120,13 +126,7 @@ def test_a_report_that_comes_too_late_is_told_once_and_troubles_nobody(
     caplog.set_level(logging.INFO)
     with connect(**settings, model=model, evaluate=lambda _: (1, 10, 2.0)) as federation:
         peer.joins.get(timeout=SECONDS)
-        peer.send(
-            pb.ServerEvent(
-                evaluate=pb.EvaluateCmd(
-                    round=2, model_version=3, schema_hash=schema_of(model).hash, deadline_seconds=600
-                )
-            )
-        )
+        peer.send(pb.ServerEvent(evaluate=peer.evaluation(3)))
         peer.train(peer.command(model, model_version=3))
         assert next(federation).round == 1  # the next round is trained as if nothing had been
     assert peer.evaluations.get_nowait().total == 10
@@ -142,8 +142,7 @@ def test_a_loss_beyond_what_a_server_adds_up_is_no_score(
     peer.publish(3, schema_of(model), read_vectors(model))
     with connect(**settings, model=model, evaluate=lambda _: (1, 10, 1e300)) as federation:
         peer.joins.get(timeout=SECONDS)
-        command = pb.EvaluateCmd(round=2, model_version=3, schema_hash=schema_of(model).hash, deadline_seconds=600)
-        peer.send(pb.ServerEvent(evaluate=command))
+        peer.send(pb.ServerEvent(evaluate=peer.evaluation(3)))
         peer.train(peer.command(model, model_version=3))
         task = next(federation)
         task.load_into(model)

@@ -13,7 +13,8 @@ from fedring.client import RoundOver, WrongModel, connect
 from fedring.client.download import Download
 from fedring.client.errors import BadModel
 from fedring.client.held import Model
-from fedring.codec import Encoding, Vectors, encode
+from fedring.codec import Encoding, Vectors, decode, encode, encode_buffers
+from fedring.codec.digest import name_of
 from fedring.rpc.errors import FedringError, Unavailable, UnknownModel
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tests.unit.conftest import Peer
 
 SECONDS = 60.0
+NAME = name_of(b"a model")
 
 
 @pytest.fixture
@@ -117,7 +119,9 @@ def test_a_step_from_the_held_version_gives_the_same_bytes(
     got = read_vectors(model)
     np.testing.assert_array_equal(got.parameters, second.parameters)
     assert got.buffers[-1] == rounded
-    assert [peer.fetches.get_nowait().held_version for _ in range(2)] == [0, 1]
+    requests = [peer.fetches.get_nowait() for _ in range(2)]
+    assert [request.digest for request in requests] == [first.digest(), second.digest()]
+    assert [request.held_digest for request in requests] == ["", first.digest()]
 
 
 def test_a_large_model_is_put_together_off_the_sessions_thread_however_short_the_step(
@@ -132,10 +136,13 @@ def test_a_large_model_is_put_together_off_the_sessions_thread_however_short_the
 
     monkeypatch.setattr(Download, "finish", watched)
     values, schema = read_vectors(model), schema_of(model)
-    nothing = Vectors(np.zeros_like(values.parameters), values.buffers)
+    change = np.zeros_like(values.parameters)
+    change[7] = 1.0
+    payload = encode(change, Encoding("uniform"))
+    step = Vectors(decode(payload, name="uniform", length=change.size).astype(np.float32), values.buffers)
     peer.publish(1, schema, values)
-    peer.publish(2, schema, values, step=(1, nothing))
-    header, payload = peer.models[2][0][0], encode(nothing.parameters, Encoding("uniform"))
+    peer.publish(2, schema, Vectors(values.parameters + step.parameters, values.buffers), step=(1, step))
+    header = peer.models[2][0][0]
     header.packets[0].encoding, header.packets[0].bytes, header.total_bytes = "uniform", len(payload), len(payload)
     peer.models[2][0] = header, payload
     with connect(**settings) as federation:
@@ -166,7 +173,7 @@ def test_a_step_that_does_not_lead_to_the_model_is_replaced_by_the_whole(
             if round_ == 1:
                 task.submit(model, samples=1)
     np.testing.assert_array_equal(read_vectors(model).parameters, second.parameters)
-    assert [peer.fetches.get_nowait().held_version for _ in range(3)] == [0, 1, 0]
+    assert [peer.fetches.get_nowait().held_digest for _ in range(3)] == ["", first.digest(), ""]
     assert "in full" in caplog.text
 
 
@@ -198,12 +205,11 @@ def header(model: nn.Module, **fields: Any) -> pb.ModelHeader:
     schema = schema_of(model)
     size = 16 + 4 * schema.num_parameters
     given: dict[str, Any] = {
-        "run_id": "run",
-        "version": 1,
         "schema_hash": schema.hash,
         "packets": [pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_WEIGHTS, encoding="fp32", bytes=size)],
         "total_bytes": size,
-        "payload_digest": hashlib.sha256(b"").digest(),
+        "payload_name": "a payload",
+        "model_digest": NAME,
     }
     return pb.ModelHeader(**given | fields)
 
@@ -211,9 +217,9 @@ def header(model: nn.Module, **fields: Any) -> pb.ModelHeader:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"run_id": "other"},
-        {"version": 2},
-        {"base_version": 7},
+        {"model_digest": name_of(b"another")},
+        {"model_digest": ""},
+        {"base_digest": name_of(b"another")},
         {"packets": []},
         {"total_bytes": 5},
         {"packets": [pb.Packet(bytes=1 << 40)], "total_bytes": 1 << 40},
@@ -222,7 +228,7 @@ def header(model: nn.Module, **fields: Any) -> pb.ModelHeader:
 )
 def test_a_header_that_cannot_lead_to_the_model_is_refused_before_any_allocation(fields: dict[str, Any]) -> None:
     model = nn.Linear(3, 2)
-    download = Download("run", 1, schema_of(model), None)
+    download = Download(NAME, schema_of(model), None)
     download.begin(header(model))
     with pytest.raises(BadModel):
         download.begin(header(model, **fields))
@@ -230,9 +236,57 @@ def test_a_header_that_cannot_lead_to_the_model_is_refused_before_any_allocation
 
 def test_a_chunk_that_does_not_follow_the_one_before_is_refused() -> None:
     model = nn.Linear(3, 2)
-    download = Download("run", 1, schema_of(model), None)
+    download = Download(NAME, schema_of(model), None)
     download.begin(header(model))
     download.add(pb.Chunk(offset=0, data=b"1234"))
     for offset, data in ((0, b"5"), (5, b"5"), (4, b"5" * 1000)):
         with pytest.raises(BadModel):
             download.add(pb.Chunk(offset=offset, data=data))
+
+
+@pytest.mark.parametrize("digest", ["", "1", "blake3-", "sha256-" + "ab" * 32, "blake3-" + "AB" * 32, "ab" * 33, "../x"])
+def test_what_is_no_digest_is_refused_before_it_is_asked_for(digest: str) -> None:
+    with pytest.raises(BadModel, match="which is no digest"):
+        Download(digest, schema_of(nn.Linear(3, 2)), None)
+
+
+def as_before(vectors: Vectors) -> str:
+    """What a model was called before protocol 2: by SHA-256."""
+    return hashlib.sha256(vectors.parameters.tobytes() + vectors.buffers.tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("sound", [True, False])
+@pytest.mark.parametrize("step", [False, True])
+def test_a_model_that_was_named_by_sha256_is_proven_by_that(model: nn.Module, step: bool, sound: bool) -> None:
+    schema, vectors = schema_of(model), read_vectors(model)
+    result = Vectors(2 * vectors.parameters, 2 * vectors.buffers) if step else vectors
+    digest = as_before(result)
+    parts = [encode(vectors.parameters, Encoding("fp32")), encode_buffers(vectors.buffers)]
+    kind = pb.KIND_DELTA if step else pb.KIND_WEIGHTS
+    packets = [
+        pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=kind, encoding="fp32", bytes=len(parts[0])),
+        pb.Packet(vector=pb.VECTOR_BUFFERS, kind=kind, encoding="fp64", bytes=len(parts[1])),
+    ]
+    base = Model(as_before(vectors), schema, vectors) if step else None
+    download = Download(digest, schema, base)
+    assert download.request.digest == digest
+    download.begin(
+        header(
+            model,
+            packets=packets,
+            total_bytes=sum(map(len, parts)),
+            model_digest=digest,
+            base_digest=base.digest if base else "",
+        )
+    )
+    payload = bytearray(b"".join(parts))
+    if not sound:
+        payload[100] ^= 1
+    download.add(pb.Chunk(data=bytes(payload)))
+    if not sound:
+        with pytest.raises(BadModel, match="not what its digest says"):
+            download.finish()
+        return
+    got = download.finish()
+    assert got.digest == digest
+    np.testing.assert_array_equal(got.vectors.parameters, result.parameters)

@@ -1,20 +1,44 @@
 """What is on disk between any two steps, and what it means to the process that finds it."""
 
 import os
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
-from fedring.client.spool import Spool, Spooled
+from fedring.client.spool import Residual, Spool, Spooled
+from fedring.codec.digest import name_of, update_name
 from fedring.v1 import federation_pb2 as pb
 
 HASH = b"h" * 32
+NOTHING = pb.LastAccepted()  # what a server says that knows of no update
 
 
-def write(spool: Spool, residual: float, *, run: str = "run", round_: int = 1) -> Spooled:
-    header = pb.UpdateHeader(run_id=run, round=round_, schema_hash=HASH, total_bytes=6)
-    return spool.write(header, [b"abc", b"def"], np.full(4, residual, np.float32))
+def offer_of(payload: bytes, *, run: str = "run", round_: int = 1, epoch: int = 0) -> pb.UpdateOffer:
+    """An offer of that payload."""
+    header = pb.UpdateHeader(run_id=run, epoch=epoch, round=round_, schema_hash=HASH, total_bytes=len(payload))
+    sent, digest = header.SerializeToString(), name_of(payload)
+    return pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
+
+
+def write(spool: Spool, residual: float, *, run: str = "run", round_: int = 1, epoch: int = 0) -> Spooled:
+    """Spool an update that leaves out so much of each of four values."""
+    offer = offer_of(b"abcdef", run=run, round_=round_, epoch=epoch)
+    return spool.write(offer, [b"abc", b"def"], np.full(4, residual, np.float32))
+
+
+def residual(spool: Spool, last: pb.LastAccepted = NOTHING) -> Residual | None:
+    """What past updates of the run left out."""
+    return spool.residual("run", HASH, last)
+
+
+def noted(spooled: Spooled) -> pb.LastAccepted:
+    """What a server says of its newest update once it has accepted that."""
+    header = spooled.header
+    return pb.LastAccepted(epoch=header.epoch, round=header.round, name=spooled.offer.name)
 
 
 def test_a_spool_can_be_read_back_in_parts(tmp_path: Path) -> None:
@@ -24,6 +48,33 @@ def test_a_spool_can_be_read_back_in_parts(tmp_path: Path) -> None:
     with pending.reader() as read:
         assert read(2, 3) == b"cde"
     assert pending.header.round == 1
+
+
+def test_an_offer_comes_back_with_the_very_bytes_that_were_written(tmp_path: Path) -> None:
+    # As another language may write it: the round first, and a field that this version does not know.
+    header = b"\x10\x03" + b"\x0a\x03run" + b"\xf8\x07\x01" + b"\x38\x06"
+    digest = name_of(b"abcdef")
+    offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
+    Spool(tmp_path).write(offer, [b"abcdef"], None)
+    pending = Spool(tmp_path).pending()
+    assert pending is not None
+    assert pb.UpdateHeader.FromString(header).SerializeToString() != header
+    assert (pending.offer, pending.offer.header) == (offer, header)
+    assert (pending.header.run_id, pending.header.round, pending.header.total_bytes) == ("run", 3, 6)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_spooled_payload_is_sound_until_a_bit_of_it_flips(tmp_path: Path, again: bool) -> None:
+    spooled = write(Spool(tmp_path), 1.0)
+    if again:  # by a process that did not make it
+        pending = Spool(tmp_path).pending()
+        assert pending is not None
+        spooled = pending
+    assert spooled.is_sound
+    data = bytearray((tmp_path / "update").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "update").write_bytes(data)
+    assert spooled.is_sound is not again  # who made it has it in memory, and sends that
 
 
 @pytest.mark.parametrize("size", [1, 7, 30, -1])
@@ -36,13 +87,12 @@ def test_a_spool_that_is_not_whole_is_dropped_and_the_residual_kept(tmp_path: Pa
     again = Spool(tmp_path)
     assert again.pending() is None
     assert Spool(tmp_path).size == 0
-    np.testing.assert_array_equal(again.residual("run", HASH), np.full(4, 1.0, np.float32))
+    np.testing.assert_array_equal(residual(again), np.full(4, 1.0, np.float32))
 
 
 def test_of_a_shorter_update_in_the_place_of_a_longer_one_nothing_of_that_is_left(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
-    header = pb.UpdateHeader(run_id="run", round=1, schema_hash=HASH, total_bytes=100)
-    spool.accept(spool.write(header, [b"x" * 100], None))
+    spool.accept(spool.write(offer_of(b"x" * 100), [b"x" * 100], None))
     write(spool, 1.0, round_=2)
     pending = Spool(tmp_path).pending()
     assert pending is not None
@@ -61,7 +111,7 @@ def test_an_update_whose_writing_did_not_end_is_none_and_neither_is_the_one_befo
     assert spool.size == (tmp_path / "update").stat().st_size
     monkeypatch.setattr(os, "pwrite", die)  # the last step
     with pytest.raises(KeyboardInterrupt):
-        spool.write(pb.UpdateHeader(run_id="run", round=2, total_bytes=6), [b"ABC", b"DEF"], None)
+        spool.write(offer_of(b"ABCDEF", round_=2), [b"ABC", b"DEF"], None)
     assert (Spool(tmp_path).pending(), spool.size) == (None, 0)
 
 
@@ -75,8 +125,9 @@ def test_nothing_is_pending_before_the_first_update_and_after_an_accepted_one(tm
 @pytest.mark.parametrize("taken", [True, False])
 def test_a_death_after_the_residual_moved_keeps_it_whatever_the_server_says_then(tmp_path: Path, taken: bool) -> None:
     spool = Spool(tmp_path)
-    spool.accept(write(spool, 1.0))
-    write(spool, 2.0, round_=2)
+    first = write(spool, 1.0)
+    spool.accept(first)
+    second = write(spool, 2.0, round_=2)
     (tmp_path / "update.residual").rename(tmp_path / "residual.safetensors")
     again = Spool(tmp_path)
     pending = again.pending()
@@ -85,12 +136,91 @@ def test_a_death_after_the_residual_moved_keeps_it_whatever_the_server_says_then
         again.accept(pending)
     else:
         again.drop()
-    np.testing.assert_array_equal(again.residual("run", HASH), np.full(4, 2.0, np.float32))
+    last = noted(second if taken else first)
+    np.testing.assert_array_equal(residual(again, last), np.full(4, 2.0, np.float32))
 
 
 @pytest.mark.parametrize(("run", "schema"), [("other", HASH), ("run", b"x" * 32)])
 def test_a_residual_of_another_run_or_model_is_dropped(tmp_path: Path, run: str, schema: bytes) -> None:
     spool = Spool(tmp_path)
     spool.accept(write(spool, 1.0))
-    assert Spool(tmp_path).residual(run, schema) is None
+    assert Spool(tmp_path).residual(run, schema, NOTHING) is None
     assert not (tmp_path / "residual.safetensors").exists()
+
+
+def test_a_residual_names_the_update_that_left_it_out(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spooled = write(spool, 1.0, round_=7, epoch=3)
+    spool.accept(spooled)
+    with safe_open(tmp_path / "residual.safetensors", "numpy") as file:
+        metadata = file.metadata()
+    wanted = {"run": "run", "schema": HASH.hex(), "epoch": "3", "round": "7", "name": spooled.offer.name}
+    assert metadata == wanted
+
+
+OTHER = name_of(b"another update")
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+@pytest.mark.parametrize(
+    ("last", "kept"),
+    [
+        (NOTHING, True),  # a server that knows of no update has been restored, or has forgotten the client
+        (pb.LastAccepted(epoch=3, round=6, name=OTHER), True),  # an older one: the server has been restored
+        (pb.LastAccepted(epoch=2, round=9, name=OTHER), True),  # an older one, though of a later round
+        (pb.LastAccepted(epoch=3, round=8, name=OTHER), False),  # a newer one, which took the residual along
+        (pb.LastAccepted(epoch=4, round=1, name=OTHER), False),  # a newer one, though of an earlier round
+        (pb.LastAccepted(epoch=3, round=7, name=OTHER), False),  # another one of the same round
+    ],
+    ids=["none", "older round", "older epoch", "newer round", "newer epoch", "other"],
+)
+def test_a_residual_is_dropped_once_a_newer_update_has_been_accepted(
+    tmp_path: Path, last: pb.LastAccepted, kept: bool, restarted: bool
+) -> None:
+    spool = Spool(tmp_path)
+    spool.accept(write(spool, 1.0, round_=7, epoch=3))
+    found = residual(Spool(tmp_path) if restarted else spool, last)
+    assert (found is not None) == kept
+    assert (tmp_path / "residual.safetensors").exists() == kept
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_a_residual_of_the_very_update_that_the_server_knows_is_kept(tmp_path: Path, restarted: bool) -> None:
+    spool = Spool(tmp_path)
+    left = np.full(4, 1.0, np.float32)
+    spooled = write(spool, 1.0, round_=7, epoch=3)
+    spool.accept(spooled, left)
+    again = Spool(tmp_path) if restarted else spool
+    np.testing.assert_array_equal(residual(again, noted(spooled)), left)
+    np.testing.assert_array_equal(residual(again, noted(spooled)), left)
+
+
+def test_a_residual_that_was_kept_is_judged_anew_each_time(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    first = write(spool, 1.0)
+    spool.accept(first)
+    assert residual(spool, noted(first)) is not None
+    assert residual(spool, pb.LastAccepted(round=2, name=OTHER)) is None
+    assert residual(spool, noted(first)) is None  # it is gone for good
+    assert not (tmp_path / "residual.safetensors").exists()
+
+
+@pytest.mark.parametrize("metadata", [{}, {"epoch": "1", "round": "x", "name": OTHER}, {"epoch": "1", "round": "2"}])
+def test_a_residual_that_names_no_update_is_kept(tmp_path: Path, metadata: dict[str, str]) -> None:
+    left = np.full(4, 1.0, np.float32)
+    known = {"run": "run", "schema": HASH.hex()}
+    save_file({"residual": left}, tmp_path / "residual.safetensors", known | metadata)
+    spool = Spool(tmp_path)
+    np.testing.assert_array_equal(residual(spool, pb.LastAccepted(epoch=9, round=9, name=OTHER)), left)
+
+
+def test_an_update_that_protocol_1_spooled_is_dropped_and_the_residual_kept(tmp_path: Path) -> None:
+    left = np.full(4, 1.0, np.float32)
+    save_file({"residual": left}, tmp_path / "residual.safetensors", {"run": "run", "schema": HASH.hex()})
+    save_file({"residual": 2 * left}, tmp_path / "update.residual", {"run": "run", "schema": HASH.hex()})
+    header = pb.UpdateHeader(run_id="run", round=1, schema_hash=HASH, total_bytes=6).SerializeToString()
+    (tmp_path / "update").write_bytes(struct.pack("<2sBBI", b"SP", 1, 1, len(header)) + header + b"abcdef")
+    spool = Spool(tmp_path)
+    assert spool.pending() is None
+    assert (spool.size, (tmp_path / "update.residual").exists()) == (0, False)
+    np.testing.assert_array_equal(residual(spool), left)

@@ -91,8 +91,7 @@ def test_a_declared_job_is_trained_and_evaluated(peer: "Peer", settings: dict[st
         peer.joins.get(timeout=SECONDS)
         peer.train(peer.command(model, job=job(), epochs=3))
         header, _ = peer.accepted.get(timeout=SECONDS)
-        command = pb.EvaluateCmd(job=job(), round=1, model_version=1, deadline_seconds=600)
-        peer.send(pb.ServerEvent(evaluate=command))
+        peer.send(pb.ServerEvent(evaluate=peer.evaluation(1, job=job(), round=1)))
         report = peer.evaluations.get(timeout=SECONDS)
     assert header.packets[0].num_samples in (359, 360)
     assert 0 < header.metrics["accuracy"] <= 1

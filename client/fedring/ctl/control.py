@@ -118,6 +118,11 @@ class Control:
         request = pb.ListRequest(limit=limit)
         return list(self._call(lambda: self._stub.ListClients(request, timeout=self._timeout)).clients)
 
+    def forget_client(self, client_id: str) -> pb.ForgottenClient:
+        """Forget a client that is away; returns what it was."""
+        request = pb.ForgetClientRequest(client_id=client_id)
+        return self._call(lambda: self._stub.ForgetClient(request, timeout=self._timeout))
+
     def models(self, *, limit: int = 0) -> list[pb.Model]:
         """The model versions that the server keeps, newest first."""
         request = pb.ListRequest(limit=limit)

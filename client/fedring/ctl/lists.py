@@ -49,9 +49,14 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
 
 
 def clients(
-    limit: LimitOption = 100, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE
+    context: typer.Context,
+    limit: LimitOption = 100,
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
 ) -> None:
-    """List the clients, and what each does."""
+    """List the clients, and what each does; or forget one."""
+    if context.invoked_subcommand:
+        return
     with connect(server) as control:
         known = control.clients(limit=limit)
     if output is Output.JSON:
@@ -71,6 +76,22 @@ def clients(
     ]
     columns = ("client", "state", "does", "progress>", "updates>", "last seen", "address", "software")
     print_table(f"{len(rows)} clients", columns, rows)
+
+
+def forget(
+    client_id: Annotated[str, typer.Argument(metavar="ID", help="The client's name; it must be away.")],
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Forget a client that will not come back: its updates, its evaluations, and that it was ever here.
+
+    Should it come back, the server cannot tell it any more whether its last update was accepted.
+    """
+    with connect(server) as control:
+        forgotten = control.forget_client(client_id)
+    if output is Output.JSON:
+        return print_json(to_dict(forgotten))
+    print(f"{forgotten.client_id} is forgotten, with {forgotten.updates} updates")
 
 
 def rounds(

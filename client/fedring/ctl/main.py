@@ -43,6 +43,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Start here:\n\nflctl demo\n\nflctl help exit-codes",
 )
+clients_app = typer.Typer()
 models_app = typer.Typer(no_args_is_help=True, help="List and export model versions.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, and draw what was measured.")
 pipeline_app = typer.Typer(no_args_is_help=True, help="See what a pipeline does and needs, without a server.")
@@ -64,7 +65,11 @@ _verb(app, "run", start.run, "flctl run job.toml", "flctl run job.toml rounds=20
       panel=_WORK)  # fmt: skip
 _verb(app, "stop", stop.stop, "flctl stop", "flctl stop --round", "flctl stop --job 3", panel=_WORK)
 _verb(app, "status", lists.status, "flctl status", "flctl status --output json | jq .round.phase", panel=_SEE)
-_verb(app, "clients", lists.clients, "flctl clients", panel=_SEE)
+clients_app.callback(
+    invoke_without_command=True, epilog="Examples:\n\nflctl clients\n\nflctl clients --limit 10 --output json"
+)(with_access(lists.clients))
+_verb(clients_app, "forget", lists.forget, "flctl clients forget hospital-a")
+app.add_typer(clients_app, name="clients", rich_help_panel=_SEE)
 _verb(app, "rounds", lists.rounds, "flctl rounds --limit 5", "flctl rounds 12", panel=_SEE)
 _verb(app, "watch", watch.watch, "flctl watch", "flctl watch --output json >> events.jsonl", panel=_SEE)
 _verb(models_app, "list", lists.models, "flctl models list")

@@ -72,6 +72,18 @@ class NoSuchToken(FedringError):
     status, reason = StatusCode.NOT_FOUND, "unknown_token"
 
 
+class NoSuchClient(FedringError):
+    """Nothing is known of a client of this name."""
+
+    status, reason = StatusCode.NOT_FOUND, "unknown_client"
+
+
+class ClientIsHere(FedringError):
+    """The client cannot be forgotten now."""
+
+    status, reason = StatusCode.FAILED_PRECONDITION, "client_is_here"
+
+
 class OtherUpdate(FedringError):
     """Another update of this client was accepted for the round."""
 

@@ -10,11 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedring.daemon.config import ConfigError, check_keys, explain, merge
-from fedring.rpc.errors import BadRequest, NoSuchJob, OtherJob, UnknownRound
+from fedring.rpc.errors import BadRequest, ClientIsHere, NoSuchClient, NoSuchJob, OtherJob, UnknownRound
 from fedring.server.coordinator import Coordinator
 from fedring.server.federation import model_messages
 from fedring.server.jobs import Jobs
-from fedring.server.journal import rfc3339
+from fedring.server.journal import printable, rfc3339
 from fedring.server.optimize import ServerOptimizer
 from fedring.server.report import event_message, job_message, model_message, round_message
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
@@ -126,6 +126,20 @@ class ControlService(rpc.ControlServiceServicer):
         ]
         away = [pb.Client(client_id=name, state="away", updates=count) for name, count in sorted(counts.items())]
         return pb.ClientList(clients=(clients + away)[: _limit(request)])
+
+    async def ForgetClient(self, request: pb.ForgetClientRequest, context: Any) -> pb.ForgottenClient:
+        name, open_ = request.client_id, self._coordinator.open
+        counts = await self._facts.db(self._store.update_counts)
+        if name not in counts:
+            raise NoSuchClient(f"no update of {printable(name[:128])!r} was ever accepted: see `flctl clients`")
+        if self._coordinator.sessions.get(name) is not None:
+            raise ClientIsHere(f"{name} is in session: stop its fl-client first")
+        if open_ is not None and name in open_.accepted:
+            raise ClientIsHere(f"an update of {name} is in round {open_.row.round}: wait until the round has ended")
+        await self._facts.db(self._facts.forget_client, name)
+        text = f"{name} was forgotten, with {counts[name]} updates"
+        self._coordinator.journal.write("client_forgotten", text, client_id=name)
+        return pb.ForgottenClient(client_id=name, updates=counts[name])
 
     async def ListModels(self, request: pb.ListRequest, context: Any) -> pb.ModelList:
         return pb.ModelList(models=await self._facts.db(self._models, _limit(request)))

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from fedring.server.blobs import FileBlobs, FilePartial, MemoryPartial, StorageError, StorageFailed
-from fedring.server.rows import EventRow, UpdateRow
+from fedring.server.rows import EventRow, LastAccepted, UpdateRow
 from fedring.server.storage import Storage
 from fedring.server.store_api import Acceptance, Pruned, Store
 
@@ -27,6 +27,8 @@ class Facts:
         self.storage = Storage()
         self.waiting = 0  # pieces of work that threads do, or that wait for one
         self.commit_seconds = 0.0  # that the newest commit of updates took
+        self.last_accepted = store.last_accepted()
+        """The newest accepted update of each client: at hand also while the disk is slow, for whoever joins."""
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="work")
         self._db = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._heavy = ThreadPoolExecutor(1, thread_name_prefix="heavy")
@@ -63,6 +65,9 @@ class Facts:
         self.blobs.seal_many([partial for partial, _ in batch if isinstance(partial, FilePartial)])
         outcomes = self.store.accept_updates([row for _, row in batch])
         self.commit_seconds = time.monotonic() - began
+        for (_, row), outcome in zip(batch, outcomes, strict=True):
+            if outcome is Acceptance.NEW:
+                self.last_accepted[row.client_id] = LastAccepted(row.epoch, row.round, row.name)
         return outcomes
 
     def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int) -> bool:
@@ -72,6 +77,14 @@ class Facts:
     def drop_updates(self, number: int, clients: Sequence[str]) -> None:
         """Forget the clients' accepted updates of the round, and their bytes."""
         self._delete(self.store.drop_updates(number, clients))
+        self.last_accepted = self.store.last_accepted()
+
+    def forget_client(self, client_id: str) -> int:
+        """Forget the client, and its updates in rounds that have ended; returns how many rows that were."""
+        forgotten = self.store.forget_client(client_id)
+        self._delete(forgotten)
+        self.last_accepted = self.store.last_accepted()
+        return forgotten.rows
 
     def discard(self, digests: Sequence[str]) -> None:
         """Remove those of the blobs, just sealed, that no row names."""

@@ -37,7 +37,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
         session = self._coordinator.sessions.join(request, context.peer())
         self._coordinator.handle(rd.Joined(session.client_id))
         asyncio.get_running_loop().call_later(self._config.lost_after_seconds, self._expire, session)
-        last = await facts.db(facts.store.last_accepted, session.client_id)
+        last = facts.last_accepted.get(session.client_id)
         return pb.JoinReply(
             session_id=session.session_id,
             run_id=facts.store.run_id,

@@ -31,13 +31,11 @@ def accepted_name(connection: Connection, number: int, client_id: str) -> str:
     return connection.execute(kept).scalar() or connection.execute(pruned).scalar() or ""
 
 
-def last_accepted(connection: Connection, client_id: str) -> LastAccepted | None:
-    """Return the client's newest accepted update; None if none is known."""
-    # By the round alone, which has an index; the epochs of one database rise with its rounds.
-    kept = _ACCEPTED.where(updates.c.client_id == client_id).order_by(updates.c.round.desc()).limit(1)
-    pruned = _PRUNED_LAST.where(clients.c.client_id == client_id)
-    found = [LastAccepted(*row) for query in (kept, pruned) for row in connection.execute(query)]
-    return max(found, default=None)
+def last_accepted(connection: Connection) -> dict[str, LastAccepted]:
+    """Return the newest accepted update of each client of which one is known, kept or not."""
+    kept = _ACCEPTED.add_columns(updates.c.client_id)
+    pruned = _PRUNED_LAST.add_columns(clients.c.client_id)
+    return _newest(connection, kept, pruned)
 
 
 def forget(connection: Connection, client_id: str) -> int:
@@ -56,13 +54,11 @@ def remember(connection: Connection, old: ColumnElement[bool]) -> None:
     if not pruned:
         return
     counts = _counted(connection, _PRUNED)
-    newest: dict[str, LastAccepted] = {}
-    pruned_before = _PRUNED_LAST.add_columns(clients.c.client_id)
-    for query in (pruned_before, _ACCEPTED.where(old).add_columns(updates.c.client_id)):
-        for *accepted, client in connection.execute(query):
-            if client in pruned:
-                found = LastAccepted(*accepted)
-                newest[client] = max(newest.get(client, found), found)
+    newest = _newest(
+        connection,
+        _ACCEPTED.where(old).add_columns(updates.c.client_id),
+        _PRUNED_LAST.where(clients.c.client_id.in_(pruned)).add_columns(clients.c.client_id),
+    )
     rows = [
         {
             "client_id": client,
@@ -75,6 +71,16 @@ def remember(connection: Connection, old: ColumnElement[bool]) -> None:
     ]
     connection.execute(delete(clients).where(clients.c.client_id.in_(pruned)))
     connection.execute(insert(clients), rows)
+
+
+def _newest(connection: Connection, *queries: Select[int, int, str, str]) -> dict[str, LastAccepted]:
+    """The newest of what the queries find of each client: epoch, round, name, client."""
+    newest: dict[str, LastAccepted] = {}
+    for query in queries:
+        for epoch, number, name, client in connection.execute(query):
+            found = LastAccepted(epoch, number, name)
+            newest[client] = max(newest.get(client, found), found)
+    return newest
 
 
 def _counted(connection: Connection, query: Select[str, int]) -> Counter[str]:

@@ -53,7 +53,7 @@ class SqlStore:
     def __init__(self, url: str) -> None:
         self._engine = open_database(url)
         with self._transaction() as connection:
-            found = dict(connection.execute(select(meta.c.name, meta.c.value)).tuples().all())
+            found = dict(connection.execute(select(meta.c.name, meta.c.value)).all())
         self.run_id = found["run_id"]
         self.epoch = int(found.get("epoch", "0"))
 
@@ -177,10 +177,10 @@ class SqlStore:
         with self._transaction() as connection:
             return known.accepted_name(connection, number, client_id)
 
-    def last_accepted(self, client_id: str) -> LastAccepted | None:
-        """The client's newest accepted update, kept or not; None if none is known."""
+    def last_accepted(self) -> dict[str, LastAccepted]:
+        """The newest accepted update of each client of which one is known, kept or not."""
         with self._transaction() as connection:
-            return known.last_accepted(connection, client_id)
+            return known.last_accepted(connection)
 
     def forget_client(self, client_id: str) -> Pruned:
         """Forget the client, its evaluations and its updates in rounds that have ended."""
