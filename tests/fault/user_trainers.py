@@ -30,3 +30,8 @@ def noted(model: nn.Module, samples: Any, plan: Any) -> int:
     with torch.no_grad():
         values.add_(1)
     return 1
+
+
+def still(model: nn.Module, samples: Any, plan: Any) -> int:
+    """Learn nothing: what is sent then is what was owed."""
+    return 1

@@ -244,7 +244,9 @@ def test_a_chunk_that_does_not_follow_the_one_before_is_refused() -> None:
             download.add(pb.Chunk(offset=offset, data=data))
 
 
-@pytest.mark.parametrize("digest", ["", "1", "blake3-", "sha256-" + "ab" * 32, "blake3-" + "AB" * 32, "ab" * 33, "../x"])
+@pytest.mark.parametrize(
+    "digest", ["", "1", "blake3-", "sha256-" + "ab" * 32, "blake3-" + "AB" * 32, "ab" * 33, "../x"]
+)
 def test_what_is_no_digest_is_refused_before_it_is_asked_for(digest: str) -> None:
     with pytest.raises(BadModel, match="which is no digest"):
         Download(digest, schema_of(nn.Linear(3, 2)), None)

@@ -16,7 +16,15 @@ from torch import nn
 from fedring.client import Federation, RoundOver, Task, UpdateRefused, connect
 from fedring.client.spool import Spool
 from fedring.codec import decode
-from fedring.rpc.errors import BadUpdate, FedringError, NoSession, Overloaded, TooLarge, Unavailable, UnknownRound
+from fedring.rpc.errors import (
+    BadUpdate,
+    FedringError,
+    NoSession,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+    UnknownRound,
+)
 from fedring.train.state import read_vectors, schema_of, write_vectors
 from fedring.v1 import federation_pb2 as pb
 
@@ -240,6 +248,20 @@ def test_a_spooled_update_is_sent_when_its_round_is_asked_for_again(
             peer.train(peer.command(model, round_=2, encoding="fp32_sparse"))
             assert task.result(SECONDS).round == 2
     assert (state / "residual.safetensors").exists()
+    assert Spool(state).pending() is None
+
+
+def test_of_a_restored_server_the_same_round_is_trained_again_from_its_model(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    state = leave_behind(peer, settings, model, accepted=False)
+    other = nn.Linear(50, 40)
+    peer.publish(1, schema_of(other), read_vectors(other))
+    peer.on_header = once(BadUpdate("from another model", reason="wrong_model"))
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        take_part(peer, federation, model, round_=1)
+        assert peer.accepted.get_nowait()[0].base_digest == read_vectors(other).digest()
     assert Spool(state).pending() is None
 
 

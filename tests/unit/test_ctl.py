@@ -197,7 +197,7 @@ def test_lists_are_one_json_object(server: Server, flctl: Call) -> None:
         "idle",
     ]
     assert lists["rounds"]["rounds"][0]["round"] == 7
-    assert lists["models list"]["models"][0]["digest"] == "ab" * 32
+    assert lists["models list"]["models"][0]["digest"] == "blake3-" + "ab" * 32
 
 
 def test_tables_lose_nothing_where_there_is_no_terminal(server: Server, flctl: Call) -> None:

@@ -132,7 +132,8 @@ async def test_an_evaluation_that_comes_as_its_round_ends_does_no_harm(host: Hos
     host.gate.close("drop_partials")
     await host.offer(host.update(command, "a"))
     await host.gate.reached()
-    report = pb.EvaluationReport(round=command.round, model_version=2, total=1)
+    assert host.coordinator.latest is not None
+    report = pb.EvaluationReport(round=command.round, model_digest=host.coordinator.latest.digest, total=1)
     evaluated = asyncio.create_task(host.coordinator.evaluated("a", report))
     await asyncio.sleep(0)  # it is on its way
     host.gate.open()

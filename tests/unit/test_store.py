@@ -14,9 +14,9 @@ from fedring.server import store as stores
 from fedring.server.blobs import StorageError
 from fedring.server.database import StoreError, open_database
 from fedring.server.packets import PacketSpec
-from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, UpdateRow
+from fedring.server.rows import EvaluationRow, EventRow, JobRow, LastAccepted, ModelRow, RoundRow, UpdateRow
 from fedring.server.store import SqlStore
-from fedring.server.store_api import Acceptance
+from fedring.server.store_api import Acceptance, Pruned
 from fedring.server.tables import meta
 
 
@@ -35,9 +35,12 @@ def a_round(store: SqlStore, job: JobRow, *, ended: bool = False) -> RoundRow:
     return store.create_round(RoundRow(0, job.job_id, 1, "training", 2.5, ended_at=9.0 if ended else None))
 
 
-def an_update(number: int, client: str, digest: str = "ab") -> UpdateRow:
+def an_update(number: int, client: str, digest: str = "ab", *, epoch: int = 0, name: str = "") -> UpdateRow:
+    """An update; its payload's digest, and its name if none is given, come from two letters."""
     packets = (PacketSpec("parameters", "delta", "uniform", 0, 90), PacketSpec("buffers", "delta", "fp64", 90, 10))
-    return UpdateRow(number, client, digest * 32, packets, 64, 100, 1.5, 2.5, 3.5, {"loss": 0.25}, blob=digest * 32)
+    payload, metrics = f"blake3-{digest * 32}", {"loss": 0.25}
+    name = name or f"blake3-{digest[::-1] * 32}"
+    return UpdateRow(number, client, payload, name, packets, 64, 100, 1.5, 2.5, 3.5, metrics, blob=payload, epoch=epoch)
 
 
 def a_model(version: int, *, number: int = 0, residual: str = "", optimizer: str = "") -> ModelRow:
@@ -94,6 +97,8 @@ class TestStore:
         store.accept_updates([row])
         again = [replace(row, norm=7.0), an_update(number, "bob", "ef"), an_update(number, "eve")]
         assert store.accept_updates(again) == [Acceptance.ALREADY, Acceptance.OTHER, Acceptance.NEW]
+        same_payload = replace(row, name="blake3-" + "ef" * 32)  # whose header says something else
+        assert store.accept_updates([same_payload]) == [Acceptance.OTHER]
         assert store.updates_of(number)[0] == row
 
     def test_two_updates_of_one_client_in_one_batch_count_once(self, store: SqlStore) -> None:
@@ -113,7 +118,13 @@ class TestStore:
         opened = a_round(store, job)
         store.publish(a_model(1))
         delta = (PacketSpec("parameters", "delta", "packed", 0, 7),)
-        model = replace(a_model(2, number=opened.round), base_version=1, delta_blob="ee" * 32, delta_packets=delta)
+        model = replace(
+            a_model(2, number=opened.round),
+            base_version=1,
+            base_digest="ff" * 32,
+            delta_blob="ee" * 32,
+            delta_packets=delta,
+        )
         ended = replace(opened, phase="published", model_version=2, ended_at=8.0)
         store.publish(model, ended)
         assert store.model(2) == model
@@ -167,8 +178,15 @@ class TestStore:
         pruned = store.prune(keep_models=2, keep_update_rounds=1, keep_rounds=99)
         assert pruned.rows == 2
         state = [f"{base + version:064x}" for base in (16, 32) for version in (1, 2)]
-        assert pruned.blobs == {"bb" * 32, a_model(1).blob, *state}
-        kept = {"aa" * 32, "cc" * 32, a_model(2).blob, a_model(3).blob, f"{19:064x}", f"{35:064x}"}
+        assert pruned.blobs == {"blake3-" + "bb" * 32, a_model(1).blob, *state}
+        kept = {
+            "blake3-" + "aa" * 32,
+            "blake3-" + "cc" * 32,
+            a_model(2).blob,
+            a_model(3).blob,
+            f"{19:064x}",
+            f"{35:064x}",
+        }
         assert store.named_blobs() == kept
         assert [len(store.evaluations(version)) for version in (1, 2, 3)] == [0, 1, 1]
         assert store.prune(2, 1, 99).rows == 0
@@ -230,6 +248,110 @@ class TestStore:
             store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
         assert store.updates_of(1) == []
         assert store.update_counts() == {"ann": 1, "bob": 4, "cleo": 1}
+
+    def test_of_a_client_the_newest_accepted_update_stays_known(self, store: SqlStore) -> None:
+        job = a_job(store)
+        first, second, third = (a_round(store, job, ended=True).round for _ in range(3))
+        store.accept_updates([an_update(first, "ann", "aa"), an_update(first, "bob", "bb")])
+        assert store.last_accepted() == {
+            "ann": LastAccepted(0, first, "blake3-" + "aa" * 32),
+            "bob": LastAccepted(0, first, "blake3-" + "bb" * 32),
+        }
+        store.accept_updates([an_update(second, "bob", "cc"), an_update(third, "eve", "dd")])
+        before = {
+            "ann": LastAccepted(0, first, "blake3-" + "aa" * 32),
+            "bob": LastAccepted(0, second, "blake3-" + "cc" * 32),
+            "eve": LastAccepted(0, third, "blake3-" + "dd" * 32),
+        }
+        assert store.last_accepted() == before
+        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
+        assert [store.updates_of(number) for number in (first, second)] == [[], []]
+        assert store.last_accepted() == before
+        store.prune(keep_models=1, keep_update_rounds=0, keep_rounds=99)
+        assert store.last_accepted() == before
+
+    def test_the_name_of_an_accepted_update_outlives_its_row(self, store: SqlStore) -> None:
+        job = a_job(store)
+        first, second = (a_round(store, job, ended=True).round for _ in range(2))
+        assert store.accepted_name(first, "ann") == ""
+        for number, digest in ((first, "ac"), (second, "ae")):
+            store.accept_updates([an_update(number, "ann", digest)])
+        names = "blake3-" + "ca" * 32, "blake3-" + "ea" * 32
+        assert [store.accepted_name(number, "ann") for number in (first, second)] == list(names)
+        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
+        assert [store.accepted_name(number, "ann") for number in (first, second)] == list(names)
+        store.prune(keep_models=1, keep_update_rounds=0, keep_rounds=99)
+        # Of those that are not kept, the newest alone is known.
+        assert [store.accepted_name(number, "ann") for number in (first, second)] == ["", names[1]]
+        assert [store.accepted_name(number, "bob") for number in (first, second, 99)] == ["", "", ""]
+
+    @pytest.mark.parametrize("pruned", [False, True])
+    def test_the_newest_update_is_that_of_the_newest_epoch(self, store: SqlStore, pruned: bool) -> None:
+        job = a_job(store)
+        first, second, third = (a_round(store, job, ended=True).round for _ in range(3))
+        store.accept_updates([an_update(second, "ann", "ab", epoch=1)])
+        store.accept_updates([an_update(first, "bob", "ab", epoch=8), an_update(second, "bob", "cd", epoch=8)])
+        if pruned:
+            store.prune(keep_models=1, keep_update_rounds=0, keep_rounds=99)
+        store.accept_updates([an_update(third, "ann", "ef", epoch=2)])
+        if pruned:
+            store.prune(keep_models=1, keep_update_rounds=0, keep_rounds=99)
+        assert store.last_accepted() == {
+            "ann": LastAccepted(2, third, "blake3-" + "fe" * 32),
+            "bob": LastAccepted(8, second, "blake3-" + "dc" * 32),
+        }
+
+    def test_an_update_of_an_earlier_epoch_is_no_newer_whenever_it_comes(self, store: SqlStore) -> None:
+        job = a_job(store)
+        first, second = (a_round(store, job, ended=True).round for _ in range(2))
+        store.accept_updates([an_update(first, "ann", "ab", epoch=5)])
+        store.prune(keep_models=1, keep_update_rounds=0, keep_rounds=99)
+        store.accept_updates([an_update(second, "ann", "cd", epoch=4)])
+        wanted = {"ann": LastAccepted(5, first, "blake3-" + "ba" * 32)}
+        assert store.last_accepted() == wanted
+        store.prune(keep_models=1, keep_update_rounds=0, keep_rounds=99)
+        assert store.last_accepted() == wanted
+
+    def test_an_update_that_was_forgotten_as_damaged_is_not_the_newest_any_more(self, store: SqlStore) -> None:
+        job = a_job(store)
+        first, second = a_round(store, job, ended=True).round, a_round(store, job).round
+        store.accept_updates([an_update(first, "ann", "ab"), an_update(second, "ann", "cd")])
+        store.drop_updates(second, ["ann"])
+        assert store.last_accepted() == {"ann": LastAccepted(0, first, "blake3-" + "ba" * 32)}
+        assert store.accepted_name(second, "ann") == ""
+
+    def test_of_a_client_that_is_forgotten_nothing_is_left_but_in_open_rounds(self, store: SqlStore) -> None:
+        job = a_job(store)
+        old, ended, opened = *(a_round(store, job, ended=True).round for _ in range(2)), a_round(store, job).round
+        for number, digest in ((old, "ab"), (ended, "cd"), (opened, "ef")):
+            store.accept_updates([an_update(number, "ann", digest), an_update(number, "bob", digest[0] * 2)])
+        store.publish(a_model(1))
+        for client in ("ann", "bob", ""):
+            store.add_evaluation(EvaluationRow(ended, 1, client, 1, 2, 0.5))
+        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
+        forgotten = store.forget_client("ann")
+        assert (forgotten.rows, forgotten.blobs) == (3, {"blake3-" + "cd" * 32})
+        assert [row.client_id for row in store.updates_of(ended)] == ["bob"]
+        assert [row.client_id for row in store.updates_of(opened)] == ["ann", "bob"]
+        assert [row.client_id for row in store.evaluations(1)] == ["", "bob"]
+        assert store.update_counts() == {"ann": 1, "bob": 3}
+        assert [store.accepted_name(number, "ann") for number in (old, ended)] == ["", ""]
+        assert store.last_accepted()["ann"] == LastAccepted(0, opened, "blake3-" + "fe" * 32)
+        store.update_round(replace(store.rounds()[0], phase="published", ended_at=9.0))
+        assert store.forget_client("ann").rows == 1
+        assert "ann" not in store.last_accepted()
+        assert "ann" not in store.update_counts()
+        assert store.forget_client("ann") == store.forget_client("nobody") == Pruned(0, frozenset())
+        assert store.last_accepted().keys() == {"bob"}
+
+    def test_a_blob_of_a_forgotten_client_that_another_row_names_is_not_let_go(self, store: SqlStore) -> None:
+        number = a_round(store, a_job(store), ended=True).round
+        store.accept_updates([an_update(number, "ann"), an_update(number, "bob")])
+        assert store.forget_client("ann").blobs == frozenset()
+        assert store.forget_client("bob").blobs == {"blake3-" + "ab" * 32}
+
+    def test_a_new_run_is_of_no_epoch(self, store: SqlStore) -> None:
+        assert store.epoch == 0
 
     def test_retention_never_removes_the_newest_model(self, store: SqlStore) -> None:
         store.publish(a_model(1))
@@ -300,7 +422,7 @@ def test_a_newer_state_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(file)
     connection.execute("PRAGMA user_version = 7")
     connection.close()
-    with pytest.raises(StoreError, match="newer version: schema 7, this program knows 4") as caught:
+    with pytest.raises(StoreError, match="newer version: schema 7, this program knows 5") as caught:
         SqlStore(f"sqlite:///{file}")
     assert caught.value.reason == "newer_state"
 

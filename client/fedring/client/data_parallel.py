@@ -129,7 +129,7 @@ class Replicated:
             self.usage += training.usage
 
     def digest(self) -> bytes:
-        """SHA-256 of the parameters."""
+        """BLAKE3 of the parameters, 32 bytes."""
         return self.standing.replica.digest()
 
 

@@ -61,7 +61,9 @@ class Delivery:
             except RoundOver as error:
                 log.warning("the spooled update of round %d was not taken: %s", header.round, error)
             return True
-        accepted = header.run_id == command.run_id and self._was_accepted(spooled, assignment)
+        accepted = header.run_id == command.run_id and (
+            spooled.offer.name == self._link.connection.last_accepted.name or self._was_accepted(spooled, assignment)
+        )
         if accepted is None:
             log.warning("the server does not say whether it has the spooled update of round %d", header.round)
             assignment.idle = True

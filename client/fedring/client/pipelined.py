@@ -141,7 +141,7 @@ class Staged:
                 self._reached = training.steps
 
     def digest(self) -> bytes:
-        """SHA-256 of the parameters of all stages."""
+        """BLAKE3 of the parameters of all stages, 32 bytes."""
         return self.standing.replica.digest()
 
 

@@ -15,11 +15,13 @@ cost five times the processor's time, as the file system then writes it to the d
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +30,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fedring.codec.digest import Digest
+from fedring.codec.digest import Digest, update_name
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.v1 import federation_pb2 as pb
 
@@ -69,6 +71,8 @@ class Spooled:
     @property
     def is_sound(self) -> bool:
         """Whether what would be sent is what was spooled; reads the whole payload."""
+        if update_name(self.offer.header, self.offer.payload_digest) != self.offer.name:
+            return False
         digest = Digest(like=self.offer.payload_digest)
         with self.reader() as read:
             for offset in range(0, self.header.total_bytes, CHUNK_BYTES):
@@ -133,9 +137,10 @@ class Spool:
                 if not any(prefix):
                     return None
                 magic, version, leaves, length = _PREFIX.unpack(prefix)
-                if (magic, version) != (_MAGIC, _VERSION):
+                if magic != _MAGIC or version not in (1, _VERSION):
                     raise struct.error
-                offer = pb.UpdateOffer.FromString(file.read(length))
+                head = file.read(length)
+                offer = pb.UpdateOffer.FromString(head) if version == _VERSION else _offer_of_version_1(head, file)
                 header = pb.UpdateHeader.FromString(offer.header)
                 start = _PREFIX.size + length
                 if start + header.total_bytes == os.fstat(file.fileno()).st_size:
@@ -226,6 +231,12 @@ class Spool:
         log.info("dropped the residual of %s", why)
         self._residual_file.unlink()
         return None
+
+
+def _offer_of_version_1(header: bytes, payload: BufferedReader) -> pb.UpdateOffer:
+    """What protocol 1 has spooled: a server that has accepted it knows it by its payload's SHA-256; none will now."""
+    name = hashlib.file_digest(payload, "sha256").hexdigest()
+    return pb.UpdateOffer(header=header, payload_digest=name, name=name)
 
 
 def _noted_in(metadata: Mapping[str, str]) -> pb.LastAccepted | None:
