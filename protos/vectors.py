@@ -4,6 +4,7 @@ Run `python protos/vectors.py` after a change. The encodings are this library's 
 are made here, by what the documents say; tests/unit/test_vectors.py reads everything once more, without any of it.
 """
 
+import hashlib
 import json
 import re
 import struct
@@ -108,11 +109,12 @@ def _schema(text: str) -> Json:
 
 
 def _model(parameters: Sequence[float], buffers: Sequence[float]) -> Json:
-    first, second = struct.pack(f"<{len(parameters)}f", *parameters), struct.pack(f"<{len(buffers)}d", *buffers)
+    data = struct.pack(f"<{len(parameters)}f{len(buffers)}d", *parameters, *buffers)
     return {
         "parameters": list(map(float, parameters)),
         "buffers": list(map(float, buffers)),
-        "digest": name_of(first, second),
+        "digest": name_of(data),
+        "protocol_1_digest": hashlib.sha256(data).hexdigest(),
     }
 
 
@@ -319,6 +321,9 @@ def blocks(vectors: Json) -> dict[str, str]:
     found = {each["shows"]: _lines(each) for each in vectors["encodings"]}
     for each in vectors["gradients"]:
         found[f"gradient: {each['shows']}"] = f"hex: {_spaced(each['encoded'])}\n"
+    schema, model = vectors["schemas"][0], vectors["models"][0]
+    found["a schema"] = f"json: {schema['json']}\nhash: {schema['hash']}\n"
+    found["a model"] = "".join(f"{key}: {_numbers(value)}\n" for key, value in model.items())
     return found
 
 
@@ -327,8 +332,12 @@ def _lines(example: Json) -> str:
     lines = [" ".join(["encoding:", name[1], *(f"{key}={value}" for key, value in parameters)])] if parameters else []
     for key in ("values", "decoded"):
         if isinstance(example[key], list):
-            lines.append(" ".join([f"{key}:", *(repr(number).removesuffix(".0") for number in example[key])]))
+            lines.append(f"{key}: {_numbers(example[key])}")
     return "\n".join([*lines, f"hex: {_spaced(example['encoded'])}"]) + "\n"
+
+
+def _numbers(value: Sequence[float] | str) -> str:
+    return value if isinstance(value, str) else " ".join(repr(number).removesuffix(".0") for number in value)
 
 
 def _spaced(digits: str) -> str:

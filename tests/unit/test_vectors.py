@@ -89,6 +89,7 @@ def test_the_examples_of_the_document_are_those_of_the_file() -> None:
     assert document == script.with_examples(document, VECTORS), "run: python protos/vectors.py"
     assert {f"```example\n{name}\n" in document for name in (*NAMES, "fp64")} == {True}
     assert {f"```example\ngradient: {name}\n" in document for name in PRECISIONS} == {True}
+    assert {f"```example\n{name}\n" in document for name in ("a schema", "a model")} == {True}
 
 
 def test_digests_are_blake3() -> None:
@@ -119,8 +120,10 @@ def test_another_spelling_of_a_schema_is_refused(example: dict[str, Any]) -> Non
 @pytest.mark.parametrize("example", VECTORS["models"])
 def test_a_models_digest_is_over_its_values(example: dict[str, Any]) -> None:
     parameters, buffers = floats(example["parameters"]), floats(example["buffers"], np.float64)
-    assert Vectors(parameters, buffers).digest() == example["digest"]
-    assert plain.name_of(parameters.astype("<f4").tobytes() + buffers.astype("<f8").tobytes()) == example["digest"]
+    data = parameters.astype("<f4").tobytes() + buffers.astype("<f8").tobytes()
+    assert Vectors(parameters, buffers).digest() == plain.name_of(data) == example["digest"]
+    older = hashlib.sha256(data).hexdigest()
+    assert Vectors(parameters, buffers).digest(like=older) == older == example["protocol_1_digest"]
 
 
 @each("updates")
