@@ -72,7 +72,7 @@ CASES = [
     Case("fp64: what buffers may hold", [2.0**53, -0.0, 1e200]),
     Case("fp64: an empty vector", []),
     Case("int8", [127, -1, 0.5, 1.5, -254], {"chunk": 4}),
-    Case("int8: scales are rounded, and values once more", [0.1, 0.2, -0.3, 1e-3, 7e-3, 5e-3], {"chunk": 3}),
+    Case("int8: scales are rounded, and values once more", [0.1, 0.2, -0.9, 1e-3, 7e-3, 5e-3], {"chunk": 3}),
     Case("int8: a scale of 0", [127 * 2.0**-130, -(2.0**-130), 127 * SMALLEST, SMALLEST], {"chunk": 2}),
     Case("int8: the largest scale", [LARGEST, -1, -LARGEST, LARGEST / 2], {"chunk": 2}),
     Case("int8: an empty vector", []),
@@ -151,7 +151,7 @@ AGGREGATED_SCHEMA = (
     b'["mean",[2],"float32","buffer"],["count",[],"int64","buffer"]]'
 )
 AGGREGATED_BASE: tuple[list[float], list[float]] = ([0.5, 0.1, -0.0, 1, -2, 3.25, 1e-3, 7], [0.25, -1.5, 10])
-_LARGE = 127 * 2.0**51  # what the first two clients say of the first entry cancels out; what the other says is lost
+_LARGE = 127 * 2.0**49  # of the first entry B.1 and a_3 say what cancels out; what b-2 says is lost if it comes between
 AGGREGATED: dict[str, tuple[int, Packets]] = {
     "b-2": (
         2,
@@ -160,7 +160,7 @@ AGGREGATED: dict[str, tuple[int, Packets]] = {
                 "parameters",
                 "delta",
                 Encoding("packed", chunk=1, keep_ratio=0.5),
-                [-2 * _LARGE, 0.3, 0, 0.7, 0, 0, -1e-3, 0.01],
+                [1, 0.3, 0, 0.7, 0, 0, -1e-3, 0.01],
             ),
             ("buffers", "delta", None, [0.1, 0.2, 3]),
         ],
@@ -168,14 +168,14 @@ AGGREGATED: dict[str, tuple[int, Packets]] = {
     "B.1": (
         4,
         [
-            ("parameters", "weights", Encoding("fp32"), [_LARGE, 0.2, -0.0, 1.5, -2.5, 3.2, 2e-3, 6.9]),
+            ("parameters", "weights", Encoding("fp32"), [3 * _LARGE, 0.2, -0.0, 1.5, -2.5, 3.2, 2e-3, 6.9]),
             ("buffers", "weights", None, [0.35, -1.4, 12]),
         ],
     ),
     "a_3": (
         3,
         [
-            ("parameters", "delta", Encoding("int8", chunk=4), [1, 0.1, 0, -0.2, 0.3, 0.2, 0.1, -1]),
+            ("parameters", "delta", Encoding("int8", chunk=1), [-4 * _LARGE, 0.1, 0, -0.2, 0.3, 0.2, 0.1, -1]),
             ("parameters", "delta", Encoding("fp32_sparse", keep_ratio=0.25), [0, 0, 0, 0, 1e-3, -7e-4, 0, 0]),
         ],
     ),

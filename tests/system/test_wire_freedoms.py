@@ -9,6 +9,7 @@ import pytest
 from grpc import StatusCode
 
 from fedring.codec import NAMES, decode
+from fedring.rpc.contract import PROTOCOL
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.federation_pb2_grpc import ModelBlobServiceStub, TrainCmdServiceStub
 from tests.fleets import Control, Fleet
@@ -217,12 +218,60 @@ def test_a_client_may_leave_by_closing_its_side_of_watch(server: Fleet, control:
     events.cancel()
 
 
-def test_a_session_that_does_not_watch_in_time_is_over(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with (
-        Fleet(tmp_path_factory.mktemp("lost"), {"heartbeat_seconds": 0.05, "lost_after_seconds": 0.1}) as fleet,
-        grpc.insecure_channel(fleet.listen) as channel,
-    ):
-        joined = TrainCmdServiceStub(channel).Join(pb.JoinRequest(client_id="idle", protocol=2))
+def test_two_watches_of_a_session_end_together(server: Fleet) -> None:
+    with grpc.insecure_channel(server.listen) as channel:
+        commands = TrainCmdServiceStub(channel)
+        joined = commands.Join(pb.JoinRequest(client_id="two", protocol=PROTOCOL))
+        silent: queue.Queue[pb.WatchRequest | None] = queue.Queue()
+        first, second = (
+            commands.Watch(iter(silent.get, None), metadata=(("fl-session", joined.session_id),)) for _ in range(2)
+        )
+        next(first)  # a heartbeat: it is there
+        next(second)
+        first.cancel()
+        with pytest.raises(grpc.RpcError) as caught:
+            list(second)
+        assert Refused(caught.value).reason == "no_session"
+        for _ in range(2):
+            silent.put(None)
+
+
+def test_the_samples_of_every_packet_are_checked_though_the_last_ones_count(control: Control, wire: WireClient) -> None:
+    run(control)
+    command, payload = wire.expect("train"), payload_of(ONES)
+    packets = [
+        pb.Packet(
+            vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=len(payload), num_samples=samples
+        )
+        for samples in (0, 5)
+    ]
+    with pytest.raises(Refused) as refused:
+        wire.push(wire.header(command, 2 * payload, packets=packets), 2 * payload)
+    assert (refused.value.code, refused.value.reason) == (StatusCode.INVALID_ARGUMENT, "bad_samples")
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A server to which a client is lost after a tenth of a second."""
+    patience = {"heartbeat_seconds": 0.05, "lost_after_seconds": 0.1}
+    with Fleet(tmp_path_factory.mktemp("impatient"), patience) as fleet:
+        yield fleet
+
+
+def test_a_client_that_says_nothing_is_told_nothing(impatient: Fleet) -> None:
+    with grpc.insecure_channel(impatient.listen) as channel:
+        commands = TrainCmdServiceStub(channel)
+        joined = commands.Join(pb.JoinRequest(client_id="silent", protocol=PROTOCOL))
+        silent: queue.Queue[pb.WatchRequest | None] = queue.Queue()
+        watch = commands.Watch(iter(silent.get, None), metadata=(("fl-session", joined.session_id),))
+        assert {event.WhichOneof("event") for event in watch} == {"heartbeat"}
+        assert watch.code() is StatusCode.OK
+        silent.put(None)
+
+
+def test_a_session_that_does_not_watch_in_time_is_over(impatient: Fleet) -> None:
+    with grpc.insecure_channel(impatient.listen) as channel:
+        joined = TrainCmdServiceStub(channel).Join(pb.JoinRequest(client_id="idle", protocol=PROTOCOL))
         fetch, metadata = ModelBlobServiceStub(channel).FetchModel, (("fl-session", joined.session_id),)
         reasons: list[str] = []
         while "no_session" not in reasons:  # calls do not prolong it

@@ -191,6 +191,21 @@ def test_values_are_written_as_the_file_says(example: dict[str, Any]) -> None:
         assert bits(decode(data, name=example["encoding"]["name"], length=len(expected))) == bits(expected)
 
 
+def test_the_number_of_low_bits_is_chosen_as_the_document_says() -> None:
+    found: dict[str, list[int]] = {}
+    for example in VECTORS["encodings"]:
+        if example["encoding"]["name"] == "packed" and "segments" not in example["shows"] and example["decoded"]:
+            written = encode(floats(example["values"]), Encoding(**example["encoding"]))
+            for data in (bytes.fromhex(example["encoded"]), written):
+                found.setdefault(example["shows"].partition(": ")[2], []).append(data[24])
+    assert found == {
+        "": [0, 0],
+        "of two distances the larger is the median": [3, 3],  # 64 is 7 bits long
+        "a gap that is bridged": [0, 0],
+        "12 low bits, the most": [12, 12],  # 65536 is 17 bits long
+    }
+
+
 @each("refused_payloads")
 def test_a_bad_payload_is_refused_as_the_file_says(example: dict[str, Any]) -> None:
     with pytest.raises(CodecError) as caught:
