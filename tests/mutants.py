@@ -211,6 +211,30 @@ MUTANTS = {
         "",
         "tests/system/test_web.py",
     ),
+    "live sessions": Mutant(
+        "server/fedring/server/sessions.py",
+        "who.role is None and not compare_digest",
+        "False and not compare_digest",
+        "tests/unit/test_server_sessions.py",
+    ),
+    "proven clients": Mutant(
+        "server/fedring/server/sessions.py",
+        "older and who.role is None and ",
+        "older and ",
+        "tests/unit/test_server_sessions.py",
+    ),
+    "resume secret": Mutant(
+        "client/fedring/client/connection.py",
+        "resume_secret=self._resume.text,",
+        'resume_secret="",',
+        "tests/fault/test_takeover.py",
+    ),
+    "kept secret": Mutant(
+        "client/fedring/client/resume.py",
+        "            new.replace(self._file)\n",
+        "            pass\n",
+        "tests/fault/test_takeover.py",
+    ),
     "expired sessions": Mutant(
         "server/fedring/server/federation.py",
         'raise Unauthenticated("the token of this session has expired", reason="expired_token")',

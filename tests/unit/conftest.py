@@ -41,6 +41,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self._place.bind(("127.0.0.1", 0))
         self.port: int = self._place.getsockname()[1]
         self.run_id = RUN
+        self.secret = ""  # that a Join returns
         self.joins: queue.Queue[pb.JoinRequest] = queue.Queue()
         self.reports: queue.Queue[pb.WatchRequest] = queue.Queue()
         self.failures: queue.Queue[pb.Failure] = queue.Queue()
@@ -156,6 +157,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
             lost_after_seconds=SECONDS,
             no_progress_seconds=SECONDS,
             last_accepted=self.last_accepted,
+            resume_secret=self.secret,
         )
 
     async def Watch(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too

@@ -125,7 +125,9 @@ class Host:
 
     def join(self, client: str) -> Session:
         IDENTITY.set(LOCAL)
-        session = self.coordinator.sessions.join(pb.JoinRequest(client_id=client), "test")
+        older = self.coordinator.sessions.get(client)
+        request = pb.JoinRequest(client_id=client, resume_secret=older.secret if older else "")
+        session = self.coordinator.sessions.join(request, "test")
         self.coordinator.handle(rd.Joined(client))
         session.matched = True
         self.coordinator.matched(client)

@@ -1,4 +1,4 @@
-"""Admission: an offer is what its name says, its header is judged before any byte of payload, then every byte is read."""
+"""Admission: an offer is what its name says; its header is judged before any byte of payload; then all is read."""
 
 from collections.abc import Callable
 from typing import Any

@@ -122,7 +122,7 @@ def test_a_bit_that_flips_on_the_way_costs_no_round(peer: "Peer", settings: dict
     assert len(peer.ways) == 3
 
 
-@pytest.mark.parametrize("place", [-1, -300], ids=["the last byte", "one in the middle"])
+@pytest.mark.parametrize("place", [-1, -300, 30], ids=["the last byte", "one in the middle", "one of the header"])
 def test_an_update_that_was_damaged_in_the_spool_is_refused_at_once(
     peer: "Peer", settings: dict[str, Any], model: nn.Module, place: int
 ) -> None:

@@ -14,9 +14,9 @@ from fedring.server import store as stores
 from fedring.server.blobs import StorageError
 from fedring.server.database import StoreError, open_database
 from fedring.server.packets import PacketSpec
-from fedring.server.rows import EvaluationRow, EventRow, JobRow, LastAccepted, ModelRow, RoundRow, UpdateRow
+from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, UpdateRow
 from fedring.server.store import SqlStore
-from fedring.server.store_api import Acceptance, Pruned
+from fedring.server.store_api import Acceptance
 from fedring.server.tables import meta
 
 
@@ -248,110 +248,6 @@ class TestStore:
             store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
         assert store.updates_of(1) == []
         assert store.update_counts() == {"ann": 1, "bob": 4, "cleo": 1}
-
-    def test_of_a_client_the_newest_accepted_update_stays_known(self, store: SqlStore) -> None:
-        job = a_job(store)
-        first, second, third = (a_round(store, job, ended=True).round for _ in range(3))
-        store.accept_updates([an_update(first, "ann", "aa"), an_update(first, "bob", "bb")])
-        assert store.last_accepted() == {
-            "ann": LastAccepted(0, first, "blake3-" + "aa" * 32),
-            "bob": LastAccepted(0, first, "blake3-" + "bb" * 32),
-        }
-        store.accept_updates([an_update(second, "bob", "cc"), an_update(third, "eve", "dd")])
-        before = {
-            "ann": LastAccepted(0, first, "blake3-" + "aa" * 32),
-            "bob": LastAccepted(0, second, "blake3-" + "cc" * 32),
-            "eve": LastAccepted(0, third, "blake3-" + "dd" * 32),
-        }
-        assert store.last_accepted() == before
-        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
-        assert [store.updates_of(number) for number in (first, second)] == [[], []]
-        assert store.last_accepted() == before
-        store.prune(keep_models=1, keep_update_rounds=0, keep_rounds=99)
-        assert store.last_accepted() == before
-
-    def test_the_name_of_an_accepted_update_outlives_its_row(self, store: SqlStore) -> None:
-        job = a_job(store)
-        first, second = (a_round(store, job, ended=True).round for _ in range(2))
-        assert store.accepted_name(first, "ann") == ""
-        for number, digest in ((first, "ac"), (second, "ae")):
-            store.accept_updates([an_update(number, "ann", digest)])
-        names = "blake3-" + "ca" * 32, "blake3-" + "ea" * 32
-        assert [store.accepted_name(number, "ann") for number in (first, second)] == list(names)
-        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
-        assert [store.accepted_name(number, "ann") for number in (first, second)] == list(names)
-        store.prune(keep_models=1, keep_update_rounds=0, keep_rounds=99)
-        # Of those that are not kept, the newest alone is known.
-        assert [store.accepted_name(number, "ann") for number in (first, second)] == ["", names[1]]
-        assert [store.accepted_name(number, "bob") for number in (first, second, 99)] == ["", "", ""]
-
-    @pytest.mark.parametrize("pruned", [False, True])
-    def test_the_newest_update_is_that_of_the_newest_epoch(self, store: SqlStore, pruned: bool) -> None:
-        job = a_job(store)
-        first, second, third = (a_round(store, job, ended=True).round for _ in range(3))
-        store.accept_updates([an_update(second, "ann", "ab", epoch=1)])
-        store.accept_updates([an_update(first, "bob", "ab", epoch=8), an_update(second, "bob", "cd", epoch=8)])
-        if pruned:
-            store.prune(keep_models=1, keep_update_rounds=0, keep_rounds=99)
-        store.accept_updates([an_update(third, "ann", "ef", epoch=2)])
-        if pruned:
-            store.prune(keep_models=1, keep_update_rounds=0, keep_rounds=99)
-        assert store.last_accepted() == {
-            "ann": LastAccepted(2, third, "blake3-" + "fe" * 32),
-            "bob": LastAccepted(8, second, "blake3-" + "dc" * 32),
-        }
-
-    def test_an_update_of_an_earlier_epoch_is_no_newer_whenever_it_comes(self, store: SqlStore) -> None:
-        job = a_job(store)
-        first, second = (a_round(store, job, ended=True).round for _ in range(2))
-        store.accept_updates([an_update(first, "ann", "ab", epoch=5)])
-        store.prune(keep_models=1, keep_update_rounds=0, keep_rounds=99)
-        store.accept_updates([an_update(second, "ann", "cd", epoch=4)])
-        wanted = {"ann": LastAccepted(5, first, "blake3-" + "ba" * 32)}
-        assert store.last_accepted() == wanted
-        store.prune(keep_models=1, keep_update_rounds=0, keep_rounds=99)
-        assert store.last_accepted() == wanted
-
-    def test_an_update_that_was_forgotten_as_damaged_is_not_the_newest_any_more(self, store: SqlStore) -> None:
-        job = a_job(store)
-        first, second = a_round(store, job, ended=True).round, a_round(store, job).round
-        store.accept_updates([an_update(first, "ann", "ab"), an_update(second, "ann", "cd")])
-        store.drop_updates(second, ["ann"])
-        assert store.last_accepted() == {"ann": LastAccepted(0, first, "blake3-" + "ba" * 32)}
-        assert store.accepted_name(second, "ann") == ""
-
-    def test_of_a_client_that_is_forgotten_nothing_is_left_but_in_open_rounds(self, store: SqlStore) -> None:
-        job = a_job(store)
-        old, ended, opened = *(a_round(store, job, ended=True).round for _ in range(2)), a_round(store, job).round
-        for number, digest in ((old, "ab"), (ended, "cd"), (opened, "ef")):
-            store.accept_updates([an_update(number, "ann", digest), an_update(number, "bob", digest[0] * 2)])
-        store.publish(a_model(1))
-        for client in ("ann", "bob", ""):
-            store.add_evaluation(EvaluationRow(ended, 1, client, 1, 2, 0.5))
-        store.prune(keep_models=1, keep_update_rounds=1, keep_rounds=99)
-        forgotten = store.forget_client("ann")
-        assert (forgotten.rows, forgotten.blobs) == (3, {"blake3-" + "cd" * 32})
-        assert [row.client_id for row in store.updates_of(ended)] == ["bob"]
-        assert [row.client_id for row in store.updates_of(opened)] == ["ann", "bob"]
-        assert [row.client_id for row in store.evaluations(1)] == ["", "bob"]
-        assert store.update_counts() == {"ann": 1, "bob": 3}
-        assert [store.accepted_name(number, "ann") for number in (old, ended)] == ["", ""]
-        assert store.last_accepted()["ann"] == LastAccepted(0, opened, "blake3-" + "fe" * 32)
-        store.update_round(replace(store.rounds()[0], phase="published", ended_at=9.0))
-        assert store.forget_client("ann").rows == 1
-        assert "ann" not in store.last_accepted()
-        assert "ann" not in store.update_counts()
-        assert store.forget_client("ann") == store.forget_client("nobody") == Pruned(0, frozenset())
-        assert store.last_accepted().keys() == {"bob"}
-
-    def test_a_blob_of_a_forgotten_client_that_another_row_names_is_not_let_go(self, store: SqlStore) -> None:
-        number = a_round(store, a_job(store), ended=True).round
-        store.accept_updates([an_update(number, "ann"), an_update(number, "bob")])
-        assert store.forget_client("ann").blobs == frozenset()
-        assert store.forget_client("bob").blobs == {"blake3-" + "ab" * 32}
-
-    def test_a_new_run_is_of_no_epoch(self, store: SqlStore) -> None:
-        assert store.epoch == 0
 
     def test_retention_never_removes_the_newest_model(self, store: SqlStore) -> None:
         store.publish(a_model(1))
