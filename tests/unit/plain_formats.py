@@ -60,9 +60,8 @@ class Bytes:
 
     def flags(self, count: int, data: bytes | None = None) -> list[int]:
         """A bit field, which comes next or is `data`."""
-        if data is None:
-            (data,) = self.take(f"{-(-count // 8)}s")
-        return [data[i // 8] >> i % 8 & 1 for i in range(count)]
+        field: bytes = self.take(f"{-(-count // 8)}s")[0] if data is None else data
+        return [field[i // 8] >> i % 8 & 1 for i in range(count)]
 
 
 def decode(data: bytes, name: str, size: int) -> list[float]:
