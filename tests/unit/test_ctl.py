@@ -135,7 +135,7 @@ def test_what_the_server_refuses_becomes_an_exit_code(
 
 def test_naming_what_the_server_does_not_have_is_a_usage_error(server: Server, flctl: Call, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "model.safetensors")
-    for verb in (["stop", "--job", "99"], ["models", "export", "77", *out]):
+    for verb in (["stop", "--job", "99"], ["models", "export", "77", *out], ["clients", "forget", "zoe"]):
         server.script.refuse = [NoSuchJob("there is none")]
         assert flctl(*verb) == (Exit.USAGE, "", "flctl: there is none\n")
     server.script.refuse = [NoSuchJob("there is none yet")]
@@ -170,6 +170,16 @@ def test_stop_says_what_it_stopped(server: Server, flctl: Call) -> None:
     assert flctl("stop", "--job", "3")[:2] == (0, "job 3 stopped, and its round 7\n")
     assert flctl("stop", "--round")[:2] == (0, "round 7 of job 1 ended\n")
     assert flctl("stop", "--round", "--job", "3")[0] == Exit.USAGE
+
+
+def test_a_client_that_is_forgotten_is_named(server: Server, flctl: Call) -> None:
+    assert flctl("clients", "forget", "bob")[:2] == (0, "bob is forgotten, with 3 updates\n")
+    forgotten = json.loads(flctl("clients", "forget", "bob", "--output", "json")[1])
+    assert forgotten == {"client_id": "bob", "updates": 3}
+    server.script.refuse = [ClientIsHere("bob is in session: stop its fl-client first")]
+    code, out, err = flctl("clients", "forget", "bob")
+    assert (code, out, err) == (Exit.FAILED, "", "flctl: bob is in session: stop its fl-client first\n")
+    assert flctl("clients", "forget")[0] == Exit.USAGE
 
 
 def test_status_as_json_has_the_names_of_the_proto(server: Server, flctl: Call) -> None:

@@ -31,8 +31,8 @@ of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name
 
 
 def leaves(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
-    """Each verb of a program, by the words that call it."""
-    if not hasattr(command, "commands"):
+    """Each verb of a program, by the words that call it; a group may be a verb, too."""
+    if _is_verb(command):
         yield " ".join(path), command
     for name, inner in getattr(command, "commands", {}).items():
         yield from leaves(inner, *path, name)
@@ -46,9 +46,16 @@ def parse(words: list[str]) -> dict[str, Any]:
         command, *rest = command.commands[rest[0]], *rest[1:]
     if _EXPLAINS & {*rest} or (hasattr(command, "commands") and not rest):
         return {}
-    assert not hasattr(command, "commands"), f"{rest[0]!r} is no verb"
-    params: dict[str, Any] = command.make_context(program, rest).params
+    assert _is_verb(command), f"{rest[0]!r} is no verb"
+    context = command.make_context(program, rest)
+    if words := getattr(context, "_protected_args", []):  # of a group that is a verb: a verb within it, after options
+        raise AssertionError(f"{words[0]!r} is no verb that may follow options")
+    params: dict[str, Any] = context.params
     return params
+
+
+def _is_verb(command: Any) -> bool:
+    return not hasattr(command, "commands") or bool(command.invoke_without_command)
 
 
 def check(words: list[str]) -> None:
