@@ -178,13 +178,14 @@ OTHER = name_of(b"another update")
     ("last", "kept"),
     [
         (NOTHING, True),  # a server that knows of no update has been restored, or has forgotten the client
+        (pb.LastAccepted(epoch=9, round=9), True),  # what names no update says nothing
         (pb.LastAccepted(epoch=3, round=6, name=OTHER), True),  # an older one: the server has been restored
         (pb.LastAccepted(epoch=2, round=9, name=OTHER), True),  # an older one, though of a later round
         (pb.LastAccepted(epoch=3, round=8, name=OTHER), False),  # a newer one, which took the residual along
         (pb.LastAccepted(epoch=4, round=1, name=OTHER), False),  # a newer one, though of an earlier round
         (pb.LastAccepted(epoch=3, round=7, name=OTHER), False),  # another one of the same round
     ],
-    ids=["none", "older round", "older epoch", "newer round", "newer epoch", "other"],
+    ids=["none", "nameless", "older round", "older epoch", "newer round", "newer epoch", "other"],
 )
 def test_a_residual_is_dropped_once_a_newer_update_has_been_accepted(
     tmp_path: Path, last: pb.LastAccepted, kept: bool, restarted: bool

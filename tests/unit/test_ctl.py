@@ -16,7 +16,16 @@ from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import make_server
-from fedring.rpc.errors import BadRequest, FedringError, NoSuchJob, NotAllowed, OtherJob, Overloaded, Unavailable
+from fedring.rpc.errors import (
+    BadRequest,
+    ClientIsHere,
+    FedringError,
+    NoSuchJob,
+    NotAllowed,
+    OtherJob,
+    Overloaded,
+    Unavailable,
+)
 from fedring.v1 import control_pb2 as pb
 
 Call = Callable[..., tuple[int, str, str]]
@@ -179,6 +188,9 @@ def test_a_client_that_is_forgotten_is_named(server: Server, flctl: Call) -> Non
     server.script.refuse = [ClientIsHere("bob is in session: stop its fl-client first")]
     code, out, err = flctl("clients", "forget", "bob")
     assert (code, out, err) == (Exit.FAILED, "", "flctl: bob is in session: stop its fl-client first\n")
+    code, out, err = flctl("clients", "--server", "127.0.0.1:1", "forget", "bob")  # which server would that be?
+    assert (code, out) == (Exit.USAGE, "")
+    assert "--server belongs behind forget" in err
     assert flctl("clients", "forget")[0] == Exit.USAGE
 
 

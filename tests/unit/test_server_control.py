@@ -18,7 +18,7 @@ from fedring.server.facts import Facts
 from fedring.server.jobs import Jobs
 from fedring.server.journal import Journal
 from fedring.server.models import Models
-from fedring.server.rows import EventRow, JobRow, RoundRow
+from fedring.server.rows import JobRow, RoundRow
 from fedring.server.sessions import Sessions
 from fedring.server.store import SqlStore
 from fedring.v1 import control_pb2 as pb
@@ -129,7 +129,7 @@ async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp
             await control.ForgetClient(request, None)
 
 
-async def told(host: Host, kind: str) -> AsyncIterator[EventRow]:
+async def told(host: Host, kind: str) -> AsyncIterator[pb.Event]:
     """The events of the kind up to the first one."""
     async with asyncio.timeout(60):
         async for event in host.coordinator.journal.follow(1):
