@@ -8,7 +8,7 @@ from fedring.client.errors import Closed, RoundOver, UpdateRefused
 from fedring.client.inbox import Assignment
 from fedring.client.link import Link
 from fedring.client.spool import Residual, Spool, Spooled
-from fedring.client.upload import Undecided, Upload
+from fedring.client.upload import GivenUp, Undecided, Upload
 from fedring.daemon.tracing import span
 from fedring.v1 import federation_pb2 as pb
 
@@ -36,7 +36,8 @@ class Delivery:
             self.fail(assignment, error.reason, error.detail)
             raise
         except RoundOver as error:
-            assignment.idle = isinstance(error, Undecided) or error.reason == "interrupted"
+            # Another command may be why it was given up: of a server that was restored, and may want this very update.
+            assignment.idle = isinstance(error, Undecided | GivenUp) or error.reason == "interrupted"
             if not assignment.idle and error.reason != "closed":
                 self._spool.drop()
             raise
@@ -52,9 +53,9 @@ class Delivery:
         """
         spooled = self._spool.pending()
         if spooled is None:
-            return False
+            return self._is_done(assignment)
         header, command = spooled.header, assignment.command
-        if (header.run_id, header.round, header.base_digest) == (command.run_id, command.round, command.model_digest):
+        if (header.run_id, header.round, header.base_digest) == assignment.start:
             log.info("sending the spooled update of round %d", header.round)
             try:
                 self.send(spooled, assignment)
@@ -81,6 +82,14 @@ class Delivery:
         failure = pb.Failure(round=assignment.command.round, reason=reason, detail=detail[:1000])
         with suppress(Closed):  # the server learns it from the end of the session
             self._link.call(lambda: self._link.session.report_failure(failure))
+
+    def _is_done(self, assignment: Assignment) -> bool:
+        """Whether the server has the update already: it was on its way when a restored server asked for it again."""
+        before, known = assignment.before, self._link.connection.last_accepted
+        if before is None or not before.accepted or (before.accepted, before.start) != (known.name, assignment.start):
+            return False
+        assignment.accepted = before.accepted
+        return True
 
     def _was_accepted(self, spooled: Spooled, assignment: Assignment) -> bool | None:
         """Ask, without sending a byte of the payload; None if there was no answer."""

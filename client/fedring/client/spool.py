@@ -31,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fedring.codec.digest import Digest, update_name
+from fedring.daemon.crash import crashpoint
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.v1 import federation_pb2 as pb
 
@@ -162,6 +163,7 @@ class Spool:
             noted = {"epoch": str(header.epoch), "round": str(header.round), "name": offer.name}
             metadata = {"run": header.run_id, "schema": header.schema_hash.hex(), **noted}
             save_file({_KEY: residual}, self._left_file, metadata)
+            crashpoint("client_residual_spooled")
         self._empty = False
         head = offer.SerializeToString()
         prefix = _PREFIX.pack(_MAGIC, _VERSION, residual is not None, len(head))
@@ -174,6 +176,7 @@ class Spool:
             os.pwrite(fd, prefix, 0)
         finally:
             os.close(fd)
+        crashpoint("client_update_spooled")
         return Spooled(offer, header, residual is not None, self._update_file, len(prefix) + len(head), parts)
 
     def accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
@@ -181,6 +184,7 @@ class Spool:
 
         Give `residual`, the one that was written, to spare a later reading of it.
         """
+        crashpoint("client_accepted")
         if not spooled.leaves:
             known_absent = self._cached is not None and self._cached[2] is None
             if not known_absent and self._residual_file.exists():
@@ -191,11 +195,13 @@ class Spool:
             _sync(self._left_file)
             self._left_file.rename(self._residual_file)
             _sync(self._folder)
+            crashpoint("client_residual_placed")
             key = (spooled.header.run_id, spooled.header.schema_hash)
             self._cached = None if residual is None else (*key, residual)
             header = spooled.header
             self._noted = pb.LastAccepted(epoch=header.epoch, round=header.round, name=spooled.offer.name)
         self.drop()
+        crashpoint("client_noted")
 
     def drop(self) -> None:
         """No update is spooled; the residual is as it was before there was one."""

@@ -42,6 +42,10 @@ class Undecided(RoundOver):
     """The deadline passed before the server said whether it has the update."""
 
 
+class GivenUp(RoundOver):
+    """The round ended here before the server had all of the update; it has not said that it will never take it."""
+
+
 class Upload:
     """One update on its way; `ended` says why it is no longer wanted, empty while it is."""
 
@@ -134,7 +138,7 @@ class Upload:
             with self._spooled.reader() as read:
                 for offset, message in chunks(read, start=reply.resume_offset, total=header.total_bytes):
                     if why := self._ended():
-                        raise RoundOver(why)
+                        raise GivenUp(why)
                     await _write(call, message, seconds)
                     self._connection.metrics.upload_bytes.inc(min(CHUNK_BYTES, header.total_bytes - offset))
                     self._tell(offset / header.total_bytes)
