@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -12,11 +13,16 @@ class Line:
 
     When a client's end closes, or at `cut`, the server's end stays open and silent, as it does when a machine loses its
     power, or a firewall forgets the connection.
+
+    Args:
+        server: where to.
+        hear: is called with what the server says, before the client hears it.
     """
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, server: str, hear: Callable[[bytes], object] = lambda data: None) -> None:
         host, _, port = server.rpartition(":")
         self._server = host, int(port)
+        self._hear = hear
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._near: list[socket.socket] = []  # the clients' ends
         self._far: list[socket.socket] = []  # the server's
@@ -50,7 +56,7 @@ class Line:
                 self._near.append(near)
                 self._far.append(far)
                 threading.Thread(target=_carry, args=(near, far), daemon=True).start()
-                threading.Thread(target=_carry_back, args=(far, near), daemon=True).start()
+                threading.Thread(target=_carry_back, args=(far, near, self._hear), daemon=True).start()
 
 
 def _carry(near: socket.socket, far: socket.socket) -> None:
@@ -60,9 +66,10 @@ def _carry(near: socket.socket, far: socket.socket) -> None:
             far.sendall(data)
 
 
-def _carry_back(far: socket.socket, near: socket.socket) -> None:
+def _carry_back(far: socket.socket, near: socket.socket, hear: Callable[[bytes], object]) -> None:
     """Take to the client what the server says, and that it ends."""
     with suppress(OSError):
         while data := far.recv(1 << 16):
+            hear(data)
             near.sendall(data)
         near.shutdown(socket.SHUT_RDWR)

@@ -44,7 +44,7 @@ class OwingFleet(FaultyFleet):
         self.state = Path(self.server.settings["state_dir"])
         for number, client in enumerate(self.clients):
             client.env |= {"FL_TEST_NOTES": str(notes_of(self.folders[number])), "FL_TEST_CLIENT": str(number)}
-        self.clients[0].env["FL_TEST_GATE"] = str(self._gate)
+        self.close_gate()
 
     def at_the_gate(self) -> Training:
         """The training in which the first client waits, once it does."""
@@ -62,8 +62,12 @@ class OwingFleet(FaultyFleet):
         patiently(self, "the opening of the gate", lambda: self._gate.write_text("go on"))
 
     def open_gate(self) -> None:
-        """The first client, at its next start, waits at no gate any more."""
+        """The first client, from its next start on, waits at no gate."""
         del self.clients[0].env["FL_TEST_GATE"]
+
+    def close_gate(self) -> None:
+        """The first client, from its next start on, waits at the gate in each training."""
+        self.clients[0].env["FL_TEST_GATE"] = str(self._gate)
 
     def until_accepted(self, number: int, client: str) -> None:
         """Return when the server has the client's update of the round."""

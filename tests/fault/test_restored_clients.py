@@ -137,9 +137,7 @@ def test_a_held_model_is_not_taken_for_another_one_of_its_number(tmp_path: Path,
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("client", ["killed", "running"])
-def test_a_spooled_update_counts_if_the_open_round_starts_from_its_model(
-    tmp_path: Path, way: str, client: str
-) -> None:
+def test_a_spooled_update_counts_if_the_open_round_starts_from_its_model(tmp_path: Path, way: str, client: str) -> None:
     with OwingFleet(tmp_path) as fleet:
         job_id = started(fleet, rounds=3)
         fleet.at_the_gate()
