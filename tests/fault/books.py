@@ -6,6 +6,7 @@ clients that have trained on one sample each is an integer, too.
 
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,6 @@ from safetensors import safe_open
 from fedring.codec import Encoding, decode
 from fedring.codec.digest import name_of
 from fedring.compress.feedback import compress
-from fedring.train.models import vector
-from fedring.train.state import schema_of
 from tests.damage import ask, model_file
 from tests.fault.user_trainers import delta_of
 
@@ -126,7 +125,7 @@ def model(state: Path, version: int, size: int) -> Values:
     return values
 
 
-def check_rounds(state: Path, clients: Sequence[Path], rounds: int, size: int, *lost: Path) -> list[Values]:
+def check_rounds(state: Path, clients: Sequence[Path], rounds: int, size: int, *lost: Path) -> None:
     """Every accepted update, every model and every residual is what the clients' notes say.
 
     Args:
@@ -135,35 +134,22 @@ def check_rounds(state: Path, clients: Sequence[Path], rounds: int, size: int, *
         rounds: how many there were.
         size: of the model.
         lost: states whose updates the clients have been told to be accepted, too.
-
-    Returns:
-        What each client has sent, in all that counts in `state`.
     """
-    base = {
-        number: (version, str(digest))
-        for number, version, digest in ask(
-            state, "SELECT r.round, r.base_version, m.digest FROM rounds r JOIN models m ON m.version = r.base_version"
-        )
-    }
-    assert sorted(base) == list(range(1, rounds + 1))
-    counted: dict[tuple[object, object], Sent] = {}
+    bases = {number: (version, digest) for number, version, digest in _bases(state)}
+    assert sorted(bases) == list(range(1, rounds + 1))
+    counted: defaultdict[int, list[Sent]] = defaultdict(list)
     for index, folder in enumerate(clients):
         sent, owed = replay(index, trainings(notes_of(folder)), accepted_in(state, *lost), size)
         np.testing.assert_array_equal(owed_by(folder, size), owed)
-        here = {digest: number for number, digest in _rows(state, f"client-{index}")}
-        counted |= {(here[each.digest], index): each for each in sent if each.digest in here}
-        assert len(here) == sum(key[1] == index for key in counted), "an update that nothing explains"
-    for (number, _), each in counted.items():
-        assert (each.training.round, each.training.base) == (number, base[number][1])
-    schema_of(vector(size))
-    for number, (version, _) in base.items():
-        updates = [each.values for (found, _), each in counted.items() if found == number]
-        step = sum(updates, np.zeros(size, np.float64)) / len(updates)
+        explained = {each.digest: each for each in sent}
+        for number, digest in _updates(state, f"client-{index}"):
+            begun = explained[digest].training
+            assert (begun.round, begun.base) == (number, bases[number][1])
+            counted[number].append(explained[digest])
+    for number, (version, _) in bases.items():
+        values = [each.values for each in counted[number]]
+        step = sum(values, np.zeros(size, np.float64)) / len(values)
         np.testing.assert_array_equal(model(state, version + 1, size), model(state, version, size) + step)
-    return [
-        sum((each.values for (_, found), each in counted.items() if found == index), np.zeros(size, np.float32))
-        for index in range(len(clients))
-    ]
 
 
 def notes_of(folder: Path) -> Path:
@@ -176,6 +162,14 @@ def copy_state(state: Path, copy: Path) -> None:
     shutil.copytree(state, copy, symlinks=True)
 
 
-def _rows(state: Path, client: str) -> Iterator[tuple[object, str]]:
+def _bases(state: Path) -> Iterator[tuple[int, int, str]]:
+    """Each round's number, and the version and the digest of the model that it starts from."""
+    query = "SELECT r.round, version, digest FROM rounds r JOIN models ON version = r.base_version"
+    for number, version, digest in ask(state, query):
+        yield int(str(number)), int(str(version)), str(digest)
+
+
+def _updates(state: Path, client: str) -> Iterator[tuple[int, str]]:
+    """Of each accepted update of the client the round and the payload's digest."""
     for number, digest in ask(state, "SELECT round, digest FROM updates WHERE client_id = ?", client):
-        yield number, str(digest)
+        yield int(str(number)), str(digest)
