@@ -240,3 +240,20 @@ def test_the_server_knows_a_clients_newest_update_when_its_row_is_long_gone(tmp_
             header.train_seconds += 1
             with pytest.raises(Refused, match="already_accepted_other"):
                 client.push(header, payload)
+
+
+def test_the_newest_update_is_the_one_accepted_last_whatever_epochs_headers_name(tmp_path: Path) -> None:
+    """A server restored, and then put back to before that by a copy of its files, is in an earlier epoch again."""
+    payload, names = payload_of(np.ones(SIZE, np.float32)), []
+    with Fleet(tmp_path) as fleet, Control(fleet.control) as control:
+        with WireClient(fleet.listen, "a") as client:
+            job_id, events = run(control, rounds=2)
+            for epoch in (1_700_000_000, 0):
+                offer = offer_of(client.header(client.expect("train"), payload, epoch=epoch), payload)
+                client.push(offer, payload)
+                names.append(offer.name)
+            assert outcome(control, job_id, events).state == "completed"
+        for _ in range(2):
+            with WireClient(fleet.listen, "a") as client:
+                assert client.joined.last_accepted == fed.LastAccepted(epoch=0, round=2, name=names[1])
+            fleet.restart_server()

@@ -337,7 +337,7 @@ class ClientUpdateService:
             metrics=dict(header.metrics),
             blob="" if small else offered.digest,
             payload=partial.read(0, partial.size) if small else b"",
-            epoch=header.epoch,
+            epoch=self._coordinator.facts.store.epoch,
         )
 
 
