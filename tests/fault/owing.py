@@ -17,6 +17,8 @@ from tests.waiting import until
 
 HERE = Path(__file__).parent
 TRUSTED = {"trusted": ["fedring", "user_trainers"]}
+WAYS = ("restored", "copied")
+"""How a state is put back: only the first begins an epoch."""
 KEPT: dict[str, Any] = {"keep_models": 100, "keep_update_rounds": 100}
 
 
@@ -75,25 +77,11 @@ class OwingFleet(FaultyFleet):
 
     def keep(self, way: str, copy: Path) -> None:
         """Make a copy of the state that can be put back."""
-        if way == "restored":
-            back_up(self.state, copy)
-        else:
-            self.server.kill()
-            copy_state(self.state, copy)
-            self.start_server()
+        keep(self, way, copy)
 
     def put_back(self, way: str, copy: Path) -> Path:
-        """Stop the server, put the copy in the place of its state, start it; returns where the state of before is."""
-        self.server.kill()
-        if way == "restored":
-            lost = restore(copy, self.state, replace=True).replaced
-            assert lost is not None
-        else:
-            lost = self.state.with_name("lost")
-            self.state.rename(lost)
-            copy_state(copy, self.state)
-        self.start_server()
-        return lost
+        """Put the copy in the place of the state; returns where the state of before is."""
+        return put_back(self, way, copy)
 
     def _until(self, true: Callable[[], object]) -> None:
         patiently(self, "what is waited for", lambda: until(true))
@@ -103,3 +91,29 @@ def start(fleet: Fleet, index: int) -> None:
     """The client, which was killed, runs again."""
     fleet.clients[index].settings["server"] = fleet.listen
     fleet.clients[index].start()
+
+
+def keep(fleet: Fleet, way: str, copy: Path) -> None:
+    """Make a copy of the server's state that can be put back: a backup, or of all files while it does not run."""
+    state = Path(fleet.server.settings["state_dir"])
+    if way == "restored":
+        back_up(state, copy)
+        return
+    fleet.server.kill()
+    copy_state(state, copy)
+    fleet.start_server()
+
+
+def put_back(fleet: Fleet, way: str, copy: Path) -> Path:
+    """Stop the server, put the copy in the place of its state, start it; returns where the state of before is."""
+    state = Path(fleet.server.settings["state_dir"])
+    fleet.server.kill()
+    if way == "restored":
+        lost = restore(copy, state, replace=True).replaced
+        assert lost is not None
+    else:
+        lost = state.with_name("lost")
+        state.rename(lost)
+        copy_state(copy, state)
+    fleet.start_server()
+    return lost

@@ -29,13 +29,11 @@ from tests.fault.books import (
     replay,
     trainings,
 )
-from tests.fault.owing import OwingFleet, owing_job, start
+from tests.fault.owing import WAYS, OwingFleet, owing_job, start
 from tests.fault.patience import patiently
 from tests.fleets import Control, until_watching
 from tests.system.wire import WireClient, payload_of
 from tests.waiting import until
-
-WAYS = ("restored", "copied")
 
 
 def started(fleet: OwingFleet, **keys: object) -> int:

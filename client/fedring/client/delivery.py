@@ -14,6 +14,9 @@ from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+_NOT_A_WORKER = "not_a_worker"
+"""Why a server refuses what a worker has of a group that was lost since: the round is to be trained by another one."""
+
 
 class Delivery:
     """Moves updates from the spool to the server, and keeps the residual true to what the server has."""
@@ -40,6 +43,8 @@ class Delivery:
             assignment.idle = isinstance(error, Undecided | GivenUp) or error.reason == "interrupted"
             if not assignment.idle and error.reason != "closed":
                 self._spool.drop()
+            if error.reason == _NOT_A_WORKER:
+                self._link.call(lambda: self._link.session.inbox.again(assignment))
             raise
         finally:
             self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)

@@ -79,6 +79,12 @@ class Inbox:
         self._filled.set()
         return self.current
 
+    async def again(self, assignment: Assignment) -> None:
+        """Hand the assignment out once more, if it is the one in hand and still wanted."""
+        if assignment is self.current:
+            self._round = assignment
+            self._filled.set()
+
     def evaluate(self, command: pb.EvaluateCmd) -> None:
         """Evaluate this model next, and no other that still waits."""
         self._evaluation = EvaluationOrder(command, time.monotonic() + command.deadline_seconds)
