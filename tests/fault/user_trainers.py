@@ -23,19 +23,6 @@ def gated(model: nn.Module, samples: Any, plan: Any) -> int:
     return 1
 
 
-def noted(model: nn.Module, samples: Any, plan: Any) -> int:
-    """Add one, and note in a file from what; at the gate as the other."""
-    values = next(model.parameters())
-    with Path(os.environ["FL_TEST_NOTES"]).open("a") as notes:
-        notes.write(f"{values.flatten()[0].item():g}\n")
-    if gate := os.environ.get("FL_TEST_GATE"):
-        Path(gate + ".began").write_text("began")
-        Path(gate).read_text()
-    with torch.no_grad():
-        values.add_(1)
-    return 1
-
-
 def still(model: nn.Module, samples: Any, plan: Any) -> int:
     """Learn nothing: what is sent then is what was owed."""
     return 1
