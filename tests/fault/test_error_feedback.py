@@ -184,8 +184,8 @@ def test_while_a_server_is_frozen_the_client_that_asks_it_keeps_its_update(tmp_p
             else:  # the time of that round is over: the next one asks again
                 patiently(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
                 fleet.end(fleet.begin())
+            fleet.until_noted()
         assert "dropped the spooled update of round 2, which is over" in client.log.read_text()
-        fleet.until_noted()
         sent, owed = replay(0, trainings(notes_of(fleet.folder)), accepted_in(fleet.state), SMALL)
         assert [each.training.number for each in sent] == [0, 2]
         np.testing.assert_array_equal(owed_by(fleet.folder, SMALL), owed)
