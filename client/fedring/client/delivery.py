@@ -43,6 +43,9 @@ class Delivery:
             assignment.idle = isinstance(error, Undecided | GivenUp) or error.reason == "interrupted"
             if not assignment.idle and error.reason != "closed":
                 self._spool.drop()
+            if not assignment.idle and error.reason not in ("closed", _NOT_A_WORKER):
+                # Should the server ask for this very round again, it was put back to before it, and wants it anew.
+                assignment.over = assignment.over or error.reason
             if error.reason == _NOT_A_WORKER:
                 self._link.call(lambda: self._link.session.inbox.again(assignment))
             raise
@@ -108,9 +111,13 @@ class Delivery:
 
     def _accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
         self._spool.accept(spooled, residual)
-        header = spooled.header
-        last = pb.LastAccepted(epoch=header.epoch, round=header.round, name=spooled.offer.name)
-        self._link.connection.last_accepted = last
+        header, known = spooled.header, self._link.connection.last_accepted
+        if (header.epoch, header.round) >= (
+            known.epoch,
+            known.round,
+        ):  # else it is the one of a folder that was put back
+            last = pb.LastAccepted(epoch=header.epoch, round=header.round, name=spooled.offer.name)
+            self._link.connection.last_accepted = last
 
     def _push(self, spooled: Spooled, ended: Callable[[], str], deadline: float) -> None:
         link = self._link
