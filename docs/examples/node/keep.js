@@ -54,7 +54,6 @@ export class Keep {
    */
   compare(run, last) {
     if (!last) return;
-    if (this.update?.offer.name === last.name) this.accepted(this.update);
     const kept = this.residual;
     if (kept?.run_id !== run || kept.name === last.name) return;
     const [ours, theirs] = [kept, last].map(({ epoch, round }) => (BigInt(epoch) << 64n) + BigInt(round));

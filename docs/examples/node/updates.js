@@ -20,8 +20,8 @@ const WITHOUT_RESIDUAL = ['fp32', 'uniform'];
  * @param {import('./models.js').Values} model What the training started from.
  * @param {import('./models.js').Values & {samples: number, seconds: number, metrics: object}} learned
  * @param {import('./keep.js').Residual | undefined} residual
- * @returns {{update: import('./keep.js').Update, said: object}} Also its vectors: as the server reads them, what earlier
- *   updates left out (`carried`), and what this one does (`left`).
+ * @returns {{update: import('./keep.js').Update, said: object}} Also what is in it: what was learned, what is carried on from
+ *   earlier updates, both vectors as the server reads them, and what is left out.
  */
 export function makeUpdate(command, clientId, model, learned, residual) {
   const { run_id, epoch, round, model_digest: base_digest } = command;
@@ -61,7 +61,7 @@ export function makeUpdate(command, clientId, model, learned, residual) {
   const left = target.map((x, i) => x - parameters[i]);
   if (!WITHOUT_RESIDUAL.includes(command.encoding.name))
     update.residual = { run_id, schema_hash, epoch, round, name, values: left };
-  return { update, said: { parameters, buffers, carried: owed, left: update.residual?.values } };
+  return { update, said: { learned: delta, carried: owed, parameters, left: update.residual?.values, buffers } };
 }
 
 /** Write down what an update says, for whoever wants to check the server's arithmetic. */
