@@ -299,30 +299,47 @@ def test_a_client_killed_before_it_is_told_of_its_acceptance_loses_nothing(
         events.cancel()
 
 
-def test_a_client_whose_folder_was_put_back_sends_nothing_twice(place: Path, server: Fleet, tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", [True, False], ids=["told of its acceptance", "not told"])
+def test_a_client_whose_folder_was_put_back_sends_nothing_twice(
+    place: Path, server: Fleet, tmp_path: Path, told: bool
+) -> None:
     with (
         Control(server.control) as control,
-        NodeClient(place, server.listen, "node-1", tmp_path) as node,
+        Gate(server.listen) as gate,
+        NodeClient(place, gate.address, "node-1", tmp_path) as node,
     ):
 
-        def round_() -> Said:
+        def round_() -> int:
             until_watching(control, 1)
-            job_id, events = run(control, model_args={"size": 100}, encoding="int8")
-            *_, last = (event.round for event in events if event.round)
-            assert control.job(job_id).rounds_done == 1
-            return node.said(last)
+            _, events = run(control, model_args={"size": 10_000}, encoding="int8")
+            return next(event.round for event in events if event.kind == "update_accepted")
 
+        def killed() -> None:
+            events = control.events()
+            node.kill()
+            gate.open()
+            next(event for event in events if event.kind == "client_lost")
+            events.cancel()
+
+        def until_noted(round_: int) -> Said:
+            until(lambda: node.said(round_).name in node.log)
+            return node.said(round_)
+
+        if not told:
+            until_watching(control, 1)
+            gate.hold("down", after=5_000)
         first = round_()
+        if told:
+            until_noted(first)
+        killed()
         shutil.copytree(node.state, tmp_path / "copy")
-        assert round_().carried.tobytes() == first.left.tobytes()
-        events = control.events()
-        node.kill()
-        next(event for event in events if event.kind == "client_lost")
-        events.cancel()
+        node.start()
+        assert until_noted(round_()).carried.tobytes() == node.said(first).left.tobytes()
+        killed()
         shutil.rmtree(node.state)
         (tmp_path / "copy").rename(node.state)
         node.start()
-        assert len(round_().carried) == 0
+        assert len(until_noted(round_()).carried) == 0
 
 
 def test_a_round_survives_its_server_and_needs_no_training_twice(place: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ export class Client {
     });
     this.keep.saveSecret(reply.resume_secret);
     this.keep.compare(reply.run_id, reply.last_accepted);
-    this.lastName = reply.last_accepted?.name;
+    this.last = reply.last_accepted?.name;
     const watch = (this.watch = session.talk('Watch', { patience: reply.lost_after_seconds }));
     const beat = () => watch.call.write({ matched: this.matched, ...this.doing });
     const timer = setInterval(beat, reply.heartbeat_seconds * 1000);
@@ -153,7 +153,7 @@ export class Client {
     const old = this.task;
     const same = old && ['run_id', 'epoch', 'round', 'model_digest'].every((key) => old.command[key] === command[key]);
     if (same && !old.done) return old.renew(command);
-    if (same && old.accepted && old.accepted === this.lastName) return;
+    if (same && old.accepted && old.accepted === this.last) return;
     if (same && old.failure) return this.#fail(old, old.failure);
     old?.over('another command takes its place');
     const task = (this.task = new Task(command));
@@ -248,8 +248,10 @@ export class Client {
       task.signal.throwIfAborted(); // nobody knows yet: the next command finds it, too
       if (this.fault) throw error;
     }
-    if (accepted) this.#accepted(task, update);
-    else this.keep.saveUpdate(undefined);
+    if (!accepted) return this.keep.saveUpdate(undefined);
+    this.#accepted(update);
+    const { run_id, last_accepted } = this.session?.reply ?? {};
+    this.keep.compare(run_id, last_accepted); // what it left out has been sent since, if another one was accepted after it
   }
 
   async #push(task, update) {
@@ -260,12 +262,12 @@ export class Client {
       if (!task.signal.aborted && !this.fault) this.keep.saveUpdate(undefined);
       throw Object.assign(error, { failure: 'update_refused' });
     }
-    this.#accepted(task, update);
+    task.accepted = this.last = update.offer.name;
+    this.#accepted(update);
   }
 
-  #accepted(task, update) {
+  #accepted(update) {
     this.keep.accepted(update);
-    task.accepted = this.lastName = update.offer.name;
     say(`accepted: ${update.offer.name}`);
   }
 }
