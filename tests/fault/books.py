@@ -125,31 +125,68 @@ def model(state: Path, version: int, size: int) -> Values:
     return values
 
 
-def check_rounds(state: Path, clients: Sequence[Path], rounds: int, size: int, *lost: Path) -> None:
+def stories(
+    client: int, done: Sequence[Training], accepted: Collection[str], forgotten: Collection[str], size: int
+) -> list[tuple[list[Sent], Values]]:
+    """Keep the client's books in each way in which they can have been kept.
+
+    Args:
+        client: its index, which decides its deltas.
+        done: its trainings.
+        accepted: the digests of payloads that the server knows to have accepted.
+        forgotten: those that it knows no more; the client may have been told of each, or not.
+        size: of the model.
+
+    Returns:
+        Of each way the updates that counted for the client, and what it owes after them.
+    """
+    ways: list[tuple[list[Sent], Values]] = [([], np.zeros(size, np.float32))]
+    for training in done:
+        after: list[tuple[list[Sent], Values]] = []
+        for sent, owed in ways:
+            made = compress(delta_of(client, training.number, size), owed, ENCODING)
+            digest = name_of(made.payload)
+            if digest not in accepted:
+                after.append((sent, owed))
+            if digest in accepted or digest in forgotten:
+                assert made.residual is not None
+                values = decode(made.payload, name=ENCODING.name, length=size)
+                after.append(([*sent, Sent(training, digest, values)], made.residual))
+        ways = after
+    return ways
+
+
+def check_rounds(state: Path, clients: Sequence[Path], size: int, *lost: Path) -> int:
     """Every accepted update, every model and every residual is what the clients' notes say.
 
     Args:
         state: the server's, which keeps all models and updates.
         clients: the state folders of all its clients, named client-0, client-1 and so on; their notes lie beside them.
-        rounds: how many there were.
         size: of the model.
         lost: states whose updates the clients have been told to be accepted, too.
+
+    Returns:
+        How many updates counted.
     """
-    bases = {number: (version, digest) for number, version, digest in _bases(state)}
-    assert sorted(bases) == list(range(1, rounds + 1))
+    known, forgotten = accepted_in(state), accepted_in(*lost)
+    rounds = {number: (version, digest, published) for number, version, digest, published in _rounds(state)}
     counted: defaultdict[int, list[Sent]] = defaultdict(list)
     for index, folder in enumerate(clients):
-        sent, owed = replay(index, trainings(notes_of(folder)), accepted_in(state, *lost), size)
-        np.testing.assert_array_equal(owed_by(folder, size), owed)
-        explained = {each.digest: each for each in sent}
-        for number, digest in _updates(state, f"client-{index}"):
-            begun = explained[digest].training
-            assert (begun.round, begun.base) == (number, bases[number][1])
-            counted[number].append(explained[digest])
-    for number, (version, _) in bases.items():
+        updates, owes = dict(_updates(state, f"client-{index}")), owed_by(folder, size)
+        ways = stories(index, trainings(notes_of(folder)), known, forgotten, size)
+        found = [sent for sent, owed in ways if np.array_equal(owed, owes)]
+        explained = [way for sent in found if (way := {each.digest: each for each in sent}).keys() >= updates.keys()]
+        assert explained, f"none of {len(ways)} ways, {len(found)} of them with this residual"
+        for digest, number in updates.items():
+            sent = explained[0][digest]
+            assert (sent.training.round, sent.training.base) == (number, rounds[number][1])
+            counted[number].append(sent)
+    for number, (version, _, published) in rounds.items():
         values = [each.values for each in counted[number]]
-        step = sum(values, np.zeros(size, np.float64)) / len(values)
-        np.testing.assert_array_equal(model(state, version + 1, size), model(state, version, size) + step)
+        if published:
+            step = sum(values, np.zeros(size, np.float64)) / len(values)
+            np.testing.assert_array_equal(model(state, published, size), model(state, version, size) + step)
+    return sum(map(len, counted.values()))
 
 
 def notes_of(folder: Path) -> Path:
@@ -162,14 +199,14 @@ def copy_state(state: Path, copy: Path) -> None:
     shutil.copytree(state, copy, symlinks=True)
 
 
-def _bases(state: Path) -> Iterator[tuple[int, int, str]]:
-    """Each round's number, and the version and the digest of the model that it starts from."""
-    query = "SELECT r.round, version, digest FROM rounds r JOIN models ON version = r.base_version"
-    for number, version, digest in ask(state, query):
-        yield int(str(number)), int(str(version)), str(digest)
+def _rounds(state: Path) -> Iterator[tuple[int, int, str, int]]:
+    """Each round's number, the version and the digest of the model that it starts from, and what it published or 0."""
+    query = "SELECT r.round, version, digest, model_version FROM rounds r JOIN models ON version = r.base_version"
+    for number, version, digest, published in ask(state, query):
+        yield int(str(number)), int(str(version)), str(digest), int(str(published))
 
 
-def _updates(state: Path, client: str) -> Iterator[tuple[int, str]]:
-    """Of each accepted update of the client the round and the payload's digest."""
-    for number, digest in ask(state, "SELECT round, digest FROM updates WHERE client_id = ?", client):
-        yield int(str(number)), str(digest)
+def _updates(state: Path, client: str) -> Iterator[tuple[str, int]]:
+    """Of each accepted update of the client the payload's digest and the round."""
+    for digest, number in ask(state, "SELECT digest, round FROM updates WHERE client_id = ?", client):
+        yield str(digest), int(str(number))

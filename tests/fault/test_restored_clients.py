@@ -88,7 +88,7 @@ def test_clients_that_keep_running_train_at_once_from_the_model_of_then(tmp_path
         epochs = [epoch for (epoch,) in ask(fleet.state, "SELECT DISTINCT epoch FROM updates ORDER BY 1")]
         assert len(epochs) == (2 if way == "restored" else 1)
         assert [each.round for each in trainings(notes_of(fleet.folders[1]))] == [1, 2, 3, 4, 5, 4, 5, 6]
-        check_rounds(fleet.state, fleet.folders, 6, size, lost)
+        assert check_rounds(fleet.state, fleet.folders, size, lost) == 12
         assert [client.log.read_text().count("dropped the residual") for client in fleet.clients] == [0, 0]
 
 
@@ -155,7 +155,7 @@ def test_a_spooled_update_counts_if_the_open_round_starts_from_its_model(tmp_pat
         fleet.let_through()
         assert [each.delivered for each in ended(fleet, job_id)] == [1, 1, 1]
         until(lambda: has_noted(fleet.folders[0], fleet.state, "client-0"))
-        check_rounds(fleet.state, fleet.folders, 3, SMALL)
+        assert check_rounds(fleet.state, fleet.folders, SMALL) == 3
 
 
 @pytest.mark.parametrize("way", WAYS)
