@@ -129,8 +129,11 @@ def test_a_held_model_is_not_taken_for_another_one_of_its_number(tmp_path: Path,
         assert last.round == 3
         assert held.base != begun.base
         assert [begun.base, last.base] == digests[1:3]
-        whole, step = ({c.client_id: c.download_bytes for c in each.clients}["client-0"] for each in rounds[1:])
-        assert step < 4 * SMALL < whole  # nothing of the one that it held was of use
+        first, second, step = (
+            {c.client_id: c.download_bytes for c in each.clients}.get("client-0", 0) for each in rounds
+        )
+        # Nothing of the one that it held was of use: it got one whole, in the first round if it was back by then.
+        assert step < 4 * SMALL < first + second
 
 
 @pytest.mark.parametrize("way", WAYS)
