@@ -1,14 +1,10 @@
 """A fleet goes over to another authority while it trains: no daemon is started again, and no round is lost."""
 
-import select
 import shutil
-import socket
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -19,6 +15,7 @@ from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.tls import Tls
 from tests.fleets import PATIENCE, Control, Fleet
 from tests.forks import Daemon
+from tests.lines import Line
 from tests.pki import Pki
 
 CLIENTS = ("client-0", "client-1")
@@ -27,54 +24,6 @@ STEPS = [("old", ("old", "new")), ("new", ("old", "new")), ("new", ("new",))]
 
 TOGETHER = {"mode": "data_parallel", "batch_size": 32, "data_parallel": {"replacement_seconds": PATIENCE}}
 JOBS: dict[str, dict[str, Any]] = {"federated": {}, "data_parallel": TOGETHER}
-
-
-class Wire:
-    """A way to a server on which all connections can be cut, as they are when they have grown old."""
-
-    def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._open: set[socket.socket] = set()
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join()
-        self.cut()
-        for thread in self._threads:
-            thread.join()
-        self._listener.close()
-
-    def cut(self) -> None:
-        """Every connection that there was ends."""
-        for end in list(self._open):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self) -> None:
-        with suppress(OSError):  # the listener has been shut down
-            while True:
-                one, other = self._listener.accept()[0], socket.create_connection(self._target)
-                self._threads.append(threading.Thread(target=self._carry, args=({one: other, other: one},)))
-                self._threads[-1].start()
-
-    def _carry(self, ends: dict[socket.socket, socket.socket]) -> None:
-        self._open.update(ends)
-        with ExitStack() as stack, suppress(OSError):
-            for end in ends:
-                stack.callback(self._open.discard, stack.enter_context(end))
-            while True:
-                for end in select.select(list(ends), [], [])[0]:
-                    if not (data := end.recv(1 << 16)):
-                        return
-                    ends[end].sendall(data)
 
 
 class Party:
@@ -142,8 +91,8 @@ def test_a_job_goes_on_while_everybody_changes_to_another_authority(tmp_path: Pa
     table = parties["server"].tls.model_dump(mode="json")
     with (
         Fleet(tmp_path, {"tls": table}) as fleet,
-        Wire(fleet.listen) as wire,
-        running(tmp_path, wire.address, parties) as clients,
+        Line(fleet.listen) as line,
+        running(tmp_path, line.address, parties) as clients,
         open_sync_channel(fleet.control, old.tls("operator")) as channel,
         Control(fleet.control, channel=channel) as control,
     ):
@@ -154,7 +103,7 @@ def test_a_job_goes_on_while_everybody_changes_to_another_authority(tmp_path: Pa
             for names in (["server"], CLIENTS):
                 for name in names:
                     parties[name].install(authorities[pki], *(authorities[which] for which in trusted))
-                wire.cut()
+                line.cut()
                 story.until("client_joined", CLIENTS)
                 for _ in range(2):  # the first may have begun before
                     story.until("round_published")

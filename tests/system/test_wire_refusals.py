@@ -1,5 +1,6 @@
 """What the wire refuses beside updates: downloads, evaluations and ids that make no sense, and what gRPC refuses."""
 
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -149,6 +150,29 @@ def test_a_method_that_no_port_serves_is_refused_with_a_reason(server: Fleet) ->
             for path in ("/fedring.v1.TrainCmdService/Leave", "/fedring.v1.ControlService/Leave", "/a.B/c", "x", ""):
                 error = refusal(lambda path=path, channel=channel: channel.unary_unary(path)(b"", timeout=SECONDS))  # type: ignore[misc]  # bound now
                 assert (error.code, error.reason) == (StatusCode.UNIMPLEMENTED, "unknown_method")
+
+
+def test_a_path_that_is_no_text_ends_its_call_alone(server: Fleet) -> None:
+    for address in (server.listen, server.control):
+        headers = {":method": "POST", ":scheme": "http", ":path": "/\xe6", ":authority": "x"}
+        headers |= {"te": "trailers", "content-type": "application/grpc"}
+        fields = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        block = b"".join(bytes([0, len(name)]) + name + bytes([len(value)]) + value for name, value in fields)
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), SECONDS) as peer, peer.makefile("rb") as answers:
+            peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0) + frame(1, 5, 1, block))
+            while head := answers.read(9):  # until the call has been answered
+                answers.read(int.from_bytes(head[:3], "big"))
+                if int.from_bytes(head[5:], "big") == 1:
+                    break
+        with grpc.insecure_channel(address) as channel:
+            error = refusal(lambda channel=channel: channel.unary_unary("/a.B/c")(b"", timeout=SECONDS))  # type: ignore[misc]  # bound now
+        assert error.reason == "unknown_method"
+
+
+def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
+    """A frame of HTTP/2: 4 = settings, 1 = headers; flags 1 = the stream's last, 4 = all of the headers."""
+    return len(content).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + content
 
 
 class TestWhatGrpcRefusesItself:
