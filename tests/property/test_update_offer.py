@@ -5,7 +5,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedring.codec.digest import name_of, update_name
+from fedring.codec.digest import is_blake3, name_of, update_name
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay
 from fedring.server.admit import open_offer
 from fedring.v1 import federation_pb2 as pb
@@ -82,8 +82,9 @@ def test_noise_makes_nothing_but_a_refusal_or_what_it_says(header: bytes, digest
         offered = open_offer(offer)
     except BadUpdate:
         assert offer.name == true
-        with pytest.raises(DecodeError):
-            pb.UpdateHeader.FromString(header)
+        if is_blake3(digest):
+            with pytest.raises(DecodeError):
+                pb.UpdateHeader.FromString(header)
     except DamagedOnTheWay:
         assert offer.name != true
     else:

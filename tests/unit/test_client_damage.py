@@ -128,7 +128,7 @@ def test_a_bit_that_flips_on_the_way_costs_no_round(peer: "Peer", settings: dict
 
 
 @pytest.mark.parametrize("what", ["the end of the payload", "its middle", "the header", "its name"])
-def test_an_update_that_was_damaged_in_the_spool_is_refused_at_once(
+def test_an_update_that_was_damaged_in_the_spool_is_trained_again(
     peer: "Peer", settings: dict[str, Any], model: nn.Module, what: str
 ) -> None:
     state = leave_behind(peer, settings, model, accepted=False)
@@ -141,9 +141,8 @@ def test_an_update_that_was_damaged_in_the_spool_is_refused_at_once(
         peer.joins.get(timeout=SECONDS)
         peer.train(peer.command(model, round_=1, encoding="fp32_sparse"))
         task = executor.submit(next, federation)
-        assert peer.failures.get(timeout=SECONDS).reason == "damaged_spool"
-        peer.train(peer.command(model, round_=2))
-        assert task.result(SECONDS).round == 2
-    assert len(peer.ways) == 1
+        assert task.result(SECONDS).round == 1
+        assert peer.failures.empty()
+    assert len(peer.ways) == ("payload" in what or "middle" in what)  # a damaged offer is not even sent
     assert (Spool(state).pending(), (state / "update.residual").exists()) == (None, False)
     assert peer.accepted.empty()
