@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fedring.codec.digest import Digest
+from fedring.codec.digest import Digest, update_name
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.v1 import federation_pb2 as pb
 
@@ -69,6 +69,8 @@ class Spooled:
     @property
     def is_sound(self) -> bool:
         """Whether what would be sent is what was spooled; reads the whole payload."""
+        if not _is_called_right(self.offer):
+            return False
         digest = Digest(like=self.offer.payload_digest)
         with self.reader() as read:
             for offset in range(0, self.header.total_bytes, CHUNK_BYTES):
@@ -136,6 +138,8 @@ class Spool:
                 if (magic, version) != (_MAGIC, _VERSION):
                     raise struct.error
                 offer = pb.UpdateOffer.FromString(file.read(length))
+                if not _is_called_right(offer):  # nobody could be asked about it
+                    raise struct.error
                 header = pb.UpdateHeader.FromString(offer.header)
                 start = _PREFIX.size + length
                 if start + header.total_bytes == os.fstat(file.fileno()).st_size:
@@ -143,7 +147,7 @@ class Spool:
         except FileNotFoundError:
             return None
         except (OSError, struct.error, DecodeError):
-            pass  # a kill in the middle of the writing leaves less than a whole
+            pass  # a kill in the middle of the writing leaves less than a whole; or the disk has damaged it
         log.warning("dropped a spooled update that is not whole")
         self.drop()
         return None
@@ -226,6 +230,10 @@ class Spool:
         log.info("dropped the residual of %s", why)
         self._residual_file.unlink()
         return None
+
+
+def _is_called_right(offer: pb.UpdateOffer) -> bool:
+    return update_name(offer.header, offer.payload_digest) == offer.name
 
 
 def _noted_in(metadata: Mapping[str, str]) -> pb.LastAccepted | None:
