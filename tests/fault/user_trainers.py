@@ -55,11 +55,3 @@ def steady(model: nn.Module, samples: Any, plan: Any) -> int:
         for parameter in model.parameters():
             parameter.add_(1)
     return 1
-
-
-def steady(model: nn.Module, samples: Any, plan: Any) -> int:
-    """Add one to each value."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    return 1
