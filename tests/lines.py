@@ -9,15 +9,13 @@ from types import TracebackType
 from typing import Self
 
 _PREFACE = 24  # bytes that begin a connection of HTTP/2
-_HEAD = 9  # bytes of a frame's own: length u24, type u8, flags u8, stream u32, big endian
-_DATA = 0  # the type of frames that carry messages
 
 Change = Callable[[bytes], bytes]
-"""What a client has sent, as it goes on to the server; the rest of it, or more, may follow with the next bytes."""
+"""What a client has sent, as it goes on to the server; it may be held back until more comes. OSError ends both ways."""
 
 
 class Line:
-    """Connections to a server, through this process; `connections` have been made so far.
+    """Connections to a server, through this process; `connections` have been made so far, of which `open` last.
 
     Args:
         target: the server's address.
@@ -45,6 +43,11 @@ class Line:
         for thread in self._threads:
             thread.join()
         self._listener.close()
+
+    @property
+    def open(self) -> int:
+        """How many connections there are now."""
+        return len(self._open) // 2
 
     def cut(self) -> None:
         """Every connection that there was ends."""
@@ -76,10 +79,18 @@ class Line:
 
 
 class Frames:
-    """A change of the messages alone, frame by frame: `change` is given the stream and the bytes of each."""
+    """A change of whole frames of one type.
 
-    def __init__(self, change: Callable[[int, bytes], bytes]) -> None:
-        self._change = change
+    Args:
+        change: is given such a frame, and returns it as it goes on.
+        kind: DATA, or HEADS.
+    """
+
+    DATA, HEADS = 0, 1  # what carries messages, and what begins calls
+    HEAD_BYTES = 9  # length u24, type u8, flags u8, stream u32, big endian; then comes the content
+
+    def __init__(self, change: Change, kind: int = DATA) -> None:
+        self._change, self._kind = change, kind
         self._held = b""  # a frame that has not come whole yet
         self._started = False
 
@@ -88,11 +99,11 @@ class Frames:
         held, passed = self._held + data, []
         if not self._started and len(held) >= _PREFACE:
             self._started, passed, held = True, [held[:_PREFACE]], held[_PREFACE:]
-        while self._started and len(held) >= (end := _HEAD + int.from_bytes(held[:3], "big")) >= _HEAD:
-            head, content, held = held[:_HEAD], held[_HEAD:end], held[end:]
-            if head[3] == _DATA:
-                content = self._change(int.from_bytes(head[5:], "big"), content)
-            passed.append(head + content)
+        while self._started and self.HEAD_BYTES <= (end := self.HEAD_BYTES + int.from_bytes(held[:3], "big")) <= len(
+            held
+        ):
+            frame, held = held[:end], held[end:]
+            passed.append(self._change(frame) if frame[3] == self._kind else frame)
         self._held = held
         return b"".join(passed)
 

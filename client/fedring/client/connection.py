@@ -1,6 +1,7 @@
 """The channel to fl-server, and the session that every call on it names."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -19,7 +20,7 @@ from fedring.daemon.tracing import trace_metadata
 from fedring.rpc.channel import open_channel
 from fedring.rpc.chunks import part_parser, serialize
 from fedring.rpc.contract import PROTOCOL, SESSION_KEY
-from fedring.rpc.errors import Unavailable, reason_of, status_of
+from fedring.rpc.errors import FedringError, Unavailable, reason_of, status_of
 from fedring.rpc.metrics import counted
 from fedring.rpc.tls import read_token
 from fedring.v1 import federation_pb2 as pb
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 CALL_SECONDS = 10.0
 """Deadline of a call that moves no payload."""
 
+_DOUBTFUL = {StatusCode.UNIMPLEMENTED, StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.DEADLINE_EXCEEDED}
+
 Metadata = tuple[tuple[str, str], ...]
 
 _NO_CALL: tuple[Metadata, Any] = ((), None)
@@ -41,6 +44,15 @@ _FINAL = {
     StatusCode.PERMISSION_DENIED: Exit.NOT_ALLOWED,
     StatusCode.UNAUTHENTICATED: Exit.NOT_ALLOWED,
 }
+
+
+def is_doubtful(error: aio.AioRpcError | FedringError) -> bool:
+    """Return whether a call failed as calls do on a connection that is of no use any more.
+
+    Both its sides number the calls, and remember parts of their heads. One bit of a head that is flipped on its way can
+    have the server misread every further call, or not notice them, while those in progress go on as ever.
+    """
+    return (error.status if isinstance(error, FedringError) else status_of(error)) in _DOUBTFUL
 
 
 @contextmanager
@@ -76,13 +88,15 @@ class Connection:
         self._authorization: Metadata = ()
         self._small = _NO_CALL  # for small updates, which waits for the next one; and its metadata
         self._channels: list[aio.Channel] = []  # the newest is last; the one before may still have calls
+        self._watched: aio.Channel | None = None  # that of the session's stream
         self._startup = startup_seconds()
         self.reopen()
 
     def reopen(self) -> None:
         """New calls go over a new channel, with the certificate and the token as they are on disk now."""
-        self._stamp = self._tls.stamp()
+        stamp = self._tls.stamp()
         opened = open_channel(self.address, self._tls, own_connection=bool(self._channels))
+        self._stamp = stamp  # not before: files that cannot be used are looked at again
         channel = counted(opened, self.metrics.calls)
         self._channels.append(channel)
         self.commands = TrainCmdServiceStub(channel)
@@ -109,8 +123,25 @@ class Connection:
                 self.reopen()
         except (ConfigError, OSError) as error:  # they are being written: the next session looks again
             log.warning("the new certificate or token cannot be used, the old one stays: %s", error)
-        while len(self._channels) > 2:
-            await self._channels.pop(0).close()
+        self._watched = None
+        await self._close_unused()
+
+    async def reconnect(self) -> None:
+        """New calls go over a new connection; those in progress stay where they are."""
+        try:
+            self.reopen()
+        except (ConfigError, OSError) as error:  # as above
+            log.warning("there is no new connection, the old one stays: %s", error)
+        await self._close_unused()
+
+    async def _close_unused(self) -> None:
+        """Close the channels that have no calls any more: all but the newest two, and that of the session's stream."""
+        unused = [channel for channel in self._channels[:-2] if channel is not self._watched]
+        self._channels = [channel for channel in self._channels if channel not in unused]
+        for channel in unused:
+            await channel.close()
+        if unused:
+            gc.collect()  # a call of grpc.aio that is done holds itself, and its connection with it
 
     async def join(self, *, wait: bool) -> pb.JoinReply:
         """Open a session; Refused if this client will never get one. With `wait`, be patient with a silent server."""
@@ -137,6 +168,7 @@ class Connection:
             self.metrics.reconnects.inc()
         async with self._changed:
             self.session, self.last_accepted = session, session.last_accepted
+            self._watched = self._channels[-1]
             self._changed.notify_all()
         return session
 

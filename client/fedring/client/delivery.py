@@ -8,7 +8,7 @@ from fedring.client.errors import Closed, RoundOver, UpdateRefused
 from fedring.client.inbox import Assignment
 from fedring.client.link import Link
 from fedring.client.spool import Residual, Spool, Spooled
-from fedring.client.upload import GivenUp, Undecided, Upload
+from fedring.client.upload import DamagedSpool, GivenUp, Undecided, Upload
 from fedring.daemon.tracing import span
 from fedring.v1 import federation_pb2 as pb
 
@@ -36,7 +36,8 @@ class Delivery:
                 self._push(spooled, lambda: assignment.ended, assignment.deadline)
         except UpdateRefused as error:
             self._spool.drop()
-            self.fail(assignment, error.reason, error.detail)
+            if spooled.parts or not isinstance(error, DamagedSpool):  # what lay on the disk alone can be made again
+                self.fail(assignment, error.reason, error.detail)
             raise
         except RoundOver as error:
             # Another command may be why it was given up: of a server that was restored, and may want this very update.
@@ -57,7 +58,8 @@ class Delivery:
     def settle(self, assignment: Assignment) -> bool:
         """Bring an update of before to its end; whether nothing is to train now.
 
-        That is so if the update was of this very round, or if the server could not say what has become of it.
+        That is so if the update was of this very round, and not damaged, or if the server could not say what has become
+        of it.
         """
         spooled = self._spool.pending()
         if spooled is None:
@@ -67,6 +69,9 @@ class Delivery:
             log.info("sending the spooled update of round %d", header.round)
             try:
                 self.send(spooled, assignment)
+            except DamagedSpool:
+                log.warning("the spooled update of round %d was damaged on the disk: training again", header.round)
+                return False
             except RoundOver as error:
                 log.warning("the spooled update of round %d was not taken: %s", header.round, error)
             return True

@@ -8,7 +8,7 @@ from contextlib import suppress
 from grpc import StatusCode, aio
 
 from fedring.client.backoff import Backoff
-from fedring.client.connection import Connection, stray_cancellation
+from fedring.client.connection import Connection, is_doubtful, stray_cancellation
 from fedring.client.download import Download
 from fedring.client.errors import BadModel, RoundOver
 from fedring.client.held import Model
@@ -29,6 +29,11 @@ _AGAIN = {
     StatusCode.INTERNAL,
 }
 _REJOIN = {StatusCode.UNAUTHENTICATED, StatusCode.ABORTED}
+_AS_ASKED = {StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT, StatusCode.UNIMPLEMENTED}
+"""How also a request is refused that was damaged on its way."""
+
+_MOST_REFUSALS = 3
+"""Of a download; the last is believed."""
 
 
 class Models:
@@ -70,7 +75,7 @@ class Models:
         return self._held
 
     async def _download(self, download: Download, ended: Callable[[], str]) -> Model:
-        backoff = Backoff()
+        backoff, refusals = Backoff(), 0
         while not download.complete:
             session_id = self._connection.session.session_id
             try:
@@ -79,9 +84,12 @@ class Models:
                 continue
             except (aio.AioRpcError, FedringError) as error:
                 status = error.status if isinstance(error, FedringError) else status_of(error)
-                if status not in _AGAIN | _REJOIN:
+                refusals += status in _AS_ASKED
+                if status not in _AGAIN | _REJOIN | _AS_ASKED or refusals >= _MOST_REFUSALS:
                     reason = error.reason if isinstance(error, FedringError) else reason_of(error)
                     raise RoundOver(ended() or reason, str(error)) from error
+                if is_doubtful(error):
+                    await self._connection.reconnect()
             if why := ended():
                 raise RoundOver(why)
             with suppress(Unavailable), stray_cancellation():

@@ -11,7 +11,7 @@ from typing import Any
 from grpc import StatusCode, aio
 
 from fedring.client.backoff import Backoff
-from fedring.client.connection import CALL_SECONDS, Connection, stray_cancellation
+from fedring.client.connection import CALL_SECONDS, Connection, is_doubtful, stray_cancellation
 from fedring.client.errors import Refused
 from fedring.client.inbox import Inbox
 from fedring.daemon.exits import Exit
@@ -79,6 +79,8 @@ class Session:
             wait = lost is not None and _unreachable(lost)
             left = self._seconds_left(lost)
             self._say(*self._explain(lost))
+            if lost is not None and is_doubtful(lost):
+                await self._connection.reconnect()
             with suppress(Unavailable), stray_cancellation():
                 await asyncio.sleep(min(backoff.next(), left))
 
@@ -94,6 +96,8 @@ class Session:
             late = isinstance(error, aio.AioRpcError) and status_of(error) is UnknownRound.status
             level = logging.INFO if late else logging.WARNING
             log.log(level, "the evaluation of round %d was not taken: %s", report.round, reason)
+            if is_doubtful(error):
+                await self._connection.reconnect()
 
     async def report_failure(self, failure: pb.Failure) -> None:
         """The server learns with the next message, at once if it can be reached, that this round failed here."""

@@ -72,7 +72,7 @@ class Spooled:
     @property
     def is_sound(self) -> bool:
         """Whether what would be sent is what was spooled; reads the whole payload."""
-        if update_name(self.offer.header, self.offer.payload_digest) != self.offer.name:
+        if not _is_called_right(self.offer):
             return False
         digest = Digest(like=self.offer.payload_digest)
         with self.reader() as read:
@@ -142,6 +142,8 @@ class Spool:
                     raise struct.error
                 head = file.read(length)
                 offer = pb.UpdateOffer.FromString(head) if version == _VERSION else _offer_of_version_1(head, file)
+                if version == _VERSION and not _is_called_right(offer):  # nobody could be asked about it
+                    raise struct.error
                 header = pb.UpdateHeader.FromString(offer.header)
                 start = _PREFIX.size + length
                 if start + header.total_bytes == os.fstat(file.fileno()).st_size:
@@ -149,7 +151,7 @@ class Spool:
         except FileNotFoundError:
             return None
         except (OSError, struct.error, DecodeError):
-            pass  # a kill in the middle of the writing leaves less than a whole
+            pass  # a kill in the middle of the writing leaves less than a whole; or the disk has damaged it
         log.warning("dropped a spooled update that is not whole")
         self.drop()
         return None
@@ -243,6 +245,10 @@ def _offer_of_version_1(header: bytes, payload: BufferedReader) -> pb.UpdateOffe
     """What protocol 1 has spooled: a server that has accepted it knows it by its payload's SHA-256; none will now."""
     name = hashlib.file_digest(payload, "sha256").hexdigest()
     return pb.UpdateOffer(header=header, payload_digest=name, name=name)
+
+
+def _is_called_right(offer: pb.UpdateOffer) -> bool:
+    return update_name(offer.header, offer.payload_digest) == offer.name
 
 
 def _noted_in(metadata: Mapping[str, str]) -> pb.LastAccepted | None:

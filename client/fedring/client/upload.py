@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from grpc import StatusCode, aio
 
 from fedring.client.backoff import Backoff
-from fedring.client.connection import Connection, stray_cancellation
+from fedring.client.connection import Connection, is_doubtful, stray_cancellation
 from fedring.client.errors import RoundOver, UpdateRefused
 from fedring.client.spool import Spooled
 from fedring.rpc.chunks import CHUNK_BYTES, chunks
@@ -27,15 +27,14 @@ _FINAL = {
     StatusCode.ALREADY_EXISTS,
     StatusCode.PERMISSION_DENIED,
     StatusCode.OUT_OF_RANGE,
-    StatusCode.UNIMPLEMENTED,
 }
 
 
 MOST_TRIES = 3
 """Of one update whose bytes are damaged on their way."""
 
-_ON_THE_WAY = {"digest_mismatch", "bad_chunk", "bad_request", "truncated"}
-"""What only bytes can be refused with that are not those that were sent."""
+_ON_THE_WAY = {"digest_mismatch", "damaged", "bad_chunk", "bad_request", "truncated", "unknown_method", "unimplemented"}
+"""What only bytes are refused with that are not those that were sent, in an upload or in the beginning of one."""
 
 
 class Undecided(RoundOver):
@@ -44,6 +43,13 @@ class Undecided(RoundOver):
 
 class GivenUp(RoundOver):
     """The round ended here before the server had all of the update; it has not said that it will never take it."""
+
+
+class DamagedSpool(UpdateRefused):
+    """The server does not have the update, and it is not on this side any more either."""
+
+    def __init__(self) -> None:
+        super().__init__("damaged_spool", "the update was damaged while it waited to be sent")
 
 
 class Upload:
@@ -72,6 +78,8 @@ class Upload:
                     return await (self._push_small() if small else self._push())
             except (aio.AioRpcError, FedringError) as error:
                 rejoin = self._judge(error)
+                if is_doubtful(error):
+                    await self._connection.reconnect()
                 if isinstance(error, aio.AioRpcError) and reason_of(error) in _ON_THE_WAY:
                     damaged += 1
                     await self._try_otherwise(error, damaged)
@@ -103,16 +111,17 @@ class Upload:
         The second one is in chunks, the third over a new connection.
 
         Raises:
-            UpdateRefused: if there was a third one, or the update was damaged where it waited.
+            UpdateRefused: if there was a third one.
+            DamagedSpool: if the update was damaged where it waited.
         """
         reason, detail = reason_of(error), error.details() or ""
         if not await asyncio.to_thread(lambda: self._spooled.is_sound):
-            raise UpdateRefused("damaged_spool", "the update was damaged while it waited to be sent") from error
+            raise DamagedSpool from error
         if tries >= MOST_TRIES:
             raise UpdateRefused(reason, f"{detail} (after {tries} tries)") from error
         log.warning("the update of round %d is sent again: %s", self._spooled.header.round, detail)
         if tries == MOST_TRIES - 1:
-            self._connection.reopen()
+            await self._connection.reconnect()
 
     async def _push_small(self) -> None:
         """All in one message."""
