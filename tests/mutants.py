@@ -249,8 +249,8 @@ MUTANTS = {
     ),
     "sending given up": Mutant(
         "client/fedring/client/delivery.py",
-        "isinstance(error, Undecided | GivenUp)",
-        "isinstance(error, Undecided)",
+        "isinstance(error, GivenUp) and error.reason in _UNTOLD",
+        "False",
         "tests/fault/test_restored_clients.py",
     ),
     "residual of before": Mutant(
