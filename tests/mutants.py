@@ -235,6 +235,48 @@ MUTANTS = {
         "            pass\n",
         "tests/fault/test_takeover.py",
     ),
+    "base of a spooled update": Mutant(
+        "client/fedring/client/delivery.py",
+        "if (header.run_id, header.round, header.base_digest) == assignment.start:",
+        "if (header.run_id, header.round) == assignment.start[:2]:",
+        "tests/fault/test_restored_clients.py",
+    ),
+    "held model": Mutant(
+        "client/fedring/client/models.py",
+        "if held and (held.digest, held.schema.hash) == (digest, schema.hash):",
+        "if held and held.schema.hash == schema.hash:",
+        "tests/fault/test_restored_clients.py",
+    ),
+    "sending given up": Mutant(
+        "client/fedring/client/delivery.py",
+        "isinstance(error, GivenUp) and error.reason in _UNTOLD",
+        "False",
+        "tests/fault/test_restored_clients.py",
+    ),
+    "residual of before": Mutant(
+        "client/fedring/client/task.py",
+        "command.schema_hash, last)",
+        "command.schema_hash, type(last)())",
+        "tests/fault/test_restored_clients.py",
+    ),
+    "accepted unheard": Mutant(
+        "client/fedring/client/delivery.py",
+        "            self._accept(spooled)\n",
+        "            self._spool.drop()\n",
+        "tests/fault/test_error_feedback.py",
+    ),
+    "newest of the pruned": Mutant(
+        "server/fedring/server/known.py",
+        'where(clients.c.last_name != "")',
+        'where(clients.c.last_name == "")',
+        "tests/fault/test_error_feedback.py",
+    ),
+    "epoch of an update": Mutant(
+        "server/fedring/server/uploads.py",
+        "epoch=self._coordinator.facts.store.epoch,",
+        "epoch=header.epoch,",
+        "tests/fault/test_error_feedback.py",
+    ),
     "expired sessions": Mutant(
         "server/fedring/server/federation.py",
         'raise Unauthenticated("the token of this session has expired", reason="expired_token")',

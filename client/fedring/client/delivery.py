@@ -14,6 +14,9 @@ from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+_UNTOLD = ("next_round", "deadline")
+"""Why an update is not sent on though the server has not said that its round is over. A command for another round may
+be of a server that was restored, and wants this very update."""
 _NOT_A_WORKER = "not_a_worker"
 """Why a server refuses what a worker has of a group that was lost since: the round is to be trained by another one."""
 
@@ -40,8 +43,8 @@ class Delivery:
                 self.fail(assignment, error.reason, error.detail)
             raise
         except RoundOver as error:
-            # Another command may be why it was given up: of a server that was restored, and may want this very update.
-            assignment.idle = isinstance(error, Undecided | GivenUp) or error.reason == "interrupted"
+            given_up = isinstance(error, GivenUp) and error.reason in _UNTOLD
+            assignment.idle = given_up or isinstance(error, Undecided) or error.reason == "interrupted"
             if not assignment.idle and error.reason != "closed":
                 self._spool.drop()
             if not assignment.idle and error.reason not in ("closed", _NOT_A_WORKER):
