@@ -86,8 +86,9 @@ def test_what_was_accepted_for_this_round_in_an_epoch_before_is_not_trained_agai
     settings: dict[str, Any], tmp_path: Path, accepted: str, fields: dict[str, Any], known: str, done: bool
 ) -> None:
     given: dict[str, Any] = {"run_id": "run", "epoch": 1, "round": 7, "model_digest": name_of(b"a model")}
+    asked_again: dict[str, Any] = {**given, "epoch": 2, **fields}
     before = Assignment(pb.TrainCmd(**given), 0.0, accepted=accepted)
-    now = Assignment(pb.TrainCmd(**given | {"epoch": 2} | fields), time.monotonic() + SECONDS, before=before)
+    now = Assignment(pb.TrainCmd(**asked_again), time.monotonic() + SECONDS, before=before)
     link = Link(ClientConfig(**settings), Metrics(), evaluates=False, tell=lambda sentence: None)
     try:
         link.connection.last_accepted = pb.LastAccepted(epoch=1, round=7, name=known)
