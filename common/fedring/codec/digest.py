@@ -56,6 +56,11 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+def is_blake3(text: str) -> bool:
+    """Return whether `text` can be a name as they are given now."""
+    return is_name(text) and text.startswith(_PREFIX)
+
+
 def update_name(header: bytes, payload_digest: str) -> str:
     """Return what an update is called (FORMATS.md, "Names").
 

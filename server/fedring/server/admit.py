@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from fedring.codec import BUFFERS, DELTA_ONLY, NAMES, Decoder, Reader
-from fedring.codec.digest import update_name
+from fedring.codec.digest import is_blake3, update_name
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.rpc.contract import MAX_FIGURE, MAX_HEADER_BYTES
@@ -59,13 +59,17 @@ def open_offer(offer: pb.UpdateOffer) -> Offered:
 
     Raises:
         DamagedOnTheWay: if the name is not that of the header and the payload's digest.
-        BadUpdate: "bad_header", if the header is too long or no header.
+        BadUpdate: "bad_header", if the header is too long or no header; "bad_digest", if the payload's digest is no name
+            by BLAKE3.
     """
     if len(offer.header) > MAX_HEADER_BYTES:
         text = f"a header of {len(offer.header)} bytes; at most {MAX_HEADER_BYTES} are taken"
         raise BadUpdate(text, reason="bad_header")
     if update_name(offer.header, offer.payload_digest) != offer.name:
         raise DamagedOnTheWay("the header is not what the update's name says: send it again")
+    if not is_blake3(offer.payload_digest):
+        text = f"payload_digest is {offer.payload_digest[:100]!r}: it must be blake3- and 64 lower-case hex digits"
+        raise BadUpdate(text, reason="bad_digest")
     try:
         header = pb.UpdateHeader.FromString(offer.header)
     except DecodeError:
