@@ -90,6 +90,10 @@ def _cut(text: str) -> str:
 async def _abort(error: Exception, context: Any, method: str) -> NoReturn:
     if isinstance(error, aio.AbortError):
         raise error
+    if isinstance(error, CodecError | FedringError):
+        # The error that gRPC raises below lies in a cycle, until a collection finds it. Not so what the handler had in
+        # hand, such as a message of 4 MiB.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
     if isinstance(error, CodecError):
         text = _cut(str(error))
         log.warning("%s refused: %s", method, text, extra={"reason": error.reason})
