@@ -261,7 +261,7 @@ MUTANTS = {
     ),
     "accepted unheard": Mutant(
         "client/fedring/client/delivery.py",
-        "            self._accept(spooled)\n",
+        "            self._accept(spooled, assignment)\n",
         "            self._spool.drop()\n",
         "tests/fault/test_error_feedback.py",
     ),

@@ -199,18 +199,29 @@ def test_a_spooled_update_of_another_model_does_not_count_though_its_round_has_t
         assert fleet.clients[0].log.read_text().count("dropped the spooled update of round 2") == 1
 
 
-def test_what_a_client_owed_by_a_folder_that_was_put_back_is_not_sent_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", [True, False], ids=["told of its acceptance", "not told"])
+def test_what_a_client_owed_by_a_folder_that_was_put_back_is_not_sent_twice(tmp_path: Path, told: bool) -> None:
     with OwingFleet(tmp_path) as fleet:
-        job_id, folder = started(fleet, rounds=6), fleet.folders[0]
-        for _ in range(2):
-            fleet.at_the_gate()
+        job_id, folder, client = started(fleet, rounds=6), fleet.folders[0], fleet.clients[0]
+        for number in (1, 2):
+            if number == 2 and not told:
+                fleet.at_the_gate()
+                fleet.kill(0)
+                client.env["FL_CRASH_AT"] = "client_accepted"
+                start(fleet, 0)
+            assert fleet.at_the_gate_in(number).round == number
             fleet.let_through()
-        fleet.at_the_gate()
-        fleet.kill(0)
+        if told:
+            fleet.at_the_gate()
+            fleet.kill(0)
+        else:
+            assert patiently(fleet, "the crash", client.wait) == 137
+            del client.env["FL_CRASH_AT"]
         shutil.copytree(folder, tmp_path / "older")
+        assert is_spooled(tmp_path / "older") is not told
         start(fleet, 0)
         for number in (3, 4):
-            assert fleet.at_the_gate().round == number
+            assert fleet.at_the_gate_in(number).round == number
             fleet.let_through()
         fleet.at_the_gate()
         fleet.kill(0)
@@ -226,13 +237,12 @@ def test_what_a_client_owed_by_a_folder_that_was_put_back_is_not_sent_twice(tmp_
         ended(fleet, job_id)
         until(lambda: has_noted(folder, fleet.state, "client-0"))
         done = trainings(notes_of(folder))
-        assert [each.round for each in done] == [1, 2, 3, 3, 4, 5, 5, 6]
         sent, owed = replay(0, done, accepted_in(fleet.state), SMALL, lost_before=[fifth.number])
         assert [each.training.round for each in sent] == [1, 2, 3, 4, 5, 6]
         np.testing.assert_array_equal(owed_by(folder, SMALL), owed)
         words = "dropped the residual of round 2: one of round 4 was accepted since"
-        assert fleet.clients[0].log.read_text().count("dropped") == 1
-        assert fleet.clients[0].log.read_text().count(words) == 1
+        assert client.log.read_text().count("dropped") == 1
+        assert client.log.read_text().count(words) == 1
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -261,3 +271,29 @@ def test_the_model_that_is_evaluated_is_the_one_of_now(tmp_path: Path, way: str)
         told = [(each.eval_correct, each.eval_total, each.eval_loss_sum) for each in rounds]
         assert told == [pytest.approx(each) for each in found]
         assert told[1] != pytest.approx(other)
+
+
+def test_what_is_owed_stays_when_an_epoch_is_undone_while_an_update_waits(tmp_path: Path) -> None:
+    """A server is restored, then put back by a copy: an update of the later epoch counts in the earlier one."""
+    with OwingFleet(tmp_path) as fleet:
+        job_id = started(fleet, rounds=5)
+        fleet.at_the_gate()
+        fleet.let_through()
+        fleet.at_the_gate()
+        for way in WAYS:
+            fleet.keep(way, tmp_path / way)
+        fleet.put_back("restored", tmp_path / "restored")
+        fleet.restart(0)
+        assert fleet.at_the_gate().round == 2
+        fleet.server.kill()
+        fleet.let_through()
+        until(lambda: is_spooled(fleet.folders[0]))
+        fleet.put_back("copied", tmp_path / "copied")
+        for number in (3, 4, 5):
+            assert fleet.at_the_gate().round == number
+            fleet.let_through()
+        ended(fleet, job_id)
+        until(lambda: has_noted(fleet.folders[0], fleet.state, "client-0"))
+        assert ask(fleet.state, "SELECT DISTINCT epoch FROM updates") == [(0,)]
+        assert check_rounds(fleet.state, fleet.folders, SMALL) == 5
+        assert "dropped the residual" not in fleet.clients[0].log.read_text()

@@ -55,7 +55,7 @@ class Delivery:
             raise
         finally:
             self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
-        self._accept(spooled, residual)
+        self._accept(spooled, assignment, residual)
         assignment.accepted = spooled.offer.name
 
     def settle(self, assignment: Assignment) -> bool:
@@ -87,7 +87,7 @@ class Delivery:
             return True
         if accepted:
             log.info("the spooled update of round %d had been accepted", header.round)
-            self._accept(spooled)
+            self._accept(spooled, assignment)
         else:
             log.warning("dropped the spooled update of round %d, which is over", header.round)
             self._spool.drop()
@@ -117,14 +117,13 @@ class Delivery:
             return None if isinstance(error, Undecided) or error.reason == "interrupted" else False
         return True
 
-    def _accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
+    def _accept(self, spooled: Spooled, assignment: Assignment, residual: Residual | None = None) -> None:
         self._spool.accept(spooled, residual)
         header, known = spooled.header, self._link.connection.last_accepted
-        if (header.epoch, header.round) >= (
-            known.epoch,
-            known.round,
-        ):  # else it is the one of a folder that was put back
-            last = pb.LastAccepted(epoch=header.epoch, round=header.round, name=spooled.offer.name)
+        # The epochs that the two name differ if the server was put back in the meantime, in either direction.
+        epoch = min(header.epoch, assignment.command.epoch)
+        if (epoch, header.round) >= (known.epoch, known.round):  # else it is of a folder that was put back
+            last = pb.LastAccepted(epoch=epoch, round=header.round, name=spooled.offer.name)
             self._link.connection.last_accepted = last
 
     def _push(self, spooled: Spooled, ended: Callable[[], str], deadline: float) -> None:
