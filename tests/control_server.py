@@ -67,8 +67,14 @@ class Script(rpc.ControlServiceServicer):
         training = pb.Client(client_id="ann", state="watching", activity=fb.ACTIVITY_TRAINING, progress=0.5)
         return pb.ClientList(clients=[training, pb.Client(client_id="bob", state="away")])
 
+    async def ForgetClient(self, request: pb.ForgetClientRequest, context: Any) -> pb.ForgottenClient:
+        self._maybe_refuse()
+        return pb.ForgottenClient(client_id=request.client_id, updates=3)
+
     async def ListModels(self, request: pb.ListRequest, context: Any) -> pb.ModelList:
-        return pb.ModelList(models=[pb.Model(version=8, round=7, digest="blake3-" + "ab" * 32, parameters=6, accuracy=0.9)])
+        return pb.ModelList(
+            models=[pb.Model(version=8, round=7, digest="blake3-" + "ab" * 32, parameters=6, accuracy=0.9)]
+        )
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
         place = next((i for i, e in enumerate(self.events) if request.after and e.id > request.after), len(self.events))

@@ -1,4 +1,4 @@
-"""A large model that clients return unchanged: seconds a round, and the server's memory.
+"""A large model of which clients change one value: seconds a round, and the server's memory.
 
     python -m tests.bench.big_model [--megabytes 100] [--clients 2 8] [--rounds 4]
 
@@ -29,7 +29,7 @@ def _measure(clients: int, size: int, rounds: int) -> dict[str, Any]:
     job = {
         "model": "fedring.train.models:vector",
         "model_args": {"size": size},
-        "trainer": "tests.bench.trainers:unchanged",
+        "trainer": "tests.bench.trainers:barely_changed",
         "data": "tests.bench.trainers:data",
         "encoding": "fp32",
         "rounds": rounds,

@@ -48,7 +48,7 @@ def _federated(folder: Path, pki: Pki, args: argparse.Namespace) -> dict[str, An
     job = {
         "model": "fedring.train.models:vector",
         "model_args": {"size": size},
-        "trainer": "tests.bench.trainers:unchanged",
+        "trainer": "tests.bench.trainers:barely_changed",
         "data": "tests.bench.trainers:data",
         "encoding": "fp32",
         "rounds": 1,

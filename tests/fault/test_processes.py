@@ -101,7 +101,7 @@ def test_the_job_goes_on_after_the_server_was_killed_after_a_round(gated: Fleet,
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the model that three rounds make when nothing goes wrong."""
     folder = tmp_path_factory.mktemp("undisturbed")
     fleet = FaultyFleet(folder, TRUSTED, [TRUSTED, TRUSTED], env={"PYTHONPATH": str(HERE)})
@@ -112,7 +112,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.mark.parametrize("place", sorted(REGISTERED))
 def test_a_server_killed_at_a_crash_point_ends_with_the_same_model(
-    gated: Fleet, gate: Path, undisturbed: bytes, place: str
+    gated: Fleet, gate: Path, undisturbed: str, place: str
 ) -> None:
     with Control(gated.control) as control:
         story = Story(gated, control, job(rounds=3))

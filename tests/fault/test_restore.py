@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,18 @@ def a_blob(copy: Path) -> Path:
     return next(path for path in sorted((copy / "blobs").iterdir()) if path.name != "state_id")
 
 
+def check_restored(state: Path, copy: Path) -> int:
+    """The state holds what the copy does, and says that it was restored from it; returns the epoch of its rounds."""
+    found, wanted = rows(state), rows(copy)
+    meta, before = dict(found.pop("meta")), dict(wanted.pop("meta"))
+    epoch = int(meta["epoch"])
+    assert meta == before | {"epoch": str(epoch), "restored_from": digest_of(copy / "facts.sqlite")}
+    assert found == wanted
+    assert epoch > int(before.get("epoch", "0"))
+    assert is_whole(state)
+    return epoch
+
+
 def own_digest(copy: Path) -> None:
     """Let the backup say of its database what is true of it now."""
     manifest = json.loads((copy / "backup.json").read_text())
@@ -73,6 +86,11 @@ def make_newer(copy: Path) -> None:
     own_digest(copy)
 
 
+def damage_epoch(copy: Path) -> None:
+    ask(copy, "INSERT INTO meta VALUES ('epoch', '-1')")
+    own_digest(copy)
+
+
 def escape(copy: Path) -> None:
     ask(copy, "UPDATE models SET blob = '../../state_id' WHERE version = 1")
     own_digest(copy)
@@ -90,6 +108,7 @@ def escape(copy: Path) -> None:
         (lambda copy: (copy / "facts.sqlite").unlink(), "facts.sqlite is missing"),
         (cut_facts, "facts.sqlite does not hold"),
         (cut_facts_unnoticed, "is damaged"),
+        (damage_epoch, "is damaged, its epoch is no number: use another backup"),
         (escape, "is damaged: it names '../../state_id' as the file of model 1"),
     ],
 )
@@ -133,8 +152,7 @@ def test_a_state_is_replaced_only_on_demand_and_kept(made: Path, state: Path) ->
         restore(made / "copy", state)
     assert files(state) == before
     done = restore(made / "copy", state, replace=True)
-    assert rows(state) == rows(made / "copy")
-    assert is_whole(state)
+    epoch = check_restored(state, made / "copy")
     assert done.replaced is not None
     assert done.replaced.parent == state
     assert {name.partition("/")[0] for name in files(done.replaced)} <= {"blobs", "facts.sqlite", "facts.sqlite-wal"}
@@ -142,6 +160,43 @@ def test_a_state_is_replaced_only_on_demand_and_kept(made: Path, state: Path) ->
     assert is_whole(done.replaced)
     twice = restore(made / "copy", state, replace=True)
     assert twice.replaced not in (None, done.replaced)
+    assert check_restored(state, made / "copy") > epoch
+
+
+def test_a_copy_of_a_restored_state_begins_a_later_epoch_wherever_it_is_restored(made: Path, tmp_path: Path) -> None:
+    epochs, copy = [0], made / "copy"
+    for number in range(3):
+        restore(copy, tmp_path / f"state-{number}")
+        epochs.append(check_restored(tmp_path / f"state-{number}", copy))
+        copy = tmp_path / f"copy-{number}"
+        back_up(tmp_path / f"state-{number}", copy)
+    assert epochs == sorted(set(epochs))
+
+
+def test_the_epoch_is_later_than_that_of_a_state_that_is_replaced_whatever_the_time(
+    made: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore(made / "copy", state, replace=True)
+    epoch = check_restored(state, made / "copy")
+    monkeypatch.setattr("fedring.server.restore.time.time", lambda: 1.0)  # a host without a clock of its own
+    for later in (1, 2):
+        restore(made / "copy", state, replace=True)
+        assert check_restored(state, made / "copy") == epoch + later
+
+
+@pytest.mark.parametrize("epoch", ["x", "9" * 30, "9" * 5000, "\u0661"], ids=["no number", "large", "long", "arabic"])
+def test_a_state_whose_epoch_is_damaged_can_be_replaced(made: Path, state: Path, epoch: str) -> None:
+    began = int(time.time())
+    ask(state, "INSERT INTO meta VALUES ('epoch', ?)", epoch)
+    restore(made / "copy", state, replace=True)
+    assert began <= check_restored(state, made / "copy") <= time.time()
+
+
+def test_a_database_whose_epoch_cannot_be_read_is_damaged(state: Path) -> None:
+    ask(state, "INSERT INTO meta VALUES ('epoch', 'x')")
+    with pytest.raises(StorageError, match="the database is damaged") as caught:
+        open_state(state)
+    assert caught.value.reason == "corrupt"
 
 
 def test_a_replaced_state_can_be_restored_by_hand(made: Path, state: Path, tmp_path: Path) -> None:
@@ -180,6 +235,11 @@ def test_flctl_says_what_was_restored(made: Path, state: Path) -> None:
     assert f"{state}/replaced-" in done.stdout
 
 
+def epoch_of(folder: Path) -> int:
+    """The epoch that a restored database says its rounds are of."""
+    return int(dict(rows(folder)["meta"])["epoch"])
+
+
 def refused(state: Path) -> bool:
     """Whether fl-server would not start there; then it changes nothing, but that SQLite may end the database's log."""
 
@@ -216,6 +276,7 @@ def test_a_restore_that_is_killed_leaves_a_whole_state_or_none_that_starts(
     looked_at = Path(shutil.copytree(state, tmp_path / "look"))
     whole = not refused(looked_at)
     assert whole == (place in ("restore_staged", "restore_facts_placed"))
+    begun = None if whole else epoch_of(state / "restoring")
     monkeypatch.setattr(identity, "refuse_pending", lambda folder: None)  # as a server of before would not know of it
     looked_at = Path(shutil.copytree(state, tmp_path / "look again"))
     if not refused(looked_at):
@@ -224,8 +285,8 @@ def test_a_restore_that_is_killed_leaves_a_whole_state_or_none_that_starts(
     monkeypatch.undo()
 
     done = restore(made / "copy", state, replace=True)
-    assert rows(state) == rows(made / "copy")
-    assert is_whole(state)
+    epoch = check_restored(state, made / "copy")
+    assert begun in (None, epoch)  # a restore that is repeated is one, however often it was killed
     assert not refused(state)
     assert done.finished == (not whole)
     replaced = [path for path in state.glob("replaced-*") if rows(path)["models"] == old["models"]]
@@ -243,8 +304,13 @@ def test_a_restore_into_nothing_that_is_killed_is_repeated(place: str, made: Pat
         assert refused(state)
         with pytest.raises(ConfigError, match="was broken off: repeat flctl restore"):
             create_offline(state, Role.CLIENT, "a", 0)
+    began = [path for path in (state / "restoring", state) if (path / "facts.sqlite").exists()]
+    epochs = [epoch_of(path) for path in began]
     done = restore(made / "copy", state, replace=place == "restore_facts_placed")
-    assert (is_whole(state), rows(state)) == (True, rows(made / "copy"))
+    if place == "restore_facts_placed":  # it had come to its end
+        assert check_restored(state, made / "copy") > epochs[0]
+    else:
+        assert check_restored(state, made / "copy") in (epochs or [epoch_of(state)])
     assert (done.replaced is None) == (place != "restore_facts_placed")
 
 
@@ -253,9 +319,9 @@ def test_another_backup_than_the_one_that_was_broken_off_needs_replace(made: Pat
     killed("restore_blob_placed", made / "copy", tmp_path / "new")
     with pytest.raises(ConfigError, match="with --replace"):
         restore(tmp_path / "newer", tmp_path / "new")
-    assert rows(tmp_path / "new") == rows(made / "copy")
+    epoch = check_restored(tmp_path / "new", made / "copy")
     restore(tmp_path / "newer", tmp_path / "new", replace=True)
-    assert rows(tmp_path / "new") == rows(tmp_path / "newer")
+    assert check_restored(tmp_path / "new", tmp_path / "newer") > epoch
 
 
 def test_a_server_says_that_a_restore_was_broken_off(made: Path, state: Path, tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """Trainers for the fault tests, named by jobs as "user_trainers:gated"."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+
+from fedring.codec.digest import name_of
 
 
 def gated(model: nn.Module, samples: Any, plan: Any) -> int:
@@ -19,16 +23,29 @@ def gated(model: nn.Module, samples: Any, plan: Any) -> int:
     return 1
 
 
-def noted(model: nn.Module, samples: Any, plan: Any) -> int:
-    """Add one, and note in a file from what; at the gate as the other."""
-    values = next(model.parameters())
-    with Path(os.environ["FL_TEST_NOTES"]).open("a") as notes:
-        notes.write(f"{values.flatten()[0].item():g}\n")
+def still(model: nn.Module, samples: Any, plan: Any) -> int:
+    """Learn nothing: what is sent then is what was owed."""
+    return 1
+
+
+def delta_of(client: int, number: int, size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """What a client's training of that number adds to a model of `size` values: even integers, known to the tests."""
+    drawn = np.random.default_rng([client, number]).integers(-1000, 1001, size)
+    return (2 * drawn).astype(np.float32)
+
+
+def known(model: nn.Module, samples: Any, plan: Any) -> int:
+    """Note the round and the digest of the model, then add what is known; at the gate as the others."""
+    values, notes = next(model.parameters()), Path(os.environ["FL_TEST_NOTES"])
+    number = len(notes.read_text().splitlines()) if notes.exists() else 0
+    with notes.open("a") as file:
+        file.write(json.dumps([plan.round, name_of(values.detach().numpy().tobytes())]) + "\n")
     if gate := os.environ.get("FL_TEST_GATE"):
         Path(gate + ".began").write_text("began")
         Path(gate).read_text()
     with torch.no_grad():
-        values.add_(1)
+        delta = delta_of(int(os.environ["FL_TEST_CLIENT"]), number, values.numel())
+        values.add_(torch.from_numpy(delta).view_as(values))
     return 1
 
 

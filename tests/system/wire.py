@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import grpc
 import numpy as np
@@ -49,7 +49,12 @@ class Refused(Exception):
 
 
 class WireClient:
-    """Joins, watches in a thread, and pushes whatever it is told to."""
+    """Joins, watches in a thread, and pushes whatever it is told to.
+
+    A newer one of the same name takes the session over, as it shows the older one's secret.
+    """
+
+    secrets: ClassVar[dict[tuple[str, str], str]] = {}  # of each address and name
 
     def __init__(self, address: str, client_id: str = "wire") -> None:
         self.client_id = client_id
@@ -57,11 +62,14 @@ class WireClient:
         self.commands = rpc.TrainCmdServiceStub(self.channel)
         self.models = rpc.ModelBlobServiceStub(self.channel)
         self.updates = rpc.ClientUpdateServiceStub(self.channel)
+        secret = self.secrets.get((address, client_id), "")
+        request = pb.JoinRequest(client_id=client_id, protocol=PROTOCOL, software="wire", resume_secret=secret)
         try:
-            self.joined = self.commands.Join(pb.JoinRequest(client_id=client_id, protocol=PROTOCOL, software="wire"))
+            self.joined = self.commands.Join(request)
         except grpc.RpcError:
             self.channel.close()
             raise
+        self.secrets[address, client_id] = self.joined.resume_secret
         self.metadata = (("fl-session", self.joined.session_id),)
         self.digests: dict[int, str] = {0: ""}  # of the models that were fetched, by version
         self.events: queue.Queue[pb.ServerEvent] = queue.Queue()

@@ -41,6 +41,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self._place.bind(("127.0.0.1", 0))
         self.port: int = self._place.getsockname()[1]
         self.run_id = RUN
+        self.secret = ""  # that a Join returns
         self.joins: queue.Queue[pb.JoinRequest] = queue.Queue()
         self.reports: queue.Queue[pb.WatchRequest] = queue.Queue()
         self.failures: queue.Queue[pb.Failure] = queue.Queue()
@@ -56,6 +57,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.on_join: Callable[[], FedringError | None] = lambda: None
         self.on_header: Callable[[pb.UpdateHeader], FedringError | None] = lambda header: None
         self.on_bytes: Callable[[int], FedringError | None] = lambda received: None
+        self.on_payload: Callable[[bytearray], object] = lambda payload: None  # may spoil it
         self.on_accepted: Callable[[], FedringError | None] = lambda: None
         self.on_piece: Callable[[int], FedringError | None] = lambda offset: None
         self.on_evaluation: Callable[[], FedringError | None] = lambda: None
@@ -155,6 +157,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
             lost_after_seconds=SECONDS,
             no_progress_seconds=SECONDS,
             last_accepted=self.last_accepted,
+            resume_secret=self.secret,
         )
 
     async def Watch(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
@@ -207,13 +210,16 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.resumed.append(len(received))
         yield pb.UpdateReply(resume_offset=len(received))
         while len(received) < header.total_bytes:
-            chunk = (await anext(request_iterator, pb.ClientUpdate())).chunk
+            message = await anext(request_iterator, None)
+            if message is None:
+                raise BadRequest(reason="truncated")
+            chunk = message.chunk
             if chunk.offset != len(received):
                 raise BadRequest(reason="bad_chunk")
             received += chunk.data
             if error := self.on_bytes(len(received)):
                 raise error
-        self._take(offer, header, bytes(self._partial.pop(offer.name)))
+        self._take(offer, header, self._partial.pop(offer.name))
         yield pb.UpdateReply(accepted=pb.Accepted())
 
     async def PushSmallUpdates(
@@ -223,7 +229,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.small_calls += 1
         async for request in request_iterator:
             header = self._open(request.offer, "PushSmallUpdates", context)
-            self._take(request.offer, header, request.payload)
+            self._take(request.offer, header, bytearray(request.payload))
             if error := self.on_accepted():
                 raise error
             yield pb.Accepted()
@@ -239,7 +245,9 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
             raise error
         return header
 
-    def _take(self, offer: pb.UpdateOffer, header: pb.UpdateHeader, payload: bytes) -> None:
+    def _take(self, offer: pb.UpdateOffer, header: pb.UpdateHeader, received: bytearray) -> None:
+        self.on_payload(received)
+        payload = bytes(received)
         if name_of(payload) != offer.payload_digest:
             raise DamagedOnTheWay("the payload is another")
         self._taken.add(offer.name)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,9 @@ class Host:
 
     def join(self, client: str) -> Session:
         IDENTITY.set(LOCAL)
-        session = self.coordinator.sessions.join(pb.JoinRequest(client_id=client), "test")
+        older = self.coordinator.sessions.get(client)
+        request = pb.JoinRequest(client_id=client, resume_secret=older.secret if older else "")
+        session = self.coordinator.sessions.join(request, "test")
         self.coordinator.handle(rd.Joined(client))
         session.matched = True
         self.coordinator.matched(client)
@@ -170,8 +172,13 @@ class Host:
         name: str = "fp32",
         *,
         after: asyncio.Event | None = None,
+        damage: Callable[[bytes], bytes] = lambda payload: payload,
+        **changes: Any,
     ) -> pb.UpdateReply:
-        """The last reply to an update that goes the whole way; its payload follows its offer `after` the event."""
+        """The last reply to an update that goes the whole way; its payload follows its offer `after` the event.
+
+        The payload may be damaged on its way, and fields of the header may be others than they should be.
+        """
         METER.set(Meter())
         payload = encode(values, Encoding(name))
         packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=name, bytes=len(payload))
@@ -179,7 +186,8 @@ class Host:
         facts: dict[str, Any] = {"client_id": session.client_id, "packets": [packet], "total_bytes": len(payload)}
         for name in ("run_id", "epoch", "round", "schema_hash"):
             facts[name] = getattr(command, name)
-        header = pb.UpdateHeader(base_digest=command.model_digest, **facts).SerializeToString()
+        facts |= {"base_digest": command.model_digest} | changes
+        header = pb.UpdateHeader(**facts).SerializeToString()
         digest = name_of(payload)
         offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
 
@@ -187,7 +195,7 @@ class Host:
             yield pb.ClientUpdate(offer=offer)
             if after is not None:
                 await after.wait()
-            yield Piece(0, memoryview(payload))
+            yield Piece(0, memoryview(damage(payload)))
 
         return [reply async for reply in self.uploads.PushUpdate(messages(), Call(session))][-1]
 

@@ -1,15 +1,19 @@
-"""Admission: a header is judged before any byte of payload, then every byte is read."""
+"""Admission: an offer is what its name says; its header is judged before any byte of payload; then all is read."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from grpc import StatusCode
 from numpy.typing import NDArray
 
 from fedring.codec import NAMES, TILE, Encoding, Entry, Reader, Schema, encode, encode_buffers
+from fedring.codec.digest import name_of, update_name
 from fedring.codec.errors import CodecError
-from fedring.server.admit import check_header, check_payload, packets_of
+from fedring.rpc.contract import MAX_HEADER_BYTES
+from fedring.rpc.errors import BadUpdate, DamagedOnTheWay
+from fedring.server.admit import check_header, check_payload, open_offer, packets_of
 from fedring.server.packets import PacketSpec, lay_out
 from fedring.train.bounds import MAX_SAMPLES
 from fedring.v1 import federation_pb2 as pb
@@ -27,7 +31,75 @@ def packet(**changes: Any) -> pb.Packet:
 def header(*packets: pb.Packet) -> pb.UpdateHeader:
     packets = packets or (packet(),)
     total = sum(each.bytes for each in packets)
-    return pb.UpdateHeader(schema_hash=SCHEMA.hash, digest=b"d" * 32, packets=packets, total_bytes=total)
+    return pb.UpdateHeader(schema_hash=SCHEMA.hash, packets=packets, total_bytes=total)
+
+
+def offer(sent: bytes, digest: str = name_of(b"a payload")) -> pb.UpdateOffer:
+    """An offer that is what its name says."""
+    return pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
+
+
+def test_an_offer_gives_its_header_and_its_names() -> None:
+    made = offer(header().SerializeToString())
+    offered = open_offer(made)
+    assert (offered.header, offered.digest, offered.name) == (header(), made.payload_digest, made.name)
+
+
+def test_a_header_is_taken_as_another_language_writes_it() -> None:
+    sent = header().SerializeToString()
+    other = sent[34:] + b"\xf8\x07\x01" + sent[:34]  # the hash of the schema last, and a field of a later version
+    opened = open_offer(offer(other))
+    assert other != sent
+    assert opened.name == update_name(other, opened.digest)
+    check_header(opened.header, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda made: setattr(made, "name", name_of(b"another")),
+        lambda made: setattr(made, "name", ""),
+        lambda made: setattr(made, "name", made.name.removeprefix("blake3-")),
+        lambda made: setattr(made, "name", made.name.upper()),
+        lambda made: setattr(made, "header", made.header + b"\x80\x01\x01"),
+        lambda made: setattr(made, "header", b""),
+        lambda made: setattr(made, "payload_digest", name_of(b"another")),
+        lambda made: setattr(made, "payload_digest", ""),
+        lambda made: made.Clear(),
+    ],
+    ids=["name", "no name", "half a name", "loud name", "longer header", "no header", "digest", "no digest", "nothing"],
+)
+def test_an_offer_that_is_not_what_its_name_says_was_damaged_on_its_way(
+    spoil: Callable[[pb.UpdateOffer], object],
+) -> None:
+    made = offer(header().SerializeToString())
+    spoil(made)
+    with pytest.raises(DamagedOnTheWay, match="send it again") as caught:
+        open_offer(made)
+    assert (caught.value.status, caught.value.reason) == (StatusCode.DATA_LOSS, "digest_mismatch")
+
+
+def test_a_header_may_have_so_many_bytes_and_no_more() -> None:
+    bare = len(pb.UpdateHeader(client_id="x" * MAX_HEADER_BYTES).SerializeToString()) - MAX_HEADER_BYTES
+    longest = pb.UpdateHeader(client_id="x" * (MAX_HEADER_BYTES - bare)).SerializeToString()
+    assert len(longest) == MAX_HEADER_BYTES
+    assert len(open_offer(offer(longest)).header.client_id) == MAX_HEADER_BYTES - bare
+    with pytest.raises(BadUpdate, match=f"a header of {MAX_HEADER_BYTES + 2} bytes") as caught:
+        open_offer(offer(longest + b"\x10\x01"))
+    assert caught.value.reason == "bad_header"
+
+
+def test_a_header_that_is_too_long_is_refused_whatever_its_name() -> None:
+    with pytest.raises(BadUpdate, match="at most") as caught:
+        open_offer(pb.UpdateOffer(header=bytes(MAX_HEADER_BYTES + 1)))
+    assert caught.value.reason == "bad_header"
+
+
+@pytest.mark.parametrize("sent", [b"\x0a", b"\xff" * 20, b"not a header", b"\x0a\x02\xff\xfe"])
+def test_what_is_no_header_is_refused_for_good(sent: bytes) -> None:
+    with pytest.raises(BadUpdate, match="is not an UpdateHeader") as caught:
+        open_offer(offer(sent))
+    assert (caught.value.status, caught.value.reason) == (StatusCode.INVALID_ARGUMENT, "bad_header")
 
 
 def test_a_good_header_passes_and_says_where_the_packets_lie() -> None:
@@ -63,7 +135,7 @@ BAD: dict[str, tuple[str, Callable[[pb.UpdateHeader], object]]] = {
     "lossy buffers": ("unknown_encoding", lambda h: h.packets.append(packet(vector=pb.VECTOR_BUFFERS))),
     "no samples": ("bad_samples", lambda h: setattr(h.packets[0], "num_samples", 0)),
     "too many samples": ("bad_samples", lambda h: setattr(h.packets[0], "num_samples", MAX_SAMPLES + 1)),
-    "a short digest": ("bad_digest", lambda h: setattr(h, "digest", b"d")),
+    "an epoch that no database holds": ("bad_epoch", lambda h: setattr(h, "epoch", 2**63)),
     "no duration": ("bad_metrics", lambda h: setattr(h, "train_seconds", float("nan"))),
     "a negative duration": ("bad_metrics", lambda h: setattr(h, "train_seconds", -1.0)),
     "ages": ("bad_metrics", lambda h: setattr(h, "train_seconds", 1e308)),

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
+from fedring.codec.digest import name_of
 from fedring.daemon.lock import StateInUse, StateLock
 from fedring.server.blobs import FileBlobs, FsyncFailed, StorageError
 
@@ -27,7 +29,7 @@ def sealed(blobs: FileBlobs, data: bytes) -> str:
 
 def test_a_sealed_blob_has_its_digest_as_name_and_is_read_by_range(blobs: FileBlobs, tmp_path: Path) -> None:
     digest = sealed(blobs, b"0123456789")
-    assert digest == hashlib.sha256(b"0123456789").hexdigest()
+    assert digest == f"blake3-{blake3(b'0123456789').hexdigest()}"
     with blobs.reader(digest) as blob:
         assert (blob.size, blob.read(3, 4), blob.read(10, 0)) == (10, b"3456", b"")
     assert blobs.range_reader(digest)(8, 2) == b"89"
@@ -43,7 +45,7 @@ def test_a_broken_upload_goes_on_where_it_ended(blobs: FileBlobs) -> None:
     assert again.size == 6
     again.write(memoryview(b"world"))
     assert again.read(4, 4) == b"o wo"
-    assert blobs.seal(again) == hashlib.sha256(b"hello world").hexdigest()
+    assert blobs.seal(again) == name_of(b"hello world")
 
 
 def test_a_fresh_partial_forgets_what_was_there(blobs: FileBlobs) -> None:
@@ -51,7 +53,7 @@ def test_a_fresh_partial_forgets_what_was_there(blobs: FileBlobs) -> None:
     old.write(b"old")
     old.close()
     new = blobs.open_partial("model", fresh=True)
-    assert (new.size, new.digest) == (0, hashlib.sha256().hexdigest())
+    assert (new.size, new.digest) == (0, name_of())
     new.close()
 
 
@@ -68,7 +70,7 @@ def test_many_partials_are_sealed_at_once_in_order(blobs: FileBlobs) -> None:
     partials = [blobs.open_partial(f"c-{i}") for i in range(40)]
     for i, partial in enumerate(partials):
         partial.write(b"x" * i)
-    assert blobs.seal_many(partials) == [hashlib.sha256(b"x" * i).hexdigest() for i in range(40)]
+    assert blobs.seal_many(partials) == [name_of(b"x" * i) for i in range(40)]
     assert blobs.partials() == []
 
 
@@ -92,6 +94,22 @@ def test_a_sweep_leaves_what_is_named_and_what_is_open(blobs: FileBlobs) -> None
         blobs.reader(orphan)
     assert caught.value.reason == "missing_blob"
     current.close()
+
+
+def test_blobs_that_were_named_by_sha256_are_read_kept_and_swept_as_all_others(
+    blobs: FileBlobs, tmp_path: Path
+) -> None:
+    named, orphan = (hashlib.sha256(data).hexdigest() for data in (b"named", b"orphan"))
+    (tmp_path / "blobs" / named).write_bytes(b"named")
+    (tmp_path / "blobs" / orphan).write_bytes(b"orphan")
+    new = sealed(blobs, b"new")
+    assert blobs.sweep({named, new}) == 1
+    with blobs.reader(named) as blob:
+        assert blob.read(0, blob.size) == b"named"
+    with pytest.raises(StorageError, match="missing_blob"):
+        blobs.reader(orphan)
+    blobs.delete(named)
+    assert [path.name for path in (tmp_path / "blobs").iterdir()] == [new]
 
 
 def test_an_open_reader_outlives_the_deletion(blobs: FileBlobs) -> None:
@@ -133,7 +151,7 @@ def test_a_failed_write_keeps_size_and_digest_true(
             partial.write(b"12345678")
     assert (caught.value.reason, partial.size) == (reason, 4)
     partial.write(b"5678")
-    assert blobs.seal(partial) == hashlib.sha256(b"12345678").hexdigest()
+    assert blobs.seal(partial) == name_of(b"12345678")
 
 
 def test_after_a_failed_fsync_nothing_is_sealed(blobs: FileBlobs, monkeypatch: pytest.MonkeyPatch) -> None:

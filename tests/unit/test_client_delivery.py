@@ -1,5 +1,7 @@
 """What becomes of an update that was spooled before: sent, asked about, kept while nobody answers."""
 
+import hashlib
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from fedring.client.link import Link
 from fedring.client.metrics import Metrics
 from fedring.client.spool import Residual, Spool, Spooled
 from fedring.codec.digest import name_of, update_name
-from fedring.rpc.errors import BadUpdate, FedringError, OtherUpdate, Overloaded, Unavailable, UnknownRound
+from fedring.rpc.errors import BadUpdate, FedringError, NoSession, OtherUpdate, Overloaded, Unavailable, UnknownRound
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ OLD, NEW = np.full(4, 1.0, np.float32), np.full(4, 2.0, np.float32)  # residuals
 def link(peer: "Peer", settings: dict[str, Any]) -> Iterator[Link]:
     """A session with the peer, in which no command comes."""
     link = Link(ClientConfig(**settings), Metrics(), evaluates=False, tell=lambda sentence: None)
-    peer.joins.get(timeout=SECONDS)
+    link.call(lambda: link.connection.renewed(""))  # there is a session
     yield link
     link.close()
     link.join()
@@ -41,7 +43,14 @@ def link(peer: "Peer", settings: dict[str, Any]) -> Iterator[Link]:
 
 def write(spool: Spool, residual: Residual | None, **fields: Any) -> Spooled:
     """An update in the spool."""
-    given = {"run_id": RUN, "epoch": 1, "round": 7, "base_digest": BASE, "schema_hash": HASH, "total_bytes": 6}
+    given: dict[str, Any] = {
+        "run_id": RUN,
+        "epoch": 1,
+        "round": 7,
+        "base_digest": BASE,
+        "schema_hash": HASH,
+        "total_bytes": 6,
+    }
     header = pb.UpdateHeader(**given | fields).SerializeToString()
     digest = name_of(PAYLOAD)
     offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
@@ -66,7 +75,7 @@ def delivery(link: Link, spool: Spool) -> Delivery:
 
 def assignment(seconds: float = SECONDS, **fields: Any) -> Assignment:
     """A round to train for: that of the spooled update, but for the fields."""
-    given = {"run_id": RUN, "epoch": 1, "round": 7, "model_digest": BASE, "schema_hash": HASH}
+    given: dict[str, Any] = {"run_id": RUN, "epoch": 1, "round": 7, "model_digest": BASE, "schema_hash": HASH}
     return Assignment(pb.TrainCmd(**given | fields), time.monotonic() + seconds)
 
 
@@ -118,7 +127,7 @@ def test_while_nobody_answers_the_update_is_kept_and_nothing_is_trained(
     this = assignment(0.0, **fields)  # asked once, at the end of its time
     assert delivery.settle(this)
     assert (this.idle, this.over, this.accepted) == (True, "", "")
-    assert len(peer.ways) >= 1
+    assert len(peer.ways) == 1
     assert_kept(spool)
     peer.on_header = lambda header: None
     again = assignment(**fields)  # the round is asked for again, and now there is an answer
@@ -191,6 +200,57 @@ def test_an_update_that_was_accepted_unheard_makes_the_residual_and_the_round_is
     assert link.connection.last_accepted == pb.LastAccepted(epoch=1, round=7, name=pending.offer.name)
     assert_gone(spool, NEW)
     np.testing.assert_array_equal(spool.residual(RUN, HASH, link.connection.last_accepted), NEW)
+
+
+def join_again(peer: "Peer", link: Link, last: pb.LastAccepted) -> None:
+    """The next session begins with the server's word on the client's newest update."""
+    session_id = link.connection.session.session_id
+    peer.last_accepted = last
+    peer.send(NoSession("join again"))
+    link.call(lambda: link.connection.renewed(session_id))
+
+
+@pytest.mark.parametrize("fields", [{"round": 8}, {"model_digest": OTHER_BASE}], ids=["next", "restored"])
+def test_nobody_is_asked_about_the_update_that_the_server_says_it_has_accepted_last(
+    peer: "Peer", link: Link, spool: Spool, delivery: Delivery, fields: dict[str, Any]
+) -> None:
+    pending = spool.pending()
+    assert pending is not None
+    last = pb.LastAccepted(epoch=1, round=7, name=pending.offer.name)
+    join_again(peer, link, last)
+    assert not delivery.settle(assignment(**fields))
+    assert peer.ways == []
+    assert link.connection.last_accepted == last
+    assert_gone(spool, NEW)
+
+
+def test_of_another_accepted_update_nothing_follows_for_the_spooled_one(
+    peer: "Peer", link: Link, spool: Spool, delivery: Delivery
+) -> None:
+    last = pb.LastAccepted(epoch=1, round=7, name=name_of(b"another"))
+    join_again(peer, link, last)
+    peer.on_header = lambda header: OtherUpdate("has another one")
+    assert not delivery.settle(assignment(round=8))
+    assert len(peer.ways) == 1
+    assert link.connection.last_accepted == last
+    assert Spool(spool._folder).pending() is None
+    assert spool.residual(RUN, HASH, last) is None  # of round 6; it was sent along in round 7
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_update_that_protocol_1_spooled_counts_if_the_server_says_that_it_has_it(
+    peer: "Peer", link: Link, spool: Spool, delivery: Delivery, known: bool
+) -> None:
+    header = pb.UpdateHeader(run_id=RUN, round=7, schema_hash=HASH, total_bytes=6).SerializeToString()
+    old = struct.pack("<2sBBI", b"SP", 1, 1, len(header)) + header + PAYLOAD
+    (spool._folder / "update").write_bytes(old)
+    name = hashlib.sha256(PAYLOAD).hexdigest()
+    if known:
+        join_again(peer, link, pb.LastAccepted(round=7, name=name))
+    assert not delivery.settle(assignment(round=8))
+    assert len(peer.ways) == (0 if known else 1)
+    assert peer.accepted.empty()
+    assert_gone(spool, NEW if known else OLD)
 
 
 def test_nobody_is_asked_about_an_update_of_another_run(peer: "Peer", spool: Spool, delivery: Delivery) -> None:

@@ -16,7 +16,7 @@ from fedring.client import ClientConfig, Federation, Refused, RoundOver, WrongMo
 from fedring.codec import decode
 from fedring.daemon.exits import Exit
 from fedring.daemon.lock import StateInUse
-from fedring.rpc.errors import BadRequest, NotAllowed, Superseded, UnknownRound
+from fedring.rpc.errors import BadRequest, IdInUse, NotAllowed, Superseded, UnknownRound
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
@@ -288,6 +288,33 @@ def test_a_superseded_client_ends_instead_of_fighting(peer: "Peer", settings: di
         with pytest.raises(Refused, match="another process has joined as 'alice'"):
             next(federation)
     assert peer.joins.empty()
+
+
+def test_a_client_whose_id_is_in_use_tries_on_for_as_long_as_the_server_says(
+    peer: "Peer", settings: dict[str, Any]
+) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    peer.on_join = lambda: IdInUse("alice is here", retry_seconds=0.5)
+    sentence = r"another process has joined .* as 'alice': give each client an id"
+    with (
+        Federation(ClientConfig(**settings), tell=told.put) as federation,
+        pytest.raises(Refused, match=sentence) as caught,
+    ):
+        next(federation)
+    assert caught.value.exit_code is Exit.CONFIG
+    assert peer.joins.qsize() >= 2
+    assert "has another session of 'alice', trying on for 0.5 s" in told.get_nowait()
+    assert told.empty()
+
+
+def test_a_client_whose_id_is_in_use_for_a_while_comes_in(peer: "Peer", settings: dict[str, Any]) -> None:
+    answers = [IdInUse("alice is here", retry_seconds=SECONDS)] * 3
+    peer.on_join = lambda: answers.pop() if answers else None
+    told: queue.Queue[str] = queue.Queue()
+    with Federation(ClientConfig(**settings), tell=told.put):
+        assert "another session" in told.get(timeout=SECONDS)
+        assert told.get(timeout=SECONDS).startswith("in session with fl-server")
+    assert peer.joins.qsize() == 4
 
 
 def test_two_clients_cannot_share_a_state_folder(peer: "Peer", settings: dict[str, Any]) -> None:

@@ -56,6 +56,45 @@ def test_a_version_that_is_held_is_not_fetched_again(peer: "Peer", settings: dic
     assert peer.fetches.qsize() == 1
 
 
+def test_another_model_of_the_same_number_is_fetched_and_trained_from(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    """As a server sends it that was restored, and has trained since."""
+    first, schema = read_vectors(model), schema_of(model)
+    second = Vectors(first.parameters + 1, first.buffers)
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        for values in (first, second):
+            peer.publish(1, schema, values)
+            peer.train(peer.command(model, round_=7, model_version=1))
+            task = next(federation)
+            task.load_into(model)
+            np.testing.assert_array_equal(read_vectors(model).parameters, values.parameters)
+            if values is first:
+                task.submit(model, samples=1)
+                peer.last_accepted = None  # it has forgotten
+        task.submit(model, samples=1)
+    assert [peer.fetches.get_nowait().digest for _ in range(2)] == [first.digest(), second.digest()]
+    bases = [peer.accepted.get_nowait()[0].base_digest for _ in range(2)]
+    assert bases == [first.digest(), second.digest()]
+
+
+def test_the_same_model_under_another_number_is_not_fetched_again(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    values, schema = read_vectors(model), schema_of(model)
+    for version in (1, 2):
+        peer.publish(version, schema, values)
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        for round_ in (1, 2):
+            peer.train(peer.command(model, round_=round_, model_version=round_))
+            task = next(federation)
+            task.load_into(model)
+            task.submit(model, samples=1)
+    assert peer.fetches.qsize() == 1
+
+
 def with_its_command(peer: "Peer", model: nn.Module) -> pb.TrainCmd:
     """A command that carries the model."""
     command = peer.command(model)
@@ -244,7 +283,9 @@ def test_a_chunk_that_does_not_follow_the_one_before_is_refused() -> None:
             download.add(pb.Chunk(offset=offset, data=data))
 
 
-@pytest.mark.parametrize("digest", ["", "1", "blake3-", "sha256-" + "ab" * 32, "blake3-" + "AB" * 32, "ab" * 33, "../x"])
+@pytest.mark.parametrize(
+    "digest", ["", "1", "blake3-", "sha256-" + "ab" * 32, "blake3-" + "AB" * 32, "ab" * 33, "../x"]
+)
 def test_what_is_no_digest_is_refused_before_it_is_asked_for(digest: str) -> None:
     with pytest.raises(BadModel, match="which is no digest"):
         Download(digest, schema_of(nn.Linear(3, 2)), None)

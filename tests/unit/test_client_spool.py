@@ -1,5 +1,6 @@
 """What is on disk between any two steps, and what it means to the process that finds it."""
 
+import hashlib
 import os
 import struct
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_an_offer_comes_back_with_the_very_bytes_that_were_written(tmp_path: Pat
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_a_spooled_payload_is_sound_until_a_bit_of_it_flips(tmp_path: Path, again: bool) -> None:
+def test_a_spooled_update_is_sound_until_a_bit_of_its_payload_flips(tmp_path: Path, again: bool) -> None:
     spooled = write(Spool(tmp_path), 1.0)
     if again:  # by a process that did not make it
         pending = Spool(tmp_path).pending()
@@ -75,6 +76,15 @@ def test_a_spooled_payload_is_sound_until_a_bit_of_it_flips(tmp_path: Path, agai
     data[-1] ^= 1
     (tmp_path / "update").write_bytes(data)
     assert spooled.is_sound is not again  # who made it has it in memory, and sends that
+
+
+def test_a_spooled_update_is_dropped_when_a_bit_of_its_offer_has_flipped(tmp_path: Path) -> None:
+    spooled = write(Spool(tmp_path), 1.0)
+    sound = (tmp_path / "update").read_bytes()
+    fields = [spooled.offer.header[:5], spooled.offer.payload_digest.encode(), spooled.offer.name.encode()]
+    for place in (sound.index(field) + len(field) - 1 for field in fields):
+        (tmp_path / "update").write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+        assert Spool(tmp_path).pending() is None  # dropped: nobody could be asked about it
 
 
 @pytest.mark.parametrize("size", [1, 7, 30, -1])
@@ -166,13 +176,14 @@ OTHER = name_of(b"another update")
     ("last", "kept"),
     [
         (NOTHING, True),  # a server that knows of no update has been restored, or has forgotten the client
+        (pb.LastAccepted(epoch=9, round=9), True),  # what names no update says nothing
         (pb.LastAccepted(epoch=3, round=6, name=OTHER), True),  # an older one: the server has been restored
         (pb.LastAccepted(epoch=2, round=9, name=OTHER), True),  # an older one, though of a later round
         (pb.LastAccepted(epoch=3, round=8, name=OTHER), False),  # a newer one, which took the residual along
         (pb.LastAccepted(epoch=4, round=1, name=OTHER), False),  # a newer one, though of an earlier round
         (pb.LastAccepted(epoch=3, round=7, name=OTHER), False),  # another one of the same round
     ],
-    ids=["none", "older round", "older epoch", "newer round", "newer epoch", "other"],
+    ids=["none", "nameless", "older round", "older epoch", "newer round", "newer epoch", "other"],
 )
 def test_a_residual_is_dropped_once_a_newer_update_has_been_accepted(
     tmp_path: Path, last: pb.LastAccepted, kept: bool, restarted: bool
@@ -214,13 +225,43 @@ def test_a_residual_that_names_no_update_is_kept(tmp_path: Path, metadata: dict[
     np.testing.assert_array_equal(residual(spool, pb.LastAccepted(epoch=9, round=9, name=OTHER)), left)
 
 
-def test_an_update_that_protocol_1_spooled_is_dropped_and_the_residual_kept(tmp_path: Path) -> None:
+def spooled_by(version: int, folder: Path, payload: bytes = b"abcdef") -> None:
+    """A header and its payload as protocol 1 spooled them, by a program of that version of the file."""
     left = np.full(4, 1.0, np.float32)
-    save_file({"residual": left}, tmp_path / "residual.safetensors", {"run": "run", "schema": HASH.hex()})
-    save_file({"residual": 2 * left}, tmp_path / "update.residual", {"run": "run", "schema": HASH.hex()})
-    header = pb.UpdateHeader(run_id="run", round=1, schema_hash=HASH, total_bytes=6).SerializeToString()
-    (tmp_path / "update").write_bytes(struct.pack("<2sBBI", b"SP", 1, 1, len(header)) + header + b"abcdef")
+    save_file({"residual": left}, folder / "residual.safetensors", {"run": "run", "schema": HASH.hex()})
+    save_file({"residual": 2 * left}, folder / "update.residual", {"run": "run", "schema": HASH.hex()})
+    # Fields 4 and 8, the version of the model and the payload's digest, are not there any more.
+    old = b"\x20\x03" + b"\x42\x20" + hashlib.sha256(b"abcdef").digest()
+    header = pb.UpdateHeader(run_id="run", round=5, schema_hash=HASH, total_bytes=6).SerializeToString() + old
+    (folder / "update").write_bytes(struct.pack("<2sBBI", b"SP", version, 1, len(header)) + header + payload)
+
+
+def test_an_update_that_protocol_1_spooled_has_the_name_by_which_the_server_may_know_it(tmp_path: Path) -> None:
+    spooled_by(1, tmp_path)
+    spool = Spool(tmp_path)
+    pending = spool.pending()
+    assert pending is not None
+    name = hashlib.sha256(b"abcdef").hexdigest()
+    assert (pending.offer.name, pending.offer.payload_digest, pending.leaves) == (name, name, True)
+    assert (pending.header.run_id, pending.header.round, pending.header.base_digest) == ("run", 5, "")
+    assert not pending.is_sound, "no server takes it any more"
+    with pending.reader() as read:
+        assert read(0, 6) == b"abcdef"
+    spool.accept(pending)
+    again = Spool(tmp_path)
+    assert again.pending() is None
+    last = pb.LastAccepted(round=5, name=name)
+    np.testing.assert_array_equal(residual(again, last), np.full(4, 2.0, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("version", "payload"), [(1, b"abcde"), (1, b"abcdefg"), (1, b""), (0, b"abcdef"), (3, b"abcdef")]
+)
+def test_what_no_program_can_have_spooled_whole_is_dropped_and_the_residual_kept(
+    tmp_path: Path, version: int, payload: bytes
+) -> None:
+    spooled_by(version, tmp_path, payload)
     spool = Spool(tmp_path)
     assert spool.pending() is None
     assert (spool.size, (tmp_path / "update.residual").exists()) == (0, False)
-    np.testing.assert_array_equal(residual(spool), left)
+    np.testing.assert_array_equal(residual(spool), np.full(4, 1.0, np.float32))

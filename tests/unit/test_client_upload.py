@@ -16,7 +16,16 @@ from torch import nn
 from fedring.client import Federation, RoundOver, Task, UpdateRefused, connect
 from fedring.client.spool import Spool
 from fedring.codec import decode
-from fedring.rpc.errors import BadUpdate, FedringError, NoSession, Overloaded, TooLarge, Unavailable, UnknownRound
+from fedring.codec.digest import name_of
+from fedring.rpc.errors import (
+    BadUpdate,
+    FedringError,
+    NoSession,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+    UnknownRound,
+)
 from fedring.train.state import read_vectors, schema_of, write_vectors
 from fedring.v1 import federation_pb2 as pb
 
@@ -49,10 +58,10 @@ def train(task: Task, model: nn.Module, seed: int) -> NDArray[np.float32]:
 
 
 def take_part(
-    peer: "Peer", federation: Federation, model: nn.Module, round_: int = 1, encoding: str = "fp32"
+    peer: "Peer", federation: Federation, model: nn.Module, round_: int = 1, encoding: str = "fp32", epoch: int = 0
 ) -> NDArray[np.float32]:
     """Train for the round, and submit; the move."""
-    peer.train(peer.command(model, round_=round_, encoding=encoding))
+    peer.train(peer.command(model, round_=round_, encoding=encoding, epoch=epoch))
     task = next(federation)
     move = train(task, model, round_)
     task.submit(model, samples=1)
@@ -174,6 +183,30 @@ def test_no_part_of_any_accepted_update_is_lost(peer: "Peer", settings: dict[str
     assert np.abs(residual).max() > 0.1
 
 
+@pytest.mark.parametrize("epochs", [(0, 0), (7, 7), (7, 8)])
+@pytest.mark.parametrize("newer", [True, False])
+def test_a_residual_is_sent_once_whatever_has_become_of_the_server_since(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module, newer: bool, epochs: tuple[int, int]
+) -> None:
+    """A client that was killed before it noted its last update, and one whose server has been restored."""
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        first = take_part(peer, federation, model, round_=3, encoding="fp32_sparse", epoch=epochs[0])
+    header, payload = peer.accepted.get_nowait()
+    left_out = first - decode(payload, name="fp32_sparse", length=first.size)
+    assert peer.last_accepted == pb.LastAccepted(epoch=epochs[0], round=3, name=peer.offers.get_nowait().name)
+    other = pb.LastAccepted(epoch=epochs[1], round=4, name=name_of(b"another"))
+    peer.last_accepted = other if newer else pb.LastAccepted(epoch=epochs[0], round=2, name=other.name)
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        second = take_part(peer, federation, model, round_=5, epoch=epochs[1])
+    header, payload = peer.accepted.get_nowait()
+    assert (header.epoch, header.round) == (epochs[1], 5)
+    sent = decode(payload, name="fp32", length=second.size)
+    np.testing.assert_allclose(sent, second if newer else second + left_out, atol=1e-5)
+    assert np.abs(left_out).max() > 0.1
+
+
 def test_a_dense_update_takes_the_whole_residual_along(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
@@ -240,6 +273,20 @@ def test_a_spooled_update_is_sent_when_its_round_is_asked_for_again(
             peer.train(peer.command(model, round_=2, encoding="fp32_sparse"))
             assert task.result(SECONDS).round == 2
     assert (state / "residual.safetensors").exists()
+    assert Spool(state).pending() is None
+
+
+def test_of_a_restored_server_the_same_round_is_trained_again_from_its_model(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    state = leave_behind(peer, settings, model, accepted=False)
+    other = nn.Linear(50, 40)
+    peer.publish(1, schema_of(other), read_vectors(other))
+    peer.on_header = once(BadUpdate("from another model", reason="wrong_model"))
+    with connect(**settings) as federation:
+        peer.joins.get(timeout=SECONDS)
+        take_part(peer, federation, model, round_=1)
+        assert peer.accepted.get_nowait()[0].base_digest == read_vectors(other).digest()
     assert Spool(state).pending() is None
 
 

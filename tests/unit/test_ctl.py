@@ -16,7 +16,16 @@ from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import make_server
-from fedring.rpc.errors import BadRequest, FedringError, NoSuchJob, NotAllowed, OtherJob, Overloaded, Unavailable
+from fedring.rpc.errors import (
+    BadRequest,
+    ClientIsHere,
+    FedringError,
+    NoSuchJob,
+    NotAllowed,
+    OtherJob,
+    Overloaded,
+    Unavailable,
+)
 from fedring.v1 import control_pb2 as pb
 
 Call = Callable[..., tuple[int, str, str]]
@@ -135,7 +144,7 @@ def test_what_the_server_refuses_becomes_an_exit_code(
 
 def test_naming_what_the_server_does_not_have_is_a_usage_error(server: Server, flctl: Call, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "model.safetensors")
-    for verb in (["stop", "--job", "99"], ["models", "export", "77", *out]):
+    for verb in (["stop", "--job", "99"], ["models", "export", "77", *out], ["clients", "forget", "zoe"]):
         server.script.refuse = [NoSuchJob("there is none")]
         assert flctl(*verb) == (Exit.USAGE, "", "flctl: there is none\n")
     server.script.refuse = [NoSuchJob("there is none yet")]
@@ -172,6 +181,19 @@ def test_stop_says_what_it_stopped(server: Server, flctl: Call) -> None:
     assert flctl("stop", "--round", "--job", "3")[0] == Exit.USAGE
 
 
+def test_a_client_that_is_forgotten_is_named(server: Server, flctl: Call) -> None:
+    assert flctl("clients", "forget", "bob")[:2] == (0, "bob is forgotten, with 3 updates\n")
+    forgotten = json.loads(flctl("clients", "forget", "bob", "--output", "json")[1])
+    assert forgotten == {"client_id": "bob", "updates": 3}
+    server.script.refuse = [ClientIsHere("bob is in session: stop its fl-client first")]
+    code, out, err = flctl("clients", "forget", "bob")
+    assert (code, out, err) == (Exit.FAILED, "", "flctl: bob is in session: stop its fl-client first\n")
+    code, out, err = flctl("clients", "--server", "127.0.0.1:1", "forget", "bob")  # which server would that be?
+    assert (code, out) == (Exit.USAGE, "")
+    assert "--server belongs behind forget" in err
+    assert flctl("clients", "forget")[0] == Exit.USAGE
+
+
 def test_status_as_json_has_the_names_of_the_proto(server: Server, flctl: Call) -> None:
     code, out, _ = flctl("status", "--output", "json")
     status = json.loads(out)
@@ -197,7 +219,7 @@ def test_lists_are_one_json_object(server: Server, flctl: Call) -> None:
         "idle",
     ]
     assert lists["rounds"]["rounds"][0]["round"] == 7
-    assert lists["models list"]["models"][0]["digest"] == "ab" * 32
+    assert lists["models list"]["models"][0]["digest"] == "blake3-" + "ab" * 32
 
 
 def test_tables_lose_nothing_where_there_is_no_terminal(server: Server, flctl: Call) -> None:

@@ -161,8 +161,9 @@ def test_doctor_trusts_what_the_client_names_itself(
 
 
 def test_messages_become_plain_objects() -> None:
-    model = to_dict(pb.Model(version=2**60, digest=b"\x01\xff"))
-    assert (model["version"], model["digest"], model["accuracy"]) == (2**60, "01ff", None)
+    model = to_dict(pb.Model(version=2**60, digest="blake3-01ff", schema_hash=b"\x01\xff"))
+    assert (model["version"], model["digest"], model["schema_hash"]) == (2**60, "blake3-01ff", "01ff")
+    assert model["accuracy"] is None
     assert to_dict(pb.Event(id=1))["state"] is None
     assert to_dict(pb.Round(missing=["ann"]))["missing"] == ["ann"]
 

@@ -1,19 +1,15 @@
 """Gradient messages: their bytes, their cost, and what is refused."""
 
-import re
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from fedring.codec import CodecError
 from fedring.codec.gradient import Part, decode_gradient, encode_gradient, largest_message
 from fedring.codec.precision import Precision, from_words, to_words, words_size
 from fedring.codec.rice import bits_for, coded_size, pack_gaps, unpack_gaps
 
-DOCUMENT = (Path(__file__).parents[2] / "protos/FORMATS.md").read_text(encoding="utf-8")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "sign")
 
 
@@ -43,36 +39,6 @@ def reason(data: bytes, sizes: list[int] | None = None) -> str:
     with pytest.raises(CodecError) as refused:
         decode_gradient(data, sizes=sizes or [8])
     return refused.value.reason
-
-
-def examples() -> list[dict[str, str]]:
-    """The fields of each example of the document."""
-    blocks = re.findall(r"^```gradient\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
-    return [dict(re.findall(r"^(\w+): (.*(?:\n +.*)*)", block, re.MULTILINE)) for block in blocks]
-
-
-def numbers(text: str) -> NDArray[np.float32]:
-    return np.array([float(word) for word in text.split()], np.float32)
-
-
-@pytest.mark.parametrize("example", examples(), ids=lambda example: example["precision"])
-def test_an_example_of_the_document_is_what_is_written_and_read(example: dict[str, str]) -> None:
-    sent, whole = numbers(example["sparse"]), numbers(example["whole"])
-    positions = np.flatnonzero(sent)
-    first = Part(positions, to_words(sent[positions], example["precision"]))  # type: ignore[arg-type]  # a word
-    sizes = [sent.size, whole.size]
-    written = encode_gradient([first, Part(None, to_words(whole, "fp16"))], sizes=sizes)
-    assert written.hex(" ") == " ".join(example["hex"].split())
-    entries = decode_gradient(bytes.fromhex(example["hex"]), sizes=sizes)
-    decoded = np.zeros(sent.size, np.float32)
-    decoded[entries[0].positions] = entries[0].values
-    assert decoded.tolist() == numbers(example["decoded"]).tolist()
-    assert entries[1].positions is None
-    assert entries[1].values.tolist() == whole.tolist()
-
-
-def test_the_document_has_examples() -> None:
-    assert {example["precision"] for example in examples()} == set(PRECISIONS)
 
 
 def test_a_thousandth_of_a_gradient_costs_close_to_its_entropy() -> None:

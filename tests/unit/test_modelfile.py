@@ -51,15 +51,16 @@ def test_the_safetensors_library_reads_every_tensor(blobs: FileBlobs, tmp_path: 
 
 def test_a_reader_gives_back_what_was_written(blobs: FileBlobs) -> None:
     model = store_model(SCHEMA, VECTORS, blobs, {})
-    assert model.digest == VECTORS.digest().hex()
+    assert model.digest == VECTORS.digest()
     with blobs.reader(model.blob) as blob:
         reader = ModelReader(blob)
-        assert (reader.schema, reader.model_digest.hex(), blob.size) == (SCHEMA, model.digest, model.bytes)
+        assert (reader.schema, blob.size) == (SCHEMA, model.bytes)
         assert reader.parameters(4, 6).tolist() == [4.0, 5.0]
         assert reader.buffers(1, 4).tolist() == [1.5, 2.5, 7.0]
         assert reader.parameter_bytes(2, 6) == VECTORS.parameters.astype("<f4").tobytes()[2:8]
         assert reader.buffer_bytes(0, 32) == VECTORS.buffers.astype("<f8").tobytes()
         vectors = reader.vectors()
+        assert vectors.digest() == model.digest
         np.add(vectors.parameters, 1, out=vectors.parameters)
         assert vectors.parameters.tolist() == (VECTORS.parameters + 1).tolist()
         with pytest.raises(ValueError, match="not within"):
@@ -80,7 +81,7 @@ def test_models_of_all_sizes_survive(blobs: FileBlobs, parameters: int, buffers:
     model = store_model(Schema(entries), vectors, blobs, {})
     with blobs.reader(model.blob) as blob:
         got = ModelReader(blob).vectors()
-    assert got.digest().hex() == model.digest == vectors.digest().hex()
+    assert got.digest() == model.digest == vectors.digest()
 
 
 def test_a_writer_takes_exactly_the_schemas_values_in_order(blobs: FileBlobs) -> None:

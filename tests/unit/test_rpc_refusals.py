@@ -1,10 +1,11 @@
-"""What a group of tasks that serves one call ends with."""
+"""What a group of tasks that serves one call ends with, and what a refused caller reads."""
 
 import asyncio
 
 import pytest
+from grpc import StatusCode, aio
 
-from fedring.rpc.errors import Gone, Stalled, Superseded, refusal_in
+from fedring.rpc.errors import RETRY_KEY, Gone, Stalled, Superseded, refusal_in, retry_seconds_of
 
 
 async def fail(error: Exception) -> None:
@@ -32,3 +33,27 @@ def test_a_fault_is_no_refusal() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         refusal_in(ExceptionGroup("", [Gone(), KeyError("x"), Superseded()]))
     assert [type(error) for error in caught.value.exceptions] == [KeyError]
+
+
+@pytest.mark.parametrize(
+    ("told", "seconds"),
+    [
+        ("12.5", 12.5),
+        ("0", 0),
+        ("-1", 0),
+        ("1e9", 3600),
+        ("nan", 10),
+        ("inf", 10),
+        ("-inf", 10),
+        ("soon", 10),
+        ("", 10),
+    ],
+)
+def test_a_caller_tries_on_for_a_time_within_reason(told: str, seconds: float) -> None:
+    trailing = aio.Metadata(("fl-reason", "id_in_use"), (RETRY_KEY, told))
+    error = aio.AioRpcError(StatusCode.ALREADY_EXISTS, aio.Metadata(), trailing)
+    assert retry_seconds_of(error) == seconds
+
+
+def test_a_server_that_says_no_time_is_tried_for_ten_seconds() -> None:
+    assert retry_seconds_of(aio.AioRpcError(StatusCode.ALREADY_EXISTS, aio.Metadata(), aio.Metadata())) == 10

@@ -11,7 +11,7 @@ from grpc import StatusCode, aio
 from fedring.codec.errors import CodecError
 from fedring.rpc.boundary import MOST_LETTERS, Boundary
 from fedring.rpc.channel import make_server
-from fedring.rpc.errors import BadRequest, Gone, Overloaded, reason_in, reason_of
+from fedring.rpc.errors import BadRequest, Gone, IdInUse, Overloaded, reason_in, reason_of, retry_seconds_of
 from fedring.server.federation import write
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
@@ -40,6 +40,8 @@ class Service(rpc.TrainCmdServiceServicer):
         match how:
             case "refuse":
                 raise Overloaded("try again", reason="busy")
+            case "taken":
+                raise IdInUse("try again", retry_seconds=2.5)
             case "gone":
                 raise Gone("the session was closed")
             case "codec":
@@ -102,6 +104,14 @@ async def test_a_call_that_a_stopping_server_cuts_off_has_no_reason() -> None:
         await server.stop(None)
         assert await events.code() is StatusCode.UNAVAILABLE
         assert reason_in(await events.trailing_metadata()) == ""
+
+
+async def test_a_refusal_can_say_for_how_long_to_try(address: str) -> None:
+    async with aio.insecure_channel(address) as channel:
+        with pytest.raises(aio.AioRpcError) as refused:
+            await rpc.TrainCmdServiceStub(channel).Join(pb.JoinRequest(client_id="taken"))
+    assert (refused.value.code(), reason_of(refused.value)) == (StatusCode.ALREADY_EXISTS, "id_in_use")
+    assert retry_seconds_of(refused.value) == 2.5
 
 
 async def test_a_good_call_passes(address: str) -> None:

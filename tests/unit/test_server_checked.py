@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fedring.codec import NAMES, Encoding, encode
+from fedring.codec.digest import name_of
 from fedring.codec.errors import CodecError
 from fedring.server.blobs import FileBlobs, StorageFailed
 from fedring.server.checked import CheckedReader, DamagedBlob, Room, read_checked
@@ -19,7 +20,8 @@ from fedring.server.walk import in_order, tiles
 
 SIZE = 1_000_000
 DATA = np.random.default_rng(0).bytes(SIZE)
-NAME = hashlib.sha256(DATA).hexdigest()
+NAME = name_of(DATA)
+OLD_NAME = hashlib.sha256(DATA).hexdigest()  # as this software named blobs before
 
 
 class File:
@@ -108,6 +110,28 @@ def test_a_file_cut_short_is_damaged(cut: int, tmp_path: Path) -> None:
     blobs.close()
 
 
+@pytest.mark.parametrize("room", [Room(), Room(0)])
+def test_bytes_that_were_named_by_sha256_are_proven_by_that(room: Room, tmp_path: Path) -> None:
+    sound, damaged = File(), File(DATA[:-1] + bytes([DATA[-1] ^ 1]))
+    for file in (sound, damaged):
+        reader = CheckedReader(file.read, SIZE, OLD_NAME, room)
+        for start in np.random.default_rng(1).permutation(100).tolist():
+            reader.read(10_000 * start, 10_000)
+        reader.read(0, 10)  # once more, so that all is read again in the end
+        if file is sound:
+            reader.check()
+            continue
+        with pytest.raises(DamagedBlob, match=f"blobs/{OLD_NAME} does not hold what was written"):
+            reader.check()
+    blobs = FileBlobs(tmp_path)
+    (tmp_path / "blobs" / OLD_NAME).write_bytes(DATA)
+    assert read_checked(blobs, OLD_NAME) == DATA
+    (tmp_path / "blobs" / OLD_NAME).write_bytes(damaged.data)
+    with pytest.raises(DamagedBlob, match="does not hold what was written"):
+        read_checked(blobs, OLD_NAME)
+    blobs.close()
+
+
 def test_a_disk_that_may_work_later_is_no_damage() -> None:
     def read(offset: int, size: int) -> bytes:
         raise StorageFailed("disk_error", "too many open files")
@@ -122,7 +146,7 @@ def test_every_encoding_is_proven_however_it_is_read(name: str, chunk: int) -> N
     length = 1_500_000
     values = np.random.default_rng(2).standard_normal(length).astype(np.float32)
     payload = encode(values, Encoding(name, chunk=chunk, keep_ratio=0.05))
-    digest = hashlib.sha256(payload).hexdigest()
+    digest = name_of(payload)
     packets = lay_out([("parameters", "delta", name, len(payload))])
 
     def walk(data: bytes) -> Callable[[], None]:

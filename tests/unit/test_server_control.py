@@ -1,11 +1,15 @@
-"""What the control service reads of the store for one answer."""
+"""What the control service reads of the store for one answer, and when it forgets a client."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from tests.unit.host import Host, running, spec
 
+from fedring.rpc.errors import ClientIsHere, NoSuchClient
 from fedring.server import control as control_module
+from fedring.server import rounds as rd
 from fedring.server.blobs import FileBlobs
 from fedring.server.config import ServerConfig
 from fedring.server.control import ControlService
@@ -91,3 +95,52 @@ async def test_an_answer_ends_where_it_is_full_though_more_was_read(
     while numbers[-1] > 1:
         numbers += await listed(service, limit=40, below=numbers[-1])
     assert numbers == list(range(40, 0, -1))
+
+
+def control_of(host: Host) -> ControlService:
+    return ControlService(host.coordinator, host.jobs, host.config.job, "1", refused=dict)
+
+
+async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp_path: Path) -> None:
+    request = pb.ForgetClientRequest(client_id="a")
+    async with running(tmp_path) as host:
+        control, sessions = control_of(host), {client: host.join(client) for client in ("a", "b")}
+        with pytest.raises(NoSuchClient, match="no update of 'a' was ever accepted"):
+            await control.ForgetClient(request, None)
+        job, _ = await host.jobs.start(spec(min_clients=2), "")
+        command, _ = [await host.command(session) for session in sessions.values()]
+        _, row = update = host.update(command, "a")
+        await host.offer(update)
+        assert host.facts.last_accepted["a"].name == row.name
+        with pytest.raises(ClientIsHere, match="a is in session: stop its fl-client first"):
+            await control.ForgetClient(request, None)
+        host.coordinator.sessions.drop(sessions["a"])
+        host.coordinator.handle(rd.Left("a"))
+        with pytest.raises(ClientIsHere, match=f"an update of a is in round {command.round}: wait until"):
+            await control.ForgetClient(request, None)
+        await host.offer(host.update(command, "b"))
+        assert await host.ended(job.job_id) == "completed"
+        assert await control.ForgetClient(request, None) == pb.ForgottenClient(client_id="a", updates=1)
+        assert host.facts.last_accepted.keys() == {"b"}
+        assert [row.client_id for row in await host.facts.db(host.store.updates_of, command.round)] == ["b"]
+        forgotten = [event async for event in told(host, "client_forgotten")]
+        assert [(event.client_id, event.text) for event in forgotten] == [("a", "a was forgotten, with 1 updates")]
+        with pytest.raises(NoSuchClient):
+            await control.ForgetClient(request, None)
+
+
+async def told(host: Host, kind: str) -> AsyncIterator[pb.Event]:
+    """The events of the kind up to the first one."""
+    async with asyncio.timeout(60):
+        async for event in host.coordinator.journal.follow(1):
+            if event.kind == kind:
+                yield event
+                return
+
+
+@pytest.mark.parametrize("name", ["", "nobody", "x" * 1000, "\x1b[2J"])
+async def test_a_client_that_was_never_here_cannot_be_forgotten(service: ControlService, name: str) -> None:
+    with pytest.raises(NoSuchClient) as caught:
+        await service.ForgetClient(pb.ForgetClientRequest(client_id=name), None)
+    assert len(str(caught.value)) < 300
+    assert "\x1b" not in str(caught.value)

@@ -1,9 +1,11 @@
 """The coordinator with a real store and real blobs: what happens at the same time does no harm."""
 
 import asyncio
+import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ import numpy as np
 import pytest
 from tests.unit.host import ONES, SIZE, Host, running, spec
 
-from fedring.rpc.errors import OtherUpdate, Overloaded, UnknownRound
+from fedring.codec.digest import name_of
+from fedring.rpc.errors import BadUpdate, DamagedOnTheWay, OtherUpdate, Overloaded, UnknownRound
 from fedring.server import rounds as rd
 from fedring.server import uploads
 from fedring.server.admit import Admitted, check_payload
+from fedring.server.rows import LastAccepted
+from fedring.server.store import SqlStore
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -132,7 +137,8 @@ async def test_an_evaluation_that_comes_as_its_round_ends_does_no_harm(host: Hos
     host.gate.close("drop_partials")
     await host.offer(host.update(command, "a"))
     await host.gate.reached()
-    report = pb.EvaluationReport(round=command.round, model_version=2, total=1)
+    assert host.coordinator.latest is not None
+    report = pb.EvaluationReport(round=command.round, model_digest=host.coordinator.latest.digest, total=1)
     evaluated = asyncio.create_task(host.coordinator.evaluated("a", report))
     await asyncio.sleep(0)  # it is on its way
     host.gate.open()
@@ -198,3 +204,87 @@ async def test_few_bytes_that_stand_for_many_values_do_not_hold_up_the_loop(
         await host.jobs.start(spec(model_args={"size": size}), "")
         await host.push(session, await host.command(session), np.zeros(size, np.float32), "uniform")
     assert checked == [True, False]
+
+
+async def test_commands_are_of_the_states_epoch_and_so_are_their_updates(tmp_path: Path) -> None:
+    SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}").close()
+    with closing(sqlite3.connect(tmp_path / "facts.sqlite")) as connection:
+        connection.execute("INSERT INTO meta (name, value) VALUES ('epoch', '1700000000')")
+        connection.commit()
+    async with running(tmp_path) as host:
+        session = host.join("a")
+        await host.jobs.start(spec(), "")
+        command = await host.command(session)
+        assert command.epoch == 1_700_000_000
+        await host.push(session, command, ONES)
+        (row,) = await host.facts.db(host.store.updates_of, command.round)
+        assert row.epoch == 1_700_000_000
+        assert host.facts.last_accepted == {"a": LastAccepted(row.epoch, row.round, row.name)}
+
+
+async def test_an_update_counts_by_the_model_that_it_starts_from_whatever_its_epoch(host: Host) -> None:
+    session = host.join("a")
+    host.join("b")
+    await host.jobs.start(spec(min_clients=2), "")
+    command = await host.command(session)
+    for base in (name_of(b"another model"), "", command.model_digest.upper()):
+        with pytest.raises(BadUpdate, match="starts from another model than") as refused:
+            await host.push(session, command, ONES, base_digest=base)
+        assert refused.value.reason == "wrong_model"
+    assert host.facts.last_accepted == {}
+    reply = await host.push(session, command, ONES, epoch=77)  # spooled before the server was restored
+    assert not reply.accepted.already
+    assert host.facts.last_accepted["a"].epoch == host.store.epoch == 0  # so that the newest is the newest also later
+
+
+async def test_an_update_is_known_by_header_and_payload_together(host: Host) -> None:
+    session = host.join("a")
+    host.join("b")
+    await host.jobs.start(spec(min_clients=2), "")
+    command = await host.command(session)
+    assert not (await host.push(session, command, ONES)).accepted.already
+    assert (await host.push(session, command, ONES)).accepted.already
+    others: list[dict[str, Any]] = [{"train_seconds": 1.0}, {"metrics": {"loss": 1.0}}, {"epoch": 5}]
+    for changes in others:
+        with pytest.raises(OtherUpdate):
+            await host.push(session, command, ONES, **changes)
+    with pytest.raises(OtherUpdate):
+        await host.push(session, command, 2 * ONES)
+
+
+@pytest.mark.parametrize("size", [SIZE, 50_000], ids=["small", "large"])
+async def test_a_payload_that_was_damaged_on_its_way_is_refused_and_not_kept(host: Host, size: int) -> None:
+    session, values = host.join("a"), np.ones(size, np.float32)
+    job, _ = await host.jobs.start(spec(model_args={"size": size}), "")
+    command = await host.command(session)
+    for place in (0, 20, -1):  # the payload's own header, a value, the last byte
+
+        def flip(payload: bytes, place: int = place) -> bytes:
+            spoilt = bytearray(payload)
+            spoilt[place] ^= 1
+            return bytes(spoilt)
+
+        with pytest.raises(DamagedOnTheWay, match="send it again"):
+            await host.push(session, command, values, damage=flip)
+        assert host.blobs.partials() == []
+    assert host.facts.last_accepted == {}
+    await host.push(session, command, values)
+    assert await host.ended(job.job_id) == "completed"
+
+
+async def test_the_newest_update_of_a_client_is_at_hand_as_the_store_knows_it(host: Host) -> None:
+    sessions = [host.join(client) for client in ("a", "b")]
+    job, _ = await host.jobs.start(spec(min_clients=2, rounds=2), "")
+    for values in (ONES, 2 * ONES):
+        commands = [await host.command(session) for session in sessions]
+        for session, command in zip(sessions, commands, strict=True):
+            await host.push(session, command, values)
+            assert host.facts.last_accepted == await host.facts.db(host.store.last_accepted)
+    assert [last.round for last in host.facts.last_accepted.values()] == [commands[0].round] * 2
+    assert await host.ended(job.job_id) == "completed"
+    await host.facts.db(host.facts.drop_updates, commands[0].round, ["a"])
+    assert host.facts.last_accepted == await host.facts.db(host.store.last_accepted)
+    assert host.facts.last_accepted["a"].round == commands[0].round - 1
+    await host.facts.db(host.facts.forget_client, "a")
+    assert host.facts.last_accepted == await host.facts.db(host.store.last_accepted)
+    assert host.facts.last_accepted.keys() == {"b"}

@@ -23,7 +23,7 @@ from fedring.server.metrics import REJECTIONS, Metrics
 from fedring.server.rows import UpdateRow
 
 OTHERS = {"bad_schema", "unknown_model", "unknown_job", "unknown_token"}  # reasons that no upload is refused for
-OTHERS |= {"other_job", "unknown_method", "unreadable"}
+OTHERS |= {"other_job", "unknown_method", "unreadable", "unknown_client", "client_is_here"}
 OTHERS |= {"no_session", "superseded", "gone", "stalled", "unavailable", "damaged"}  # after which it goes on
 
 
@@ -55,6 +55,8 @@ def test_the_reasons_of_refusals_are_a_closed_set() -> None:
     files = [path for path in folder.glob("*.py") if path.stem != "gradient"]  # which is no update's
     files += [Path(module.__file__ or "") for module in (fedring.server.admit, fedring.server.mean)]
     found = {word for path in files for word in words_of(path, argument=0, keyword="", errors="CodecError")}
+    admit = Path(fedring.server.admit.__file__)
+    found |= set(words_of(admit, argument=None, keyword="reason", errors="BadUpdate"))
     uploads = Path(fedring.server.uploads.__file__)
     found |= set(words_of(uploads, argument=None, keyword="reason", errors=""))
     found |= set(words_of(uploads, argument=0, keyword="", errors="CodecError"))
@@ -152,7 +154,7 @@ def test_an_update_that_is_lost_again_is_counted(metrics: Metrics) -> None:
 
 
 def test_an_accepted_update_is_weighed(metrics: Metrics) -> None:
-    row = UpdateRow(1, "a", "d", (), 10, 4000, 0.5, 2.5, 0.0)
+    row = UpdateRow(1, "a", "d", "n", (), 10, 4000, 0.5, 2.5, 0.0)
     metrics.accepted(row)
     assert value(metrics, "fl_server_updates_total", result="accepted") == 1
     assert value(metrics, "fl_server_update_bytes_sum") == 4000

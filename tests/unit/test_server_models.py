@@ -1,6 +1,8 @@
 """Model versions as they are offered: whole, or as the steps that lead to them."""
 
+import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from fedring.codec import Encoding, Vectors, decode, encode
+from fedring.codec.digest import name_of
 from fedring.rpc.errors import UnknownModel
 from fedring.server.aggregate import store_model
 from fedring.server.blobs import FileBlobs
 from fedring.server.config import ServerConfig
+from fedring.server.damage import DamagedModel
 from fedring.server.facts import Facts
 from fedring.server.modelfile import ModelReader
 from fedring.server.models import MAX_STEPS, Models
@@ -61,15 +65,26 @@ class Versions:
         partial = self.blobs.open_partial("update")
         partial.write(encode(values, Encoding("fp32")))
         packets = lay_out([("parameters", "delta", "fp32", partial.size)])
-        update = UpdateRow(1, "a", partial.digest, packets, 1, partial.size, 0.1, 1.0, 2.0, blob=partial.digest)
+        name, size = name_of(b"an update"), partial.size
+        update = UpdateRow(1, "a", partial.digest, name, packets, 1, size, 0.1, 1.0, 2.0, blob=partial.digest)
         self.blobs.seal(partial)
         row = self.models.next(self.rows[-1], [update], job, len(self.rows), len(self.rows) + 1)
         self.models.remember(row)
         self.rows.append(row)
         return row
 
+    def digest(self, version: int) -> str:
+        """The digest of a version; of 0 none, of one that is not there that of something else."""
+        if not version:
+            return ""
+        return self.rows[version - 1].digest if version <= len(self.rows) else name_of(b"something else")
+
+    def request(self, version: int = 0, held: int = 0) -> pb.FetchModelRequest:
+        return pb.FetchModelRequest(digest=self.digest(version), held_digest=self.digest(held))
+
     def header(self, version: int = 0, held: int = 0) -> pb.ModelHeader:
-        with self.models.offer(pb.FetchModelRequest(version=version, held_version=held)) as offer:
+        with self.models.offer(self.request(version, held)) as offer:
+            assert offer.header.version == version or not version
             assert offer.header.total_bytes == sum(packet.bytes for packet in offer.header.packets)
             return offer.header
 
@@ -98,14 +113,14 @@ def test_who_holds_an_older_version_gets_the_steps_from_it(chain: Versions) -> N
     whole = chain.header(10).total_bytes
     for held in (9, 8, 10 - 5):
         header = chain.header(10, held)
-        assert header.base_version == held
+        assert header.base_digest == chain.digest(held)
         assert len(header.packets) == 10 - held
         assert header.total_bytes < whole
 
 
 def test_the_steps_lead_to_the_very_model(chain: Versions) -> None:
     values = chain.values(chain.rows[6]).parameters
-    with chain.models.offer(pb.FetchModelRequest(version=10, held_version=7)) as offer:
+    with chain.models.offer(chain.request(10, 7)) as offer:
         at = 0
         for packet in offer.header.packets:
             step = decode(offer.read(at, packet.bytes), name=packet.encoding, length=SIZE)
@@ -117,7 +132,7 @@ def test_the_steps_lead_to_the_very_model(chain: Versions) -> None:
 
 def test_any_range_of_an_offer_can_be_read(chain: Versions) -> None:
     for held in (0, 6):
-        with chain.models.offer(pb.FetchModelRequest(version=9, held_version=held)) as offer:
+        with chain.models.offer(chain.request(9, held)) as offer:
             total = offer.header.total_bytes
             payload = offer.read(0, total)
             assert len(payload) == total
@@ -128,13 +143,13 @@ def test_any_range_of_an_offer_can_be_read(chain: Versions) -> None:
 @pytest.mark.parametrize("held", [0, 10, 11, 777])
 def test_who_holds_nothing_of_use_gets_the_model_itself(chain: Versions, held: int) -> None:
     header = chain.header(10, held)
-    assert header.base_version == 0
+    assert header.base_digest == ""
     assert [packet.kind for packet in header.packets] == [pb.KIND_WEIGHTS]
 
 
 def test_more_steps_than_fit_into_an_answer_are_not_sent(chain: Versions) -> None:
-    assert chain.header(MAX_STEPS + 1, 1).base_version == 1
-    assert chain.header(MAX_STEPS + 2, 1).base_version == 0
+    assert chain.header(MAX_STEPS + 1, 1).base_digest == chain.digest(1)
+    assert chain.header(MAX_STEPS + 2, 1).base_digest == ""
 
 
 def test_steps_that_are_longer_than_the_model_are_not_sent(versions: Versions) -> None:
@@ -142,20 +157,36 @@ def test_steps_that_are_longer_than_the_model_are_not_sent(versions: Versions) -
     versions.first(dense)
     for _ in range(3):
         versions.next(dense)
-    assert versions.header(4, 3).base_version == 3
-    assert versions.header(4, 1).base_version == 0
+    assert versions.header(4, 3).base_digest == versions.digest(3)
+    assert versions.header(4, 1).base_digest == ""
 
 
 def test_steps_over_a_version_that_is_gone_are_not_sent(chain: Versions) -> None:
     chain.models.forget([7, 8, 10])
-    assert chain.header(8, 7).base_version == 7
-    assert chain.header(10, 8).base_version == 0
-    with pytest.raises(UnknownModel, match="model 9 is not kept: `flctl models list` shows"):
+    assert chain.header(8, 7).base_digest == chain.digest(7)
+    assert chain.header(10, 8).base_digest == ""
+    with pytest.raises(UnknownModel, match=f"model {chain.digest(9)} is not kept: `flctl models list` shows"):
         chain.header(9)
+    with pytest.raises(UnknownModel, match="model 9 is not kept: `flctl models list` shows"):
+        chain.models.offer(pb.FetchModelRequest(version=9))
 
 
 def test_the_newest_is_meant_when_no_version_is_named(chain: Versions) -> None:
     assert chain.header().version == 10
+
+
+def test_a_version_can_be_named_by_its_number_but_a_digest_alone_counts(chain: Versions) -> None:
+    for request in (pb.FetchModelRequest(version=4), pb.FetchModelRequest(version=9, digest=chain.digest(4))):
+        with chain.models.offer(request) as offer:
+            assert (offer.header.version, offer.header.model_digest) == (4, chain.digest(4))
+    with pytest.raises(UnknownModel):
+        chain.models.offer(pb.FetchModelRequest(version=9, digest=name_of(b"something else")))
+
+
+def test_a_payload_is_named_by_the_model_and_by_what_it_is_added_to(chain: Versions) -> None:
+    names = [chain.header(10).payload_name, chain.header(10, 9).payload_name, chain.header(9, 8).payload_name]
+    assert len(set(names)) == 3
+    assert [chain.header(10).payload_name, chain.header(10, 9).payload_name] == names[:2]
 
 
 def test_there_is_no_model_before_the_first_job(versions: Versions) -> None:
@@ -165,9 +196,9 @@ def test_there_is_no_model_before_the_first_job(versions: Versions) -> None:
 
 def test_another_kind_of_model_begins_a_new_line(chain: Versions) -> None:
     other = chain.first(spec(model_args={"size": 7}))
-    assert (other.version, other.base_version, other.parameters) == (11, 0, 7)
-    assert chain.header(11, 10).base_version == 0
-    assert chain.header(10, 9).base_version == 9  # the old one can still be had
+    assert (other.version, other.base_version, other.base_digest, other.parameters) == (11, 0, "", 7)
+    assert chain.header(11, 10).base_digest == ""
+    assert chain.header(10, 9).base_digest == chain.digest(9)  # the old one can still be had
 
 
 def test_the_same_kind_of_model_goes_on(chain: Versions) -> None:
@@ -193,6 +224,54 @@ def test_given_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(SeamError, match=r"init\.pt does not fit the model: values is \[3\] in the file and \[5000\]"):
         versions.first(spec())
     versions.facts.close()
+
+
+def as_before(versions: Versions, row: ModelRow) -> ModelRow:
+    """The model as a server of protocol 1 would have kept it: named by SHA-256, and so is its file."""
+    folder = versions.blobs.root / "blobs"
+    values = versions.values(row)
+    blob = hashlib.sha256((folder / row.blob).read_bytes()).hexdigest()
+    (folder / row.blob).rename(folder / blob)
+    digest = hashlib.sha256(values.parameters.tobytes() + values.buffers.tobytes()).hexdigest()
+    return replace(row, digest=digest, blob=blob)
+
+
+def test_a_model_that_was_named_by_sha256_is_sent_and_trained_on(versions: Versions) -> None:
+    old = as_before(versions, versions.first(spec()))
+    versions.models.remember(old)
+    versions.rows[0] = old
+    with versions.models.offer(versions.request(1)) as offer:
+        assert offer.header.model_digest == old.digest
+        offer.read(0, offer.header.total_bytes)
+        offer.prove()
+    new = versions.next(spec())
+    assert new.digest == versions.values(new).digest()  # by BLAKE3
+    assert (new.base_version, new.base_digest) == (1, old.digest)
+    assert versions.header(2, 1).base_digest == old.digest
+    path = versions.blobs.root / "blobs" / old.blob
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with versions.models.offer(versions.request(1)) as offer:
+        offer.read(0, offer.header.total_bytes)
+        with pytest.raises(DamagedModel, match="model 1 is damaged"):
+            offer.prove()
+    assert versions.models.damaged([old, new]) == [old]
+
+
+def test_a_version_in_a_file_that_was_named_by_sha256_is_loaded_and_proven(versions: Versions, tmp_path: Path) -> None:
+    old = as_before(versions, versions.first(spec()))
+    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    store.publish(old)
+    loaded = load_model(1, vector(SIZE), state_dir=tmp_path)
+    np.testing.assert_array_equal(read_vectors(loaded).parameters, versions.values(old).parameters)
+    path = tmp_path / "blobs" / old.blob
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(SeamError, match="is damaged"):
+        load_model(1, vector(SIZE), state_dir=tmp_path)
+    store.close()
 
 
 def test_a_version_is_loaded_from_the_servers_state(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
-"""Sessions: at most one per client, and nobody waits for a client that does not read."""
+"""Sessions: at most one per client, whose it stays, and nobody waits for a client that does not read."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from fedring.rpc.contract import SESSION_KEY
-from fedring.rpc.errors import BadRequest, NoSession, NotAllowed, Overloaded, Superseded
+from fedring.rpc.contract import RESUME_SECRET, SESSION_KEY
+from fedring.rpc.errors import BadRequest, IdInUse, NoSession, NotAllowed, Overloaded, Superseded
 from fedring.rpc.identity import IDENTITY, LOCAL, Identity, Role
 from fedring.server.sessions import MOST_CALLS, OUTBOX, Session, Sessions
 from fedring.v1 import federation_pb2 as pb
@@ -30,9 +30,10 @@ class Call:
         return self._metadata or None
 
 
-def join(sessions: Sessions, client: str, who: Identity = LOCAL) -> Session:
+def join(sessions: Sessions, client: str, who: Identity = LOCAL, secret: str = "") -> Session:
     IDENTITY.set(who)
-    return sessions.join(pb.JoinRequest(client_id=client, software="x" * 1000), "ipv4:127.0.0.1:5")
+    request = pb.JoinRequest(client_id=client, software="x" * 1000, resume_secret=secret)
+    return sessions.join(request, "ipv4:127.0.0.1:5")
 
 
 def test_a_call_is_of_the_session_that_it_names() -> None:
@@ -57,9 +58,14 @@ def test_a_session_is_of_no_use_to_another_than_who_opened_it() -> None:
     assert refused.value.reason == "other_session"
 
 
-def test_the_newest_session_of_a_client_wins() -> None:
+ANN = Identity(Role.CLIENT, "a")
+
+
+@pytest.mark.parametrize("proof", ["secret", "identity"])
+def test_the_newest_session_of_a_proven_client_wins(proof: str) -> None:
     sessions = Sessions(1)
-    older, newer = join(sessions, "a"), join(sessions, "a")
+    older = join(sessions, "a", ANN if proof == "identity" else LOCAL)
+    newer = join(sessions, "a", older.owner, older.secret if proof == "secret" else "")
     assert older.closed.is_set()
     assert isinstance(older.reason, Superseded)
     with pytest.raises(NoSession):
@@ -67,6 +73,44 @@ def test_the_newest_session_of_a_client_wins() -> None:
     assert not sessions.drop(older)  # its end is not the client's
     assert sessions.get("a") is newer
     assert sessions.drop(newer)
+    assert len(sessions) == 0
+
+
+@pytest.mark.parametrize("watching", [False, True])
+@pytest.mark.parametrize("shown", ["", "0" * 32])
+def test_a_live_session_stays_when_somebody_else_wants_its_id(shown: str, watching: bool) -> None:
+    sessions = Sessions(2, lost_after_seconds=7.5)
+    live = join(sessions, "a")
+    live.watching = watching
+    with pytest.raises(IdInUse, match="a is here in another session: give each client an id of its own") as refused:
+        join(sessions, "a", secret=shown)
+    assert refused.value.metadata == (("fl-retry-seconds", "15"),)
+    assert not live.closed.is_set()
+    assert sessions.of(Call((SESSION_KEY, live.session_id))) is live
+    sessions.drop(live)
+    assert join(sessions, "a", secret=shown).secret != live.secret  # whoever comes first is let in
+
+
+def test_a_session_has_the_secret_that_was_shown_or_else_a_new_one() -> None:
+    sessions = Sessions(9)
+    made = [join(sessions, name).secret for name in "abc"]
+    assert all(RESUME_SECRET.fullmatch(secret) for secret in made)
+    assert len(set(made)) == 3
+    shown = "0123456789abcdef" * 2
+    session = join(sessions, "d", secret=shown)
+    assert session.secret == shown
+    assert shown not in repr(session)
+
+
+@pytest.mark.parametrize(
+    "secret", ["0" * 31, "0" * 33, "A" * 32, "g" * 32, "0" * 32 + "\n", "\N{ARABIC-INDIC DIGIT ONE}" * 32]
+)
+def test_a_secret_of_another_form_is_refused(secret: str) -> None:
+    sessions = Sessions(9)
+    with pytest.raises(BadRequest, match="resume_secret must be") as refused:
+        join(sessions, "a", secret=secret)
+    assert secret not in str(refused.value)
+    assert refused.value.reason == "bad_request"
     assert len(sessions) == 0
 
 
@@ -106,7 +150,7 @@ def test_one_client_cannot_take_all_calls() -> None:
         sessions.of(call)
     with pytest.raises(Overloaded, match="calls of a"):
         sessions.of(Call((SESSION_KEY, session.session_id)))
-    again = join(sessions, "a")  # a new session does not help
+    again = join(sessions, "a", secret=session.secret)  # a new session does not help
     with pytest.raises(Overloaded):
         sessions.of(Call((SESSION_KEY, again.session_id)))
     assert sessions.of(Call((SESSION_KEY, other.session_id))) is other

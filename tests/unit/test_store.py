@@ -35,9 +35,12 @@ def a_round(store: SqlStore, job: JobRow, *, ended: bool = False) -> RoundRow:
     return store.create_round(RoundRow(0, job.job_id, 1, "training", 2.5, ended_at=9.0 if ended else None))
 
 
-def an_update(number: int, client: str, digest: str = "ab") -> UpdateRow:
+def an_update(number: int, client: str, digest: str = "ab", *, epoch: int = 0, name: str = "") -> UpdateRow:
+    """An update; its payload's digest, and its name if none is given, come from two letters."""
     packets = (PacketSpec("parameters", "delta", "uniform", 0, 90), PacketSpec("buffers", "delta", "fp64", 90, 10))
-    return UpdateRow(number, client, digest * 32, packets, 64, 100, 1.5, 2.5, 3.5, {"loss": 0.25}, blob=digest * 32)
+    payload, metrics = f"blake3-{digest * 32}", {"loss": 0.25}
+    name = name or f"blake3-{digest[::-1] * 32}"
+    return UpdateRow(number, client, payload, name, packets, 64, 100, 1.5, 2.5, 3.5, metrics, blob=payload, epoch=epoch)
 
 
 def a_model(version: int, *, number: int = 0, residual: str = "", optimizer: str = "") -> ModelRow:
@@ -94,6 +97,8 @@ class TestStore:
         store.accept_updates([row])
         again = [replace(row, norm=7.0), an_update(number, "bob", "ef"), an_update(number, "eve")]
         assert store.accept_updates(again) == [Acceptance.ALREADY, Acceptance.OTHER, Acceptance.NEW]
+        same_payload = replace(row, name="blake3-" + "ef" * 32)  # whose header says something else
+        assert store.accept_updates([same_payload]) == [Acceptance.OTHER]
         assert store.updates_of(number)[0] == row
 
     def test_two_updates_of_one_client_in_one_batch_count_once(self, store: SqlStore) -> None:
@@ -113,7 +118,13 @@ class TestStore:
         opened = a_round(store, job)
         store.publish(a_model(1))
         delta = (PacketSpec("parameters", "delta", "packed", 0, 7),)
-        model = replace(a_model(2, number=opened.round), base_version=1, delta_blob="ee" * 32, delta_packets=delta)
+        model = replace(
+            a_model(2, number=opened.round),
+            base_version=1,
+            base_digest="ff" * 32,
+            delta_blob="ee" * 32,
+            delta_packets=delta,
+        )
         ended = replace(opened, phase="published", model_version=2, ended_at=8.0)
         store.publish(model, ended)
         assert store.model(2) == model
@@ -167,8 +178,15 @@ class TestStore:
         pruned = store.prune(keep_models=2, keep_update_rounds=1, keep_rounds=99)
         assert pruned.rows == 2
         state = [f"{base + version:064x}" for base in (16, 32) for version in (1, 2)]
-        assert pruned.blobs == {"bb" * 32, a_model(1).blob, *state}
-        kept = {"aa" * 32, "cc" * 32, a_model(2).blob, a_model(3).blob, f"{19:064x}", f"{35:064x}"}
+        assert pruned.blobs == {"blake3-" + "bb" * 32, a_model(1).blob, *state}
+        kept = {
+            "blake3-" + "aa" * 32,
+            "blake3-" + "cc" * 32,
+            a_model(2).blob,
+            a_model(3).blob,
+            f"{19:064x}",
+            f"{35:064x}",
+        }
         assert store.named_blobs() == kept
         assert [len(store.evaluations(version)) for version in (1, 2, 3)] == [0, 1, 1]
         assert store.prune(2, 1, 99).rows == 0
@@ -300,7 +318,7 @@ def test_a_newer_state_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(file)
     connection.execute("PRAGMA user_version = 7")
     connection.close()
-    with pytest.raises(StoreError, match="newer version: schema 7, this program knows 4") as caught:
+    with pytest.raises(StoreError, match="newer version: schema 7, this program knows 5") as caught:
         SqlStore(f"sqlite:///{file}")
     assert caught.value.reason == "newer_state"
 

@@ -70,7 +70,7 @@ def test_training_learns(factory: Any) -> None:
 
 
 def test_the_same_seed_gives_the_same_model_and_another_one_another() -> None:
-    def trained(seed: int) -> bytes:
+    def trained(seed: int) -> str:
         torch.rand(1)  # the global generator has no say
         model = nn.Sequential(linear(), nn.Dropout(0.5))
         learn(model, blobs(), replace(PLAN, seed=seed))

@@ -38,7 +38,9 @@ class ClientConfig(BaseSettings):
         pattern=r"^[A-Za-z0-9._-]{1,128}$",
         description="stable name, unique in the fleet: 1 to 128 of A-Z a-z 0-9 . _ -",
     )
-    state_dir: Path = Field(Path("fl-client-state"), description="folder for the residual and an unsent update")
+    state_dir: Path = Field(
+        Path("fl-client-state"), description="folder for the residual, an unsent update and the session's secret"
+    )
     trusted: list[str] = Field(["fedring", "torchvision"], description="modules that a job may import from")
 
     data_root: Path | None = Field(None, description="folder of the data sets")

@@ -12,6 +12,7 @@ from grpc import StatusCode, aio
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused
 from fedring.client.metrics import Metrics
+from fedring.client.resume import ResumeSecret
 from fedring.client.startup import startup_seconds
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
@@ -83,6 +84,7 @@ class Connection:
         self._changed = asyncio.Condition()
         self._refused = ""  # the last session that a call was refused for
         self._tls, self._token_file = config.tls, config.token_file
+        self._resume = ResumeSecret(config.state_dir)
         self._authorization: Metadata = ()
         self._small = _NO_CALL  # for small updates, which waits for the next one; and its metadata
         self._channels: list[aio.Channel] = []  # the newest is last; the one before may still have calls
@@ -145,7 +147,11 @@ class Connection:
         """Open a session; Refused if this client will never get one. With `wait`, be patient with a silent server."""
         await self._refresh()
         request = pb.JoinRequest(
-            client_id=self.client_id, protocol=PROTOCOL, software=SOFTWARE, startup_seconds=self._startup
+            client_id=self.client_id,
+            protocol=PROTOCOL,
+            software=SOFTWARE,
+            startup_seconds=self._startup,
+            resume_secret=self._resume.text,
         )
         call = self.commands.Join(request, metadata=self._authorization, timeout=CALL_SECONDS, wait_for_ready=wait)
         try:
@@ -157,6 +163,7 @@ class Connection:
                     exit_code,
                 ) from error
             raise
+        self._resume.keep(session.resume_secret)
         if self.session.session_id:
             self.metrics.reconnects.inc()
         async with self._changed:

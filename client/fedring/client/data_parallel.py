@@ -65,7 +65,7 @@ class DataParallelTrainer:
     def _standing_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory, table: DataParallel) -> Standing:
         """That of the job's round before, or a new one."""
         command = task.command
-        key = (command.run_id, command.job.job_id, model)
+        key = (command.run_id, command.epoch, command.job.job_id, model)
         if self._standing is None or self._key != key:
             plan = plan_of(task)
             hook = make_hook(table, plan, model.named_parameters(), self._trusted)
@@ -129,7 +129,7 @@ class Replicated:
             self.usage += training.usage
 
     def digest(self) -> bytes:
-        """SHA-256 of the parameters."""
+        """BLAKE3 of the parameters, 32 bytes."""
         return self.standing.replica.digest()
 
 

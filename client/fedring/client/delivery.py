@@ -8,11 +8,17 @@ from fedring.client.errors import Closed, RoundOver, UpdateRefused
 from fedring.client.inbox import Assignment
 from fedring.client.link import Link
 from fedring.client.spool import Residual, Spool, Spooled
-from fedring.client.upload import DamagedSpool, Undecided, Upload
+from fedring.client.upload import DamagedSpool, GivenUp, Undecided, Upload
 from fedring.daemon.tracing import span
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+_UNTOLD = ("next_round", "deadline")
+"""Why an update is not sent on though the server has not said that its round is over. A command for another round may
+be of a server that was restored, and wants this very update."""
+_NOT_A_WORKER = "not_a_worker"
+"""Why a server refuses what a worker has of a group that was lost since: the round is to be trained by another one."""
 
 
 class Delivery:
@@ -37,9 +43,15 @@ class Delivery:
                 self.fail(assignment, error.reason, error.detail)
             raise
         except RoundOver as error:
-            assignment.idle = isinstance(error, Undecided) or error.reason == "interrupted"
+            given_up = isinstance(error, GivenUp) and error.reason in _UNTOLD
+            assignment.idle = given_up or isinstance(error, Undecided) or error.reason == "interrupted"
             if not assignment.idle and error.reason != "closed":
                 self._spool.drop()
+            if not assignment.idle and error.reason not in ("closed", _NOT_A_WORKER):
+                # Should the server ask for this very round again, it was put back to before it, and wants it anew.
+                assignment.over = assignment.over or error.reason
+            if error.reason == _NOT_A_WORKER:
+                self._link.call(lambda: self._link.session.inbox.again(assignment))
             raise
         finally:
             self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
@@ -54,9 +66,9 @@ class Delivery:
         """
         spooled = self._spool.pending()
         if spooled is None:
-            return False
+            return self._is_done(assignment)
         header, command = spooled.header, assignment.command
-        if (header.run_id, header.round, header.base_digest) == (command.run_id, command.round, command.model_digest):
+        if (header.run_id, header.round, header.base_digest) == assignment.start:
             log.info("sending the spooled update of round %d", header.round)
             try:
                 self.send(spooled, assignment)
@@ -66,7 +78,9 @@ class Delivery:
             except RoundOver as error:
                 log.warning("the spooled update of round %d was not taken: %s", header.round, error)
             return True
-        accepted = header.run_id == command.run_id and self._was_accepted(spooled, assignment)
+        accepted = header.run_id == command.run_id and (
+            spooled.offer.name == self._link.connection.last_accepted.name or self._was_accepted(spooled, assignment)
+        )
         if accepted is None:
             log.warning("the server does not say whether it has the spooled update of round %d", header.round)
             assignment.idle = True
@@ -85,6 +99,14 @@ class Delivery:
         with suppress(Closed):  # the server learns it from the end of the session
             self._link.call(lambda: self._link.session.report_failure(failure))
 
+    def _is_done(self, assignment: Assignment) -> bool:
+        """Whether the server has the update already: it was on its way when a restored server asked for it again."""
+        before, known = assignment.before, self._link.connection.last_accepted
+        if before is None or not before.accepted or (before.accepted, before.start) != (known.name, assignment.start):
+            return False
+        assignment.accepted = before.accepted
+        return True
+
     def _was_accepted(self, spooled: Spooled, assignment: Assignment) -> bool | None:
         """Ask, without sending a byte of the payload; None if there was no answer."""
         try:
@@ -97,9 +119,13 @@ class Delivery:
 
     def _accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
         self._spool.accept(spooled, residual)
-        header = spooled.header
-        last = pb.LastAccepted(epoch=header.epoch, round=header.round, name=spooled.offer.name)
-        self._link.connection.last_accepted = last
+        header, known = spooled.header, self._link.connection.last_accepted
+        if (header.epoch, header.round) >= (
+            known.epoch,
+            known.round,
+        ):  # else it is the one of a folder that was put back
+            last = pb.LastAccepted(epoch=header.epoch, round=header.round, name=spooled.offer.name)
+            self._link.connection.last_accepted = last
 
     def _push(self, spooled: Spooled, ended: Callable[[], str], deadline: float) -> None:
         link = self._link

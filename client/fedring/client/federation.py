@@ -117,6 +117,7 @@ class Federation:
         if self._task and not self._task.done and not self._task.cancelled:
             self._task.fail("no_update", "the training ended without an update")
         if self._task:
+            self._task.leave()
             self._link.metrics.finished(self._task.result, self._task.train_seconds)
         self._task = None
         try:

@@ -17,6 +17,12 @@ class Assignment:
     idle: bool = False  # its update could not be brought to an end: it is to be offered again
     failure: pb.Failure | None = None  # what the server was told if this client could not do it
     accepted: str = ""  # the name of its update, once the server has accepted that
+    before: "Assignment | None" = None  # in whose place it came
+
+    @property
+    def start(self) -> tuple[str, int, str]:
+        """What an update must be of to count for it: the run, the round, and the digest of the model."""
+        return self.command.run_id, self.command.round, self.command.model_digest
 
     def is_for(self, command: pb.TrainCmd, last: pb.LastAccepted) -> bool:
         """Return whether the command is this one, sent again.
@@ -28,13 +34,7 @@ class Assignment:
             command: what the server has sent.
             last: the newest update of this client that it knows to have accepted.
         """
-        mine = self.command
-        if (mine.run_id, mine.epoch, mine.round, mine.model_digest) != (
-            command.run_id,
-            command.epoch,
-            command.round,
-            command.model_digest,
-        ):
+        if (self.command.epoch, *self.start) != (command.epoch, *Assignment(command, 0.0).start):
             return False
         return self.accepted == last.name if self.accepted else not self.over
 
@@ -72,11 +72,18 @@ class Inbox:
                 self._round = current
                 self._filled.set()
             return current
-        if current and not current.over:
-            current.over = "next_round"
-        self.current = self._round = Assignment(command, deadline)
+        if current:
+            current.over = current.over or "next_round"
+            current.before = None  # more would never be let go
+        self.current = self._round = Assignment(command, deadline, before=current)
         self._filled.set()
         return self.current
+
+    async def again(self, assignment: Assignment) -> None:
+        """Hand the assignment out once more, if it is the one in hand and still wanted."""
+        if assignment is self.current:
+            self._round = assignment
+            self._filled.set()
 
     def evaluate(self, command: pb.EvaluateCmd) -> None:
         """Evaluate this model next, and no other that still waits."""

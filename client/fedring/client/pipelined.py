@@ -76,7 +76,8 @@ class PipelineTrainer:
 
     def _standing_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory) -> Standing:
         """That of the job's round before, or a new one."""
-        plan, key = plan_of(task), (task.command.run_id, task.job.job_id, model)
+        plan, command = plan_of(task), task.command
+        key = (command.run_id, command.epoch, command.job.job_id, model)
         if self._standing is None or self._key != key:
             parameters = [p for p in model.parameters() if p.requires_grad]
             self._standing = Standing(Replica(model, optimizer(parameters, plan.lr, plan.momentum)))
@@ -141,7 +142,7 @@ class Staged:
                 self._reached = training.steps
 
     def digest(self) -> bytes:
-        """SHA-256 of the parameters of all stages."""
+        """BLAKE3 of the parameters of all stages, 32 bytes."""
         return self.standing.replica.digest()
 
 

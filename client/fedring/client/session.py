@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from typing import Any
 
 from grpc import StatusCode, aio
@@ -14,7 +15,16 @@ from fedring.client.connection import CALL_SECONDS, Connection, is_doubtful, str
 from fedring.client.errors import Refused
 from fedring.client.inbox import Inbox
 from fedring.daemon.exits import Exit
-from fedring.rpc.errors import FedringError, Superseded, Unavailable, UnknownRound, reason_of, status_of
+from fedring.rpc.errors import (
+    FedringError,
+    IdInUse,
+    Superseded,
+    Unavailable,
+    UnknownRound,
+    reason_of,
+    retry_seconds_of,
+    status_of,
+)
 from fedring.rpc.health import Health
 from fedring.rpc.streams import Paced
 from fedring.v1 import federation_pb2 as pb
@@ -35,6 +45,7 @@ class Session:
         self._tell = tell  # is told each new state, in one sentence
         self._state = ""
         self._matched = False
+        self._in_use_since: float | None = None  # each Join since then was refused, as another session has the id
         self._activity: pb.Activity.ValueType = pb.ACTIVITY_UNSPECIFIED
         self._progress = 0.0
         self._failures: list[pb.Failure] = []
@@ -66,11 +77,12 @@ class Session:
             self._matched = False
             await self._health.set(serving=False)
             wait = lost is not None and _unreachable(lost)
+            left = self._seconds_left(lost)
             self._say(*self._explain(lost))
             if lost is not None and is_doubtful(lost):
                 await self._connection.reconnect()
             with suppress(Unavailable), stray_cancellation():
-                await asyncio.sleep(backoff.next())
+                await asyncio.sleep(min(backoff.next(), left))
 
     async def report_evaluation(self, report: pb.EvaluationReport) -> None:
         """Tell the server the counts, once; it is no failure if the evaluation of that round is over."""
@@ -123,12 +135,35 @@ class Session:
                 call.cancel()
                 for chore in chores:
                     chore.cancel()
-        if isinstance(lost, aio.AioRpcError) and reason_of(lost) == Superseded.reason:
+        if _is(lost, Superseded):
             raise Refused(
-                f"another process has joined as {self._connection.client_id!r}: give each client an id of its own",
+                f"another process has joined as {self._connection.client_id!r}, with the same certificate or token, or "
+                "a copy of this state_dir: give each client an id and a state_dir of its own",
                 Exit.CONFIG,
             )
         return lost
+
+    def _seconds_left(self, lost: Lost | None) -> float:
+        """Return for how many seconds to try on: infinity, but while another session has this client's id.
+
+        Raises:
+            Refused: if another session has had it for as long as the server says to try.
+        """
+        if not (isinstance(lost, aio.AioRpcError) and _is(lost, IdInUse)):
+            self._in_use_since = None
+            return inf
+        now = time.monotonic()
+        if self._in_use_since is None:
+            self._in_use_since = now
+        left = self._in_use_since + retry_seconds_of(lost) - now
+        if left > 0:
+            return left
+        raise Refused(
+            f"another process has joined fl-server at {self._connection.address} as {self._connection.client_id!r}: "
+            "give each client an id of its own (client_id); or, if this client's state_dir was lost, start it again "
+            "when that session has ended",
+            Exit.CONFIG,
+        )
 
     async def _beat(self, call: Any, session: pb.JoinReply) -> None:
         while True:
@@ -193,6 +228,9 @@ class Session:
             return "silent", f"fl-server at {address} is silent ({lost}); joining again"
         if _unreachable(lost):
             return "unreachable", f"cannot reach fl-server at {address}, trying on: {lost.details()}"
+        if _is(lost, IdInUse):
+            name, seconds = self._connection.client_id, retry_seconds_of(lost)
+            return "in_use", f"fl-server at {address} has another session of {name!r}, trying on for {seconds:g} s"
         if status_of(lost) is StatusCode.UNIMPLEMENTED:
             return "no_server", f"what listens at {address} is no fl-server: check `server`; trying on"
         return status_of(lost).name, f"fl-server at {address} answered {reason_of(lost)}; trying on: {lost.details()}"
@@ -203,6 +241,10 @@ class Session:
             self._state = state
             log.log(logging.INFO if state == "watching" else logging.WARNING, "%s", sentence, extra={"state": state})
             self._tell(sentence)
+
+
+def _is(lost: Lost | None, kind: type[FedringError]) -> bool:
+    return isinstance(lost, aio.AioRpcError) and reason_of(lost) == kind.reason
 
 
 def _unreachable(lost: Lost) -> bool:

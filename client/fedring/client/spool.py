@@ -15,11 +15,13 @@ cost five times the processor's time, as the file system then writes it to the d
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fedring.codec.digest import Digest, update_name
+from fedring.daemon.crash import crashpoint
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.v1 import federation_pb2 as pb
 
@@ -135,10 +138,11 @@ class Spool:
                 if not any(prefix):
                     return None
                 magic, version, leaves, length = _PREFIX.unpack(prefix)
-                if (magic, version) != (_MAGIC, _VERSION):
+                if magic != _MAGIC or version not in (1, _VERSION):
                     raise struct.error
-                offer = pb.UpdateOffer.FromString(file.read(length))
-                if not _is_called_right(offer):  # nobody could be asked about it
+                head = file.read(length)
+                offer = pb.UpdateOffer.FromString(head) if version == _VERSION else _offer_of_version_1(head, file)
+                if version == _VERSION and not _is_called_right(offer):  # nobody could be asked about it
                     raise struct.error
                 header = pb.UpdateHeader.FromString(offer.header)
                 start = _PREFIX.size + length
@@ -161,6 +165,7 @@ class Spool:
             noted = {"epoch": str(header.epoch), "round": str(header.round), "name": offer.name}
             metadata = {"run": header.run_id, "schema": header.schema_hash.hex(), **noted}
             save_file({_KEY: residual}, self._left_file, metadata)
+            crashpoint("client_residual_spooled")
         self._empty = False
         head = offer.SerializeToString()
         prefix = _PREFIX.pack(_MAGIC, _VERSION, residual is not None, len(head))
@@ -173,6 +178,7 @@ class Spool:
             os.pwrite(fd, prefix, 0)
         finally:
             os.close(fd)
+        crashpoint("client_update_spooled")
         return Spooled(offer, header, residual is not None, self._update_file, len(prefix) + len(head), parts)
 
     def accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
@@ -180,6 +186,7 @@ class Spool:
 
         Give `residual`, the one that was written, to spare a later reading of it.
         """
+        crashpoint("client_accepted")
         if not spooled.leaves:
             known_absent = self._cached is not None and self._cached[2] is None
             if not known_absent and self._residual_file.exists():
@@ -190,11 +197,13 @@ class Spool:
             _sync(self._left_file)
             self._left_file.rename(self._residual_file)
             _sync(self._folder)
+            crashpoint("client_residual_placed")
             key = (spooled.header.run_id, spooled.header.schema_hash)
             self._cached = None if residual is None else (*key, residual)
             header = spooled.header
             self._noted = pb.LastAccepted(epoch=header.epoch, round=header.round, name=spooled.offer.name)
         self.drop()
+        crashpoint("client_noted")
 
     def drop(self) -> None:
         """No update is spooled; the residual is as it was before there was one."""
@@ -230,6 +239,12 @@ class Spool:
         log.info("dropped the residual of %s", why)
         self._residual_file.unlink()
         return None
+
+
+def _offer_of_version_1(header: bytes, payload: BufferedReader) -> pb.UpdateOffer:
+    """What protocol 1 has spooled: a server that has accepted it knows it by its payload's SHA-256; none will now."""
+    name = hashlib.file_digest(payload, "sha256").hexdigest()
+    return pb.UpdateOffer(header=header, payload_digest=name, name=name)
 
 
 def _is_called_right(offer: pb.UpdateOffer) -> bool:

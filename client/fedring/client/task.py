@@ -121,6 +121,12 @@ class Task:
         self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
         self._delivery.fail(self._assignment, reason, detail)
 
+    def leave(self) -> None:
+        """End the work on the round. If only its time was over, it is begun anew should the server ask for it again."""
+        mine = self._assignment
+        if not (mine.idle or mine.accepted or mine.failure):
+            mine.over = mine.ended
+
     def _deliver(self, model: nn.Module, base: Model, work: Work) -> None:
         command = self.command
         if clause := base.schema.difference(schema_of(model)):

@@ -41,6 +41,10 @@ class Undecided(RoundOver):
     """The deadline passed before the server said whether it has the update."""
 
 
+class GivenUp(RoundOver):
+    """The round ended here before the server had all of the update; it has not said that it will never take it."""
+
+
 class DamagedSpool(UpdateRefused):
     """The server does not have the update, and it is not on this side any more either."""
 
@@ -143,7 +147,7 @@ class Upload:
             with self._spooled.reader() as read:
                 for offset, message in chunks(read, start=reply.resume_offset, total=header.total_bytes):
                     if why := self._ended():
-                        raise RoundOver(why)
+                        raise GivenUp(why)
                     await _write(call, message, seconds)
                     self._connection.metrics.upload_bytes.inc(min(CHUNK_BYTES, header.total_bytes - offset))
                     self._tell(offset / header.total_bytes)

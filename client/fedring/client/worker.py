@@ -47,7 +47,7 @@ class Part(Protocol):
         """The round is trained to its end."""
 
     def digest(self) -> bytes:
-        """SHA-256 of the parameters that the round ended with, 32 bytes: equal on all workers."""
+        """BLAKE3 of the parameters that the round ended with, 32 bytes: equal on all workers."""
         ...
 
 

@@ -55,7 +55,13 @@ def clients(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """List the clients, and what each does; or forget one."""
-    if context.invoked_subcommand:
+    if verb := context.invoked_subcommand:
+        for name in context.params:
+            # By its name: typer may bring a click of its own.
+            if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+                raise Failure(
+                    f"--{name.replace('_', '-')} belongs behind {verb}: see flctl clients {verb} --help", Exit.USAGE
+                )
         return
     with connect(server) as control:
         known = control.clients(limit=limit)

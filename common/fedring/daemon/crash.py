@@ -26,6 +26,16 @@ RESTORING = {
 """Every name in `flctl restore`, one after each of its steps."""
 
 
+DELIVERING = {
+    "client_residual_spooled",
+    "client_update_spooled",
+    "client_accepted",
+    "client_residual_placed",
+    "client_noted",
+}
+"""Every name in fl-client: around the spooling of an update, and the note that it was accepted."""
+
+
 def crashpoint(name: str) -> None:
     """End the process at once if FL_CRASH_AT names this place; else do nothing."""
     if os.environ.get("FL_CRASH_AT") == name:

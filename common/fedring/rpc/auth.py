@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from grpc import aio
 
-from fedring.rpc.errors import FedringError, NotAllowed, Unauthenticated
+from fedring.rpc.errors import FedringError, IdInUse, NotAllowed, Unauthenticated
 from fedring.rpc.handlers import FACTORY, around, unknown_method
 from fedring.rpc.identity import IDENTITY, LOCAL, NOBODY, Identity, Role, certified
 from fedring.v1.federation_pb2 import JoinRequest
@@ -26,6 +26,7 @@ REASONS = (
     "other_client",
     "other_session",
     "wrong_client",
+    "id_in_use",
 )
 """Why a call can be refused; stable words, also in `fl-reason`."""
 
@@ -137,7 +138,7 @@ class Auth(aio.ServerInterceptor):
             result = "ok"
         except FedringError as error:
             result = error.reason
-            refused = isinstance(error, Unauthenticated | NotAllowed)
+            refused = isinstance(error, Unauthenticated | NotAllowed | IdInUse)
             if refused:
                 self.tally.refused[result] += 1
             raise

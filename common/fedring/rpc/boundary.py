@@ -102,7 +102,7 @@ async def _abort(error: Exception, context: Any, method: str) -> NoReturn:
         text = _cut(str(error))
         if not isinstance(error, Gone):
             log.warning("%s refused: %s: %s", method, error.reason, text, extra={"reason": error.reason})
-        await context.abort(error.status, text, ((REASON_KEY, error.reason),))
+        await context.abort(error.status, text, ((REASON_KEY, error.reason), *error.metadata))
     log.error("unexpected error in %s", method, exc_info=error)
     await context.abort(StatusCode.INTERNAL, "internal error", ((REASON_KEY, "internal"),))
     raise AssertionError("abort returned")

@@ -5,6 +5,7 @@ that programs and metrics use, in the trailing metadata.
 """
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import grpc
@@ -12,12 +13,19 @@ from grpc import StatusCode, aio
 
 REASON_KEY = "fl-reason"
 
+RETRY_KEY = "fl-retry-seconds"
+"""The key in the trailing metadata of "id_in_use" that says for how long to try again."""
+
+_RETRY_SECONDS, _MOST_RETRY_SECONDS = 10.0, 3600.0  # where the server does not say, and at most, whatever it says
+
 
 class FedringError(Exception):
     """A refusal we meant; its sentence says what to do."""
 
     status = StatusCode.INTERNAL
     reason = "internal"
+    metadata: tuple[tuple[str, str], ...] = ()
+    """What else the caller is told in the trailing metadata, beside the reason."""
 
     def __init__(self, detail: str = "", *, reason: str = "") -> None:
         super().__init__(detail)
@@ -120,6 +128,21 @@ class Superseded(FedringError):
     status, reason = StatusCode.ABORTED, "superseded"
 
 
+class IdInUse(FedringError):
+    """The client id has a live session, and the caller has not proven to be its owner.
+
+    Args:
+        detail: One sentence for the caller.
+        retry_seconds: For how long to try again. By then the session has ended, if its owner is not there any more.
+    """
+
+    status, reason = StatusCode.ALREADY_EXISTS, "id_in_use"
+
+    def __init__(self, detail: str = "", *, retry_seconds: float = _RETRY_SECONDS) -> None:
+        super().__init__(detail)
+        self.metadata = ((RETRY_KEY, f"{retry_seconds:g}"),)
+
+
 class Gone(FedringError):
     """The caller is not there any more; it is worth no line in the log."""
 
@@ -173,15 +196,36 @@ def refusal_in(group: ExceptionGroup[Exception]) -> FedringError | None:
 
 def reason_of(error: grpc.RpcError) -> str:
     """The stable reason of a refused call, or its status' name in small letters."""
-    metadata: Any = None
-    if isinstance(error, aio.AioRpcError | grpc.Call):
-        metadata = error.trailing_metadata()
-    return reason_in(metadata) or status_of(error).name.lower()
+    return reason_in(_trailing_metadata(error)) or status_of(error).name.lower()
 
 
 def reason_in(metadata: Sequence[tuple[str, str | bytes]] | None) -> str:
     """The reason in a call's trailing metadata; empty if there is none."""
-    return next((str(value) for key, value in metadata or () if key == REASON_KEY), "")
+    return _text_in(metadata, REASON_KEY)
+
+
+def retry_seconds_of(error: grpc.RpcError) -> float:
+    """Return for how many seconds the server wants a refused call to be tried again.
+
+    Args:
+        error: A call that was refused with "id_in_use".
+
+    Returns:
+        What the server says, but at least 0 and at most 3600; 10 if it says nothing that is a finite number.
+    """
+    try:
+        seconds = float(_text_in(_trailing_metadata(error), RETRY_KEY))
+    except ValueError:
+        return _RETRY_SECONDS
+    return min(max(seconds, 0.0), _MOST_RETRY_SECONDS) if isfinite(seconds) else _RETRY_SECONDS
+
+
+def _trailing_metadata(error: grpc.RpcError) -> Any:
+    return error.trailing_metadata() if isinstance(error, aio.AioRpcError | grpc.Call) else None
+
+
+def _text_in(metadata: Sequence[tuple[str, str | bytes]] | None, wanted: str) -> str:
+    return next((str(value) for key, value in metadata or () if key == wanted), "")
 
 
 def status_of(error: grpc.RpcError) -> StatusCode:

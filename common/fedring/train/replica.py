@@ -44,7 +44,7 @@ class Replica:
         self.progress = Progress(self.progress.steps)
 
     def digest(self) -> bytes:
-        """SHA-256 of the parameters, 32 bytes: equal on all workers after every step."""
+        """BLAKE3 of the parameters, 32 bytes: equal on all workers after every step."""
         return digest_of(parameter for parameter in self.model.parameters())
 
     def tensors(self) -> Iterator[Tensor]:

@@ -59,8 +59,8 @@ def open_offer(offer: pb.UpdateOffer) -> Offered:
 
     Raises:
         DamagedOnTheWay: if the name is not that of the header and the payload's digest.
-        BadUpdate: "bad_header", if the header is too long or no header; "bad_digest", if the payload's digest is no name
-            by BLAKE3.
+        BadUpdate: "bad_header", if the header is too long or no header; "bad_digest", if the payload's digest is not a
+            name by BLAKE3.
     """
     if len(offer.header) > MAX_HEADER_BYTES:
         text = f"a header of {len(offer.header)} bytes; at most {MAX_HEADER_BYTES} are taken"

@@ -1,8 +1,9 @@
 """The connection to the server's database: opened, checked, created or migrated."""
 
+import re
 import sqlite3
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from json import JSONDecodeError
 from pathlib import Path
@@ -65,6 +66,7 @@ MIGRATIONS: tuple[Migration, ...] = (_add_tokens, _add_clients, _add_seconds_lef
 """Number i takes a database from schema version i + 1 to i + 2."""
 
 _VERSION = "schema_version"
+_EPOCH = re.compile("[0-9]{1,18}")  # what fits into a column of the database, and into a message, with room above
 _BUSY_MILLISECONDS = 10_000
 _PAGE_BYTES = 1 << 14  # in smaller ones, a small update of 40 KB would take two writes for each 4 KiB
 _FSYNC_ERRORS = ("SQLITE_IOERR_FSYNC", "SQLITE_IOERR_DIR_FSYNC")
@@ -109,6 +111,21 @@ def backup(engine: Engine, path: Path) -> None:
         raise StoreError("no_backup", str(error)) from error
     finally:
         raw.close()
+
+
+def epoch_in(found: Mapping[str, str]) -> int:
+    """Return the epoch of the rounds, 0 before the first restore.
+
+    Args:
+        found: the table `meta`.
+
+    Raises:
+        StoreError: "corrupt", if it is no number that was ever written there.
+    """
+    text = found.get("epoch", "0")
+    if not isinstance(text, str) or not _EPOCH.fullmatch(text):
+        raise StoreError("corrupt", f"the database is damaged (its epoch is {str(text)[:30]!r}): restore a backup")
+    return int(text)
 
 
 def translate(error: Exception) -> StorageError | FsyncFailed:

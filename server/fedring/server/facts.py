@@ -67,7 +67,8 @@ class Facts:
         self.commit_seconds = time.monotonic() - began
         for (_, row), outcome in zip(batch, outcomes, strict=True):
             if outcome is Acceptance.NEW:
-                self.last_accepted[row.client_id] = LastAccepted(row.epoch, row.round, row.name)
+                new = LastAccepted(row.epoch, row.round, row.name)
+                self.last_accepted[row.client_id] = max(self.last_accepted.get(row.client_id, new), new)
         return outcomes
 
     def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedring.rpc.chunks import CHUNK_BYTES, chunks
 from fedring.rpc.contract import PROTOCOL
-from fedring.rpc.errors import BadRequest, Gone, Stalled, Unauthenticated, Unavailable, refusal_in
+from fedring.rpc.errors import BadRequest, Gone, IdInUse, Stalled, Unauthenticated, Unavailable, refusal_in
 from fedring.rpc.streams import METER, wire_bytes
 from fedring.server import rounds as rd
 from fedring.server.config import ServerConfig
@@ -34,7 +34,11 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             text = f"fl-server speaks protocol {PROTOCOL}, the client {request.protocol}: update {older}"
             raise BadRequest(text, reason="wrong_protocol")
         facts = self._coordinator.facts
-        session = self._coordinator.sessions.join(request, context.peer())
+        try:
+            session = self._coordinator.sessions.join(request, context.peer())
+        except IdInUse:
+            self._contested(request.client_id, context.peer())
+            raise
         self._coordinator.handle(rd.Joined(session.client_id))
         asyncio.get_running_loop().call_later(self._config.lost_after_seconds, self._expire, session)
         last = facts.last_accepted.get(session.client_id)
@@ -46,6 +50,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             no_progress_seconds=self._config.no_progress_seconds,
             software=self._software,
             last_accepted=pb.LastAccepted(epoch=last.epoch, round=last.round, name=last.name) if last else None,
+            resume_secret=session.secret,
         )
 
     async def Watch(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
@@ -110,6 +115,14 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
                 async with asyncio.timeout(min(session.heard + lost, due) - now):
                     await session.closed.wait()
                 raise session.reason or Unavailable("the session was closed")
+
+    def _contested(self, client_id: str, peer: str) -> None:
+        """Tell operators that somebody else wants the id of a client that is here; once for all that one's tries."""
+        session, now = self._coordinator.sessions.get(client_id), time.monotonic()
+        if session is not None and now >= session.contested + 3 * self._config.lost_after_seconds:
+            session.contested = now
+            text = f"{client_id} is here already: another client, at {peer}, was refused this id"
+            self._coordinator.journal.write("client_refused", text, client_id=client_id)
 
     def _expire(self, session: Session) -> None:
         if not session.watching:

@@ -36,12 +36,12 @@ UPDATE_RESULTS = ("accepted", "duplicate", "rejected", "interrupted")
 
 # fmt: off
 REJECTIONS = (
-    "already_accepted_other", "bad_chunk", "bad_compression", "bad_digest", "bad_encoding", "bad_header", "bad_indices",
-    "bad_metrics", "bad_packets", "bad_request", "bad_samples", "bad_scale", "bad_update", "bomb", "corrupt",
-    "database", "digest_mismatch", "disk_error", "disk_full", "internal", "missing_blob", "mixed_kinds", "newer_state",
-    "non_finite", "not_a_worker", "not_allowed", "not_selected", "out_of_range", "overloaded", "partial_busy",
-    "round_closed", "too_large", "truncated", "unknown_encoding", "unknown_round", "wrong_client", "wrong_length",
-    "wrong_model", "wrong_schema", "wrong_size", "other",
+    "already_accepted_other", "bad_chunk", "bad_compression", "bad_digest", "bad_encoding", "bad_epoch", "bad_header",
+    "bad_indices", "bad_metrics", "bad_packets", "bad_request", "bad_samples", "bad_scale", "bad_update", "bomb",
+    "corrupt", "database", "digest_mismatch", "disk_error", "disk_full", "internal", "missing_blob", "mixed_kinds",
+    "newer_state", "non_finite", "not_a_worker", "not_allowed", "not_selected", "out_of_range", "overloaded",
+    "partial_busy", "round_closed", "too_large", "truncated", "unknown_encoding", "unknown_round", "wrong_client",
+    "wrong_length", "wrong_model", "wrong_schema", "wrong_size", "other",
 )
 # fmt: on
 """Why an update can be refused: nothing that a client sends can make another series."""

@@ -52,7 +52,8 @@ async def recover(
     facts = Facts(store, blobs, threads=config.threads)
     stack.callback(facts.close)
     models = Models(blobs, facts.pool, config, store.run_id)
-    coordinator = Coordinator(facts, models, Sessions(config.max_clients), Journal(), config)
+    sessions = Sessions(config.max_clients, config.lost_after_seconds)
+    coordinator = Coordinator(facts, models, sessions, Journal(), config)
     if drop_damaged:
         await _drop_damaged(coordinator)
     open_round = await reload(coordinator, config.keep_models, end_orphans=sweep)

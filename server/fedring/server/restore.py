@@ -9,13 +9,14 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.lock import StateInUse, StateLock
 from fedring.server import swap
+from fedring.server.database import StoreError, epoch_in
 from fedring.server.snapshot import (
     MANIFEST,
     BackupError,
@@ -118,12 +119,18 @@ def _begin_epoch(facts: Path, manifest: Manifest, replaced: Mapping[str, str]) -
 
     A backup can be restored twice: the time tells the two apart.
     """
-    before = [int(text) for found in (_meta(facts), replaced) if (text := found.get(_EPOCH, "")).isdecimal()]
-    epoch = max(int(time.time()), *(known + 1 for known in before), 1)
-    values = {_EPOCH: str(epoch), _ORIGIN: manifest.facts_digest}
-    with closing(sqlite3.connect(facts)) as connection:
-        connection.executemany("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)", values.items())
-        connection.commit()
+    try:
+        epoch = max(int(time.time()), epoch_in(_meta(facts)) + 1)
+        with suppress(StoreError):  # a state is also replaced because it is damaged
+            epoch = max(epoch, epoch_in(replaced) + 1)
+        values = {_EPOCH: str(epoch), _ORIGIN: manifest.facts_digest}
+        with closing(sqlite3.connect(facts)) as connection:
+            connection.executemany("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)", values.items())
+            connection.commit()
+    except StoreError as error:
+        raise BackupError(f"{FACTS} in the backup is damaged, its epoch is no number: use another backup") from error
+    except sqlite3.Error as error:
+        raise BackupError(f"{facts} cannot be written ({error})") from error
     sync(facts)
 
 

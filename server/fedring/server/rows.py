@@ -59,7 +59,7 @@ class UpdateRow:
     metrics: dict[str, float] = field(default_factory=dict)
     blob: str = ""  # the payload's blob, or, for a small one, empty:
     payload: bytes = b""  # it lies in the row, which costs one sync for many instead of one each
-    epoch: int = 0  # of the command that it answers
+    epoch: int = 0  # in which it was accepted; its header may name another one, of before a restore
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -6,12 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hmac import compare_digest
+from math import inf
 from typing import Any
 
 from fedring.daemon.logs import log_with
 from fedring.rpc.chunks import serialize
-from fedring.rpc.contract import SESSION_KEY
-from fedring.rpc.errors import BadRequest, FedringError, NoSession, NotAllowed, Overloaded, Superseded
+from fedring.rpc.contract import RESUME_SECRET, SESSION_KEY
+from fedring.rpc.errors import BadRequest, FedringError, IdInUse, NoSession, NotAllowed, Overloaded, Superseded
 from fedring.rpc.identity import IDENTITY, NAME, Identity
 from fedring.server.journal import printable
 from fedring.server.returns import Returns
@@ -33,6 +35,7 @@ class Session:
     software: str
     address: str
     owner: Identity  # who opened it: the id alone does not let anybody in
+    secret: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)  # shown to take over; never stored
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     reason: FedringError | None = None  # why it was closed
@@ -45,6 +48,7 @@ class Session:
     heard: float = field(default_factory=time.monotonic)
     spoke: float = field(default_factory=time.monotonic)  # when the newest event began to be written
     writing: bool = False  # it is not on its way yet
+    contested: float = -inf  # when operators were last told that somebody else wants this client id
 
     def hear(self) -> None:
         """The client has said something just now."""
@@ -65,24 +69,50 @@ class Session:
 
 
 class Sessions:
-    """At most one session per client: the newest."""
+    """At most one session per client.
 
-    def __init__(self, limit: int) -> None:
+    Args:
+        limit: The most clients that may be here at once.
+        lost_after_seconds: Silence after which a session is dropped; twice as long a newcomer is to try again.
+    """
+
+    def __init__(self, limit: int, lost_after_seconds: float = 5.0) -> None:
         self._limit = limit
+        self._retry_seconds = 2 * lost_after_seconds
         self._by_id: dict[str, Session] = {}
         self._by_client: dict[str, Session] = {}
         self._calls: Counter[str] = Counter()  # in progress, by client
         self.returns = Returns()
 
     def join(self, request: pb.JoinRequest, address: str) -> Session:
-        """A new session for the client, of whoever makes this call; its older one is closed."""
+        """Open a session for the client, of whoever makes this call, and close its older one if there is one.
+
+        An older session gives way to whoever shows its secret, and to a caller who has proven by a certificate or a
+        token to be this client. Anybody else could be anyone: then the older session stays, idle or not, and also if
+        its client has not begun to watch yet, which it may put off for `lost_after_seconds` at most.
+
+        Raises:
+            BadRequest: if the client id, or the secret that is shown, is none.
+            IdInUse: if there is an older session that stays.
+            Overloaded: if as many clients as may be are here.
+        """
         if not NAME.fullmatch(request.client_id):
             raise BadRequest("client_id must be 1 to 128 characters of A-Z a-z 0-9 . _ -", reason="bad_client_id")
+        shown, who = request.resume_secret, IDENTITY.get()
+        if shown and not RESUME_SECRET.fullmatch(shown):
+            raise BadRequest("resume_secret must be as Join returned it, 32 hexadecimal digits in lower case, or empty")
         older = self._by_client.get(request.client_id)
         if older is None and len(self._by_client) >= self._limit:
             raise Overloaded(f"{self._limit} clients are here already")
+        if older and who.role is None and not compare_digest(shown, older.secret):
+            raise IdInUse(
+                f"{older.client_id} is here in another session: give each client an id of its own; if this is the same "
+                "client and has lost its resume_secret, try again until that session has ended",
+                retry_seconds=self._retry_seconds,
+            )
         software = printable(request.software[:128])
-        session = Session(request.client_id, secrets.token_hex(16), software, address, IDENTITY.get())
+        session = Session(request.client_id, secrets.token_hex(16), software, address, who)
+        session.secret = shown or session.secret
         if older:
             older.close(Superseded(f"a newer session of {older.client_id} took over"))
             self.drop(older)

@@ -28,7 +28,7 @@ from sqlalchemy import (
 
 from fedring.daemon.crash import crashpoint
 from fedring.server import known
-from fedring.server.database import UNREADABLE, backup, open_database, translate
+from fedring.server.database import UNREADABLE, backup, epoch_in, open_database, translate
 from fedring.server.rows import EvaluationRow, EventRow, JobRow, LastAccepted, ModelRow, RoundRow, TokenRow, UpdateRow
 from fedring.server.store_api import Acceptance, Pruned
 from fedring.server.tables import evaluations, events, jobs, meta, models, rounds, tokens, updates
@@ -55,7 +55,7 @@ class SqlStore:
         with self._transaction() as connection:
             found = dict(connection.execute(select(meta.c.name, meta.c.value)).all())
         self.run_id = found["run_id"]
-        self.epoch = int(found.get("epoch", "0"))
+        self.epoch = epoch_in(found)
 
     def set_state_id(self, state_id: str) -> None:
         """Keep the id that also lies beside the blobs; once."""

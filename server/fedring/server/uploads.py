@@ -1,7 +1,6 @@
 """The service that takes updates: header first, then bytes, then one durable acceptance."""
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
@@ -10,6 +9,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
+from fedring.codec.digest import name_of
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.rpc.boundary import sound_message
@@ -252,7 +252,7 @@ class ClientUpdateService:
             return MemoryPartial()
         facts = self._coordinator.facts
         # One file per client and round, whatever the digest: a client cannot fill the disk with beginnings.
-        name = f"{header.round}-{hashlib.sha256(header.client_id.encode()).hexdigest()[:32]}"
+        name = f"{header.round}-{name_of(header.client_id.encode())[-32:]}"
 
         def open_() -> Partial:  # all of it in the thread: the caller may be gone when the file is open
             partial = facts.blobs.open_partial(name)
@@ -337,7 +337,7 @@ class ClientUpdateService:
             metrics=dict(header.metrics),
             blob="" if small else offered.digest,
             payload=partial.read(0, partial.size) if small else b"",
-            epoch=header.epoch,
+            epoch=self._coordinator.facts.store.epoch,
         )
 
 

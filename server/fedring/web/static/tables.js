@@ -7,7 +7,8 @@ import { badge } from "./now.js";
 const MOST_ROWS = 200;
 const GOOD = new Set(["round_published", "round_evaluated", "group_formed"]);
 const BAD = new Set([
-  "round_abandoned", "client_failed", "client_lost", "update_refused", "group_lost", "storage_failed", "blob_damaged",
+  "round_abandoned", "client_failed", "client_lost", "client_refused", "update_refused", "group_lost", "storage_failed",
+  "blob_damaged",
 ]);
 const STATES = { watching: ["good", "ready"], joined: ["warn", "joining"], away: ["bad", "away"] };
 

@@ -1,0 +1,281 @@
+"""What PROTOCOL.md leaves to a client: its encodings, when it closes its side, and calls that outlive their session."""
+
+import queue
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+import pytest
+from grpc import StatusCode
+
+from fedring.codec import NAMES, decode
+from fedring.rpc.contract import PROTOCOL
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1.federation_pb2_grpc import ModelBlobServiceStub, TrainCmdServiceStub
+from tests.fleets import Control, Fleet
+from tests.system.wire import (
+    CHUNK,
+    SECONDS,
+    SIZE,
+    Refused,
+    WireClient,
+    model_of,
+    offer_of,
+    parameters,
+    payload_of,
+    run,
+    stop_jobs,
+)
+
+ONES = np.ones(SIZE, np.float32)
+LARGE = 300_000  # values, more than a chunk of them
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One fl-server for all tests of this file."""
+    with Fleet(tmp_path_factory.mktemp("freedoms")) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def control(server: Fleet) -> Iterator[Control]:
+    """flctl's connection; at the end no job is left."""
+    with Control(server.control) as control:
+        yield control
+        stop_jobs(control)
+
+
+@pytest.fixture
+def wire(server: Fleet) -> Iterator[WireClient]:
+    with WireClient(server.listen) as client:
+        yield client
+
+
+class Upload:
+    """A PushUpdate call whose messages are sent one by one; its side stays open until it is closed."""
+
+    def __init__(self, client: WireClient) -> None:
+        self._messages: queue.Queue[pb.ClientUpdate | None] = queue.Queue()
+        self.replies = client.updates.PushUpdate(
+            iter(self._messages.get, None), metadata=client.metadata, timeout=SECONDS
+        )
+
+    def offer(self, offer: pb.UpdateOffer) -> pb.UpdateReply:
+        """Send the offer; the server's answer to it."""
+        self._messages.put(pb.ClientUpdate(offer=offer))
+        return self.reply()
+
+    def chunk(self, offset: int, data: bytes) -> None:
+        """Send these bytes of the payload."""
+        self._messages.put(pb.ClientUpdate(chunk=pb.Chunk(offset=offset, data=data)))
+
+    def reply(self) -> pb.UpdateReply:
+        """What the server says next."""
+        reply: pb.UpdateReply = next(self.replies)
+        return reply
+
+    def close(self) -> None:
+        """No message follows."""
+        self._messages.put(None)
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the server ends the call, and says no more; waits for it."""
+        return list(self.replies) == [] and self.replies.code() is StatusCode.OK
+
+
+def test_an_update_may_come_in_another_encoding_than_the_command_asks_for(server: Fleet, control: Control) -> None:
+    run(control, encoding="int8", rounds=len(NAMES))
+    with WireClient(server.listen) as wire:
+        values = np.linspace(-1, 1, SIZE, dtype=np.float32)
+        for name in NAMES:
+            command = wire.expect("train")
+            assert command.encoding.name == "int8"
+            before, payload = parameters(wire, command.model_version), payload_of(values, name, chunk=77)
+            packet = pb.Packet(
+                vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=name, bytes=len(payload), num_samples=3
+            )
+            wire.push(wire.header(command, payload, packets=[packet]), payload)
+            after = parameters(wire, model_of(control, command.round))
+            delta = decode(payload, name=name, length=SIZE).astype(np.float64)
+            np.testing.assert_array_equal(after, (before + delta * 3 / 3).astype(np.float32))
+
+
+def test_an_update_is_accepted_before_the_client_closes_its_side(control: Control, wire: WireClient) -> None:
+    run(control)
+    command, payload = wire.expect("train"), payload_of(ONES)
+    upload = Upload(wire)
+    assert upload.offer(offer_of(wire.header(command, payload), payload)).resume_offset == 0
+    upload.chunk(0, payload)
+    assert upload.reply().HasField("accepted")
+    assert upload.ended_well
+    upload.close()
+
+
+def test_what_follows_the_last_byte_is_not_read(control: Control, wire: WireClient) -> None:
+    run(control)
+    command, payload = wire.expect("train"), payload_of(ONES)
+    upload = Upload(wire)
+    upload.offer(offer_of(wire.header(command, payload), payload))
+    upload.chunk(0, payload)
+    upload.chunk(len(payload), b"more")
+    upload.close()
+    assert upload.reply().HasField("accepted")
+    assert upload.ended_well
+
+
+def test_an_update_that_is_accepted_already_is_not_asked_for(control: Control, wire: WireClient) -> None:
+    run(control)
+    command, payload = wire.expect("train"), payload_of(ONES)
+    header = wire.header(command, payload)
+    wire.push(header, payload)
+    upload = Upload(wire)
+    assert upload.offer(offer_of(header, payload)).accepted.already
+    assert upload.ended_well
+    upload.close()
+
+
+def test_an_upload_goes_on_though_its_session_has_ended(server: Fleet, control: Control) -> None:
+    job_id, events = run(control, model_args={"size": LARGE})
+    with WireClient(server.listen) as wire:
+        command, payload = wire.expect("train"), payload_of(np.ones(LARGE, np.float32))
+        upload = Upload(wire)
+        upload.offer(offer_of(wire.header(command, payload), payload))
+        upload.chunk(0, payload[:CHUNK])
+        wire.stop_watching()
+        assert next(event.client_id for event in events if event.kind == "client_lost") == wire.client_id
+        with pytest.raises(Refused) as refused:  # a new call of that session
+            wire.fetch(command.model_version)
+        assert (refused.value.code, refused.value.reason) == (StatusCode.UNAUTHENTICATED, "no_session")
+        upload.chunk(CHUNK, payload[CHUNK:])
+        upload.close()
+        assert upload.reply().HasField("accepted")
+        assert [event.kind for event in events][-1] == "job_ended"
+    assert control.job(job_id).state == "completed"
+
+
+def test_a_download_goes_on_though_its_session_has_ended(server: Fleet, control: Control) -> None:
+    _, events = run(control, model_args={"size": 40 * LARGE})  # more than waits on its way
+    with WireClient(server.listen) as wire:
+        command = wire.expect("train")
+        stream = wire.models.FetchModel(pb.FetchModelRequest(digest=command.model_digest), metadata=wire.metadata)
+        header = next(stream).header
+        wire.stop_watching()
+        assert next(event.client_id for event in events if event.kind == "client_lost") == wire.client_id
+        assert sum(len(message.chunk.data) for message in stream) == header.total_bytes
+
+
+def test_a_client_that_comes_back_is_asked_again_and_its_upload_goes_on(server: Fleet, control: Control) -> None:
+    run(control, model_args={"size": LARGE})
+    payload = payload_of(np.ones(LARGE, np.float32))
+    with WireClient(server.listen) as before:
+        command = before.expect("train")
+        offer = offer_of(before.header(command, payload), payload)
+        with pytest.raises(Refused, match="truncated"):
+            before.push(offer, payload, stop_at=CHUNK)
+    with WireClient(server.listen) as after:
+        again = after.expect("train")
+        assert again.deadline_seconds <= command.deadline_seconds
+        for each in (command, again):
+            each.ClearField("deadline_seconds")
+            each.ClearField("model")
+        assert again == command
+        upload = Upload(after)
+        assert upload.offer(offer).resume_offset == CHUNK
+        upload.chunk(CHUNK, payload[CHUNK:])
+        upload.close()
+        assert upload.reply().HasField("accepted")
+
+
+def test_a_newer_upload_of_a_client_takes_the_place_of_its_older_one(server: Fleet, control: Control) -> None:
+    run(control, model_args={"size": LARGE})
+    payload = payload_of(np.ones(LARGE, np.float32))
+    with WireClient(server.listen) as wire:
+        offer = offer_of(wire.header(wire.expect("train"), payload), payload)
+        older, newer = Upload(wire), Upload(wire)
+        older.offer(offer)
+        older.chunk(0, payload[:CHUNK])
+        start = newer.offer(offer).resume_offset
+        assert start in (0, CHUNK)
+        for offset in range(start, len(payload), CHUNK):
+            newer.chunk(offset, payload[offset : offset + CHUNK])
+        assert newer.reply().HasField("accepted")
+        older.replies.cancel()  # nobody answers it any more
+        for upload in (older, newer):
+            upload.close()
+
+
+def test_a_client_may_leave_by_closing_its_side_of_watch(server: Fleet, control: Control) -> None:
+    events = control.events()
+    with WireClient(server.listen, "leaver") as wire:
+        wire.expect("heartbeat")
+        next(event for event in events if event.kind == "client_joined" and event.client_id == "leaver")
+        wire._done.set()
+        wire._beats.put(None)
+        assert wire.ended.get(timeout=SECONDS) is None  # OK
+        next(event for event in events if event.kind == "client_lost" and event.client_id == "leaver")
+    events.cancel()
+
+
+def test_two_watches_of_a_session_end_together(server: Fleet) -> None:
+    with grpc.insecure_channel(server.listen) as channel:
+        commands = TrainCmdServiceStub(channel)
+        joined = commands.Join(pb.JoinRequest(client_id="two", protocol=PROTOCOL))
+        silent: queue.Queue[pb.WatchRequest | None] = queue.Queue()
+        first, second = (
+            commands.Watch(iter(silent.get, None), metadata=(("fl-session", joined.session_id),)) for _ in range(2)
+        )
+        next(first)  # a heartbeat: it is there
+        next(second)
+        first.cancel()
+        with pytest.raises(grpc.RpcError) as caught:
+            list(second)
+        assert Refused(caught.value).reason == "no_session"
+        for _ in range(2):
+            silent.put(None)
+
+
+def test_the_samples_of_every_packet_are_checked_though_the_last_ones_count(control: Control, wire: WireClient) -> None:
+    run(control)
+    command, payload = wire.expect("train"), payload_of(ONES)
+    packets = [
+        pb.Packet(
+            vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=len(payload), num_samples=samples
+        )
+        for samples in (0, 5)
+    ]
+    with pytest.raises(Refused) as refused:
+        wire.push(wire.header(command, 2 * payload, packets=packets), 2 * payload)
+    assert (refused.value.code, refused.value.reason) == (StatusCode.INVALID_ARGUMENT, "bad_samples")
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A server to which a client is lost after a tenth of a second."""
+    patience = {"heartbeat_seconds": 0.05, "lost_after_seconds": 0.1}
+    with Fleet(tmp_path_factory.mktemp("impatient"), patience) as fleet:
+        yield fleet
+
+
+def test_a_client_that_says_nothing_is_told_nothing(impatient: Fleet) -> None:
+    with grpc.insecure_channel(impatient.listen) as channel:
+        commands = TrainCmdServiceStub(channel)
+        joined = commands.Join(pb.JoinRequest(client_id="silent", protocol=PROTOCOL))
+        silent: queue.Queue[pb.WatchRequest | None] = queue.Queue()
+        watch = commands.Watch(iter(silent.get, None), metadata=(("fl-session", joined.session_id),))
+        assert {event.WhichOneof("event") for event in watch} == {"heartbeat"}
+        assert watch.code() is StatusCode.OK
+        silent.put(None)
+
+
+def test_a_session_that_does_not_watch_in_time_is_over(impatient: Fleet) -> None:
+    with grpc.insecure_channel(impatient.listen) as channel:
+        joined = TrainCmdServiceStub(channel).Join(pb.JoinRequest(client_id="idle", protocol=PROTOCOL))
+        fetch, metadata = ModelBlobServiceStub(channel).FetchModel, (("fl-session", joined.session_id),)
+        reasons: list[str] = []
+        while "no_session" not in reasons:  # calls do not prolong it
+            with pytest.raises(grpc.RpcError) as caught:
+                list(fetch(pb.FetchModelRequest(digest="none"), metadata=metadata))
+            reasons.append(Refused(caught.value).reason)
+        assert set(reasons) <= {"unknown_model", "no_session"}

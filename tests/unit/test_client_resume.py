@@ -1,0 +1,82 @@
+"""The secret that a client keeps: shown in each Join, private, and whole or not there."""
+
+import logging
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from fedring.client import connect
+from fedring.client.resume import ResumeSecret
+
+if TYPE_CHECKING:
+    from tests.unit.conftest import Peer
+
+SECONDS = 60.0
+ONE, OTHER = "0123456789abcdef" * 2, "f" * 32
+
+
+def test_a_secret_is_found_again_and_nobody_else_may_read_it(tmp_path: Path) -> None:
+    (tmp_path / "resume_secret.new").write_text("a kill has left this")
+    for secret in (ONE, OTHER):
+        ResumeSecret(tmp_path).keep(secret)
+        assert ResumeSecret(tmp_path).text == secret
+        assert stat.S_IMODE((tmp_path / "resume_secret").stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["resume_secret"]
+
+
+def test_a_kill_leaves_the_old_secret_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = ResumeSecret(tmp_path)
+    secret.keep(ONE)
+    for step in ("unlink", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, step, _die)
+            with pytest.raises(SystemExit):
+                ResumeSecret(tmp_path).keep(OTHER)
+        assert ResumeSecret(tmp_path).text == ONE
+
+
+def _die(*_: object, **__: object) -> None:
+    raise SystemExit
+
+
+@pytest.mark.parametrize("content", [b"", b"0123", b"\xff" * 32, ONE.upper().encode(), f"{ONE}{ONE}".encode()])
+def test_a_damaged_secret_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "resume_secret").write_bytes(content)
+    assert ResumeSecret(tmp_path).text == ""
+
+
+def test_what_is_no_secret_is_not_kept(tmp_path: Path) -> None:
+    secret = ResumeSecret(tmp_path)
+    secret.keep(ONE)
+    for text in ("", "x" * 10_000, ONE.upper(), f"{ONE}\n"):
+        secret.keep(text)
+    assert secret.text == ResumeSecret(tmp_path).text == ONE
+
+
+def test_a_client_that_cannot_write_its_secret_goes_on_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "resume_secret").mkdir()
+    caplog.set_level(logging.WARNING)
+    secret = ResumeSecret(tmp_path)
+    assert secret.text == ""
+    secret.keep(ONE)
+    assert secret.text == ONE
+    told = [record.getMessage() for record in caplog.records]
+    assert ["cannot be read" in text for text in told] == [True, False]
+    assert "cannot be written" in told[1]
+
+
+def test_a_client_shows_what_it_was_given_also_after_a_restart(peer: "Peer", settings: dict[str, Any]) -> None:
+    peer.secret = ONE
+    with connect(**settings):
+        assert peer.joins.get(timeout=SECONDS).resume_secret == ""
+        while not peer.reports.get(timeout=SECONDS).matched:
+            pass
+        peer.stop()
+        peer.start()
+        assert peer.joins.get(timeout=SECONDS).resume_secret == ONE
+    with connect(**settings):
+        assert peer.joins.get(timeout=SECONDS).resume_secret == ONE

@@ -1,0 +1,214 @@
+"""protos/PROTOCOL.md names every reason that a client can be refused for, with its status; and its limits are true."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+from tests.conftest import ROOT
+
+from fedring.client.backoff import FIRST_SECONDS, MOST_SECONDS
+from fedring.client.download import MAX_PACKETS as MOST_MODEL_PACKETS
+from fedring.client.upload import _ON_THE_WAY, MOST_TRIES
+from fedring.codec.schema import MAX_ENTRIES, MAX_TENSORS
+from fedring.rpc import errors
+from fedring.rpc.auth import REASONS
+from fedring.rpc.boundary import MOST_LETTERS
+from fedring.rpc.chunks import CHUNK_BYTES
+from fedring.rpc.contract import MAX_FIGURE, MAX_HEADER_BYTES, PROTOCOL, SMALL_BYTES
+from fedring.server.admit import MAX_BUFFER, MAX_METRICS, MAX_NORM, MAX_PACKETS
+from fedring.server.config import ServerConfig
+from fedring.server.metrics import REJECTIONS
+from fedring.server.sessions import MOST_CALLS, OUTBOX
+from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
+from fedring.v1 import federation_pb2, payload_pb2
+
+PAGE = (ROOT / "protos" / "PROTOCOL.md").read_text(encoding="utf-8")
+SOURCES = [
+    path
+    for folder in ("server/fedring/server", "common/fedring/rpc", "common/fedring/codec")
+    for path in sorted((ROOT / folder).glob("*.py"))
+]
+
+STORAGE = {"StorageError", "StorageFailed", "StoreError", "DamagedBlob"}
+"""Errors of the disk; where an upload meets one, it is refused with RESOURCE_EXHAUSTED and their reason."""
+
+ELSEWHERE = {
+    *("bad_role", "bad_name", "bad_duration", "unknown_token", "not_operator"),  # flctl alone
+    *("unknown_job", "other_job", "bad_job", "bad_event_id", "no_round", "unknown_client", "client_is_here"),
+    *("bad_schema", "bad_model", "bad_encoding"),  # of a model that is made, loaded or exported
+    *("wrong_state", "newer_state", "no_backup", "missing_model", "unreadable"),  # at the start, or in the log
+    *("bad_update", "not_allowed"),  # no error is raised with its class's own reason
+}
+"""Reasons that clients are not told in the places that say so, or by those errors."""
+
+
+def names_of(node: ast.expr | None) -> list[str]:
+    """The words that an expression can be, as far as it says so."""
+    match node:
+        case ast.Constant(value=str(word)):
+            return [word]
+        case ast.IfExp(body=body, orelse=other):
+            return names_of(body) + names_of(other)
+    return []
+
+
+def raised(path: Path) -> Iterator[tuple[str, str]]:
+    """The errors that a module makes: class and reason, those in dictionaries of reasons included."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        name, error = node.func.id, getattr(errors, node.func.id, None)
+        if name == "CodecError" or name in STORAGE:
+            for word in names_of(node.args[0]) if node.args else ():
+                yield name, word
+        elif isinstance(error, type) and issubclass(error, errors.FedringError):
+            given = next((keyword.value for keyword in node.keywords if keyword.arg == "reason"), None)
+            for word in names_of(given) if given is not None else [error.reason]:
+                yield name, word
+
+
+def status_of(name: str) -> StatusCode:
+    """What a call is refused with that meets this error."""
+    if name == "CodecError":
+        return StatusCode.INVALID_ARGUMENT
+    if name in STORAGE:
+        return StatusCode.RESOURCE_EXHAUSTED
+    status: StatusCode = getattr(errors, name).status
+    return status
+
+
+def sent() -> dict[str, set[str]]:
+    """The statuses of each reason in the code."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for path in SOURCES:
+        for name, reason in raised(path):
+            found[reason].add(status_of(name).name)
+    return dict(found)
+
+
+def section(title: str) -> str:
+    """The text below a heading."""
+    return re.split(r"^#+ ", PAGE.partition(f"# {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of its tables."""
+    lines = re.findall(r"^\| (.*) \|$", text, re.MULTILINE)
+    return [line.split(" | ") for line in lines if not line.startswith(("reason |", "what |", "do |", "status |"))]
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def documented() -> dict[str, set[str]]:
+    """The statuses of each reason on the page."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for cells in rows(section("When a call fails")):
+        if len(cells) == 4:
+            for reason in quoted(cells[0]):
+                found[reason] |= set(quoted(cells[1]))
+    return dict(found)
+
+
+def test_every_reason_that_a_client_can_be_told_is_on_the_page() -> None:
+    missing = sent().keys() - documented().keys() - ELSEWHERE
+    assert missing == set(), "put it into PROTOCOL.md, or into ELSEWHERE if no client is told it"
+
+
+def test_every_reason_on_the_page_is_in_the_code() -> None:
+    others = {"internal", "bad_metrics", "damaged_blob"}  # told by name elsewhere than where an error is made
+    assert documented().keys() - sent().keys() - others == set()
+
+
+def test_a_reason_has_the_status_that_the_page_says() -> None:
+    code = sent()
+    for reason, statuses in documented().items():
+        if reason == "damaged_blob":  # one word, two cases
+            assert statuses == {"UNAVAILABLE", "DATA_LOSS"}
+        elif reason == "internal":
+            assert statuses == {"INTERNAL"}
+        else:
+            assert statuses & code[reason], reason
+            assert statuses <= code[reason] | {"RESOURCE_EXHAUSTED"}, reason
+
+
+def test_what_metrics_count_by_is_on_the_page() -> None:
+    gone = {"bad_digest", "bad_encoding", "bad_update", "newer_state", "not_allowed", "other"}
+    assert set(REJECTIONS) - gone - documented().keys() == set()
+    assert set(REASONS) - {"not_operator"} - documented().keys() == set()
+
+
+def test_what_damage_on_the_way_is_refused_with_is_sent_again() -> None:
+    again = {
+        reason
+        for cells in rows(section("When a call fails"))
+        if len(cells) == 4 and "*again*" in cells[3]
+        for reason in quoted(cells[0])
+    }
+    assert again == _ON_THE_WAY - {"unimplemented"}  # which has no reason
+    meaning = next(cells[1] for cells in rows(section("When a call fails")) if cells[0] == "*again*")
+    assert {3: "three times"}[MOST_TRIES] in meaning
+
+
+def test_the_wait_before_the_next_try_is_as_the_page_says() -> None:
+    meaning = next(cells[1] for cells in rows(section("When a call fails")) if cells[0] == "*later*")
+    assert f"0 to {FIRST_SECONDS} s" in meaning
+    assert f"at most {MOST_SECONDS:g} s" in meaning
+
+
+DEFAULT = ServerConfig.model_fields
+LIMITS: dict[str, list[float]] = {
+    "a message, also when decompressed": [4 << 20],
+    "sentence of a refusal": [MOST_LETTERS],
+    "calls of a client at once; five will do": [MOST_CALLS],
+    "clients in session": [DEFAULT["max_clients"].default],
+    "uploads at once, and downloads at once, of all clients": [DEFAULT["max_transfers"].default],
+    "events that wait for a client on `Watch`": [OUTBOX],
+    "data of a chunk": [1, CHUNK_BYTES],
+    "payload of a small update": [SMALL_BYTES],
+    "model within a command, with its header": [SMALL_BYTES],
+    "header of an update": [MAX_HEADER_BYTES],
+    "packets of an update": [1, MAX_PACKETS],
+    "`num_samples`": [1, MAX_SAMPLES],
+    "metrics of an update": [MAX_METRICS, MAX_FIGURE],
+    "`train_seconds`": [0, MAX_SECONDS],
+    "L2 norm of an update's parameters": [MAX_NORM],
+    "magnitude of an update's buffers": [MAX_BUFFER],
+    "silence, of either side": [DEFAULT["lost_after_seconds"].default],
+    "pause within an upload or a download": [DEFAULT["no_progress_seconds"].default],
+    "heartbeats": [DEFAULT["heartbeat_seconds"].default],
+}
+
+
+@pytest.mark.parametrize("what", LIMITS)
+def test_a_limit_is_as_the_page_says(what: str) -> None:
+    (limit,) = [cells[1] for cells in rows(section("Limits")) if cells[0] == what]
+    numbers = re.findall(r"(?<![\w^])\d[\d,]*(?:\.\d+)?(?:e\+\d+)?", limit)
+    assert [float(number.replace(",", "")) for number in numbers] == LIMITS[what] or limit.startswith("one every")
+
+
+def test_other_numbers_are_as_the_page_says() -> None:
+    assert PAGE.startswith(f"# Protocol {PROTOCOL}\n")
+    assert f"`protocol` = {PROTOCOL}" in PAGE
+    assert f"at most {MOST_MODEL_PACKETS} packets" in PAGE
+    assert (MAX_TENSORS, MAX_ENTRIES) == (100_000, 1 << 40)
+    assert "| 100,000; 2^40 |" in PAGE
+
+
+def test_every_field_of_a_call_that_the_page_names_is_one() -> None:
+
+    messages: dict[str, Any] = {
+        **federation_pb2.DESCRIPTOR.message_types_by_name,
+        **payload_pb2.DESCRIPTOR.message_types_by_name,
+    }
+    for document in ("PROTOCOL.md", "FORMATS.md"):
+        text = (ROOT / "protos" / document).read_text(encoding="utf-8")
+        for message, field in re.findall(r"`([A-Z]\w+)\.([a-z_]+)`", text):
+            if message in messages:
+                assert field in messages[message].fields_by_name, f"{document}: {message}.{field}"

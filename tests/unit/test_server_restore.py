@@ -1,0 +1,226 @@
+"""Backups that become a state again: proven by their names of any kind, and in an epoch above all before."""
+
+import hashlib
+import json
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from tests.unit.test_store import a_job, a_model, a_round, an_update
+
+from fedring.codec.digest import name_of
+from fedring.server import swap
+from fedring.server.backup import back_up
+from fedring.server.identity import open_state
+from fedring.server.restore import restore
+from fedring.server.snapshot import BackupError, NamedBlob, copy_blob, digest_of
+from fedring.server.store import SqlStore
+
+NOW = 1_700_000_000
+
+
+@dataclass
+class Clock:
+    """Stands still, and is set."""
+
+    now: float
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(NOW + 0.5)
+    monkeypatch.setattr("fedring.server.restore.time", clock)
+    return clock
+
+
+def begin(folder: Path) -> Path:
+    """A state with models and updates whose names are of both kinds; the folder."""
+    store, blobs = open_state(folder)
+    row = a_round(store, a_job(store))
+    for version, data in enumerate((b"the first", b"the second"), start=1):
+        name = hashlib.sha256(data).hexdigest() if version == 1 else name_of(data)
+        (folder / "blobs" / name).write_bytes(data)
+        store.publish(replace(a_model(version), digest=name, blob=name, bytes=len(data)))
+    for client, data in (("ann", b"an update"), ("bob", b"another")):
+        name = hashlib.sha256(data).hexdigest() if client == "ann" else name_of(data)
+        store.accept_updates([replace(an_update(row.round, client), digest=name, blob="", payload=data)])
+    store.close()
+    blobs.close()
+    return folder
+
+
+@pytest.fixture
+def backup(tmp_path: Path) -> Path:
+    """A backup."""
+    back_up(begin(tmp_path / "one"), tmp_path / "backup")
+    return tmp_path / "backup"
+
+
+def epoch_of(folder: Path) -> int:
+    """The epoch that a server sees which starts in the folder."""
+    store, blobs = open_state(folder)
+    epoch = store.epoch
+    store.close()
+    blobs.close()
+    return epoch
+
+
+def meta(folder: Path) -> dict[str, str]:
+    with closing(sqlite3.connect(folder / "facts.sqlite")) as connection:
+        return dict(connection.execute("SELECT name, value FROM meta"))
+
+
+def set_epoch(folder: Path, epoch: str) -> None:
+    with closing(sqlite3.connect(folder / "facts.sqlite")) as connection:
+        connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('epoch', ?)", (epoch,))
+        connection.commit()
+
+
+def test_a_restored_state_is_that_of_the_backup_in_a_new_epoch(backup: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in backup.rglob("*") if path.is_file()}
+    restored = restore(backup, tmp_path / "state")
+    assert (restored.replaced, restored.finished) == (None, False)
+    old, new = meta(tmp_path / "one"), meta(tmp_path / "state")
+    assert new == old | {"epoch": str(NOW), "restored_from": restored.manifest.facts_digest}
+    assert "epoch" not in old
+    assert epoch_of(tmp_path / "state") == NOW
+    first, second = (SqlStore(f"sqlite:///{tmp_path / name / 'facts.sqlite'}") for name in ("one", "state"))
+    assert (second.models(), second.updates_of(1), second.run_id) == (first.models(), first.updates_of(1), first.run_id)
+    assert second.last_accepted() == first.last_accepted()
+    first.close()
+    second.close()
+    assert {path: path.read_bytes() for path in backup.rglob("*") if path.is_file()} == before
+    assert digest_of(backup / "facts.sqlite") == restored.manifest.facts_digest
+
+
+def test_a_backup_that_is_restored_twice_begins_two_epochs(backup: Path, tmp_path: Path, clock: Clock) -> None:
+    state = tmp_path / "state"
+    epochs = []
+    for _ in range(3):  # all within one second
+        restore(backup, state, replace=True)
+        epochs.append(epoch_of(state))
+    assert epochs == [NOW, NOW + 1, NOW + 2]
+    clock.now += 60
+    restore(backup, tmp_path / "elsewhere")
+    assert epoch_of(tmp_path / "elsewhere") == NOW + 60
+
+
+@pytest.mark.parametrize("known", [NOW - 5, NOW, NOW + 1000, 2**40])
+def test_an_epoch_is_above_that_of_the_state_that_it_takes_the_place_of(
+    backup: Path, tmp_path: Path, known: int
+) -> None:
+    state = begin(tmp_path / "state")
+    set_epoch(state, str(known))
+    replaced = restore(backup, state, replace=True).replaced
+    assert replaced is not None
+    assert meta(replaced)["epoch"] == str(known)
+    assert epoch_of(state) == max(NOW, known + 1)
+
+
+@pytest.mark.parametrize("now", [0.0, 5.0, NOW])
+def test_an_epoch_is_above_that_of_the_backup_whatever_the_clock_says(
+    backup: Path, tmp_path: Path, clock: Clock, now: float
+) -> None:
+    restore(backup, tmp_path / "two")
+    back_up(tmp_path / "two", tmp_path / "again")
+    clock.now = now
+    restored = restore(tmp_path / "again", tmp_path / "three")
+    assert epoch_of(tmp_path / "three") == NOW + 1
+    assert meta(tmp_path / "three")["restored_from"] == restored.manifest.facts_digest
+    assert meta(tmp_path / "three")["restored_from"] != meta(tmp_path / "two")["restored_from"]
+
+
+def test_a_first_epoch_is_above_none(backup: Path, tmp_path: Path, clock: Clock) -> None:
+    clock.now = -3.0
+    restore(backup, tmp_path / "state")
+    assert epoch_of(tmp_path / "state") == 1
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-7", "1e3"])
+def test_an_epoch_that_is_no_number_counts_for_nothing(backup: Path, tmp_path: Path, text: str) -> None:
+    state = begin(tmp_path / "state")
+    set_epoch(state, text)
+    restore(backup, state, replace=True)
+    assert epoch_of(state) == NOW
+
+
+def test_a_state_that_cannot_be_read_is_replaced_all_the_same(backup: Path, tmp_path: Path) -> None:
+    state = begin(tmp_path / "state")
+    (state / "facts.sqlite").write_bytes(b"not a database" * 100)
+    restore(backup, state, replace=True)
+    assert epoch_of(state) == NOW
+
+
+@pytest.fixture
+def broken_off(backup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A state whose restore was killed before the exchange."""
+
+    def die(state_dir: Path) -> Path:
+        raise KeyboardInterrupt
+
+    state = begin(tmp_path / "state")
+    with monkeypatch.context() as patch:
+        patch.setattr(swap, "finish", die)
+        with pytest.raises(KeyboardInterrupt):
+            restore(backup, state, replace=True)
+    assert swap.is_pending(state)
+    return state
+
+
+def test_a_restore_that_was_broken_off_is_finished_in_its_own_epoch(
+    backup: Path, broken_off: Path, clock: Clock
+) -> None:
+    clock.now += 60
+    restored = restore(backup, broken_off)
+    assert restored.finished
+    assert epoch_of(broken_off) == NOW
+    assert meta(broken_off)["restored_from"] == restored.manifest.facts_digest
+
+
+def test_of_another_backup_what_was_broken_off_is_finished_and_then_replaced(tmp_path: Path, broken_off: Path) -> None:
+    back_up(begin(tmp_path / "other"), tmp_path / "another backup")
+    restored = restore(tmp_path / "another backup", broken_off, replace=True)
+    assert not restored.finished
+    assert epoch_of(broken_off) == NOW + 1  # the one that was broken off had NOW
+    assert meta(broken_off)["restored_from"] == restored.manifest.facts_digest
+    assert meta(broken_off)["run_id"] == meta(tmp_path / "other")["run_id"]
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "blake3"])
+def test_a_blob_is_copied_if_it_is_what_its_name_of_either_kind_says(tmp_path: Path, algorithm: str) -> None:
+    data = bytes(range(256)) * 10_000
+    name = hashlib.sha256(data).hexdigest() if algorithm == "sha256" else name_of(data)
+    blob = NamedBlob(name, "model 3", len(data))
+    source, target, steps = tmp_path / "source", tmp_path / "target", list[int]()
+    source.write_bytes(data)
+    assert copy_blob(source, target, blob, steps.append) == sum(steps) == len(data)
+    assert target.read_bytes() == data
+    target.unlink()
+    for damaged, what in ((data[:-1], "cut short"), (data[:-1] + b"?", "does not hold what was written to it")):
+        source.write_bytes(damaged)
+        with pytest.raises(BackupError, match=f"blobs/{name}, of model 3, .*{what}"):
+            copy_blob(source, target, blob, steps.append)
+        assert not target.exists()
+
+
+@pytest.mark.parametrize("place", ["the first", "the second", "an update", "another"])
+def test_of_a_backup_every_name_is_proven_whichever_its_kind(backup: Path, tmp_path: Path, place: str) -> None:
+    damage, wanted = place.encode(), place.encode()[:-1] + b"?"
+    if place.startswith("the"):
+        (path,) = [path for path in (backup / "blobs").iterdir() if path.read_bytes() == damage]
+        path.write_bytes(wanted)
+    else:
+        with closing(sqlite3.connect(backup / "facts.sqlite")) as connection:
+            connection.execute("UPDATE updates SET payload = ? WHERE payload = ?", (wanted, damage))
+            connection.commit()
+        text = (backup / "backup.json").read_text()
+        old = json.loads(text)["facts_digest"]
+        (backup / "backup.json").write_text(text.replace(old, digest_of(backup / "facts.sqlite")))
+    with pytest.raises(BackupError, match="does not hold what was written to it"):
+        restore(backup, tmp_path / "state")
+    assert not (tmp_path / "state" / "facts.sqlite").exists()
