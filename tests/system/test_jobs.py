@@ -235,7 +235,7 @@ class TestBadJobs:
         started = [control.start_job(vector_job(model_args=long)).job_id for _ in range(30)]
         listed = [job.job_id for job in control.jobs(limit=1000)]
         assert listed == sorted(started, reverse=True)[: len(listed)]
-        assert 15 < len(listed) < 30
+        assert 8 < len(listed) < 30  # jobs that have failed already are longer, by their reasons
         assert control.job(started[0]).job_id == started[0]
         assert (
             list(control.follow_job(started[-1]))[-1].kind == "job_ended"
