@@ -94,9 +94,10 @@ class Debtor(OwingFleet):
     ("place", "rounds_away", "kept", "restarted"),
     [
         *((place, 0, 100, False) for place in sorted(DELIVERING)),
-        *((place, 3, 1, False) for place in ACCEPTED),
+        ("client_accepted", 3, 1, False),
         ("client_accepted", 3, 1, True),
-        ("client_accepted", 3, 100, True),
+        *(pytest.param(place, 3, 1, False, marks=pytest.mark.soak) for place in ACCEPTED[1:]),
+        pytest.param("client_accepted", 3, 100, True, marks=pytest.mark.soak),
     ],
 )
 def test_nothing_is_lost_or_sent_twice_when_a_client_is_killed(

@@ -245,7 +245,7 @@ def test_what_a_client_owed_by_a_folder_that_was_put_back_is_not_sent_twice(tmp_
         assert client.log.read_text().count(words) == 1
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["restored", pytest.param("copied", marks=pytest.mark.soak)])
 def test_the_model_that_is_evaluated_is_the_one_of_now(tmp_path: Path, way: str) -> None:
     with OwingFleet(tmp_path) as fleet, Control(fleet.control) as control:
         until_watching(control, 1)
