@@ -52,7 +52,7 @@ def is_doubtful(error: aio.AioRpcError | FedringError) -> bool:
     Both its sides number the calls, and remember parts of their heads. One bit of a head that is flipped on its way can
     have the server misread every further call, or not notice them, while those in progress go on as ever.
     """
-    return (error.status if isinstance(error, FedringError) else status_of(error)) in _DOUBTFUL
+    return status_of(error) in _DOUBTFUL
 
 
 @contextmanager

@@ -22,7 +22,7 @@ class Assignment:
     @property
     def start(self) -> tuple[str, int, str]:
         """What an update must be of to count for it: the run, the round, and the digest of the model."""
-        return self.command.run_id, self.command.round, self.command.model_digest
+        return _start_of(self.command)
 
     def is_for(self, command: pb.TrainCmd, last: pb.LastAccepted) -> bool:
         """Return whether the command is this one, sent again.
@@ -34,7 +34,7 @@ class Assignment:
             command: what the server has sent.
             last: the newest update of this client that it knows to have accepted.
         """
-        if (self.command.epoch, *self.start) != (command.epoch, *Assignment(command, 0.0).start):
+        if (self.command.epoch, self.start) != (command.epoch, _start_of(command)):
             return False
         return self.accepted == last.name if self.accepted else not self.over
 
@@ -50,6 +50,10 @@ class EvaluationOrder:
 
     command: pb.EvaluateCmd
     deadline: float  # seconds, monotonic
+
+
+def _start_of(command: pb.TrainCmd) -> tuple[str, int, str]:
+    return command.run_id, command.round, command.model_digest
 
 
 class Inbox:

@@ -83,11 +83,10 @@ class Models:
                     await self._stream(download, ended)
                 continue
             except (aio.AioRpcError, FedringError) as error:
-                status = error.status if isinstance(error, FedringError) else status_of(error)
+                status = status_of(error)
                 refusals += status in _AS_ASKED
                 if status not in _AGAIN | _REJOIN | _AS_ASKED or refusals >= _MOST_REFUSALS:
-                    reason = error.reason if isinstance(error, FedringError) else reason_of(error)
-                    raise RoundOver(ended() or reason, str(error)) from error
+                    raise RoundOver(ended() or reason_of(error), str(error)) from error
                 if is_doubtful(error):
                     await self._connection.reconnect()
             if why := ended():

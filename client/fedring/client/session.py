@@ -92,10 +92,8 @@ class Session:
                     report, metadata=self._connection.metadata, timeout=CALL_SECONDS
                 )
         except (aio.AioRpcError, FedringError) as error:
-            reason = error.reason if isinstance(error, FedringError) else reason_of(error)
-            late = isinstance(error, aio.AioRpcError) and status_of(error) is UnknownRound.status
-            level = logging.INFO if late else logging.WARNING
-            log.log(level, "the evaluation of round %d was not taken: %s", report.round, reason)
+            level = logging.INFO if status_of(error) is UnknownRound.status else logging.WARNING
+            log.log(level, "the evaluation of round %d was not taken: %s", report.round, reason_of(error))
             if is_doubtful(error):
                 await self._connection.reconnect()
 

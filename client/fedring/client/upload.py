@@ -69,7 +69,7 @@ class Upload:
         A round that ends stops the sending, but not the asking: the update may have been accepted by a call whose
         answer was lost. `deadline` is in monotonic seconds.
         """
-        backoff, damaged = Backoff(), 0
+        backoff, tries = Backoff(), 0
         small = self._spooled.header.total_bytes <= SMALL_BYTES and not self._ended()
         while True:
             session_id = self._connection.session.session_id
@@ -78,11 +78,12 @@ class Upload:
                     return await (self._push_small() if small else self._push())
             except (aio.AioRpcError, FedringError) as error:
                 rejoin = self._judge(error)
-                if is_doubtful(error):
+                damaged = reason_of(error) in _ON_THE_WAY
+                if damaged:
+                    tries += 1
+                    await self._check(error, tries)
+                if is_doubtful(error) or (damaged and tries == MOST_TRIES - 1):
                     await self._connection.reconnect()
-                if isinstance(error, aio.AioRpcError) and reason_of(error) in _ON_THE_WAY:
-                    damaged += 1
-                    await self._try_otherwise(error, damaged)
             small = False  # from now on the server is asked first: it may have the update already
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
@@ -96,7 +97,7 @@ class Upload:
         """Raise if `error` is the server's last word; else whether a new session must come first."""
         if isinstance(error, FedringError):
             return False
-        status, reason, detail = status_of(error), reason_of(error), error.details() or ""
+        status, reason, detail = status_of(error), reason_of(error), _detail_of(error)
         if status is UnknownRound.status:
             raise RoundOver(self._ended() or reason, detail) from error
         if reason in _ON_THE_WAY:
@@ -105,8 +106,8 @@ class Upload:
             raise UpdateRefused(reason, detail) from error
         return status in (StatusCode.UNAUTHENTICATED, StatusCode.ABORTED)
 
-    async def _try_otherwise(self, error: aio.AioRpcError, tries: int) -> None:
-        """Prepare another try, with other means, after `tries` in which bytes were damaged on their way.
+    async def _check(self, error: aio.AioRpcError | FedringError, tries: int) -> None:
+        """Return if there may be another try after `tries` in which bytes were damaged on their way.
 
         The second one is in chunks, the third over a new connection.
 
@@ -114,14 +115,11 @@ class Upload:
             UpdateRefused: if there was a third one.
             DamagedSpool: if the update was damaged where it waited.
         """
-        reason, detail = reason_of(error), error.details() or ""
         if not await asyncio.to_thread(lambda: self._spooled.is_sound):
             raise DamagedSpool from error
         if tries >= MOST_TRIES:
-            raise UpdateRefused(reason, f"{detail} (after {tries} tries)") from error
-        log.warning("the update of round %d is sent again: %s", self._spooled.header.round, detail)
-        if tries == MOST_TRIES - 1:
-            await self._connection.reconnect()
+            raise UpdateRefused(reason_of(error), f"{_detail_of(error)} (after {tries} tries)") from error
+        log.warning("the update of round %d is sent again: %s", self._spooled.header.round, _detail_of(error))
 
     async def _push_small(self) -> None:
         """All in one message."""
@@ -157,6 +155,10 @@ class Upload:
                 raise Unavailable("the server asked for more than the whole update")
         finally:
             call.cancel()
+
+
+def _detail_of(error: aio.AioRpcError | FedringError) -> str:
+    return (error.details() or "") if isinstance(error, aio.AioRpcError) else str(error)
 
 
 async def _write(call: Any, message: pb.ClientUpdate | pb.SmallUpdate | bytes, seconds: float) -> None:

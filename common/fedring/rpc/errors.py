@@ -194,8 +194,10 @@ def refusal_in(group: ExceptionGroup[Exception]) -> FedringError | None:
     return next((error for error in refusals.exceptions if isinstance(error, FedringError)), None) if refusals else None
 
 
-def reason_of(error: grpc.RpcError) -> str:
-    """The stable reason of a refused call, or its status' name in small letters."""
+def reason_of(error: grpc.RpcError | FedringError) -> str:
+    """The stable reason of a refused call, or its status' name in small letters; that of an error of our own."""
+    if isinstance(error, FedringError):
+        return error.reason
     return reason_in(_trailing_metadata(error)) or status_of(error).name.lower()
 
 
@@ -228,7 +230,9 @@ def _text_in(metadata: Sequence[tuple[str, str | bytes]] | None, wanted: str) ->
     return next((str(value) for key, value in metadata or () if key == wanted), "")
 
 
-def status_of(error: grpc.RpcError) -> StatusCode:
-    """The gRPC status of a failed call."""
+def status_of(error: grpc.RpcError | FedringError) -> StatusCode:
+    """The gRPC status of a failed call, or the one that an error of our own stands for."""
+    if isinstance(error, FedringError):
+        return error.status
     code = error.code() if isinstance(error, aio.AioRpcError | grpc.Call) else StatusCode.UNKNOWN
     return code if isinstance(code, StatusCode) else StatusCode.UNKNOWN
