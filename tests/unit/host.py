@@ -20,8 +20,8 @@ from fedring.rpc.streams import METER, Meter
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.recovery import reload
-from fedring.server.round import machine as rd
 from fedring.server.round.coordinator import Coordinator
+from fedring.server.round.events import Joined
 from fedring.server.round.jobs import Jobs
 from fedring.server.round.sessions import Session, Sessions
 from fedring.server.service import uploads
@@ -128,7 +128,7 @@ class Host:
         older = self.coordinator.sessions.get(client)
         request = pb.JoinRequest(client_id=client, resume_secret=older.secret if older else "")
         session = self.coordinator.sessions.join(request, "test")
-        self.coordinator.handle(rd.Joined(client))
+        self.coordinator.handle(Joined(client))
         session.matched = True
         self.coordinator.matched(client)
         return session

@@ -12,8 +12,8 @@ from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.operator import control as control_module
 from fedring.server.operator.control import ControlService
-from fedring.server.round import machine as rd
 from fedring.server.round.coordinator import Coordinator
+from fedring.server.round.events import Left
 from fedring.server.round.jobs import Jobs
 from fedring.server.round.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
@@ -115,7 +115,7 @@ async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp
         with pytest.raises(ClientIsHere, match="a is in session: stop its fl-client first"):
             await control.ForgetClient(request, None)
         host.coordinator.sessions.drop(sessions["a"])
-        host.coordinator.handle(rd.Left("a"))
+        host.coordinator.handle(Left("a"))
         with pytest.raises(ClientIsHere, match=f"an update of a is in round {command.round}: wait until"):
             await control.ForgetClient(request, None)
         await host.offer(host.update(command, "b"))

@@ -17,6 +17,7 @@ from tests.unit.host import ONES, SIZE, Host, running, spec
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay, OtherUpdate, Overloaded, UnknownRound
 from fedring.server.round import machine as rd
+from fedring.server.round.events import Abandon, Joined
 from fedring.server.service import uploads
 from fedring.server.state.rows import LastAccepted
 from fedring.server.state.store import SqlStore
@@ -80,8 +81,8 @@ async def test_a_deadline_that_falls_into_an_acceptance_counts_it(host: Host) ->
     state = host.coordinator.state
     assert state.round is not None
     host.coordinator.state = replace(state, round=replace(state.round, since=state.round.since - 600))
-    assert rd.due(host.coordinator.state, time.monotonic()) == rd.Abandon("too_few_clients")
-    host.coordinator.handle(rd.Joined("c"))
+    assert rd.due(host.coordinator.state, time.monotonic()) == Abandon("too_few_clients")
+    host.coordinator.handle(Joined("c"))
     await asyncio.sleep(0)  # what is due is on its way
     host.gate.open()
     assert not await offer

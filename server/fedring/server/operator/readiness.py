@@ -6,8 +6,8 @@ from contextlib import suppress
 
 from fedring.daemon.notify import sd_notify
 from fedring.rpc.health import Health
-from fedring.server.round import machine as rd
 from fedring.server.round.coordinator import Coordinator
+from fedring.server.round.events import Delayed
 from fedring.server.state.blobs import StorageError
 
 _TRIAL_SECONDS = 1.0
@@ -49,7 +49,7 @@ def _give_time_back(coordinator: Coordinator, since: float) -> None:
         seconds = time.monotonic() - max(since, round_.since)
         if open_.started:
             open_.started += seconds
-        coordinator.handle(rd.Delayed(seconds))
+        coordinator.handle(Delayed(seconds))
 
 
 async def _try(coordinator: Coordinator) -> None:

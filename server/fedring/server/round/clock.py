@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fedring.server.round import machine as rd
 from fedring.server.round.coordinator import Coordinator
+from fedring.server.round.events import Phase
 from fedring.server.state.blobs import StorageError
 
 _PERIOD = 1.0
@@ -23,7 +24,7 @@ async def keep_time(coordinator: Coordinator) -> None:
 async def save_time(coordinator: Coordinator, *, less: float = 0.0) -> None:
     """Note the seconds that the round in progress has left, `less` those that are as good as gone."""
     open_, round_ = coordinator.open, coordinator.state.round
-    if open_ is None or round_ is None or round_.phase not in (rd.Phase.WAITING, rd.Phase.TRAINING):
+    if open_ is None or round_ is None or round_.phase not in (Phase.WAITING, Phase.TRAINING):
         return
     left = max(0.0, rd.deadline(round_) - time.monotonic() - less)
     open_.row = replace(open_.row, seconds_left=left)

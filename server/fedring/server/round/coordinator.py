@@ -25,6 +25,31 @@ from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.eligibility import check_eligible
 from fedring.server.round.evaluation import check_evaluation
+from fedring.server.round.events import (
+    OPEN,
+    Abandon,
+    Abandoned,
+    Aggregate,
+    Closed,
+    Delivered,
+    Effect,
+    Enlisted,
+    Evaluated,
+    Event,
+    Failed,
+    Finish,
+    Finished,
+    Lost,
+    Matched,
+    Opened,
+    Phase,
+    Published,
+    Resumed,
+    Round,
+    Start,
+    Started,
+    State,
+)
 from fedring.server.round.lineage import base_of, evaluation, prune, publish
 from fedring.server.round.metrics import Metrics
 from fedring.server.round.open_round import OpenRound
@@ -56,7 +81,7 @@ class Coordinator:
     ) -> None:
         self.facts, self.models, self.sessions, self.journal = facts, models, sessions, journal
         self.test_set = TestSet(facts.blobs, config)
-        self.state = rd.State()
+        self.state = State()
         self.open: OpenRound | None = None
         self.last: RoundRow | None = None  # that ended
         self.latest: ModelRow | None = None
@@ -75,7 +100,7 @@ class Coordinator:
         self.metrics.follow(lambda: self.state, facts)
         self._progress = Progress()
 
-    def handle(self, event: rd.Event) -> None:
+    def handle(self, event: Event) -> None:
         """Take the event into the state; what it makes due is done soon."""
         now = time.monotonic()
         before, self.state = self.state.round, rd.apply(self.state, event, now)
@@ -87,7 +112,7 @@ class Coordinator:
 
     def matched(self, client: str) -> None:
         """The client watches both ways: it counts, and is told what it is waited for with."""
-        self.handle(rd.Matched(client))
+        self.handle(Matched(client))
         if self.open is not None and self.state.round is not None:
             self._dispatch.remind(self.open, self.state.round, self.latest, client)
 
@@ -98,13 +123,13 @@ class Coordinator:
         row = EvaluationRow(report.round, version, client, report.correct, report.total, report.loss_sum)
         await self.facts.db(self.facts.store.add_evaluation, row)
         if self.state.round is not None and self.state.round.number == report.round:  # still
-            self.handle(rd.Evaluated(client))
+            self.handle(Evaluated(client))
 
     def failed(self, client: str, failure: pb.Failure) -> None:
         """The client could not do what the round asked."""
         before = self.state.round
         if before is not None:
-            self.handle(rd.Failed(client, failure.round))
+            self.handle(Failed(client, failure.round))
         if self.state.round == before:
             return  # of another round, or told again
         text = f"{client} could not train: {failure.reason[:64]}: {failure.detail[:1000]}"
@@ -133,10 +158,10 @@ class Coordinator:
         if spec.evaluate_on_server:
             await self.facts.heavy(self.test_set.load, spec)
         small = self.models.small(base, spec)  # before there is a row: it may fail, and be tried again
-        wanted = RoundRow(0, job.job_id, job_round, rd.Phase.WAITING, time.time(), base_version=base.version)
+        wanted = RoundRow(0, job.job_id, job_round, Phase.WAITING, time.time(), base_version=base.version)
         row = await self.facts.db(self.facts.store.create_round, wanted)
         self._begin(row, spec, base, small)
-        self.handle(rd.Opened(row.round, rules_of(spec, grace=self._config.lost_after_seconds)))
+        self.handle(Opened(row.round, rules_of(spec, grace=self._config.lost_after_seconds)))
         return row.round
 
     async def resume_round(self, row: RoundRow, spec: Job) -> None:
@@ -147,20 +172,20 @@ class Coordinator:
         self.models.remember(base)
         small = self.models.small(base, spec)
         rules = rules_of(spec, grace=self._config.lost_after_seconds)
-        seconds = rules.seconds(rd.Phase(row.phase))
+        seconds = rules.seconds(Phase(row.phase))
         elapsed = 0.0 if row.seconds_left is None else max(0.0, seconds - row.seconds_left)
-        if row.phase == rd.Phase.WAITING:
+        if row.phase == Phase.WAITING:
             self._begin(row, spec, base, small)
-            self.handle(rd.Opened(row.round, rules, elapsed))
+            self.handle(Opened(row.round, rules, elapsed))
             return
         updates = await self.facts.db(self.facts.store.updates_of, row.round)
-        open_ = self._begin(replace(row, phase=rd.Phase.TRAINING), spec, base, small)
+        open_ = self._begin(replace(row, phase=Phase.TRAINING), spec, base, small)
         open_.accepted = {update.client_id: update for update in updates}
         open_.started = time.monotonic() - elapsed
         selected, delivered = frozenset(row.selected), frozenset(open_.accepted)
         # An aggregation that was cut off is simply due again.
-        resumed = rd.Round(row.round, rules, rd.Phase.TRAINING, 0.0, selected=selected, delivered=delivered)
-        self.handle(rd.Resumed(resumed, RECOVERY_SECONDS, elapsed))
+        resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected=selected, delivered=delivered)
+        self.handle(Resumed(resumed, RECOVERY_SECONDS, elapsed))
         gather(self.rendezvous, open_, resumed=True)
         for session in self.sessions:
             if session.matched:
@@ -170,25 +195,25 @@ class Coordinator:
         """End the round in progress without a model; its number, 0 if none can be ended."""
         async with self.settling:
             round_, open_ = self.state.round, self.open
-            if round_ is None or open_ is None or round_.phase not in rd.OPEN:
+            if round_ is None or open_ is None or round_.phase not in OPEN:
                 return 0
-            if round_.phase is rd.Phase.AGGREGATING:
+            if round_.phase is Phase.AGGREGATING:
                 open_.stop = reason  # if the disk refuses its model; else it is published in a moment
                 if not open_.waits_for_disk:
                     return 0
-            self.handle(rd.Abandoned(reason))
+            self.handle(Abandoned(reason))
             return round_.number
 
     async def enlist(self, client: str) -> None:
         """One more client takes part in the round in progress."""
         async with self.settling:
             open_, round_ = self.open, self.state.round
-            if open_ is None or round_ is None or round_.phase is not rd.Phase.TRAINING:
+            if open_ is None or round_ is None or round_.phase is not Phase.TRAINING:
                 return
             row = replace(open_.row, selected=tuple(sorted({*open_.row.selected, client})))
             await self.facts.db(self.facts.store.update_round, row)
             open_.row = row
-            self.handle(rd.Enlisted(client))
+            self.handle(Enlisted(client))
         self._dispatch.train(open_, client)
 
     async def run(self) -> None:
@@ -197,9 +222,9 @@ class Coordinator:
             now = time.monotonic()
             self._wake.clear()
             effect = rd.due(self.state, now)
-            if self.open and self.facts.storage.fault and isinstance(effect, rd.Start | rd.Aggregate | rd.Abandon):
+            if self.open and self.facts.storage.fault and isinstance(effect, Start | Aggregate | Abandon):
                 # What clients offer is refused meanwhile.
-                await self._wait_for_disk(self.open, phase=rd.Phase(self.open.row.phase))
+                await self._wait_for_disk(self.open, phase=Phase(self.open.row.phase))
                 continue
             if effect is not None:
                 await self._perform(effect)
@@ -211,7 +236,7 @@ class Coordinator:
                 async with asyncio.timeout(None if wait == inf else max(wait, 0.001)):
                     await self._wake.wait()
 
-    async def _perform(self, effect: rd.Effect) -> None:
+    async def _perform(self, effect: Effect) -> None:
         open_ = self.open
         if open_ is None:
             raise rd.IllegalEvent(f"{effect} without an open round")
@@ -219,27 +244,27 @@ class Coordinator:
             if rd.due(self.state, time.monotonic()) != effect:
                 return  # an update was accepted, or the round was stopped, just before
             match effect:
-                case rd.Start(clients):
+                case Start(clients):
                     await self._start(open_, clients)
-                case rd.Aggregate():
-                    self.handle(rd.Closed())
-                case rd.Abandon(reason):
-                    self.handle(rd.Abandoned(reason))
-        if isinstance(effect, rd.Start) and open_.started:
+                case Aggregate():
+                    self.handle(Closed())
+                case Abandon(reason):
+                    self.handle(Abandoned(reason))
+        if isinstance(effect, Start) and open_.started:
             await self.facts.keep(self.prune)  # now, as the clients train: nobody waits for it
-        elif isinstance(effect, rd.Aggregate):
+        elif isinstance(effect, Aggregate):
             await self._aggregate(open_)
-        elif isinstance(effect, rd.Finish):
+        elif isinstance(effect, Finish):
             await self._finish(open_)
 
     async def _start(self, open_: OpenRound, clients: frozenset[str]) -> None:
-        row = replace(open_.row, phase=rd.Phase.TRAINING, selected=tuple(sorted(clients)), seconds_left=None)
+        row = replace(open_.row, phase=Phase.TRAINING, selected=tuple(sorted(clients)), seconds_left=None)
         try:
             await self.facts.db(self.facts.store.update_round, row)
         except StorageFailed:
             return  # it is due again, and waits for the disk where a stop need not wait
         open_.row, open_.started = row, time.monotonic()
-        self.handle(rd.Started(clients))
+        self.handle(Started(clients))
         gather(self.rendezvous, open_)
         self._dispatch.train_all(open_, clients)
         text = f"round {row.round} ({row.job_round}/{open_.job.rounds}) trains on {len(clients)} clients"
@@ -248,23 +273,23 @@ class Coordinator:
     async def _aggregate(self, open_: OpenRound) -> None:
         if open_.missing:
             log.warning("round %d ends without %s", open_.row.round, ", ".join(open_.missing))
-        while self.state.round is not None and self.state.round.phase is rd.Phase.AGGREGATING:
+        while self.state.round is not None and self.state.round.phase is Phase.AGGREGATING:
             if open_.stop:
-                return self.handle(rd.Abandoned(open_.stop))
+                return self.handle(Abandoned(open_.stop))
             try:
                 with self.metrics.aggregate_seconds.time():
                     model, ended = await publish(self.facts, self.models, open_)
             except StorageFailed as error:
                 log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
                 if not open_.stop:
-                    await self._wait_for_disk(open_, phase=rd.Phase.AGGREGATING)
+                    await self._wait_for_disk(open_, phase=Phase.AGGREGATING)
             except DamagedUpdates as error:
                 await self.facts.keep(self._go_on_without, open_, error)
             except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # the last is torch's
                 log.error("the round makes no model: %s", error, exc_info=not isinstance(error, StorageError))
                 if isinstance(error, DamagedModel):
                     self._despair(open_, error)
-                self.handle(rd.Abandoned(getattr(error, "reason", "bad_optimizer")))
+                self.handle(Abandoned(getattr(error, "reason", "bad_optimizer")))
             else:
                 self._published(open_, model, ended)
 
@@ -272,14 +297,14 @@ class Coordinator:
         open_.row, self.latest = ended, model
         self.models.remember(model)
         evaluators = [s.client_id for s in self.sessions if s.matched] if open_.job.evaluate else []
-        self.handle(rd.Published(frozenset(evaluators)))
+        self.handle(Published(frozenset(evaluators)))
         self._end(open_)
         for client in evaluators:
             self._dispatch.evaluate(open_, model, client)
         text = f"round {ended.round} published model {model.version} in {ended.stats['seconds']:.2f} s"
         self._tell("round_published", text)
 
-    async def _wait_for_disk(self, open_: OpenRound, *, phase: rd.Phase) -> None:
+    async def _wait_for_disk(self, open_: OpenRound, *, phase: Phase) -> None:
         """Return when the disk takes what is to be kept, or the phase has ended."""
         open_.waits_for_disk = True
         while self.facts.storage.fault and self.state.round is not None and self.state.round.phase is phase:
@@ -292,18 +317,18 @@ class Coordinator:
         await self.facts.db(self.facts.drop_updates, open_.row.round, sorted(error.clients))
         for client, text in error.clients.items():
             del open_.accepted[client]
-            self.handle(rd.Lost(client))
+            self.handle(Lost(client))
             text = f"{text}: what it had learned is lost"
             open_.failures.append(text)
             self.journal.write("blob_damaged", text, job_id=open_.row.job_id, client_id=client, state=self.message())
         round_ = self.state.round
         if round_ is not None and len(round_.delivered) < round_.rules.min_to_aggregate:
-            self.handle(rd.Abandoned(error.reason))
+            self.handle(Abandoned(error.reason))
 
     async def damaged(self, error: DamagedModel) -> None:
         """End the round in progress, and its job, if it starts from the model that turned out to be damaged."""
         open_, round_ = self.open, self.state.round
-        if open_ is None or round_ is None or open_.base.version != error.version or round_.phase not in rd.OPEN:
+        if open_ is None or round_ is None or open_.base.version != error.version or round_.phase not in OPEN:
             return log.error("%s", error.detail)
         self._despair(open_, error)
         await self.abandon(error.reason)
@@ -315,8 +340,8 @@ class Coordinator:
 
     async def _finish(self, open_: OpenRound) -> None:
         round_ = self.state.round
-        if round_ is not None and round_.phase is rd.Phase.ABANDONED:
-            open_.row = open_.ended(rd.Phase.ABANDONED, reason=round_.reason)
+        if round_ is not None and round_.phase is Phase.ABANDONED:
+            open_.row = open_.ended(Phase.ABANDONED, reason=round_.reason)
             await self.facts.keep(self.facts.db, self.facts.store.update_round, open_.row)
             self._end(open_)
             away = () if open_.row.selected else await self.facts.db(self.facts.store.update_counts)
@@ -326,7 +351,7 @@ class Coordinator:
             await self._finish_evaluation(open_, self.latest)
         self.open, self.last = None, open_.row
         await self.facts.db(self.facts.blobs.drop_partials, f"{open_.row.round}-")
-        self.handle(rd.Finished())
+        self.handle(Finished())
         self.finished.set()
 
     async def _finish_evaluation(self, open_: OpenRound, model: ModelRow) -> None:
@@ -369,7 +394,7 @@ class Coordinator:
             return
         for row in rows:
             open_.accepted[row.client_id] = row
-            self.handle(rd.Delivered(row.client_id))
+            self.handle(Delivered(row.client_id))
             self.metrics.accepted(row)
         state = self.message(clients=False)  # the same for all, which became durable at once
         for row in rows:
@@ -393,7 +418,7 @@ class Coordinator:
     def _tell_progress(self, now: float) -> float:
         """Tell what an open barrier waits for, or log what a round does; the seconds until there may be more."""
         text, seconds = self._progress.news(self.state, now)
-        if text and self.state.round is not None and self.state.round.phase is rd.Phase.WAITING:
+        if text and self.state.round is not None and self.state.round.phase is Phase.WAITING:
             self._tell("round_waits", text)
         elif text:  # its updates are told one by one
             log.info("%s", text)

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from fedring.daemon.config import explain
 from fedring.data import DataError
 from fedring.rpc.errors import NoSuchJob
-from fedring.server.round import machine as rd
 from fedring.server.round.coordinator import Coordinator
+from fedring.server.round.events import Phase
 from fedring.server.state.blobs import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.journal import printable
 from fedring.server.state.rows import JobRow
@@ -123,7 +123,7 @@ class Jobs:
             await self._coordinator.finished.wait()
             last = self._coordinator.last
             done += 1
-            abandoned = abandoned + 1 if last is not None and last.phase == rd.Phase.ABANDONED else 0
+            abandoned = abandoned + 1 if last is not None and last.phase == Phase.ABANDONED else 0
             if abandoned and row.job_id in self._stopped:
                 return "stopped", ""
             if abandoned and (self._coordinator.hopeless or abandoned >= min(spec.max_abandoned, row.rounds)):

@@ -5,7 +5,7 @@ import json
 from fedring.codec.encoding import Encoding
 from fedring.server.group import machine as groups
 from fedring.server.group.rendezvous import Rendezvous
-from fedring.server.round.machine import Rules
+from fedring.server.round.events import Rules
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.train.job import Job

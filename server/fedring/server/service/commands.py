@@ -10,8 +10,8 @@ from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import BadRequest, Gone, IdInUse, Stalled, Unauthenticated, Unavailable, refusal_in
 from fedring.rpc.streams import finish_write, wire_bytes
 from fedring.server.config import ServerConfig
-from fedring.server.round import machine as rd
 from fedring.server.round.coordinator import Coordinator
+from fedring.server.round.events import Joined, Left
 from fedring.server.round.sessions import Session
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
@@ -36,7 +36,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
         except IdInUse:
             self._contested(request.client_id, context.peer())
             raise
-        self._coordinator.handle(rd.Joined(session.client_id))
+        self._coordinator.handle(Joined(session.client_id))
         asyncio.get_running_loop().call_later(self._config.lost_after_seconds, self._expire, session)
         last = facts.last_accepted.get(session.client_id)
         return pb.JoinReply(
@@ -127,7 +127,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
 
     def _lost(self, session: Session) -> None:
         if self._coordinator.sessions.drop(session):
-            self._coordinator.handle(rd.Left(session.client_id))
+            self._coordinator.handle(Left(session.client_id))
             if session.matched:
                 text = f"{session.client_id} is gone"
                 self._coordinator.journal.write("client_lost", text, client_id=session.client_id)
