@@ -172,7 +172,7 @@ class Coordinator:
         self.models.remember(base)
         small = self.models.small(base, spec)
         rules = rules_of(spec, grace=self._config.lost_after_seconds)
-        seconds = rules.seconds(Phase(row.phase))
+        seconds = rd.seconds(rules, Phase(row.phase))
         elapsed = 0.0 if row.seconds_left is None else max(0.0, seconds - row.seconds_left)
         if row.phase == Phase.WAITING:
             self._begin(row, spec, base, small)

@@ -37,8 +37,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a round obeys; durations in seconds."""
+    """What a round obeys. Durations are in seconds."""
 
+    kind: str = "synchronous"  # the phases that it goes through: a key of machine.KINDS
     min_clients: int = 1
     barrier: str = "matched"
     barrier_timeout: float = 600.0
@@ -50,10 +51,6 @@ class Rules:
     grace: float = 5.0
     evaluate_timeout: float = 120.0
     seed: int = 0
-
-    def seconds(self, phase: Phase) -> float:
-        """The longest time that a round may stay in the phase, in seconds."""
-        return {Phase.WAITING: self.barrier_timeout, Phase.TRAINING: self.deadline}.get(phase, self.evaluate_timeout)
 
 
 @dataclass(frozen=True, slots=True)
