@@ -12,7 +12,7 @@ import pytest
 from fedring.codec import NAMES, Encoding, encode
 from fedring.codec.digest import name_of
 from fedring.codec.errors import CodecError
-from fedring.server.model.mean import open_packet
+from fedring.server.model.contributions import open_packet
 from fedring.server.model.walk import in_order, tiles
 from fedring.server.state.blobs import FileBlobs, StorageFailed
 from fedring.server.state.checked import CheckedReader, DamagedBlob, Room, read_checked

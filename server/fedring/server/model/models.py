@@ -19,8 +19,8 @@ from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import Unavailable, UnknownModel
 from fedring.server.config import ServerConfig
 from fedring.server.model.aggregate import NewModel, Plan, aggregate, store_model
+from fedring.server.model.contributions import Contribution
 from fedring.server.model.damage import DamagedModel, DamagedUpdates
-from fedring.server.model.mean import Contribution
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.offer import Offer, Piece, reader_of
 from fedring.server.model.optimizer import ServerOptimizer
