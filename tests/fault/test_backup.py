@@ -14,10 +14,10 @@ import pytest
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
-from fedring.server.state import backup as module
-from fedring.server.state.backup import back_up
-from fedring.server.state.restore import restore
-from fedring.server.state.snapshot import _NAMED, BackupError, Contents, read_contents
+from fedring.server.state.backup import create as module
+from fedring.server.state.backup.contents import _NAMED, BackupError, Contents, read_contents
+from fedring.server.state.backup.create import back_up
+from fedring.server.state.backup.restore import restore
 from fedring.server.state.store import SqlStore
 from fedring.server.state.tables import METADATA
 from tests import forks

@@ -11,11 +11,11 @@ import pytest
 from tests.unit.test_store import a_job, a_model, a_round, an_update
 
 from fedring.codec.digest import name_of
-from fedring.server.state import swap
-from fedring.server.state.backup import back_up
+from fedring.server.state.backup import exchange
+from fedring.server.state.backup.contents import BackupError, NamedBlob, copy_blob, digest_of
+from fedring.server.state.backup.create import back_up
+from fedring.server.state.backup.restore import restore
 from fedring.server.state.identity import open_state
-from fedring.server.state.restore import restore
-from fedring.server.state.snapshot import BackupError, NamedBlob, copy_blob, digest_of
 from fedring.server.state.store import SqlStore
 
 NOW = 1_700_000_000
@@ -34,7 +34,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(NOW + 0.5)
-    monkeypatch.setattr("fedring.server.state.restore.time", clock)
+    monkeypatch.setattr("fedring.server.state.backup.restore.time", clock)
     return clock
 
 
@@ -165,10 +165,10 @@ def broken_off(backup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     state = begin(tmp_path / "state")
     with monkeypatch.context() as patch:
-        patch.setattr(swap, "finish", die)
+        patch.setattr(exchange, "finish", die)
         with pytest.raises(KeyboardInterrupt):
             restore(backup, state, replace=True)
-    assert swap.is_pending(state)
+    assert exchange.is_pending(state)
     return state
 
 

@@ -12,12 +12,12 @@ from fedring.daemon.config import ConfigError
 from fedring.rpc.errors import BadRequest, FedringError, NoSuchToken, Unauthenticated
 from fedring.rpc.identity import NAME, Identity, Role
 from fedring.server.round.sessions import Sessions
+from fedring.server.state.backup.exchange import refuse_pending
 from fedring.server.state.blobs import StorageError
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import TokenRow
 from fedring.server.state.store import SqlStore
-from fedring.server.state.swap import refuse_pending
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 

@@ -12,10 +12,10 @@ from contextlib import closing
 from pathlib import Path
 
 from fedring.codec.digest import is_name
+from fedring.server.state.backup.exchange import FACTS, STATE_ID, refuse_pending
 from fedring.server.state.blobs import FileBlobs, StorageError
 from fedring.server.state.database import meaning_of
 from fedring.server.state.store import SqlStore
-from fedring.server.state.swap import FACTS, STATE_ID, refuse_pending
 
 _ID, _DRAFT = STATE_ID, "state_id.new"
 _HEX = re.compile(r"[0-9a-f]{32}")

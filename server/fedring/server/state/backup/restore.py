@@ -1,7 +1,7 @@
 """A backup becomes the state of a server again.
 
 First the backup is copied into the state folder, beside what is there, and every byte of the copy is proven. Only then
-are the two exchanged (`fedring.server.state.swap`).
+are the two exchanged (`fedring.server.state.backup.exchange`).
 """
 
 import os
@@ -15,9 +15,8 @@ from pathlib import Path
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.lock import StateInUse, StateLock
-from fedring.server.state import swap
-from fedring.server.state.database import StoreError, epoch_in
-from fedring.server.state.snapshot import (
+from fedring.server.state.backup import exchange
+from fedring.server.state.backup.contents import (
     MANIFEST,
     BackupError,
     Manifest,
@@ -32,7 +31,8 @@ from fedring.server.state.snapshot import (
     read_contents,
     sync,
 )
-from fedring.server.state.swap import BLOBS, FACTS, STATE_ID
+from fedring.server.state.backup.exchange import BLOBS, FACTS, STATE_ID
+from fedring.server.state.database import StoreError, epoch_in
 
 _EPOCH, _ORIGIN = "epoch", "restored_from"  # in the table `meta`: the epoch, and the backup's digest of its database
 
@@ -74,7 +74,7 @@ def restore(backup: Path, state_dir: Path, *, replace: bool = False, tell: Tell 
         holder = f"process {error.pid}" if error.pid else "another process"
         raise ConfigError(f"state_dir {state_dir} is in use by {holder}: stop fl-server first") from error
     except OSError as error:
-        way = ": repeat the restore when that is mended" if swap.is_pending(state_dir) else ""
+        way = ": repeat the restore when that is mended" if exchange.is_pending(state_dir) else ""
         raise BackupError(f"cannot restore into {state_dir}: {error.strerror or error}{way}") from error
 
 
@@ -95,23 +95,23 @@ def read_manifest(backup: Path) -> Manifest:
 
 
 def _restore(backup: Path, manifest: Manifest, state_dir: Path, *, replace: bool, tell: Tell) -> Restored:
-    if swap.is_pending(state_dir):
-        replaced = swap.finish(state_dir)
+    if exchange.is_pending(state_dir):
+        replaced = exchange.finish(state_dir)
         if _meta(state_dir / FACTS).get(_ORIGIN) == manifest.facts_digest:
             return Restored(manifest, replaced, finished=True)
-    if swap.is_occupied(state_dir) and not replace:
+    if exchange.is_occupied(state_dir) and not replace:
         raise ConfigError(
             f"there is a state in {state_dir}: with --replace it is moved to a folder replaced-TIME in there"
         )
-    draft = swap.make_draft(state_dir)
+    draft = exchange.make_draft(state_dir)
     try:
         _stage(backup, manifest, draft, tell)
         _begin_epoch(draft / FACTS, manifest, _meta(state_dir / FACTS))
-        swap.begin(state_dir)
+        exchange.begin(state_dir)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    return Restored(manifest, swap.finish(state_dir))
+    return Restored(manifest, exchange.finish(state_dir))
 
 
 def _begin_epoch(facts: Path, manifest: Manifest, replaced: Mapping[str, str]) -> None:

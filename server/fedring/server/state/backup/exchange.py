@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
-from fedring.server.state.snapshot import create, sync
+from fedring.server.state.backup.contents import create, sync
 
 FACTS, BLOBS, STATE_ID = "facts.sqlite", "blobs", "state_id"
 DRAFT = "restoring.partial"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
-from fedring.server.state import swap
-from fedring.server.state.snapshot import (
+from fedring.server.state.backup import exchange
+from fedring.server.state.backup.contents import (
     FORMAT,
     MANIFEST,
     BackupError,
@@ -32,7 +32,7 @@ from fedring.server.state.snapshot import (
     schema_version,
     sync,
 )
-from fedring.server.state.swap import BLOBS, FACTS, STATE_ID
+from fedring.server.state.backup.exchange import BLOBS, FACTS, STATE_ID
 from fedring.version import SOFTWARE
 
 _ATTEMPTS = 10
@@ -75,7 +75,7 @@ def back_up(state_dir: Path, target: Path, tell: Tell = lambda done, total: None
 
 
 def _check_state(state_dir: Path) -> None:
-    swap.refuse_pending(state_dir)
+    exchange.refuse_pending(state_dir)
     facts = state_dir / FACTS
     if not facts.is_file() or not facts.stat().st_size:
         raise ConfigError(f"there is no state in {state_dir}: give the server's state_dir")
