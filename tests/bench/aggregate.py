@@ -47,7 +47,7 @@ def _inputs(blobs: FileBlobs, clients: int) -> tuple[str, list[str]]:
     for client in range(clients):
         partial = blobs.open_partial(f"client-{client}")
         partial.write(encode(np.roll(values, client), Encoding("fp32")))
-        updates.append(blobs.seal(partial))
+        updates.append(blobs.seal_many([partial])[0])
     return base, updates
 
 

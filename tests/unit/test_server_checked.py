@@ -14,8 +14,9 @@ from fedring.codec.digest import name_of
 from fedring.codec.errors import CodecError
 from fedring.server.model.contributions import open_packet
 from fedring.server.model.walk import in_order, tiles
-from fedring.server.state.blobs import FileBlobs, StorageFailed
-from fedring.server.state.checked import CheckedReader, DamagedBlob, Room, read_checked
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.checked import CheckedReader, Room, read_checked
+from fedring.server.state.failures import DamagedBlob, StorageFailed
 from fedring.server.state.rows import lay_out
 
 SIZE = 1_000_000

@@ -16,11 +16,11 @@ from fedring.codec.digest import name_of
 from fedring.rpc.errors import UnknownModel
 from fedring.server.config import ServerConfig
 from fedring.server.model.aggregate import store_model
-from fedring.server.model.damage import DamagedModel
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.models import MAX_STEPS, Models
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import DamagedModel
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
 from fedring.server.state.store import SqlStore
 from fedring.train.errors import SeamError
@@ -42,7 +42,7 @@ class Versions:
     """Models that follow each other, each from one update."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
-        self.blobs = FileBlobs(root)
+        self.root, self.blobs = root, FileBlobs(root)
         self.facts = Facts(SqlStore("sqlite://"), self.blobs, threads=1)
         self.models = Models(
             self.blobs, self.facts.pool, ServerConfig.model_validate({"state_dir": root, **settings}), "run-1"
@@ -66,7 +66,7 @@ class Versions:
         packets = lay_out([("parameters", "delta", "fp32", partial.size)])
         name, size = name_of(b"an update"), partial.size
         update = UpdateRow(1, "a", partial.digest, name, packets, 1, size, 0.1, 1.0, 2.0, blob=partial.digest)
-        self.blobs.seal(partial)
+        self.blobs.seal_many([partial])[0]
         row = self.models.next(self.rows[-1], [update], job, len(self.rows), len(self.rows) + 1)
         self.models.remember(row)
         self.rows.append(row)
@@ -227,7 +227,7 @@ def test_given_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 def as_before(versions: Versions, row: ModelRow) -> ModelRow:
     """The model as a server of protocol 1 would have kept it: named by SHA-256, and so is its file."""
-    folder = versions.blobs.root / "blobs"
+    folder = versions.root / "blobs"
     values = versions.values(row)
     blob = hashlib.sha256((folder / row.blob).read_bytes()).hexdigest()
     (folder / row.blob).rename(folder / blob)
@@ -247,7 +247,7 @@ def test_a_model_that_was_named_by_sha256_is_sent_and_trained_on(versions: Versi
     assert new.digest == versions.values(new).digest()  # by BLAKE3
     assert (new.base_version, new.base_digest) == (1, old.digest)
     assert versions.header(2, 1).base_digest == old.digest
-    path = versions.blobs.root / "blobs" / old.blob
+    path = versions.root / "blobs" / old.blob
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tests.unit.test_store import a_job, a_model, a_round, an_update
+from tests.unit.rows import a_job, a_model, a_round, an_update
 
 from fedring.codec.digest import name_of
 from fedring.server.state.backup import exchange

@@ -11,8 +11,8 @@ from fedring.server.model.models import Models
 from fedring.server.round.coordinator import Coordinator
 from fedring.server.round.jobs import Jobs
 from fedring.server.round.sessions import Sessions
-from fedring.server.state.blobs import StorageError, StorageFailed
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.identity import open_state
 from fedring.server.state.journal import Journal
 

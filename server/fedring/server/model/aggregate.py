@@ -24,8 +24,8 @@ from fedring.server.model.modelfile import LoadedModel, ModelReader, ModelWriter
 from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.model.rule import FirstWalk, Rule, Scalars, Tile
 from fedring.server.model.walk import Span, cut, gather, in_order, tiles
-from fedring.server.state.blobs import Blobs, Partial
 from fedring.server.state.checked import read_checked
+from fedring.server.state.interfaces import Blobs, Partial
 from fedring.server.state.rows import PacketSpec, Vector, lay_out
 
 Float32 = NDArray[np.float32]

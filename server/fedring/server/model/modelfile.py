@@ -22,7 +22,7 @@ from fedring.codec.digest import Digest
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema, Vectors, parse_schema
 from fedring.server.model.walk import gather, tiles
-from fedring.server.state.blobs import Partial
+from fedring.server.state.interfaces import Partial
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
@@ -54,7 +54,7 @@ class ModelWriter:
 
     def __init__(self, partial: Partial, schema: Schema, metadata: Mapping[str, str]) -> None:
         if partial.size:
-            raise ValueError(f"partial {partial.name} is not empty")
+            raise ValueError(f"the partial is not empty: it holds {partial.size} bytes")
         header = model_file_header(schema, metadata)
         self._partial = partial
         self._buffers_start = len(header)

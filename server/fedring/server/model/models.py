@@ -20,12 +20,12 @@ from fedring.rpc.errors import Unavailable, UnknownModel
 from fedring.server.config import ServerConfig
 from fedring.server.model.aggregate import NewModel, Plan, aggregate, store_model
 from fedring.server.model.contributions import Contribution
-from fedring.server.model.damage import DamagedModel, DamagedUpdates
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.offer import Offer, Piece, reader_of
 from fedring.server.model.optimizer import ServerOptimizer
-from fedring.server.state.blobs import Blobs, StorageError, StorageFailed
-from fedring.server.state.checked import CheckedReader, DamagedBlob, Room, changed, find_damage, unreadable
+from fedring.server.state.checked import CheckedReader, Room, changed, find_damage, unreadable
+from fedring.server.state.failures import DamagedBlob, DamagedModel, DamagedUpdates, StorageError, StorageFailed
+from fedring.server.state.interfaces import Blobs
 from fedring.server.state.rows import ModelRow, PacketSpec, UpdateRow
 from fedring.train.errors import SeamError
 from fedring.train.files import load_model

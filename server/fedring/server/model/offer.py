@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from fedring.server.state.blobs import StorageError
+from fedring.server.state.failures import StorageError
 from fedring.v1 import federation_pb2 as pb
 
 Piece = tuple[int, Callable[[int, int], bytes]]

@@ -8,7 +8,7 @@ from fedring.daemon.notify import sd_notify
 from fedring.rpc.health import Health
 from fedring.server.round.coordinator import Coordinator
 from fedring.server.round.events import Delayed
-from fedring.server.state.blobs import StorageError
+from fedring.server.state.failures import StorageError
 
 _TRIAL_SECONDS = 1.0
 _LONGEST_SECONDS = 30.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fedring.server.round import machine as rd
 from fedring.server.round.coordinator import Coordinator
 from fedring.server.round.events import Phase
-from fedring.server.state.blobs import StorageError
+from fedring.server.state.failures import StorageError
 
 _PERIOD = 1.0
 """Seconds between two notes. Each note says what will be left when the next one is due: a kill gives no notice."""

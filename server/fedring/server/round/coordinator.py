@@ -17,7 +17,6 @@ from fedring.rpc.errors import Unavailable, UnknownRound
 from fedring.server.config import ServerConfig
 from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
-from fedring.server.model.damage import DamagedModel, DamagedUpdates
 from fedring.server.model.models import Models
 from fedring.server.model.optimizer import OptimizerError
 from fedring.server.model.testset import TestSet
@@ -58,8 +57,8 @@ from fedring.server.round.progress import Progress, why_abandoned
 from fedring.server.round.report import open_message
 from fedring.server.round.sessions import Sessions, Traffic
 from fedring.server.round.trace import RoundTrace
-from fedring.server.state.blobs import StorageError, StorageFailed
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed
 from fedring.server.state.journal import Journal
 from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow, UpdateRow
 from fedring.train.job import Job

@@ -12,7 +12,7 @@ from fedring.data import DataError
 from fedring.rpc.errors import NoSuchJob
 from fedring.server.round.coordinator import Coordinator
 from fedring.server.round.events import Phase
-from fedring.server.state.blobs import FsyncFailed, StorageError, StorageFailed
+from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.journal import printable
 from fedring.server.state.rows import JobRow
 from fedring.train.errors import SeamError

@@ -8,8 +8,8 @@ from fedring.server.model.models import Models, files_of
 from fedring.server.model.testset import TestSet
 from fedring.server.round.events import Phase
 from fedring.server.round.open_round import OpenRound
-from fedring.server.state.blobs import StorageError, StorageFailed
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
 from fedring.train.job import Job
 

@@ -1,7 +1,6 @@
 """fl-server's metrics, all of them: counted where it happens, or read when Prometheus asks."""
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -135,8 +134,8 @@ class Metrics:
         self._queue.set_function(lambda: facts.waiting)
         self._fsync.set_function(lambda: facts.commit_seconds)
         self._failing.set_function(lambda: bool(facts.storage.fault))
-        self._disk_free.set_function(partial(_disk, facts, "f_bavail"))
-        self._disk_size.set_function(partial(_disk, facts, "f_blocks"))
+        self._disk_free.set_function(partial(_disk, facts, "free"))
+        self._disk_size.set_function(partial(_disk, facts, "total"))
 
     def moved(self, before: Round | None, after: Round | None, now: float) -> None:
         """The round in progress has become another."""
@@ -210,9 +209,6 @@ def _clients(state: Callable[[], State], name: str) -> int:
 
 
 def _disk(facts: Facts, field: str) -> float:
-    """So many blocks of the state folder's file system, in bytes; NaN if it cannot be asked."""
-    try:
-        disk = os.statvfs(facts.blobs.root)
-    except OSError:
-        return nan
-    return float(getattr(disk, field) * disk.f_frsize)
+    """Return a field of the state folder's DiskSpace; NaN if it cannot be found out."""
+    space = facts.blobs.disk_space()
+    return float(getattr(space, field)) if space else nan

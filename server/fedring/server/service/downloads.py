@@ -10,8 +10,8 @@ from fedring.rpc.chunks import CHUNK_BYTES, chunks
 from fedring.rpc.errors import BadRequest
 from fedring.rpc.streams import METER, write
 from fedring.server.config import ServerConfig
-from fedring.server.model.damage import DamagedModel
 from fedring.server.round.coordinator import Coordinator
+from fedring.server.state.failures import DamagedModel
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 

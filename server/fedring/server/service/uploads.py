@@ -33,9 +33,11 @@ from fedring.server.config import ServerConfig
 from fedring.server.round.coordinator import Coordinator
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.sessions import Session
-from fedring.server.state.blobs import FilePartial, MemoryPartial, StorageError
+from fedring.server.state.blobs import MemoryPartial
+from fedring.server.state.failures import StorageError
+from fedring.server.state.interfaces import Partial
 from fedring.server.state.rows import UpdateRow
-from fedring.server.update.acceptance import Acceptor, Partial
+from fedring.server.update.acceptance import Acceptor
 from fedring.server.update.admission import Offered, check_header, check_payload, open_offer, packets_of
 from fedring.v1 import federation_pb2 as pb
 
@@ -252,7 +254,7 @@ class ClientUpdateService:
             raise Overloaded(str(error), reason=error.reason) from error
 
     def _abort(self, partial: Partial) -> None:
-        if isinstance(partial, FilePartial):
+        if not isinstance(partial, MemoryPartial):
             self._coordinator.facts.blobs.abort(partial)
 
     async def _receive(

@@ -1,9 +1,9 @@
-"""What lies in a backup, and how it is proven.
+"""What lies in a backup, and how it is checked.
 
-backup.json         what this module's Manifest holds; written last
+backup.json         this module's Manifest; written last
 facts.sqlite        the database, as one file without a log beside it
 blobs/<digest>      every file that the database names
-blobs/state_id      the id of the state that both are of
+blobs/state_id      the id of the state that both belong to
 """
 
 import hashlib
@@ -20,15 +20,17 @@ from fedring.codec.digest import Digest, is_called, is_name
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.server.state.database import MIGRATIONS
+from fedring.server.state.files import BLOBS, FACTS, create, finish
 
 FORMAT = 1
 MANIFEST = "backup.json"
 SCHEMA_VERSION = 1 + len(MIGRATIONS)
 Tell = Callable[[int, int], None]
-"""Is called with the bytes that are copied, and the bytes to copy."""
+"""Called with the number of bytes that have been copied, and the number of all bytes to copy."""
 
 _STEP = 1 << 20  # bytes that are copied at a time
-_NAMED = """
+
+NAMED_BLOBS = """
     SELECT blob, 'the update of ' || client_id || ' in round ' || round, total_bytes FROM updates WHERE blob != ''
     UNION ALL SELECT blob, 'model ' || version, bytes FROM models WHERE blob != ''
     UNION ALL SELECT delta_blob, 'the step to model ' || version, NULL FROM models WHERE delta_blob != ''
@@ -36,14 +38,18 @@ _NAMED = """
     UNION ALL
     SELECT optimizer_blob, 'the optimizer state of model ' || version, NULL FROM models WHERE optimizer_blob != ''
 """
-_OPEN = """
+_OPEN_ROUND = """
     SELECT coalesce(max(round), 0) FROM rounds JOIN jobs USING (job_id)
     WHERE ended_at IS NULL AND jobs.state = 'running'
 """
 
 
 class BackupError(Exception):
-    """A backup or a restore cannot be made; the sentence says why, `exit_code` of which kind the reason is."""
+    """A backup or a restore is not possible. The message is a sentence for people that says why.
+
+    Attributes:
+        exit_code: of flctl.
+    """
 
     def __init__(self, sentence: str, exit_code: Exit = Exit.FAILED) -> None:
         super().__init__(sentence)
@@ -52,40 +58,34 @@ class BackupError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NamedBlob:
-    """A blob that the database names.
-
-    Attributes:
-        digest: its name.
-        owner: what it belongs to, for people: "model 3".
-        size: its length in bytes, if the database knows it.
-    """
+    """A blob that the database names."""
 
     digest: str
-    owner: str
-    size: int | None
+    owner: str  # what it belongs to, for people: "model 3"
+    size: int | None  # in bytes, if the database knows it
 
     def damage(self, what: str) -> BackupError:
-        """Return the error of a blob that `what`, a clause, is true of."""
-        return BackupError(f"blobs/{self.digest}, of {self.owner}, {what}")
+        """Return the error of this blob. `what`, a clause, follows its name."""
+        return BackupError(f"{BLOBS}/{self.digest}, of {self.owner}, {what}")
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a database says of the state that it belongs to; `newest_model` and `open_round` are 0 if there is none."""
+    """What a database says about the state that it belongs to."""
 
     schema_version: int
     run_id: str
     state_id: str
-    models: int
-    newest_model: int
-    rounds: int
-    open_round: int
+    models: int  # the number of models that are kept
+    newest_model: int  # its version; 0 if there is none
+    rounds: int  # the number of rounds that are kept
+    open_round: int  # its number; 0 if there is none
     blobs: tuple[NamedBlob, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a backup says of itself in backup.json. `bytes` are those of the database and all blobs."""
+    """What a backup says about itself in backup.json. The names of the fields are those in the file."""
 
     format: int
     software: str
@@ -93,13 +93,13 @@ class Manifest:
     schema_version: int
     run_id: str
     state_id: str
-    facts_digest: str
+    facts_digest: str  # the SHA-256 of the database, in hex
     models: int
     newest_model: int
     rounds: int
     open_round: int
-    blobs: int
-    bytes: int
+    blobs: int  # the number of blobs
+    bytes: int  # of the database and all blobs
 
     def to_json(self) -> str:
         """Return the text of the file."""
@@ -107,15 +107,19 @@ class Manifest:
 
 
 def parse_manifest(text: str, where: Path) -> Manifest:
-    """Return what the text of `where` says.
+    """Parse the text of backup.json.
+
+    Args:
+        text: what the file holds.
+        where: the file, for errors.
 
     Raises:
-        ConfigError: if it is no manifest, or one of a newer version.
+        ConfigError: if it is not a manifest, or is one of a newer version.
     """
     try:
         found: dict[str, Any] = json.loads(text)
         if found["format"] > FORMAT:
-            raise ConfigError(f"{where} is of format {found['format']}, this program knows {FORMAT}: use a newer flctl")
+            raise ConfigError(f"{where} has format {found['format']}, this program knows {FORMAT}: use a newer flctl")
         manifest = Manifest(**{field.name: found[field.name] for field in fields(Manifest)})
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{where} is not what flctl backup writes ({error!r}): use another backup") from error
@@ -126,16 +130,16 @@ def parse_manifest(text: str, where: Path) -> Manifest:
 
 
 def open_copy(facts: Path) -> sqlite3.Connection:
-    """Return a connection to a database that nobody else uses: nothing is written, a log beside it is ignored."""
+    """Open a database that nobody else uses. Nothing is written, and a log beside it is ignored."""
     return sqlite3.connect(f"{facts.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
 
 
 def read_contents(facts: Path) -> Contents:
-    """Return what the database, a copy, says of its state.
+    """Read what a database, which is a copy, says about its state.
 
     Raises:
         ConfigError: if its schema is newer than this program's.
-        BackupError: if it cannot be read.
+        BackupError: if it is damaged.
     """
     try:
         with closing(open_copy(facts)) as connection:
@@ -143,7 +147,7 @@ def read_contents(facts: Path) -> Contents:
             meta: dict[str, str] = dict(connection.execute("SELECT name, value FROM meta"))
             models, newest = connection.execute("SELECT count(*), coalesce(max(version), 0) FROM models").fetchone()
             ((rounds,),) = connection.execute("SELECT count(*) FROM rounds")
-            ((open_round,),) = connection.execute(_OPEN)
+            ((open_round,),) = connection.execute(_OPEN_ROUND)
             blobs = tuple(_named(connection))
     except sqlite3.Error as error:
         raise BackupError(f"{facts} is damaged ({error})") from error
@@ -152,7 +156,11 @@ def read_contents(facts: Path) -> Contents:
 
 
 def schema_version(connection: sqlite3.Connection) -> int:
-    """Return the schema's version; ConfigError if this program is too old for it."""
+    """Return the version of the database's schema.
+
+    Raises:
+        ConfigError: if this program is too old for it.
+    """
     ((found,),) = connection.execute("PRAGMA user_version")
     if found > SCHEMA_VERSION:
         raise ConfigError(
@@ -163,10 +171,10 @@ def schema_version(connection: sqlite3.Connection) -> int:
 
 
 def check_facts(facts: Path) -> None:
-    """Return if the database, a copy, is sound, and each update that lies in a row is the one that was accepted.
+    """Return if a database, which is a copy, is sound, and each update in a row is the one that was accepted.
 
     Raises:
-        BackupError: if it is not.
+        BackupError: if not.
     """
     try:
         with closing(open_copy(facts)) as connection:
@@ -183,17 +191,17 @@ def check_facts(facts: Path) -> None:
 
 
 def copy_blob(source: Path, target: Path, blob: NamedBlob, tell: Callable[[int], None]) -> int:
-    """Copy a blob, durably, and return its length in bytes.
+    """Copy a blob durably, check it, and return its length in bytes.
 
     Args:
-        source: the file.
-        target: where the copy goes; after an error it is not there.
-        blob: what the file is.
-        tell: is called with the bytes of each step.
+        source: the blob's file.
+        target: the copy, which is removed after an error.
+        blob: what the database says about the blob.
+        tell: called with the number of bytes of each step.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        BackupError: if the file is not what it is named by, or cannot be read.
+        BackupError: if the file does not have the digest that it is named by, or cannot be read.
     """
     digest, copied = Digest(like=blob.digest), 0
     with source.open("rb", buffering=0) as file, create(target) as copy:
@@ -206,39 +214,24 @@ def copy_blob(source: Path, target: Path, blob: NamedBlob, tell: Callable[[int],
             if digest.name != blob.digest:
                 short = blob.size is not None and copied < blob.size
                 raise blob.damage("has been cut short" if short else "does not hold what was written to it")
-            copy.flush()
-            os.fsync(copy.fileno())
+            finish(copy)
         except BaseException:
             target.unlink(missing_ok=True)
             raise
     return copied
 
 
-def create(path: Path) -> Any:
-    """Open a file for writing that only its owner may read."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
-
-
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync(path: Path) -> None:
-    """Make a file's bytes, or the names in a folder, durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _named(connection: sqlite3.Connection) -> Iterator[NamedBlob]:
     seen: set[str] = set()
-    for digest, owner, size in connection.execute(_NAMED):
+    for digest, owner, size in connection.execute(NAMED_BLOBS):
         if not is_name(digest):
-            raise BackupError(f"facts.sqlite is damaged: it names {digest!r} as the file of {owner}")
+            raise BackupError(f"{FACTS} is damaged: it names {digest!r} as the file of {owner}")
         if digest not in seen:
             seen.add(digest)
             yield NamedBlob(digest, owner, size)

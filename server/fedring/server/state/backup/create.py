@@ -1,8 +1,8 @@
-"""A copy of a state, taken while a server uses it: a snapshot of the database, then the blobs that it names.
+"""Making a backup of a state while a server uses it: a snapshot of the database, then the blobs that it names.
 
-The server may let go of a blob between the two. Its row went first, so that a new snapshot does not name it: then all
-begins again, but for the blobs that are copied. A blob that a new snapshot still names, and that is still missing, was
-lost.
+The server may remove a blob between the two. It has removed the blob's row first, so a new snapshot does not name the
+blob. So if a blob is missing, a new snapshot is taken, and the blobs that it names and that are not copied yet are
+copied. A blob that the new snapshot still names, and that is still missing, was lost.
 """
 
 import fcntl
@@ -16,7 +16,6 @@ from pathlib import Path
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
-from fedring.server.state.backup import exchange
 from fedring.server.state.backup.contents import (
     FORMAT,
     MANIFEST,
@@ -26,13 +25,12 @@ from fedring.server.state.backup.contents import (
     Tell,
     check_facts,
     copy_blob,
-    create,
     digest_of,
     read_contents,
     schema_version,
-    sync,
 )
-from fedring.server.state.backup.exchange import BLOBS, FACTS, STATE_ID
+from fedring.server.state.backup.exchange import refuse_pending
+from fedring.server.state.files import BLOBS, FACTS, STATE_ID, create, sync, write_durably
 from fedring.version import SOFTWARE
 
 _ATTEMPTS = 10
@@ -40,21 +38,22 @@ _BUSY_SECONDS = 10.0
 
 
 def back_up(state_dir: Path, target: Path, tell: Tell = lambda done, total: None) -> Manifest:
-    """Copy the state in `state_dir`, which a server may be using, to the folder `target`.
+    """Copy a state, which a server may be using, to a folder.
 
-    The folder is there when it is whole, and durable. Until then all lies in a folder beside it, `target`.partial.
+    The folder appears when it is complete and durable. Until then everything lies in a folder beside it,
+    `target`.partial.
 
     Args:
-        state_dir: the server's state folder; nothing is changed in it.
-        target: must not exist, or be an empty folder.
-        tell: is called with the bytes of blobs that are copied, and those to copy.
+        state_dir: the server's state folder, in which nothing is changed.
+        target: the folder to make. It must not exist, or must be empty.
+        tell: called with the number of bytes of blobs that have been copied, and the number of all bytes to copy.
 
     Returns:
         What is in the backup.
 
     Raises:
-        ConfigError: if there is no state, or one that this program does not understand.
-        BackupError: if `target` cannot be used, the state is damaged, or the disk fails; then there is no `target`.
+        ConfigError: if there is no state in `state_dir`, or one that this program does not understand.
+        BackupError: if `target` cannot be used, the state is damaged, or the disk failed. There is no `target` then.
     """
     _check_state(state_dir)
     _check_target(state_dir, target)
@@ -62,9 +61,9 @@ def back_up(state_dir: Path, target: Path, tell: Tell = lambda done, total: None
         with _partial_of(target) as partial:
             contents, size = _copy(state_dir, partial, tell)
             check_facts(partial / FACTS)
-            _write(partial / BLOBS / STATE_ID, contents.state_id + "\n")
+            write_durably(partial / BLOBS / STATE_ID, f"{contents.state_id}\n".encode())
             manifest = _manifest(contents, partial / FACTS, size)
-            _write(partial / MANIFEST, manifest.to_json())
+            write_durably(partial / MANIFEST, manifest.to_json().encode())
             for path in (partial / FACTS, partial / BLOBS, partial):
                 sync(path)
             partial.rename(target)
@@ -75,7 +74,7 @@ def back_up(state_dir: Path, target: Path, tell: Tell = lambda done, total: None
 
 
 def _check_state(state_dir: Path) -> None:
-    exchange.refuse_pending(state_dir)
+    refuse_pending(state_dir)
     facts = state_dir / FACTS
     if not facts.is_file() or not facts.stat().st_size:
         raise ConfigError(f"there is no state in {state_dir}: give the server's state_dir")
@@ -84,33 +83,33 @@ def _check_state(state_dir: Path) -> None:
 def _check_target(state_dir: Path, target: Path) -> None:
     why = ""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        why = "is no folder: name another one"
+        why = "is not a folder: name another one"
     elif target.is_dir() and (os.path.ismount(target) or any(target.iterdir())):
         why = "is a mount point: name a folder in it" if os.path.ismount(target) else "is not empty: name another one"
     elif not target.absolute().parent.is_dir():
         why = f"cannot be made: there is no folder {target.parent}: make it, or name another one"
     elif target.resolve().is_relative_to(state_dir.resolve()):
-        why = f"lies in the state folder {state_dir}: name a folder outside, best on another disk"
+        why = f"lies in the state folder {state_dir}: name a folder outside of it, best on another disk"
     if why:
         raise BackupError(f"{target} {why}", Exit.USAGE)
 
 
 @contextmanager
 def _partial_of(target: Path) -> Iterator[Path]:
-    """Inside, a new folder beside `target` is this process's alone; afterwards it is gone, or has been renamed."""
+    """Make a folder beside `target` that only this process uses. It is removed afterwards, unless it was renamed."""
     partial = target.absolute().with_name(target.absolute().name + ".partial")
     partial.mkdir(mode=0o700, exist_ok=True)
     fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.samestat(os.fstat(fd), partial.stat())
+            locked = os.path.samestat(os.fstat(fd), partial.stat())
         except (BlockingIOError, FileNotFoundError):
-            mine = False
-        if not mine:
+            locked = False
+        if not locked:
             raise BackupError(f"another backup to {target} is being made: wait for it", Exit.TRY_AGAIN)
         try:
-            for path in partial.iterdir():  # of a backup that was killed
+            for path in partial.iterdir():  # left by a backup that was killed
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             (partial / BLOBS).mkdir(mode=0o700)
             yield partial
@@ -121,7 +120,7 @@ def _partial_of(target: Path) -> Iterator[Path]:
 
 
 def _copy(state_dir: Path, partial: Path, tell: Tell) -> tuple[Contents, int]:
-    """Copy the database and all blobs that it names; return its contents, and the bytes of the blobs."""
+    """Copy the database and all blobs that it names; return its contents, and the number of bytes of the blobs."""
     copied: dict[str, int] = {}
     missing: set[str] = set()
     for _ in range(_ATTEMPTS):
@@ -136,14 +135,14 @@ def _copy(state_dir: Path, partial: Path, tell: Tell) -> tuple[Contents, int]:
                 (partial / BLOBS / digest).unlink()
             return contents, sum(copied[digest] for digest in named)
     raise BackupError(
-        f"the server let go of files faster than they were copied, {_ATTEMPTS} times: "
-        "try again, when rounds take longer, or raise keep_models and keep_update_rounds",
+        f"the server removed files before they were copied, {_ATTEMPTS} times: "
+        "try again when rounds take longer, or raise keep_models and keep_update_rounds",
         Exit.TRY_AGAIN,
     )
 
 
 def _copy_blobs(source: Path, target: Path, contents: Contents, copied: dict[str, int], tell: Tell) -> set[str]:
-    """Copy what is not copied yet; return the names of those that are not there."""
+    """Copy the blobs that are not copied yet; return the names of those that are missing."""
     wanted = [blob for blob in contents.blobs if blob.digest not in copied]
     done = sum(copied.values())
     total = done + sum(_size_of(source / blob.digest) for blob in wanted)
@@ -170,9 +169,9 @@ def _size_of(path: Path) -> int:
 
 
 def _snapshot(state_dir: Path, copy: Path) -> Contents:
-    """Write one consistent copy of the database, without keeping the server from writing, and read it."""
+    """Write a consistent copy of the database, while the server may write to it, and read its contents."""
     copy.unlink(missing_ok=True)
-    create(copy).close()  # SQLite takes an empty file, and leaves its mode
+    create(copy).close()  # SQLite writes into an empty file, and keeps its mode
     uri = f"{(state_dir / FACTS).absolute().as_uri()}?mode=ro"
     try:
         with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None)) as connection:
@@ -187,9 +186,9 @@ def _snapshot(state_dir: Path, copy: Path) -> Contents:
     except FileNotFoundError:
         beside = ""
     if not beside and not contents.state_id:
-        raise ConfigError(f"the state in {state_dir} is of an older version: start fl-server on it once")
+        raise ConfigError(f"the state in {state_dir} was written by an older version: start fl-server on it once")
     if beside != contents.state_id:
-        raise ConfigError(f"{FACTS} and {BLOBS}/ in {state_dir} are of different states: restore a backup")
+        raise ConfigError(f"{FACTS} and {BLOBS}/ in {state_dir} belong to different states: restore a backup")
     return contents
 
 
@@ -209,10 +208,3 @@ def _manifest(contents: Contents, facts: Path, blob_bytes: int) -> Manifest:
         blobs=len(contents.blobs),
         bytes=blob_bytes + facts.stat().st_size,
     )
-
-
-def _write(path: Path, text: str) -> None:
-    with create(path) as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())

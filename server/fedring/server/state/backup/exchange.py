@@ -1,13 +1,13 @@
-"""The exchange of a whole state for another one, in its own folder and by renames alone.
+"""The exchange of a whole state for another one, within its folder and by renames alone.
 
-    restoring/facts.sqlite      the new database; as long as it lies here, no server starts
+    restoring/facts.sqlite      the new database; no server starts as long as it lies here
     restoring/blobs/            the new blobs, with their state_id
-    restoring/replaced-TIME/    takes the old state, if there is one, and then goes up into the folder
+    restoring/replaced-TIME/    takes the old state, if there is one, and is then moved up into the state folder
 
-The law: a process that is killed between two renames leaves a whole state, or one that fl-server refuses to start on,
-and `finish`, called again, does the rest. The old database is moved before its log and before its blobs, the new one
-comes when all its blobs are there, and blobs/state_id is never missing in between: without it, the folder would look
-as if no server had ever used it.
+The law: a process that is killed between two renames leaves a complete state, or one that fl-server refuses to start
+on, and `finish`, called again, does the rest. The old database is moved before its log and before its blobs. The new
+database comes when all its blobs are there. blobs/state_id is never missing in between: without it, the folder would
+look as if no server had ever used it.
 """
 
 import os
@@ -17,34 +17,37 @@ from pathlib import Path
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import crashpoint
-from fedring.server.state.backup.contents import create, sync
+from fedring.server.state.files import BLOBS, FACTS, PARTIAL, STATE_ID, sync, write_durably
 
-FACTS, BLOBS, STATE_ID = "facts.sqlite", "blobs", "state_id"
 DRAFT = "restoring.partial"
 _STAGED, _ASIDE = "restoring", "replaced-"
 
 
 def is_pending(folder: Path) -> bool:
-    """Return whether an exchange in this state folder has begun and not come to its end."""
+    """Return whether an exchange in a state folder has begun and has not ended."""
     return (folder / _STAGED / FACTS).exists()
 
 
 def refuse_pending(folder: Path) -> None:
-    """Return if no exchange is pending; ConfigError if one is."""
+    """Return if no exchange is pending in a state folder.
+
+    Raises:
+        ConfigError: if one is.
+    """
     if is_pending(folder):
         raise ConfigError(
-            f"a restore into {folder} was broken off: repeat flctl restore, which goes on with it. Nothing was changed."
+            f"a restore into {folder} was interrupted: repeat flctl restore, which continues it. Nothing was changed."
         )
 
 
 def is_occupied(folder: Path) -> bool:
-    """Return whether there is a state in the folder, or a part of one."""
+    """Return whether there is a state in a folder, or a part of one."""
     blobs = folder / BLOBS
     return bool(_facts_files(folder)) or (blobs.is_dir() and any(blobs.iterdir()))
 
 
 def make_draft(folder: Path) -> Path:
-    """Make the empty folder that takes the new state, and return it; what an earlier restore left there is removed."""
+    """Make the empty folder that takes the new state, and return it. What an earlier restore has left is removed."""
     draft = folder / DRAFT
     shutil.rmtree(draft, ignore_errors=True)
     (draft / BLOBS).mkdir(mode=0o700, parents=True)
@@ -53,11 +56,11 @@ def make_draft(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> None:
-    """Declare the draft, which is whole and durable, the state that is to be in the folder.
+    """Begin the exchange: from now on the draft, which is complete and durable, is the state that is to be there.
 
     Raises:
-        ConfigError: if the blobs of the old state lie on another file system, from where they cannot be renamed.
-        OSError: if the disk fails. In both cases nothing was changed.
+        ConfigError: if the old state's blobs lie on another file system, from where they cannot be renamed.
+        OSError: if the disk failed. Nothing was changed in both cases.
     """
     draft, staged, old = folder / DRAFT, folder / _STAGED, folder / BLOBS
     if old.exists() and old.stat().st_dev != folder.stat().st_dev:
@@ -67,15 +70,12 @@ def begin(folder: Path) -> None:
         (aside / BLOBS).mkdir(mode=0o700, parents=True)
         aside.chmod(0o700)
         if (old / STATE_ID).exists():
-            with create(aside / BLOBS / STATE_ID) as file:
-                file.write((old / STATE_ID).read_bytes())
-                file.flush()
-                os.fsync(file.fileno())
+            write_durably(aside / BLOBS / STATE_ID, (old / STATE_ID).read_bytes())
         sync(aside / BLOBS)
         sync(aside)
     _adopt_all(draft, folder)
     sync(draft)
-    shutil.rmtree(staged, ignore_errors=True)  # of an exchange whose very last step was missing
+    shutil.rmtree(staged, ignore_errors=True)  # left by an exchange that lacked only its last step
     crashpoint("restore_staged")
     draft.rename(staged)
     sync(folder)
@@ -83,7 +83,11 @@ def begin(folder: Path) -> None:
 
 
 def finish(folder: Path) -> Path | None:
-    """Do all that is left of the pending exchange; return where the old state is, if this call has put it there."""
+    """Do what is left of the pending exchange.
+
+    Returns:
+        The folder of the old state, if this call has moved it there.
+    """
     staged, blobs, replaced = folder / _STAGED, folder / BLOBS, None
     if not blobs.exists():
         blobs.mkdir(mode=0o700)
@@ -118,7 +122,7 @@ def _move_aside(folder: Path, aside: Path) -> None:
         sync(aside)
         sync(folder)
         crashpoint("restore_facts_aside")
-    if (partial := folder / "partial").exists():
+    if (partial := folder / PARTIAL).exists():
         partial.rename(aside / partial.name)
     for path in sorted((folder / BLOBS).iterdir()):
         if path.name != STATE_ID:
@@ -129,7 +133,7 @@ def _move_aside(folder: Path, aside: Path) -> None:
 
 
 def _new_name(folder: Path) -> str:
-    """A name that says when, and that nothing in the folder has."""
+    """Return a new name that tells the time."""
     first = name = f"{_ASIDE}{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     number = 1
     while (folder / name).exists():
@@ -139,18 +143,18 @@ def _new_name(folder: Path) -> str:
 
 
 def _facts_files(folder: Path) -> list[Path]:
-    """The database, then what SQLite keeps beside it."""
+    """Return the database, then the files that SQLite keeps beside it."""
     return [path for path in [folder / FACTS, *sorted(folder.glob(f"{FACTS}-*"))] if path.exists()]
 
 
 def _adopt_all(tree: Path, folder: Path) -> None:
     for path in [tree, *tree.rglob("*")]:
         _adopt(path, folder)
-    _adopt(folder / "lock", folder)  # which may have been made a moment ago, by root
+    _adopt(folder / "lock", folder)  # which root may just have made
 
 
 def _adopt(path: Path, folder: Path) -> None:
-    """Give the path to the owner of the state folder, the server's user, where root restores."""
+    """Give a path to the owner of the state folder, the server's user, if root restores."""
     if os.geteuid() == 0:
         owner = folder.stat()
         os.chown(path, owner.st_uid, owner.st_gid)

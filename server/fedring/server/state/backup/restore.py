@@ -1,10 +1,9 @@
-"""A backup becomes the state of a server again.
+"""Making a backup the state of a server again.
 
-First the backup is copied into the state folder, beside what is there, and every byte of the copy is proven. Only then
+First the backup is copied into the state folder, beside what is there, and every byte of the copy is checked. Only then
 are the two exchanged (`fedring.server.state.backup.exchange`).
 """
 
-import os
 import shutil
 import sqlite3
 import time
@@ -24,47 +23,40 @@ from fedring.server.state.backup.contents import (
     Tell,
     check_facts,
     copy_blob,
-    create,
     digest_of,
     open_copy,
     parse_manifest,
     read_contents,
-    sync,
 )
-from fedring.server.state.backup.exchange import BLOBS, FACTS, STATE_ID
-from fedring.server.state.database import StoreError, epoch_in
+from fedring.server.state.database import EPOCH, StoreError, epoch_in
+from fedring.server.state.files import BLOBS, FACTS, STATE_ID, create, finish, sync
 
-_EPOCH, _ORIGIN = "epoch", "restored_from"  # in the table `meta`: the epoch, and the backup's digest of its database
+_ORIGIN = "restored_from"  # in the table `meta`: the manifest's digest of the database that was restored
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore did.
+    """What a restore did."""
 
-    Attributes:
-        manifest: what is in the state now.
-        replaced: where the state of before is; None if there was none.
-        finished: only what was left of a restore that had been broken off was done.
-    """
-
-    manifest: Manifest
-    replaced: Path | None = None
-    finished: bool = False
+    manifest: Manifest  # what is in the state now
+    replaced: Path | None = None  # the folder of the old state; None if there was none
+    finished: bool = False  # True if only the rest of an interrupted restore was done
 
 
 def restore(backup: Path, state_dir: Path, *, replace: bool = False, tell: Tell = lambda done, total: None) -> Restored:
-    """Make the backup the state in `state_dir`.
+    """Make a backup the state of a server. Its rounds are counted in a new epoch.
 
     Args:
-        backup: a folder that `back_up` has made; it is only read.
-        state_dir: the state folder of a server that does not run; it is made if it is missing.
-        replace: if there is a state already, move it to a folder `replaced-TIME` within.
-        tell: is called with the bytes of blobs that are copied, and those to copy.
+        backup: a folder that `back_up` has made. It is only read.
+        state_dir: the state folder of a server that does not run. It is made if it does not exist.
+        replace: if there is a state already, move it to a folder `replaced-TIME` in `state_dir`.
+        tell: called with the number of bytes of blobs that have been copied, and the number of all bytes to copy.
 
     Raises:
-        ConfigError: if the folder is in use or holds a state, or `backup` is no backup that this program understands.
-        BackupError: if the backup is damaged, or the disk fails. The state of before is whole and in its place; but
-            if the disk failed during the exchange, the server does not start before the restore is repeated.
+        ConfigError: if `state_dir` is in use or holds a state, or if `backup` is not a backup that this program
+            understands.
+        BackupError: if the backup is damaged, or the disk failed. The old state is complete and in its place. But if
+            the disk failed during the exchange, the server does not start until the restore is repeated.
     """
     manifest = read_manifest(backup)
     try:
@@ -74,21 +66,23 @@ def restore(backup: Path, state_dir: Path, *, replace: bool = False, tell: Tell 
         holder = f"process {error.pid}" if error.pid else "another process"
         raise ConfigError(f"state_dir {state_dir} is in use by {holder}: stop fl-server first") from error
     except OSError as error:
-        way = ": repeat the restore when that is mended" if exchange.is_pending(state_dir) else ""
+        way = ": repeat the restore when the disk works again" if exchange.is_pending(state_dir) else ""
         raise BackupError(f"cannot restore into {state_dir}: {error.strerror or error}{way}") from error
 
 
 def read_manifest(backup: Path) -> Manifest:
-    """Return what the backup says of itself.
+    """Read what a backup says about itself.
 
     Raises:
-        ConfigError: if the folder is no backup.
+        ConfigError: if the folder is not a backup.
     """
     path = backup / MANIFEST
     try:
         text = path.read_text()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{backup} is no whole backup, it has no {MANIFEST}: name one of flctl backup") from error
+        raise ConfigError(
+            f"{backup} is not a complete backup, it has no {MANIFEST}: name a folder that flctl backup has made"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return parse_manifest(text, path)
@@ -117,25 +111,25 @@ def _restore(backup: Path, manifest: Manifest, state_dir: Path, *, replace: bool
 def _begin_epoch(facts: Path, manifest: Manifest, replaced: Mapping[str, str]) -> None:
     """Count the rounds of the restored database in an epoch above all that clients can have seen.
 
-    A backup can be restored twice: the time tells the two apart.
+    A backup can be restored twice. The epoch is a time, so that the two restores differ.
     """
     try:
         epoch = max(int(time.time()), epoch_in(_meta(facts)) + 1)
-        with suppress(StoreError):  # a state is also replaced because it is damaged
+        with suppress(StoreError):  # a damaged state may be replaced
             epoch = max(epoch, epoch_in(replaced) + 1)
-        values = {_EPOCH: str(epoch), _ORIGIN: manifest.facts_digest}
+        values = {EPOCH: str(epoch), _ORIGIN: manifest.facts_digest}
         with closing(sqlite3.connect(facts)) as connection:
             connection.executemany("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)", values.items())
             connection.commit()
     except StoreError as error:
-        raise BackupError(f"{FACTS} in the backup is damaged, its epoch is no number: use another backup") from error
+        raise BackupError(f"{FACTS} in the backup is damaged, its epoch is not a number: use another backup") from error
     except sqlite3.Error as error:
         raise BackupError(f"{facts} cannot be written ({error})") from error
     sync(facts)
 
 
 def _meta(facts: Path) -> dict[str, str]:
-    """What a database says of its state; nothing if it is no database, or there is none."""
+    """Return the table `meta` of a database; empty if there is no database, or it cannot be read."""
     if not facts.exists():
         return {}
     try:
@@ -146,7 +140,7 @@ def _meta(facts: Path) -> dict[str, str]:
 
 
 def _stage(backup: Path, manifest: Manifest, draft: Path, tell: Tell) -> None:
-    """Copy the backup into `draft`, and return if the copy is whole, durable, and what the server had."""
+    """Copy the backup into `draft`, and return if the copy is complete, durable, and what the backup was made of."""
     facts = draft / FACTS
     _copy(backup / FACTS, facts)
     if digest_of(facts) != manifest.facts_digest:
@@ -156,7 +150,7 @@ def _stage(backup: Path, manifest: Manifest, draft: Path, tell: Tell) -> None:
     _copy(backup / BLOBS / STATE_ID, draft / BLOBS / STATE_ID)
     ids = {manifest.state_id, contents.state_id, (draft / BLOBS / STATE_ID).read_text(errors="replace").strip()}
     if len(ids) > 1:
-        raise BackupError(f"{FACTS} and {BLOBS}/ in {backup} are of different states: use another backup")
+        raise BackupError(f"{FACTS} and {BLOBS}/ in {backup} belong to different states: use another backup")
     done, total = 0, manifest.bytes - facts.stat().st_size
 
     def step(count: int) -> None:
@@ -185,5 +179,4 @@ def _copy(source: Path, target: Path) -> None:
         raise BackupError(f"{source} is missing: use another backup") from error
     with file, create(target) as copy:
         shutil.copyfileobj(file, copy)
-        copy.flush()
-        os.fsync(copy.fileno())
+        finish(copy)
