@@ -273,12 +273,12 @@ MUTANTS = {
     ),
     "epoch of an update": Mutant(
         "server/fedring/server/service/uploads.py",
-        "epoch=self._facts.store.epoch,",
-        "epoch=header.epoch,",
+        "Upload(session.client_id, self._facts.store.epoch)",
+        "Upload(session.client_id, 0)",
         "tests/fault/test_error_feedback.py",
     ),
     "expired sessions": Mutant(
-        "server/fedring/server/service/downloads.py",
+        "server/fedring/server/service/commands.py",
         'raise Unauthenticated("the token of this session has expired", reason="expired_token")',
         "pass",
         "tests/system/test_security.py",
