@@ -107,7 +107,7 @@ def test_what_a_round_waits_for_follows_its_phase() -> None:
 
 
 def test_a_group_is_told_by_rank_with_what_each_worker_is() -> None:
-    rendezvous = Rendezvous(lambda kind, text: None, Returns())
+    rendezvous = Rendezvous(Returns())
     sessions = Sessions(9)
     assert group_summary(rendezvous, sessions, JOB) is None
     workers = {

@@ -28,6 +28,7 @@ class OpenRound:
     failures: list[str] = field(default_factory=list)  # why clients could not train, a sentence each
     stop: str = ""  # why it is to end without a model, should the disk refuse that model
     waits_for_disk: bool = False  # with its aggregation
+    retryable: bool = True  # False if the job's next rounds would end as this one does
 
     def event(self, seconds: float, model: pb.SmallModel | None = None) -> bytes:
         """The command as it is sent to clients that have so many seconds, with the model if given."""
