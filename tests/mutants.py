@@ -161,8 +161,8 @@ MUTANTS = {
     ),
     "spans": Mutant(
         "common/fedring/daemon/tracing.py",
-        "self._texts.extract({KEY: parent})",
-        "self._texts.extract({})",
+        "_TEXTS.extract({KEY: parent})",
+        "_TEXTS.extract({})",
         "tests/system/test_tracing.py",
     ),
     # Neither, in the other folders.
