@@ -288,7 +288,7 @@ MUTANTS = {
     ),
     "proof of a download": Mutant(
         "server/fedring/server/service/downloads.py",
-        "                        offer.prove()\n",
+        "                        download.verify()\n",
         "                        pass\n",
         "tests/fault/test_damage.py",
     ),

@@ -191,7 +191,7 @@ class ClientUpdateService:
                 case AskRound(run_id, number):
                     open_ = self._rounds.deliverable(run_id, number, client)
                     call.run_id, call.round = run_id, number
-                    schema = self._models.schema_of(open_.base)
+                    schema = self._models.versions.schema_of(open_.base)
                     return Terms(open_.base.digest, open_.command.max_update_bytes, schema)
                 case Open():
                     return Opened(await self._open(client, effect, call, stack))

@@ -33,7 +33,7 @@ _STEP = 1 << 20  # bytes that are copied at a time
 NAMED_BLOBS = """
     SELECT blob, 'the update of ' || client_id || ' in round ' || round, total_bytes FROM updates WHERE blob != ''
     UNION ALL SELECT blob, 'model ' || version, bytes FROM models WHERE blob != ''
-    UNION ALL SELECT delta_blob, 'the step to model ' || version, NULL FROM models WHERE delta_blob != ''
+    UNION ALL SELECT delta_blob, 'the delta to model ' || version, NULL FROM models WHERE delta_blob != ''
     UNION ALL SELECT residual_blob, 'the residual of model ' || version, NULL FROM models WHERE residual_blob != ''
     UNION ALL
     SELECT optimizer_blob, 'the optimizer state of model ' || version, NULL FROM models WHERE optimizer_blob != ''
