@@ -126,8 +126,8 @@ class Versions:
             return damage
         same = (each.version for each in self._rows.values() if each.schema_hash == row.schema_hash)
         other = max((version for version in same if version != row.version), default=0)
-        way = f"start a job with start = {other}, or restore a backup" if other else "restore a backup"
-        return DamagedModel(row, damage, way)
+        advice = f"start a job with start = {other}, or restore a backup" if other else "restore a backup"
+        return DamagedModel(row, damage, advice)
 
     def _is_sound(self, digest: str) -> bool:
         try:

@@ -183,7 +183,7 @@ def _engine(url: str) -> Engine:
 def _configure(connection: sqlite3.Connection, _record: object) -> None:
     connection.isolation_level = None  # `_begin` begins transactions: sqlite3 would leave reads outside of them
     for pragma in (
-        f"page_size = {_PAGE_BYTES}",  # of a database that has not been created yet
+        f"page_size = {_PAGE_BYTES}",  # it takes effect in a new database only
         f"busy_timeout = {_BUSY_MILLISECONDS}",
         "journal_mode = WAL",
         "synchronous = FULL",  # with NORMAL a power loss may undo a commit

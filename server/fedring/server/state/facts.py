@@ -100,7 +100,7 @@ class Facts:
         return await self._run(self.pool, lambda: function(*args, **kwargs))
 
     async def keep(self, attempt: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `attempt` when the storage works, again and again until the storage does not fail; return its result."""
+        """Call `attempt` when the storage works, once more whenever the storage fails, and return what it returns."""
         while True:
             await self.storage.works.wait()
             try:

@@ -51,12 +51,17 @@ class DamagedBlob(StorageError, FedringError):
 class DamagedModel(DamagedBlob):
     """A file of a published model is damaged.
 
+    Args:
+        row: the model.
+        error: what is wrong with the file.
+        advice: what the operator can do.
+
     Attributes:
         version: the model's version.
     """
 
-    def __init__(self, row: ModelRow, error: DamagedBlob, way: str) -> None:
-        text = f"model {row.version} is damaged: {BLOBS}/{error.digest} {error.what}: {way}"
+    def __init__(self, row: ModelRow, error: DamagedBlob, advice: str) -> None:
+        text = f"model {row.version} is damaged: {BLOBS}/{error.digest} {error.what}: {advice}"
         super().__init__(error.digest, error.what, text)
         self.version = row.version
 

@@ -22,7 +22,7 @@ from fedring.server.state.store import SqlStore
 
 _DRAFT = f"{STATE_ID}.new"
 _HEX = re.compile(r"[0-9a-f]{32}")
-_WAY = "Restore a backup (flctl restore), or give the server an empty folder. Nothing was changed."
+_ADVICE = "Restore a backup (flctl restore), or give the server an empty folder. Nothing was changed."
 
 
 def open_state(folder: Path, *, adopt: bool = True) -> tuple[SqlStore, FileBlobs]:
@@ -42,25 +42,22 @@ def open_state(folder: Path, *, adopt: bool = True) -> tuple[SqlStore, FileBlobs
     version, stored = _peek(folder / FACTS)
     beside, draft = read_id(blobs / STATE_ID), _read_draft(blobs / _DRAFT)
     if not version and (beside or holds_blobs(blobs)):
-        raise StorageError("wrong_state", f"{FACTS} is missing or empty, but {BLOBS}/ holds a state. {_WAY}")
+        raise StorageError("wrong_state", f"{FACTS} is missing or empty, but {BLOBS}/ holds a state. {_ADVICE}")
     if stored != beside and not (stored == draft and not beside):
-        what = (
-            f"{FACTS} and {BLOBS}/ belong to different states"
-            if beside
-            else f"{BLOBS}/ is missing or belongs to another state"
-        )
-        raise StorageError("wrong_state", f"{what}. {_WAY}")
+        what = f"{FACTS} and {BLOBS}/ belong to different states"
+        if not beside:
+            what = f"{BLOBS}/ is missing or belongs to another state"
+        raise StorageError("wrong_state", f"{what}. {_ADVICE}")
     files = FileBlobs(folder)
     store = SqlStore(database_url(folder))
     if adopt and not beside:
         # The draft comes first, which means nothing by itself, then the database. A start that is killed in between
         # is simply repeated.
         if not stored:
-            if (
-                version and holds_blobs(blobs) and not store.named_blobs()
-            ):  # the database is new, because the old one was lost
+            # If the database names none of the blobs, it is a new one, and the old one was lost.
+            if version and holds_blobs(blobs) and not store.named_blobs():
                 store.close()
-                raise StorageError("wrong_state", f"{FACTS} names none of the files in {BLOBS}/. {_WAY}")
+                raise StorageError("wrong_state", f"{FACTS} names none of the files in {BLOBS}/. {_ADVICE}")
             draft = uuid.uuid4().hex
             write_durably(blobs / _DRAFT, f"{draft}\n".encode())
             files.sync()
@@ -100,7 +97,7 @@ def read_id(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise StorageError("wrong_state", f"{path} cannot be read: {error}") from error
     if not _HEX.fullmatch(text):
-        raise StorageError("wrong_state", f"{path} holds no id. {_WAY}")
+        raise StorageError("wrong_state", f"{path} holds no id. {_ADVICE}")
     return text
 
 

@@ -25,9 +25,8 @@ _LEVELS = {
     "storage_failed": logging.ERROR,
     "blob_damaged": logging.ERROR,
 }
-_TRANSIENT = frozenset(
-    {"update_accepted", "round_waits"}
-)  # the first is in the updates' rows, the second soon of no interest
+# These events are not stored: the first is in the updates' rows, the second is soon of no interest.
+_TRANSIENT = frozenset({"update_accepted", "round_waits"})
 
 
 def rfc3339(seconds: float | None) -> str:
