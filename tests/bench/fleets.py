@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedring.ctl.bench.experiment import ended_by_signals
 from fedring.ctl.control import Control
-from fedring.ctl.experiment import ended_by_signals
 from fedring.ctl.fleet import Fleet
 from fedring.v1 import control_pb2 as pb
 

@@ -10,7 +10,7 @@ import argparse
 import statistics
 from pathlib import Path
 
-from fedring.ctl.presets import Dataset, preset_job
+from fedring.ctl.bench.presets import Dataset, preset_job
 from tests.bench.fleets import fleet_of, peak_bytes, print_line, run_job
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedring.ctl import checks
+from fedring.ctl.admin import doctor_checks
 from fedring.ctl.main import main
 from fedring.daemon.exits import Exit
 from fedring.rpc.tls import PLAINTEXT, Tls
@@ -44,7 +44,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that the machine keeps waiting is not taken for one that does not answer."""
-    monkeypatch.setattr(checks, "_TIMEOUT_SECONDS", PATIENCE)
+    monkeypatch.setattr(doctor_checks, "_TIMEOUT_SECONDS", PATIENCE)
 
 
 def examine(

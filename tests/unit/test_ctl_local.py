@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from tests.conftest import ROOT
 
-from fedring.ctl.experiment import Result, make_job
+from fedring.ctl.bench.experiment import Result, make_job
+from fedring.ctl.bench.plots import Bars, plot_bars, plot_rounds
+from fedring.ctl.bench.presets import PRESETS, Dataset, preset_job
 from fedring.ctl.failure import Failure
-from fedring.ctl.guide import EXIT_CODES
+from fedring.ctl.help_topics import EXIT_CODES
 from fedring.ctl.output import duration, percent, size, to_dict
-from fedring.ctl.plots import Bars, plot_bars, plot_rounds
-from fedring.ctl.presets import PRESETS, Dataset, preset_job
 from fedring.ctl.process import Process, overrides, stop_all
 from fedring.daemon.config import parse_overrides
 from fedring.daemon.exits import Exit

@@ -17,7 +17,7 @@ from fedring.client.main import app as client_app
 from fedring.client.main import parse_partition
 from fedring.ctl.failure import Failure
 from fedring.ctl.main import app as flctl_app
-from fedring.ctl.start import job_of
+from fedring.ctl.operate.job_control import job_of
 from fedring.daemon.config import ConfigError, load_config, split_arguments
 from fedring.server.config import ServerConfig
 from fedring.server.main import app as server_app

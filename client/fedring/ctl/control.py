@@ -180,7 +180,7 @@ class Control:
 
     def export_model(self, version: int, path: Path) -> ModelHeader:
         """`path` holds the model, 0 = the newest, as safetensors in its own dtypes."""
-        from fedring.ctl.export import write_model  # it needs numpy, which most verbs do not
+        from fedring.ctl.model_export import write_model  # it needs numpy, which most verbs do not
 
         with _translated(self.address, named=version > 0):
             return write_model(self._stub.ExportModel(FetchModelRequest(version=version)), path)

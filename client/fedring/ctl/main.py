@@ -9,28 +9,12 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: stde
 
 import typer
 
-from fedring.ctl import (
-    backup,
-    bench,
-    bench_parallel,
-    certs,
-    demo,
-    doctor,
-    evaluate,
-    guide,
-    health,
-    lists,
-    models,
-    pipeline,
-    pipeline_memory,
-    profile,
-    start,
-    stop,
-    token,
-    watch,
-)
+from fedring.ctl import help_topics, models, profile, stop
 from fedring.ctl.access import with_access
+from fedring.ctl.admin import certs, doctor, state_backup
+from fedring.ctl.bench import data_parallel, demo, evaluate, federated, pipeline_memory, pipeline_schedules
 from fedring.ctl.failure import Failure
+from fedring.ctl.operate import job_control, lists, port_health, token, watch
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.version import VERSION
@@ -58,9 +42,9 @@ def _verb(group: typer.Typer, name: str, verb: Callable[..., Any], *examples: st
     group.command(name, epilog=epilog, rich_help_panel=panel)(with_access(verb))
 
 
-_verb(app, "start-round", start.start_round, "flctl start-round --wait", "flctl start-round lr=0.1 encoding=int8",
+_verb(app, "start-round", job_control.start_round, "flctl start-round --wait", "flctl start-round lr=0.1 encoding=int8",
       panel=_WORK)  # fmt: skip
-_verb(app, "run", start.run, "flctl run job.toml", "flctl run job.toml rounds=20 'model_args={\"hidden\": 128}'",
+_verb(app, "run", job_control.run, "flctl run job.toml", "flctl run job.toml rounds=20 'model_args={\"hidden\": 128}'",
       "flctl run job.toml --no-wait --key nightly-7", "flctl run job.toml --output json | jq .text",
       panel=_WORK)  # fmt: skip
 _verb(app, "stop", stop.stop, "flctl stop", "flctl stop --round", "flctl stop --job 3", panel=_WORK)
@@ -81,20 +65,26 @@ _verb(app, "evaluate", evaluate.evaluate,
       panel=_TRY)  # fmt: skip
 _verb(app, "doctor", doctor.doctor, "flctl doctor", "flctl doctor --server-config server.toml",
       "flctl doctor --client-config client.toml --output json", panel=_TRY)  # fmt: skip
-_verb(app, "health", health.health, "flctl health", "flctl health -s 10.0.0.5:8444 --listen 10.0.0.5:8443",
+_verb(app, "health", port_health.health, "flctl health", "flctl health -s 10.0.0.5:8444 --listen 10.0.0.5:8443",
       "flctl health --at 127.0.0.1:8445", panel=_TRY)  # fmt: skip
 _verb(app, "demo", demo.demo, "flctl demo", "flctl demo --clients 5 --partition dirichlet --alpha 0.1",
       "flctl demo --dataset mnist --data-root data --encoding packed --keep-ratio 0.01",
       "flctl demo --mode pipeline --clients 4 --schedule 1f1b --micro-batches 8", panel=_TRY)  # fmt: skip
-_verb(bench_app, "federated", bench.federated, "flctl bench federated --data-root data",
+_verb(bench_app, "federated", federated.federated, "flctl bench federated --data-root data",
       "flctl bench federated --dataset digits --subset 0 --rounds 3", panel=None)  # fmt: skip
-_verb(bench_app, "data-parallel", bench_parallel.data_parallel, "flctl bench data-parallel --data-root data",
+_verb(bench_app, "data-parallel", data_parallel.data_parallel, "flctl bench data-parallel --data-root data",
       "flctl bench data-parallel --dataset digits --epochs 3 --workers 3", panel=None)  # fmt: skip
 _verb(app, "profile", profile.profile, "flctl profile --data-root data",
       "flctl profile --dataset digits --hooks none,fp16,powersgd,dgc --output json", panel=_TRY)  # fmt: skip
 app.add_typer(bench_app, name="bench", rich_help_panel=_TRY)
-_verb(pipeline_app, "draw", pipeline.draw, "flctl pipeline draw 1f1b --stages 4 --micro-batches 8 --out 1f1b.png")
-_verb(pipeline_app, "print", pipeline.print_, "flctl pipeline print pipedream --stages 3 --versions macrobatch",
+_verb(
+    pipeline_app,
+    "draw",
+    pipeline_schedules.draw,
+    "flctl pipeline draw 1f1b --stages 4 --micro-batches 8 --out 1f1b.png",
+)
+_verb(pipeline_app, "print", pipeline_schedules.print_,
+      "flctl pipeline print pipedream --stages 3 --versions macrobatch",
       "flctl pipeline print interleaved_1f1b --stages 4 --workers 2 --output json | jq .bubble",
       panel=None)  # fmt: skip
 _verb(pipeline_app, "memory", pipeline_memory.memory, "flctl pipeline memory torchvision:resnet18 --stages 1,2,4",
@@ -111,13 +101,13 @@ _verb(token_app, "create", token.create, "flctl token create --name hospital-a >
 _verb(token_app, "list", token.list_, "flctl token list")
 _verb(token_app, "revoke", token.revoke, "flctl token revoke 3f0c2a9d11ee")
 app.add_typer(token_app, name="token", rich_help_panel=_LET)
-_verb(app, "backup", backup.backup, "flctl backup /mnt/backups/fl-2026-11-21",
+_verb(app, "backup", state_backup.backup, "flctl backup /mnt/backups/fl-2026-11-21",
       "flctl backup /mnt/backups/fl-monday --state-dir /var/lib/fedring/server",
       "flctl backup fl-backup --output json | jq .newest_model", panel=_KEEP)  # fmt: skip
-_verb(app, "restore", backup.restore, "flctl restore /mnt/backups/fl-2026-11-21",
+_verb(app, "restore", state_backup.restore, "flctl restore /mnt/backups/fl-2026-11-21",
       "flctl restore /mnt/backups/fl-2026-11-21 --state-dir /var/lib/fedring/server --replace",
       panel=_KEEP)  # fmt: skip
-_verb(app, "help", guide.help_, "flctl help run", "flctl help exit-codes")
+_verb(app, "help", help_topics.help_, "flctl help run", "flctl help exit-codes")
 
 
 def _print_version(wanted: bool) -> None:

@@ -14,11 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
+from fedring.ctl.bench.presets import Dataset, check_data_root, preset_job
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
 from fedring.ctl.paths import make_folder
-from fedring.ctl.presets import Dataset, check_data_root, preset_job
 from fedring.daemon.exits import Exit
 
 _ENOUGH = 0.10  # share of a step, below which communication is not the bottleneck
@@ -174,7 +174,7 @@ def _print(result: Mapping[str, Any]) -> None:
 
 
 def _plot(result: Mapping[str, Any], directory: Path) -> None:
-    from fedring.ctl.plots import Bars, plot_bars  # matplotlib takes a second to import
+    from fedring.ctl.bench.plots import Bars, plot_bars  # matplotlib takes a second to import
 
     rows = result["results"]
     names = [row["hook"].replace("_", "\n") for row in rows]

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fedring.ctl import figures
+from fedring.ctl.operate import round_figures
 from fedring.ctl.output import Output, percent, size, stderr_console, to_dict
 from fedring.v1 import control_pb2 as pb
 
@@ -72,11 +72,10 @@ def bar(rounds: int, label: str) -> Iterator[Show]:
 def _told(state: pb.Round) -> str:
     parts = [f"{state.phase}, {state.delivered} of {state.selected} in"]
     if state.eval_total:
-        parts = [f"accuracy {percent(figures.accuracy(state))}"]
+        parts = [f"accuracy {percent(round_figures.accuracy(state))}"]
     if state.clients:
-        parts.append(
-            f"↑ {size(figures.upload_per_client(state))} ↓ {size(figures.download_per_client(state))} a client"
-        )
+        up, down = round_figures.upload_per_client(state), round_figures.download_per_client(state)
+        parts.append(f"↑ {size(up)} ↓ {size(down)} a client")
     return "  ".join(parts)
 
 

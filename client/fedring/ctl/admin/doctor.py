@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fedring.client.config import ClientConfig
-from fedring.ctl import checks
+from fedring.ctl.admin import doctor_checks
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table, stderr_console
@@ -44,13 +44,13 @@ def doctor(
 def _examine(server_path: Path | None, client_path: Path | None) -> Iterator[Check]:
     job = Job.model_validate({})
     if server_path or not client_path:
-        check, server = checks.check_config("server config", ServerConfig, server_path)
+        check, server = doctor_checks.check_config("server config", ServerConfig, server_path)
         yield check
         if server:
             job = server.job
             yield from _examine_server(server)
     if client_path:
-        check, client = checks.check_config("client config", ClientConfig, client_path)
+        check, client = doctor_checks.check_config("client config", ClientConfig, client_path)
         yield check
         if client:
             yield from _examine_client(client, job)
@@ -59,22 +59,24 @@ def _examine(server_path: Path | None, client_path: Path | None) -> Iterator[Che
 def _examine_server(config: ServerConfig) -> Iterator[Check]:
     from fedring.server.checks import check_names  # imports torch
 
-    yield from checks.check_certificates(config.tls)
-    yield checks.check_listen("listen", config.listen, service=checks.FOR_CLIENTS, tls=config.tls)
-    yield checks.check_listen("control_listen", config.control_listen, service=checks.FOR_FLCTL, tls=config.tls)
-    yield from checks.check_state_dir(config.state_dir)
+    yield from doctor_checks.check_certificates(config.tls)
+    yield doctor_checks.check_listen("listen", config.listen, service=doctor_checks.FOR_CLIENTS, tls=config.tls)
+    yield doctor_checks.check_listen(
+        "control_listen", config.control_listen, service=doctor_checks.FOR_FLCTL, tls=config.tls
+    )
+    yield from doctor_checks.check_state_dir(config.state_dir)
     yield from check_names(config)
 
 
 def _examine_client(config: ClientConfig, job: Job) -> Iterator[Check]:
     from fedring.client.checks import check_names  # imports torch
 
-    certificates = list(checks.check_certificates(config.tls))
+    certificates = list(doctor_checks.check_certificates(config.tls))
     yield from certificates
     if all(row.level is Level.OK for row in certificates):  # else there is nothing to show
-        yield from checks.check_identity(config.client_id, config.tls, config.token_file)
-        yield checks.check_reachable("server", config.server, config.tls)
-    yield from checks.check_state_dir(config.state_dir)
+        yield from doctor_checks.check_identity(config.client_id, config.tls, config.token_file)
+        yield doctor_checks.check_reachable("server", config.server, config.tls)
+    yield from doctor_checks.check_state_dir(config.state_dir)
     rows = list(check_names(config, job))
     yield from rows
     if all(row.level is Level.OK for row in rows if row.name == "data"):

@@ -8,15 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from fedring.ctl import figures
-from fedring.ctl.central import train_centrally
-from fedring.ctl.experiment import Experiment, Result, make_job, run_experiment
+from fedring.ctl.bench.central import train_centrally
+from fedring.ctl.bench.experiment import Experiment, Result, make_job, run_experiment
+from fedring.ctl.bench.presets import Dataset, check_data_root, preset_job
 from fedring.ctl.failure import Failure
+from fedring.ctl.operate import round_figures
+from fedring.ctl.operate.event_display import people_display
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
 from fedring.ctl.paths import make_folder
-from fedring.ctl.presets import Dataset, check_data_root, preset_job
-from fedring.ctl.progress import people_display
 from fedring.daemon.exits import Exit
 
 _ENCODINGS = "fp32,int8,fp32_sparse,sq8,packed,uniform"
@@ -67,9 +67,9 @@ def summary(encoding: str, result: Result) -> dict[str, Any]:
         "encoding": encoding,
         "accuracy": report["accuracy"],
         "accuracies": [row["accuracy"] for row in report["rounds"]],
-        "upload_bytes": fmean(figures.upload_per_client(round_) for round_ in published),
-        "download_bytes": fmean(figures.download_per_client(round_) for round_ in published),
-        "communication_seconds": median(figures.communication_seconds(round_) for round_ in published),
+        "upload_bytes": fmean(round_figures.upload_per_client(round_) for round_ in published),
+        "download_bytes": fmean(round_figures.download_per_client(round_) for round_ in published),
+        "communication_seconds": median(round_figures.communication_seconds(round_) for round_ in published),
         "round_seconds": median(round_.seconds for round_ in published),
         "train_seconds_max": median(round_.train_seconds_max for round_ in published),
         "model_sha256": report["model_sha256"],
@@ -112,7 +112,7 @@ def _print(results: Mapping[str, Any]) -> None:
 
 
 def _plot(results: Mapping[str, Any], directory: Path) -> None:
-    from fedring.ctl.plots import Bars, plot_bars  # matplotlib takes a second to import
+    from fedring.ctl.bench.plots import Bars, plot_bars  # matplotlib takes a second to import
 
     rows: Sequence[Mapping[str, Any]] = results["encodings"]
     names = [row["encoding"] for row in rows]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from cryptography import x509
 
-from fedring.ctl.authority import load_authority, make_authority, names_for, write_pair
+from fedring.ctl.admin.authority import load_authority, make_authority, names_for, write_pair
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table

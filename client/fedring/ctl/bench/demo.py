@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from fedring.ctl.experiment import Experiment, make_job, run_experiment
+from fedring.ctl.bench.experiment import Experiment, make_job, run_experiment
+from fedring.ctl.bench.presets import PRESETS, Dataset, Mode, check_data_root, preset_job
 from fedring.ctl.failure import Failure
+from fedring.ctl.operate.event_display import people_display
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, stderr_console
 from fedring.ctl.paths import make_folder
-from fedring.ctl.presets import PRESETS, Dataset, Mode, check_data_root, preset_job
-from fedring.ctl.progress import people_display
 from fedring.daemon.exits import Exit
 from fedring.train.parallel import HOOKS
 
@@ -113,7 +113,7 @@ def run_demo(experiment: Experiment, out: Path, *, label: str, output: Output) -
     with people_display(rounds=experiment.job.rounds, label=label) as show:
         result = run_experiment(experiment, out, show)
     report = result.report()
-    from fedring.ctl.plots import plot_rounds  # matplotlib takes a second to import
+    from fedring.ctl.bench.plots import plot_rounds  # matplotlib takes a second to import
 
     plot_rounds(report, out / "rounds.png")
     if output is Output.JSON:

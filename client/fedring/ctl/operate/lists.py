@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from fedring.ctl import figures
 from fedring.ctl.access import connect
 from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
+from fedring.ctl.operate import round_figures
 from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, to_dict
 from fedring.daemon.exits import Exit
@@ -146,11 +146,11 @@ def round_row(round_: pb.Round) -> Sequence[str]:
         str(round_.job_id),
         round_.phase,
         f"{round_.delivered}/{round_.selected}",
-        percent(figures.accuracy(round_)),
-        number(figures.loss(round_)),
+        percent(round_figures.accuracy(round_)),
+        number(round_figures.loss(round_)),
         duration(round_.seconds),
-        size(figures.upload_per_client(round_)),
-        size(figures.download_per_client(round_)),
+        size(round_figures.upload_per_client(round_)),
+        size(round_figures.download_per_client(round_)),
         round_.reason,
     )
 
@@ -192,5 +192,5 @@ def _show_round(round_: pb.Round, output: Output) -> None:
 def _round_sentence(round_: pb.Round) -> str:
     sentence = f"{round_.round} {round_.phase}, {round_.delivered} of {round_.selected} clients in"
     if round_.eval_total:
-        sentence += f", accuracy {percent(figures.accuracy(round_))}"
+        sentence += f", accuracy {percent(round_figures.accuracy(round_))}"
     return sentence + (f", {round_.reason}" if round_.reason else "")

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from fedring.ctl.experiment import Experiment, Result, make_job, run_experiment
+from fedring.ctl.bench.experiment import Experiment, Result, make_job, run_experiment
+from fedring.ctl.bench.presets import Dataset, Mode, check_data_root, preset_job
 from fedring.ctl.failure import Failure
+from fedring.ctl.operate.event_display import people_display
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
 from fedring.ctl.paths import make_folder
-from fedring.ctl.presets import Dataset, Mode, check_data_root, preset_job
-from fedring.ctl.progress import people_display
 from fedring.daemon.exits import Exit
 from fedring.train.parallel import HOOKS
 
@@ -101,7 +101,7 @@ def _print(results: Mapping[str, Any]) -> None:
 
 
 def _plot(rows: Sequence[Mapping[str, Any]], directory: Path) -> None:
-    from fedring.ctl.plots import Bars, plot_bars  # matplotlib takes a second to import
+    from fedring.ctl.bench.plots import Bars, plot_bars  # matplotlib takes a second to import
 
     names = [row["hook"] for row in rows]
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
+from fedring.ctl.bench.pipeline_schedules import VersionsOption
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table, size
-from fedring.ctl.pipeline import VersionsOption
 from fedring.daemon.exits import Exit
 from fedring.pipeline.schedules import NAMES, Versions
 

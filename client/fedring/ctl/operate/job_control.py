@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from fedring.ctl.access import connect
 from fedring.ctl.control import Control, Events
 from fedring.ctl.failure import Failure
+from fedring.ctl.operate.event_display import display
 from fedring.ctl.options import DEFAULT_SERVER, KeyOption, OutputOption, ServerOption
 from fedring.ctl.output import Output, percent, print_json, to_dict
-from fedring.ctl.progress import display
 from fedring.daemon.config import ConfigError, check_keys, explain, merge, parse_overrides, read_document
 from fedring.daemon.exits import Exit
 from fedring.train.job import Job

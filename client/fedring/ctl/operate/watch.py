@@ -9,10 +9,10 @@ from rich.text import Text
 
 from fedring.ctl.access import connect
 from fedring.ctl.control import Control
-from fedring.ctl.lists import ROUND_COLUMNS, round_row
+from fedring.ctl.operate.event_display import json_line, plain_line
+from fedring.ctl.operate.lists import ROUND_COLUMNS, round_row
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
 from fedring.ctl.output import Output, make_table, stdout_console
-from fedring.ctl.progress import json_line, plain_line
 from fedring.v1 import control_pb2 as pb
 
 _ROUNDS, _LINES = 12, 5

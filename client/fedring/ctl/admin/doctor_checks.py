@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic_settings import BaseSettings
 
 from fedring.ctl.access import Access
-from fedring.ctl.handshake import shown_at, trouble_at
-from fedring.ctl.health import check_health
+from fedring.ctl.admin.tls_handshake import shown_at, trouble_at
+from fedring.ctl.operate.port_health import check_health
 from fedring.daemon.checks import Check, Level, check_writable, existing_part
 from fedring.daemon.config import ConfigError, load_config
 from fedring.rpc.certificates import identity_of, load_authorities

@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fedring.ctl import figures
 from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
 from fedring.ctl.fleet import Fleet
-from fedring.ctl.progress import Show
+from fedring.ctl.operate import round_figures
+from fedring.ctl.operate.event_display import Show
 from fedring.daemon.config import explain
 from fedring.daemon.exits import Exit
 from fedring.train.job import Job
@@ -133,14 +133,14 @@ def _job_failure(fleet: Fleet, job: pb.Job) -> Failure:
 def _row(round_: pb.Round) -> dict[str, Any]:
     return {
         "round": round_.round,
-        "accuracy": figures.accuracy(round_),
-        "loss": figures.loss(round_),
+        "accuracy": round_figures.accuracy(round_),
+        "loss": round_figures.loss(round_),
         "clients": round_.delivered,
         "seconds": round_.seconds,
         "evaluate_seconds": round_.evaluate_seconds,
         "train_seconds_max": round_.train_seconds_max,
-        "upload_bytes": round(figures.upload_per_client(round_)),
-        "download_bytes": round(figures.download_per_client(round_)),
+        "upload_bytes": round(round_figures.upload_per_client(round_)),
+        "download_bytes": round(round_figures.download_per_client(round_)),
     }
 
 
