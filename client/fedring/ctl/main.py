@@ -9,7 +9,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: stde
 
 import typer
 
-from fedring.ctl import help_topics, models, profile, stop
+from fedring.ctl import help_topics, profile
 from fedring.ctl.access import with_access
 from fedring.ctl.admin import certs, doctor, state_backup
 from fedring.ctl.bench import data_parallel, demo, evaluate, federated, pipeline_memory, pipeline_schedules
@@ -47,7 +47,7 @@ _verb(app, "start-round", job_control.start_round, "flctl start-round --wait", "
 _verb(app, "run", job_control.run, "flctl run job.toml", "flctl run job.toml rounds=20 'model_args={\"hidden\": 128}'",
       "flctl run job.toml --no-wait --key nightly-7", "flctl run job.toml --output json | jq .text",
       panel=_WORK)  # fmt: skip
-_verb(app, "stop", stop.stop, "flctl stop", "flctl stop --round", "flctl stop --job 3", panel=_WORK)
+_verb(app, "stop", job_control.stop, "flctl stop", "flctl stop --round", "flctl stop --job 3", panel=_WORK)
 _verb(app, "status", lists.status, "flctl status", "flctl status --output json | jq .round.phase", panel=_SEE)
 clients_app.callback(
     invoke_without_command=True, epilog="Examples:\n\nflctl clients\n\nflctl clients --limit 10 --output json"
@@ -57,7 +57,7 @@ app.add_typer(clients_app, name="clients", rich_help_panel=_SEE)
 _verb(app, "rounds", lists.rounds, "flctl rounds --limit 5", "flctl rounds 12", panel=_SEE)
 _verb(app, "watch", watch.watch, "flctl watch", "flctl watch --output json >> events.jsonl", panel=_SEE)
 _verb(models_app, "list", lists.models, "flctl models list")
-_verb(models_app, "export", models.export, "flctl models export 0 --out newest.safetensors")
+_verb(models_app, "export", lists.export_model, "flctl models export 0 --out newest.safetensors")
 app.add_typer(models_app, name="models", rich_help_panel=_SEE)
 _verb(app, "evaluate", evaluate.evaluate,
       "flctl evaluate model.safetensors --model fedring.train.models:digits_mlp --data fedring.data:digits",

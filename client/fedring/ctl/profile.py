@@ -16,9 +16,8 @@ import typer
 
 from fedring.ctl.bench.presets import Dataset, check_data_root, preset_job
 from fedring.ctl.failure import Failure
-from fedring.ctl.options import OutputOption
+from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
-from fedring.ctl.paths import make_folder
 from fedring.daemon.exits import Exit
 
 _ENOUGH = 0.10  # share of a step, below which communication is not the bottleneck
@@ -50,7 +49,7 @@ def profile(
     """
     names = _names(hooks, backend)
     check_data_root(dataset, data_root)
-    make_folder(out)
+    make_out_folder(out)
     preset = preset_job(dataset)
     settings = {
         "backend": backend,

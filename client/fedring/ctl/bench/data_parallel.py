@@ -12,9 +12,8 @@ from fedring.ctl.bench.experiment import Experiment, Result, make_job, run_exper
 from fedring.ctl.bench.presets import Dataset, Mode, check_data_root, preset_job
 from fedring.ctl.failure import Failure
 from fedring.ctl.operate.event_display import people_display
-from fedring.ctl.options import OutputOption
+from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
-from fedring.ctl.paths import make_folder
 from fedring.daemon.exits import Exit
 from fedring.train.parallel import HOOKS
 
@@ -40,7 +39,7 @@ def data_parallel(
         raise Failure("--hooks needs names, each once, separated by commas", Exit.USAGE)
     keys = {**preset_job(dataset, Mode.DATA_PARALLEL), **_KEYS, "rounds": epochs, "subset_size": subset}
     check_data_root(dataset, data_root)
-    make_folder(out)
+    make_out_folder(out)
     root = data_root.absolute() if data_root else None
     results: dict[str, Any] = {"dataset": str(dataset), "workers": workers, "ratio": ratio, **_KEYS, "epochs": epochs}
     results["hooks"] = []

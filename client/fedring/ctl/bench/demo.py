@@ -10,9 +10,8 @@ from fedring.ctl.bench.experiment import Experiment, make_job, run_experiment
 from fedring.ctl.bench.presets import PRESETS, Dataset, Mode, check_data_root, preset_job
 from fedring.ctl.failure import Failure
 from fedring.ctl.operate.event_display import people_display
-from fedring.ctl.options import OutputOption
+from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, stderr_console
-from fedring.ctl.paths import make_folder
 from fedring.daemon.exits import Exit
 from fedring.train.parallel import HOOKS
 
@@ -104,7 +103,7 @@ def demo(
         keys[mode] = {key: value for key, value in tables[mode].items() if value is not None}
     experiment = Experiment(make_job(count, keys), count, data_root.absolute() if data_root else None, web=True)
     check_data_root(dataset, data_root)
-    make_folder(out)
+    make_out_folder(out)
     run_demo(experiment, out, label=str(dataset), output=output)
 
 

@@ -14,9 +14,8 @@ from fedring.ctl.bench.presets import Dataset, check_data_root, preset_job
 from fedring.ctl.failure import Failure
 from fedring.ctl.operate import round_figures
 from fedring.ctl.operate.event_display import people_display
-from fedring.ctl.options import OutputOption
+from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
-from fedring.ctl.paths import make_folder
 from fedring.daemon.exits import Exit
 
 _ENCODINGS = "fp32,int8,fp32_sparse,sq8,packed,uniform"
@@ -47,7 +46,7 @@ def federated(
         for name in names
     }
     check_data_root(dataset, data_root)
-    make_folder(out)
+    make_out_folder(out)
     results = {"dataset": str(dataset), "clients": clients, "rounds": rounds, "subset_size": subset} | _KEYS
     results["encodings"] = [_run(name, experiment, out / name) for name, experiment in experiments.items()]
     results["central"] = _run_centrally(experiments[names[0]]) if central else None

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from fedring.ctl.failure import Failure
-from fedring.ctl.options import OutputOption
+from fedring.ctl.options import OutputOption, check_out_file
 from fedring.ctl.output import Output, percent, print_json, print_table, stderr_console, stdout_console
-from fedring.ctl.paths import check_file
 from fedring.daemon.exits import Exit
 from fedring.pipeline.drawing import draw as draw_timeline
 from fedring.pipeline.drawing import text
@@ -42,7 +41,7 @@ def draw(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The PNG to write.")] = Path("schedule.png"),
 ) -> None:
     """Draw who does what when, with the bubbles."""
-    check_file(out)
+    check_out_file(out)
     schedule = _schedule(name, (stages, micro_batches, workers), interval, versions)
     timeline = simulate(schedule, Costs(forward, backward))
     try:

@@ -1,4 +1,4 @@
-"""flctl start-round, flctl run: give fl-server work, and follow it."""
+"""flctl start-round, run and stop: start jobs on fl-server, follow them, and end them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +49,25 @@ def run(
     """Queue a job, and follow it. Interrupting flctl does not stop the job."""
     job = job_of(job_file, overrides or [])
     _start(server, lambda control: control.start_job(job, key=key), wait=wait, output=output)
+
+
+def stop(
+    round_only: Annotated[bool, typer.Option("--round", help="End the round alone; the job goes on.")] = False,
+    job: Annotated[int, typer.Option("--job", metavar="ID", min=0, help="The job to stop; 0 = the running one.")] = 0,
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Stop a job and its round, or with --round only the round in progress."""
+    if round_only and job:
+        raise Failure("--round ends the round in progress, whatever its job: leave --job out", Exit.USAGE)
+    with connect(server) as control:
+        reply = control.stop_round() if round_only else control.stop_job(job)
+    if output is Output.JSON:
+        print_json(to_dict(reply))
+    elif round_only:
+        print(f"round {reply.round} of job {reply.job_id} ended" if reply.round else "no round was open")
+    else:
+        print(f"job {reply.job_id} stopped" + (f", and its round {reply.round}" if reply.round else ""))
 
 
 def job_of(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:

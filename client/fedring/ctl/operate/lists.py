@@ -1,6 +1,7 @@
 """flctl status, clients, rounds, models list: what fl-server knows."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,7 +10,7 @@ from fedring.ctl.access import connect
 from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
 from fedring.ctl.operate import round_figures
-from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption
+from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption, check_out_file
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, to_dict
 from fedring.daemon.exits import Exit
 from fedring.v1 import control_pb2 as pb
@@ -137,6 +138,23 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
     ]
     columns = ("version>", "round>", "accuracy>", "parameters>", "size>", "digest", "created")
     print_table(f"{len(rows)} models", columns, rows)
+
+
+def export_model(
+    version: Annotated[int, typer.Argument(min=0, help="The version; 0 = the newest.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The .safetensors file to write.")],
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Write a model version as safetensors, in its own dtypes."""
+    check_out_file(out)
+    with connect(server) as control:
+        header = control.export_model(version, out)
+    written = out.stat().st_size
+    if output is Output.JSON:
+        row = {"version": header.version, "digest": header.model_digest, "file": str(out), "bytes": written}
+        return print_json(row)
+    print(f"version {header.version}, {size(written)}, is in {out}")
 
 
 def round_row(round_: pb.Round) -> Sequence[str]:
