@@ -1,4 +1,4 @@
-"""The ceiling: the same network trained on all the data in one place."""
+"""Training on all data in one place: the accuracy that federated training is measured against."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,17 @@ _TRUSTED = ("fedring", "torchvision")
 def train_centrally(
     job: Job, clients: int, *, data_root: Path | None, show: Callable[[int, float], None]
 ) -> dict[str, Any]:
-    """Accuracy after as many samples as all clients see in the job; `show(round, accuracy)` is called on the way."""
+    """Train the job's model on as many samples a round as all clients of the job see together.
+
+    Args:
+        job: The job that the clients run.
+        clients: Number of clients.
+        data_root: Folder of the data sets.
+        show: Called after each round with its number and the accuracy on the test samples, from 0 to 1.
+
+    Returns:
+        `accuracy` of the last round, `accuracies` of all, and `train_seconds`, the time without evaluation.
+    """
     from fedring.train import Plan  # imports torch
     from fedring.train.batches import size_of
     from fedring.train.device import pick_device

@@ -1,4 +1,4 @@
-"""flctl evaluate: how good is this model, on samples that are here?"""
+"""flctl evaluate: measure a model on test samples of this machine."""
 
 import json
 import tempfile
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fedring.ctl.access import connect
+from fedring.ctl.bench.presets import DataRootOption
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
 from fedring.ctl.output import Output, number, percent, print_json, print_table
@@ -16,24 +17,29 @@ from fedring.daemon.exits import Exit
 
 def evaluate(
     source: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A .safetensors file, or a version number to fetch; 0 = the newest.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A .safetensors file, or the version number of a model to fetch; 0 = the newest."
+        ),
     ],
-    model: Annotated[str, typer.Option(help="module:attribute that builds the network.")],
-    data: Annotated[str, typer.Option(help="module:attribute that returns the samples.")],
-    model_args: Annotated[str, typer.Option(metavar="JSON", help="Keyword arguments of --model.")] = "{}",
-    loss: Annotated[str, typer.Option(help="module:attribute, (outputs, labels) -> scalar.")] = (
-        "fedring.train.losses:cross_entropy"
-    ),
-    data_root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the data sets.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    model: Annotated[str, typer.Option(help="The function that builds the network, as module:attribute.")],
+    data: Annotated[str, typer.Option(help="The function that returns the samples, as module:attribute.")],
+    model_args: Annotated[
+        str, typer.Option(metavar="JSON", help="Keyword arguments of the function in --model.")
+    ] = "{}",
+    loss: Annotated[
+        str, typer.Option(help="The loss (outputs, labels) -> scalar, as module:attribute.")
+    ] = "fedring.train.losses:cross_entropy",
+    data_root: DataRootOption = None,
+    device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:N.")] = "auto",
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Evaluate a model on the test samples of a data set, here, without any client."""
+    """Evaluate a model on the test samples of a data set, on this machine, without clients."""
     try:
         arguments = json.loads(model_args)
     except ValueError as error:
-        raise Failure(f"--model-args is not JSON: {error}", Exit.USAGE) from error
+        raise Failure(f"--model-args {model_args!r} is not JSON: {error}", Exit.USAGE) from error
     names = {"model": model, "data": data, "loss": loss}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(source)
@@ -52,8 +58,22 @@ def evaluate(
 def evaluate_file(
     path: Path, names: dict[str, str], model_args: dict[str, Any], *, data_root: Path | None, device: str
 ) -> dict[str, Any]:
-    """The counts of the model in the file on the test samples of `names["data"]`."""
-    # torch takes seconds to import: only this verb waits for it
+    """Evaluate the model in a file.
+
+    Args:
+        path: The .safetensors file.
+        names: What to import, as module:attribute, by the keys `model`, `data` and `loss`.
+        model_args: Keyword arguments of the model's function.
+        data_root: Folder of the data sets.
+        device: Where to compute.
+
+    Returns:
+        `correct` and `total` samples, and `loss_sum`, the sum of their losses.
+
+    Raises:
+        Failure: A name cannot be imported, or the model, the file and the samples do not fit together.
+    """
+    # torch takes seconds to import, so only this verb waits for it.
     from fedring.data import DataError
     from fedring.train.device import pick_device
     from fedring.train.errors import SeamError
@@ -61,7 +81,7 @@ def evaluate_file(
     from fedring.train.files import load_model
     from fedring.train.seam import build_model, resolve
 
-    # The operator names these on the command line: what they name is trusted.
+    # The operator has named these modules on the command line, so they are trusted.
     trusted = sorted({"fedring", "torchvision", *(name.partition(":")[0] for name in names.values())})
     try:
         network = load_model(path, build_model(names["model"], model_args, 0, trusted))
@@ -70,5 +90,5 @@ def evaluate_file(
     except (SeamError, DataError) as error:
         raise Failure(str(error).rstrip("."), Exit.CONFIG) from error
     if not counts.total:
-        raise Failure(f"{names['data']} has no test samples")
+        raise Failure(f"{names['data']} has no test samples: name a data set that has some with --data")
     return {"correct": counts.correct, "total": counts.total, "loss_sum": counts.loss_sum}

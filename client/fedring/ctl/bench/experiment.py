@@ -1,31 +1,27 @@
-"""One job on a fleet of its own: started, followed to its end, and its figures and model kept."""
+"""One job on a fleet of its own: run to its end, with its report and its model kept."""
 
 import hashlib
 import json
 import re
 import shutil
-import signal
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from fedring.ctl.control import Control
+from fedring.ctl.bench.runner import run_job, running_fleet
 from fedring.ctl.failure import Failure
-from fedring.ctl.fleet import Fleet
 from fedring.ctl.operate import round_figures
-from fedring.ctl.operate.event_display import Show
+from fedring.ctl.operate.event_display import Show, progress_on_stderr
 from fedring.daemon.config import explain
 from fedring.daemon.exits import Exit
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
 
 _OURS = re.compile(r"server|client-\d+")
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +30,21 @@ class Experiment:
 
     job: Job
     clients: int
-    data_root: Path | None = None
-    web: bool = False  # a page shows it meanwhile
+    data_root: Path | None = None  # folder of the data sets, for all clients
+    web: bool = False  # whether the server has a page that shows the job
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came out."""
+    """What an experiment has produced."""
 
     rounds: list[pb.Round]  # oldest first
     parameters: int
-    model: Path
+    model: Path  # the .safetensors file
     mode: str = "federated"
 
     def report(self) -> dict[str, Any]:
-        """The object that report.json holds; bytes are per client."""
+        """Return the object that report.json holds; bytes are per client."""
         rows = [_row(round_) | self._workers(round_) for round_ in self.rounds]
         return {
             "rounds": rows,
@@ -58,14 +54,22 @@ class Result:
         }
 
     def _workers(self, round_: pb.Round) -> dict[str, Any]:
-        """Of a round that a group has trained, the profile that each worker gave."""
+        """Return the profile of each worker, if a group of workers has trained the round."""
         if self.mode == "federated":
             return {}
         return {"workers": {client.client_id: dict(client.metrics) for client in round_.clients if client.num_samples}}
 
 
 def make_job(clients: int, keys: Mapping[str, Any]) -> Job:
-    """The job of an experiment in which every client takes part in every round; Failure if a key's value is wrong."""
+    """Return a job in which every client takes part in every round.
+
+    Args:
+        clients: Number of clients.
+        keys: Further keys of the job; those that are None are left out.
+
+    Raises:
+        Failure: A key has a wrong value.
+    """
     everyone = {"min_clients": clients, "min_clients_to_aggregate": clients, "barrier_timeout_seconds": 120}
     try:
         return Job.model_validate(everyone | {key: value for key, value in keys.items() if value is not None})
@@ -74,60 +78,39 @@ def make_job(clients: int, keys: Mapping[str, Any]) -> Job:
 
 
 def run_experiment(experiment: Experiment, directory: Path, show: Show) -> Result:
-    """The job has run on daemons that are gone again; state, logs, model.safetensors and report.json are left."""
-    _sweep(directory)
+    """Run the job on daemons of its own, and stop them.
+
+    State, logs, model.safetensors and report.json are left in `directory`; those of an earlier experiment there are
+    removed first.
+
+    Args:
+        experiment: What to run.
+        directory: Folder of the files.
+        show: Called with each event of the job.
+
+    Raises:
+        Failure: The job did not complete, or a daemon ended before it.
+    """
+    _remove_earlier(directory)
     client = {"data_root": experiment.data_root} if experiment.data_root else {}
-    with (
-        ended_by_signals(),
-        Fleet(directory, {"web_port": 0} if experiment.web else {}, [client] * experiment.clients) as fleet,
-        Control(fleet.control) as control,
-    ):
+    server = {"web_port": 0} if experiment.web else {}
+    with running_fleet(directory, server, [client] * experiment.clients) as (fleet, control):
         if fleet.web:
             print(f"watch it at {fleet.web}", file=sys.stderr)
-        job_id = _follow(fleet, control, experiment.job, show)
-        job = control.job(job_id)
-        if job.state != "completed":
-            raise _job_failure(fleet, job)
-        rounds = control.rounds(job_id=job_id, limit=experiment.job.rounds)
+        rounds = run_job(fleet, control, experiment.job.model_dump(mode="json"), show)
         model = directory / "model.safetensors"
         control.export_model(0, model)
         parameters = control.models(limit=1)[0].parameters
-    result = Result(sorted(rounds, key=lambda round_: round_.round), parameters, model, experiment.job.mode)
+    result = Result(rounds, parameters, model, experiment.job.mode)
     (directory / "report.json").write_text(json.dumps(result.report(), indent=2) + "\n", encoding="utf-8")
     return result
 
 
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """A SIGTERM or SIGHUP within unwinds the stack, as Ctrl-C does, instead of ending the process at once."""
-
-    def unwind(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    old = {number: signal.signal(number, unwind) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def _follow(fleet: Fleet, control: Control, job: Job, show: Show) -> int:
-    """The id of the job, which has ended; Failure if a daemon ended before it."""
-    try:
-        events = control.events()
-        fleet.on_death(events.cancel)
-        job_id = control.start_job(job.model_dump(mode="json")).job_id
-        for event in control.follow_job(job_id, events, patience_seconds=0):
-            show(event)
-    except Failure as failure:
-        raise fleet.failure() or failure from failure
-    return job_id
-
-
-def _job_failure(fleet: Fleet, job: pb.Job) -> Failure:
-    logs = fleet.directory / "logs"
-    return Failure(f"the job {job.state}{': ' + job.reason if job.reason else ''}; {logs} tells more")
+def run_with_progress(experiment: Experiment, directory: Path, *, label: str) -> Result:
+    """Run the experiment as run_experiment does, and show its progress on stderr."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with progress_on_stderr(rounds=experiment.job.rounds, label=label) as show:
+        return run_experiment(experiment, directory, show)
 
 
 def _row(round_: pb.Round) -> dict[str, Any]:
@@ -144,8 +127,8 @@ def _row(round_: pb.Round) -> dict[str, Any]:
     }
 
 
-def _sweep(directory: Path) -> None:
-    """Nothing of an earlier experiment is left in the folder; what is not ours stays."""
+def _remove_earlier(directory: Path) -> None:
+    """Remove what an earlier experiment has left in the folder, and nothing else."""
     for path in (directory / "state").glob("*"):
         if _OURS.fullmatch(path.name) and path.is_dir():
             shutil.rmtree(path)

@@ -1,6 +1,5 @@
-"""flctl bench federated: encodings side by side, on real daemons, with training in one place as the ceiling."""
+"""flctl bench federated: compare encodings on real daemons, with training in one place as the upper bound."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -9,36 +8,34 @@ from typing import Annotated, Any
 import typer
 
 from fedring.ctl.bench.central import train_centrally
-from fedring.ctl.bench.experiment import Experiment, Result, make_job, run_experiment
-from fedring.ctl.bench.presets import Dataset, check_data_root, preset_job
-from fedring.ctl.failure import Failure
+from fedring.ctl.bench.experiment import Experiment, Result, make_job, run_with_progress
+from fedring.ctl.bench.presets import DataRootOption, Dataset, DatasetOption, check_data_root, preset_job
+from fedring.ctl.bench.runner import parse_names, present
 from fedring.ctl.operate import round_figures
-from fedring.ctl.operate.event_display import people_display
 from fedring.ctl.options import OutputOption, make_out_folder
-from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
-from fedring.daemon.exits import Exit
+from fedring.ctl.output import Output, duration, percent, print_table, size, stderr_console
 
 _ENCODINGS = "fp32,int8,fp32_sparse,sq8,packed,uniform"
 _KEYS = {"batch_size": 64, "epochs": 1, "lr": 0.05, "momentum": 0.9, "seed": 0}
 
 
 def federated(
-    data_root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the data sets.")] = None,
-    dataset: Annotated[Dataset, typer.Option(help="All but digits need --data-root.")] = Dataset.MNIST,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each run.")] = 10,
-    clients: Annotated[int, typer.Option(min=1, max=64, help="Client daemons.")] = 2,
-    subset: Annotated[int, typer.Option(min=0, help="Samples a client draws each round; 0 = all it has.")] = 6000,
-    encodings: Annotated[str, typer.Option(help="Comma-separated.")] = _ENCODINGS,
-    central: Annotated[bool, typer.Option(help="Train on all data in one place, too.")] = True,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where federated.json, plots and runs go.")] = Path(
-        "bench-out"
-    ),
+    data_root: DataRootOption = None,
+    dataset: DatasetOption = Dataset.MNIST,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of training with each encoding.")] = 10,
+    clients: Annotated[int, typer.Option(min=1, max=64, help="Client daemons to start.")] = 2,
+    subset: Annotated[
+        int, typer.Option(min=0, help="Samples that a client trains on in a round; 0 = all that it has.")
+    ] = 6000,
+    encodings: Annotated[str, typer.Option(help="Encodings to compare, separated by commas.")] = _ENCODINGS,
+    central: Annotated[bool, typer.Option(help="Also train on all data in one place, for comparison.")] = True,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for federated.json, the plots and the files of every run.")
+    ] = Path("bench-out"),
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Train once per encoding, and compare bytes, communication time, round time and accuracy."""
-    names = [name.strip() for name in encodings.split(",") if name.strip()]
-    if not names or len(set(names)) != len(names):
-        raise Failure("--encodings needs names, each once, separated by commas", Exit.USAGE)
+    """Train once with each encoding, and compare bytes, communication time, round time and accuracy."""
+    names = parse_names("--encodings", encodings)
     keys = {**preset_job(dataset), **_KEYS, "rounds": rounds, "subset_size": subset}
     root = data_root.absolute() if data_root else None
     experiments = {
@@ -48,18 +45,15 @@ def federated(
     check_data_root(dataset, data_root)
     make_out_folder(out)
     results = {"dataset": str(dataset), "clients": clients, "rounds": rounds, "subset_size": subset} | _KEYS
-    results["encodings"] = [_run(name, experiment, out / name) for name, experiment in experiments.items()]
+    results["encodings"] = [
+        summary(name, run_with_progress(experiment, out / name, label=name)) for name, experiment in experiments.items()
+    ]
     results["central"] = _run_centrally(experiments[names[0]]) if central else None
-    (out / "federated.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    _plot(results, out)
-    if output is Output.JSON:
-        return print_json(results)
-    _print(results)
-    stderr_console().print(f"federated.json, the plots and every run are in {out}")
+    present(results, out / "federated.json", output, plot=_plot, print_results=_print)
 
 
 def summary(encoding: str, result: Result) -> dict[str, Any]:
-    """What one encoding came to: per client and round, mean bytes and median seconds."""
+    """Return the row of one encoding: mean bytes per client and round, and the median seconds of a round."""
     report = result.report()
     published = [round_ for round_ in result.rounds if round_.phase == "published"]
     return {
@@ -73,12 +67,6 @@ def summary(encoding: str, result: Result) -> dict[str, Any]:
         "train_seconds_max": median(round_.train_seconds_max for round_ in published),
         "model_sha256": report["model_sha256"],
     }
-
-
-def _run(name: str, experiment: Experiment, directory: Path) -> dict[str, Any]:
-    directory.mkdir(parents=True, exist_ok=True)
-    with people_display(rounds=experiment.job.rounds, label=name) as show:
-        return summary(name, run_experiment(experiment, directory, show))
 
 
 def _run_centrally(experiment: Experiment) -> dict[str, Any]:
@@ -107,7 +95,7 @@ def _print(results: Mapping[str, Any]) -> None:
         rows.append(("central", percent(results["central"]["accuracy"]), "-", "-", "-", "-", "-"))
     columns = ("encoding", "accuracy>", "upload/client>", "download/client>", "communication>", "round>", "training>")
     title = f"{results['dataset']}, {results['clients']} clients, {results['rounds']} rounds"
-    print_table(f"{title}; mean bytes and median times a round", columns, rows)
+    print_table(f"{title}; mean bytes and median times of a round", columns, rows)
 
 
 def _plot(results: Mapping[str, Any], directory: Path) -> None:
@@ -119,25 +107,28 @@ def _plot(results: Mapping[str, Any], directory: Path) -> None:
     def chart(title: str, file: str, values: list[float], labels: list[str], **more: Any) -> Bars:
         return Bars(title, f"federated-{file}.png", names, values, labels, **more)
 
-    sent = [row["upload_bytes"] for row in rows]
-    talked = [row["communication_seconds"] for row in rows]
-    took = [row["round_seconds"] for row in rows]
-    right = [100 * (row["accuracy"] or 0.0) for row in rows]
-    ceiling = 100 * results["central"]["accuracy"] if results["central"] else None
-    seen: list[float] = [*right, ceiling or right[0]]
-    low = max(0.0, min(seen) - 1.0)
-    reference = (ceiling, f"all data in one place: {ceiling:.2f} %") if ceiling else None
+    uploads = [row["upload_bytes"] for row in rows]
+    communication = [row["communication_seconds"] for row in rows]
+    times = [row["round_seconds"] for row in rows]
+    accuracies = [100 * (row["accuracy"] or 0.0) for row in rows]
+    central = 100 * results["central"]["accuracy"] if results["central"] else None
+    lowest = min([*accuracies, central or accuracies[0]])
     charts = [
-        chart("Upload per client and round", "bytes", sent, [size(value) for value in sent]),
-        chart("Communication per client and round", "communication", talked, [duration(value) for value in talked]),
-        chart("Time per round", "time", took, [duration(value) for value in took]),
+        chart("Upload per client and round", "bytes", uploads, [size(value) for value in uploads]),
+        chart(
+            "Communication per client and round",
+            "communication",
+            communication,
+            [duration(value) for value in communication],
+        ),
+        chart("Time per round", "time", times, [duration(value) for value in times]),
         chart(
             "Accuracy after the last round, %",
             "accuracy",
-            right,
-            [f"{value:.2f}" for value in right],
-            low=low,
-            reference=reference,
+            accuracies,
+            [f"{value:.2f}" for value in accuracies],
+            low=max(0.0, lowest - 1.0),
+            reference=(central, f"all data in one place: {central:.2f} %") if central else None,
         ),
     ]
     plot_bars(charts, directory, "federated.png")

@@ -1,4 +1,4 @@
-"""flctl pipeline memory: what the stages of a model keep, measured in one step with random data."""
+"""flctl pipeline memory: measure the memory of each stage of a model in one step with random data."""
 
 import json
 from collections.abc import Sequence
@@ -15,21 +15,29 @@ from fedring.pipeline.schedules import NAMES, Versions
 
 
 def memory(
-    model: Annotated[str, typer.Argument(help="module:attribute, or torchvision:NAME.")] = "torchvision:resnet18",
-    model_args: Annotated[str, typer.Option(metavar="JSON", help="Keyword arguments of MODEL.")] = "{}",
-    stages: Annotated[str, typer.Option(help="Numbers of stages, separated by commas.")] = "1,2,4",
-    shape: Annotated[str, typer.Option(help="Shape of one input, separated by x.")] = "3x64x64",
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples a step.")] = 32,
-    micro_batches: Annotated[int, typer.Option("--micro-batches", "-m", min=1, help="Parts of a batch.")] = 8,
-    schedule: Annotated[str, typer.Option(help=f"{', '.join(NAMES)}.")] = "1f1b",
-    stages_per_worker: Annotated[int, typer.Option(min=1, help="Of interleaved_1f1b.")] = 1,
+    model: Annotated[
+        str, typer.Argument(help="The model, as module:attribute or torchvision:NAME.")
+    ] = "torchvision:resnet18",
+    model_args: Annotated[str, typer.Option(metavar="JSON", help="Keyword arguments of the function MODEL.")] = "{}",
+    stages: Annotated[str, typer.Option(help="Numbers of stages to try, separated by commas.")] = "1,2,4",
+    shape: Annotated[str, typer.Option(help="Shape of one input, its sizes separated by x.")] = "3x64x64",
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 32,
+    micro_batches: Annotated[int, typer.Option("--micro-batches", "-m", min=1, help="Micro-batches of a batch.")] = 8,
+    schedule: Annotated[str, typer.Option(help=f"One of {', '.join(NAMES)}.")] = "1f1b",
+    stages_per_worker: Annotated[int, typer.Option(min=1, help="Stages of each worker in interleaved_1f1b.")] = 1,
     versions: VersionsOption = Versions.STASHED,
-    recompute: Annotated[bool, typer.Option("--recompute", help="Keep inputs instead of activations.")] = False,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Keep the inputs of stages, and compute their activations again.")
+    ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Print each worker's bytes: parameters, older versions of them, Adam's state, and activations at their peak."""
+    """Print the bytes of each worker: parameters, their older versions, Adam's state, and activations at the peak."""
     if batch_size < micro_batches:
-        raise Failure("a micro-batch has a sample or more", Exit.USAGE)
+        raise Failure(
+            f"--batch-size {batch_size} is less than --micro-batches {micro_batches}: "
+            "a micro-batch needs at least one sample",
+            Exit.USAGE,
+        )
     table = {
         "schedule": schedule,
         "micro_batches": micro_batches,
@@ -55,7 +63,7 @@ _SIZES = ("parameters", "stashed", "optimizer", "activations")
 
 
 def _names(row: dict[str, Any], each: int) -> str:
-    """The stages of one worker, among how many."""
+    """Return a label such as "0, 2 of 4": the stages of one worker, and the number of all."""
     mine = range(row["stage"], row["stages"], row["stages"] // each)
     return f"{', '.join(map(str, mine))} of {row['stages']}"
 
@@ -63,13 +71,13 @@ def _names(row: dict[str, Any], each: int) -> str:
 def _numbers(option: str, text: str, separator: str) -> list[int]:
     parts = text.split(separator)
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise Failure(f"{option} {text!r} holds something that is no number above 0", Exit.USAGE)
+        raise Failure(f"{option} {text!r} must be whole numbers above 0, separated by {separator!r}", Exit.USAGE)
     return [int(part) for part in parts]
 
 
 def _measure(name: str, args: str, table: dict[str, Any], shape: Sequence[int]) -> list[dict[str, Any]]:
-    """What the stages of the model keep, one row a worker."""
-    import torch  # takes seconds to import: only this verb waits for it
+    """Return one row of bytes for each worker."""
+    import torch  # takes seconds to import, so only this verb waits for it
     from pydantic import ValidationError
 
     from fedring.pipeline.memory import measure

@@ -1,4 +1,4 @@
-"""flctl pipeline: what a schedule does, as text or as a picture; nothing is run."""
+"""flctl pipeline draw and print: show a pipeline's schedule as a picture or as text, without running it."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,18 +15,30 @@ from fedring.pipeline.errors import ScheduleError
 from fedring.pipeline.schedules import NAMES, Schedule, Versions, make, pipedream
 from fedring.pipeline.simulation import Costs, check, simulate
 
-NameArgument = Annotated[str, typer.Argument(metavar="SCHEDULE", help=f"{', '.join(NAMES)}.", show_default=False)]
-StagesOption = Annotated[int, typer.Option("--stages", min=1, help="Parts of the model.")]
-CountOption = Annotated[int, typer.Option("--micro-batches", "-m", min=1, help="Micro-batches of a run.")]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="SCHEDULE", help=f"One of {', '.join(NAMES)}.", show_default=False)
+]
+StagesOption = Annotated[int, typer.Option("--stages", min=1, help="Parts that the model is cut into.")]
+CountOption = Annotated[int, typer.Option("--micro-batches", "-m", min=1, help="Micro-batches to schedule.")]
 WorkersOption = Annotated[
-    int, typer.Option("--workers", min=0, help="Workers that share the stages of interleaved_1f1b; 0 = one a stage.")
+    int,
+    typer.Option("--workers", min=0, help="Workers that share the stages of interleaved_1f1b; 0 = one for each stage."),
 ]
 IntervalOption = Annotated[
-    int, typer.Option("--interval", min=0, help="Micro-batches of an update of pipedream; 0 = what its versions need.")
+    int,
+    typer.Option(
+        "--interval",
+        min=0,
+        help="Micro-batches between two optimizer steps of pipedream; 0 = as few as --versions allows.",
+    ),
 ]
-VersionsOption = Annotated[Versions, typer.Option("--versions", help="Which weights a forward of pipedream uses.")]
-ForwardOption = Annotated[float, typer.Option("--forward", min=0, help="Time that a stage's forward takes.")]
-BackwardOption = Annotated[float, typer.Option("--backward", min=0, help="Time that a stage's backward takes.")]
+VersionsOption = Annotated[
+    Versions, typer.Option("--versions", help="Which version of the weights a forward pass of pipedream uses.")
+]
+ForwardOption = Annotated[float, typer.Option("--forward", min=0, help="Time of a stage's forward pass, in any unit.")]
+BackwardOption = Annotated[
+    float, typer.Option("--backward", min=0, help="Time of a stage's backward pass, in the same unit.")
+]
 
 
 def draw(
@@ -40,7 +52,7 @@ def draw(
     backward: BackwardOption = 2.0,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The PNG to write.")] = Path("schedule.png"),
 ) -> None:
-    """Draw who does what when, with the bubbles."""
+    """Draw what each worker does at which time; the gaps are the bubbles."""
     check_out_file(out)
     schedule = _schedule(name, (stages, micro_batches, workers), interval, versions)
     timeline = simulate(schedule, Costs(forward, backward))
@@ -62,7 +74,7 @@ def print_(
     backward: BackwardOption = 2.0,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Print every worker's actions, and what each stage has to keep."""
+    """Print the actions of every worker, and how many activations and weight versions each stage keeps."""
     schedule = _schedule(name, (stages, micro_batches, workers), interval, versions)
     timeline, needs = simulate(schedule, Costs(forward, backward)), check(schedule)
     if output is Output.JSON:
@@ -81,7 +93,9 @@ def _schedule(name: str, counts: tuple[int, int, int], interval: int, versions: 
     stages, micro_batches, workers = counts
     asynchronous = name == "pipedream"
     if not asynchronous and (interval or versions is not Versions.STASHED):
-        raise Failure("--interval and --versions are for pipedream: the others have one update a run", Exit.USAGE)
+        raise Failure(
+            "--interval and --versions are for pipedream: other schedules have one optimizer step per batch", Exit.USAGE
+        )
     try:
         if asynchronous and not workers:
             return pipedream(stages, micro_batches, interval=interval, versions=versions)

@@ -1,4 +1,4 @@
-"""Plots of experiments: direct labels, no chart junk, colours that colour-blind people tell apart (Okabe and Ito)."""
+"""Plots of experiments, labelled directly, in colours that colour-blind people can tell apart (Okabe and Ito 2008)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ _DPI = 160
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A chart with one bar a name, or one point if its axis does not begin at 0."""
+    """A chart with one bar for each name, or one point if the axis of values does not begin at 0."""
 
     title: str
-    file: str  # of its own PNG
+    file: str  # name of the PNG that shows this chart alone
     names: Sequence[str]
     values: Sequence[float]
     labels: Sequence[str]
-    reference: tuple[float, str] | None = None  # a line across, and what it is
+    reference: tuple[float, str] | None = None  # value and label of a horizontal line
     low: float = 0.0  # where the axis of values begins
 
 
 def plot_rounds(report: Mapping[str, Any], path: Path) -> None:
-    """`path` shows accuracy and bytes per client, round by round."""
+    """Draw accuracy and bytes per client over the rounds of `report`, and write the PNG `path`."""
     rounds = report["rounds"]
     figure = _figure(9, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -39,7 +39,7 @@ def plot_rounds(report: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_bars(charts: Sequence[Bars], directory: Path, together: str) -> None:
-    """Each chart has a PNG of its own in `directory`, and `together` shows them all."""
+    """Write a PNG for each chart into `directory`, and one named `together` that shows all of them."""
     for chart in charts:
         figure = _figure(6.4, 4)
         _draw(figure.subplots(), chart)
@@ -88,7 +88,7 @@ def _plot_bytes(axes: Axes, rounds: Sequence[Mapping[str, Any]]) -> None:
 def _draw(axes: Axes, chart: Bars) -> None:
     highs: list[float] = [*chart.values, chart.reference[0] if chart.reference else chart.low]
     top = chart.low + 1.15 * max(max(highs) - chart.low, 1e-9)
-    if chart.low:  # a bar's length must stand for its value: where the axis does not begin at 0, points do
+    if chart.low:  # the length of a bar would mislead where the axis does not begin at 0: draw points
         axes.plot(chart.names, chart.values, "o", color=BLUE, markersize=9)
         axes.margins(x=0.15)
         axes.grid(axis="y", color=GREY, alpha=0.4, linewidth=0.6)

@@ -1,16 +1,18 @@
-"""What the demo trains on each data set when nothing else is asked for."""
+"""Data sets, modes, and the job that suits each of them: the defaults of demo, bench and profile."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from fedring.ctl.failure import Failure
 from fedring.daemon.exits import Exit
 
 
 class Mode(StrEnum):
-    """How a job trains."""
+    """How a job trains; the values are those of the job's key `mode`."""
 
     FEDERATED = "federated"
     DATA_PARALLEL = "data_parallel"
@@ -18,19 +20,23 @@ class Mode(StrEnum):
 
 
 class Dataset(StrEnum):
-    """A data set that `fedring.data` knows."""
+    """A data set of `fedring.data`; the values are the names of its functions."""
 
-    DIGITS = "digits"  # embedded; the others are files below --data-root
+    DIGITS = "digits"  # part of fedring; the others are files below --data-root
     MNIST = "mnist"
     FASHION_MNIST = "fashion_mnist"
     CIFAR10 = "cifar10"
 
 
+DatasetOption = Annotated[Dataset, typer.Option(help="What to train on; all data sets but digits need --data-root.")]
+DataRootOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder that holds the data sets.")]
+
+
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Clients, and keys of a job, that learn the data set in few rounds."""
+    """A number of clients, and keys of a job, with which a data set is learned in few rounds."""
 
-    model: str
+    model: str  # its name in fedring.train.models
     lr: float
     clients: int = 3
     rounds: int = 10
@@ -49,9 +55,12 @@ PRESETS = {
 
 
 def preset_job(dataset: Dataset, mode: Mode = Mode.FEDERATED) -> dict[str, Any]:
-    """The keys of the data set's job in that mode; in a group, a round is an epoch of everything."""
+    """Return the keys of a job that suits the data set and the mode.
+
+    In the modes data_parallel and pipeline a round is one epoch over all samples.
+    """
     preset = PRESETS[dataset]
-    together = {
+    group = {
         "mode": str(mode),
         "rounds": 5,
         "subset_size": 0,
@@ -59,7 +68,7 @@ def preset_job(dataset: Dataset, mode: Mode = Mode.FEDERATED) -> dict[str, Any]:
         "momentum": 0.9,
         "lr": min(preset.lr, 0.05),
     }
-    deep = {"model_args": {"layers": 3}} if mode is Mode.PIPELINE and dataset is Dataset.DIGITS else {}
+    deeper = {"model_args": {"layers": 3}} if mode is Mode.PIPELINE and dataset is Dataset.DIGITS else {}
     return {
         "name": f"{dataset} demo",
         "model": f"fedring.train.models:{preset.model}",
@@ -70,11 +79,15 @@ def preset_job(dataset: Dataset, mode: Mode = Mode.FEDERATED) -> dict[str, Any]:
         "batch_size": preset.batch_size,
         "lr": preset.lr,
         "momentum": preset.momentum,
-    } | ({} if mode is Mode.FEDERATED else together | deep)
+    } | ({} if mode is Mode.FEDERATED else group | deeper)
 
 
 def check_data_root(dataset: Dataset, data_root: Path | None) -> None:
-    """Failure if the data set needs a folder, and that does not hold it whole."""
+    """Check that the data set can be read.
+
+    Raises:
+        Failure: `data_root` is no folder, is missing, or does not hold the complete data set.
+    """
     if data_root is not None and not data_root.is_dir():
         raise Failure(f"--data-root {data_root} is not a folder", Exit.CONFIG)
     if dataset is Dataset.DIGITS:
@@ -82,10 +95,10 @@ def check_data_root(dataset: Dataset, data_root: Path | None) -> None:
     if data_root is None:
         raise Failure(
             f"{dataset} is not part of fedring: name the folder that holds it with --data-root, "
-            "or use the embedded --dataset digits",
+            "or use --dataset digits, which needs no files",
             Exit.USAGE,
         )
-    import fedring.data  # imports torch, which the daemons that follow do, too
+    import fedring.data  # imports torch, as the daemons that are started next do anyway
 
     try:
         getattr(fedring.data, dataset)(data_root, False)

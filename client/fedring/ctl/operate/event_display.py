@@ -1,4 +1,4 @@
-"""A job's events as they come: a progress bar, lines for people, or lines for programs."""
+"""A job's events while it runs: as a progress bar, as lines for people, or as JSON lines for programs."""
 
 import json
 import sys
@@ -13,69 +13,80 @@ from fedring.ctl.output import Output, percent, size, stderr_console, to_dict
 from fedring.v1 import control_pb2 as pb
 
 Show = Callable[[pb.Event], None]
-_ROUND_ENDS = ("round_published", "round_abandoned")
+_ENDS_OF_ROUNDS = ("round_published", "round_abandoned")
 
 
 def display(output: Output, *, rounds: int, label: str) -> AbstractContextManager[Show]:
-    """What shows the events of a job of so many rounds: JSON lines on stdout, a bar on a terminal, or plain lines."""
+    """Return the display of a verb whose output is the job itself.
+
+    JSON lines on stdout if `output` asks for them, a bar on stderr if that is a terminal, else plain lines on stdout.
+
+    Args:
+        output: How the verb prints.
+        rounds: Rounds of the job.
+        label: Title of the bar.
+
+    Returns:
+        A context manager; its value is called with each event.
+    """
     if output is Output.JSON:
         return _lines(json_line, sys.stdout)
-    return bar(rounds, label) if sys.stderr.isatty() else _lines(plain_line, sys.stdout)
+    return _bar(rounds, label) if sys.stderr.isatty() else _lines(plain_line, sys.stdout)
 
 
-def people_display(*, rounds: int, label: str) -> AbstractContextManager[Show]:
-    """The same for a verb whose data is something else: on stderr alone."""
-    return bar(rounds, label) if sys.stderr.isatty() else _lines(round_line, sys.stderr)
+def progress_on_stderr(*, rounds: int, label: str) -> AbstractContextManager[Show]:
+    """Return the display of a verb whose stdout is for something else: a bar, or a line for each round."""
+    return _bar(rounds, label) if sys.stderr.isatty() else _lines(_round_line, sys.stderr)
 
 
 def json_line(event: pb.Event) -> str:
-    """The event as one JSON object."""
+    """Return the event as one JSON object."""
     return json.dumps(to_dict(event))
 
 
 def plain_line(event: pb.Event) -> str:
-    """The event as one line for people."""
+    """Return the event as one line for people."""
     return f"{event.at} {event.text or event.kind}".strip()
 
 
-def round_line(event: pb.Event) -> str:
-    """The line of an event that ends something; empty for the others."""
+def _round_line(event: pb.Event) -> str:
+    """Return a line for an event that ends something, and an empty string for others."""
     if event.kind in ("round_evaluated", "round_abandoned", "job_ended", "client_lost", "group_lost", "update_refused"):
         return plain_line(event)
     return ""
 
 
 @contextmanager
-def bar(rounds: int, label: str) -> Iterator[Show]:
-    """A progress bar on stderr: rounds, accuracy, bytes per client."""
+def _bar(rounds: int, label: str) -> Iterator[Show]:
+    """Show a progress bar on stderr, with accuracy and bytes per client."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[told]}"),
+        TextColumn("{task.fields[summary]}"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=stderr_console()) as progress:
-        task = progress.add_task(label, total=rounds, told="waiting for clients")
+        task = progress.add_task(label, total=rounds, summary="waiting for clients")
         ended: set[int] = set()
 
         def show(event: pb.Event) -> None:
-            if event.kind in _ROUND_ENDS:
+            if event.kind in _ENDS_OF_ROUNDS:
                 ended.add(event.round)
             if event.HasField("state"):
-                told = event.text if event.kind == "round_waits" else _told(event.state)
-                progress.update(task, completed=len(ended), told=told)
+                summary = event.text if event.kind == "round_waits" else _summary(event.state)
+                progress.update(task, completed=len(ended), summary=summary)
 
         yield show
 
 
-def _told(state: pb.Round) -> str:
-    parts = [f"{state.phase}, {state.delivered} of {state.selected} in"]
+def _summary(state: pb.Round) -> str:
+    parts = [f"{state.phase}, {state.delivered} of {state.selected} updates"]
     if state.eval_total:
         parts = [f"accuracy {percent(round_figures.accuracy(state))}"]
     if state.clients:
         up, down = round_figures.upload_per_client(state), round_figures.download_per_client(state)
-        parts.append(f"↑ {size(up)} ↓ {size(down)} a client")
+        parts.append(f"↑ {size(up)} ↓ {size(down)} per client")
     return "  ".join(parts)
 
 

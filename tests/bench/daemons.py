@@ -1,4 +1,4 @@
-"""What the daemon benchmarks share: a fleet, a job, and what its processes used."""
+"""What the benchmarks of daemons share: fleets that can import `tests`, and what their processes use."""
 
 import contextlib
 import json
@@ -8,61 +8,57 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedring.ctl.bench.experiment import ended_by_signals
+from fedring.ctl.bench.runner import running_fleet
 from fedring.ctl.control import Control
 from fedring.ctl.fleet import Fleet
-from fedring.v1 import control_pb2 as pb
+from fedring.rpc.tls import PLAINTEXT, Tls
 
 ROOT = Path(__file__).parent.parent.parent
 TRUSTED = ["fedring", "torchvision", "tests"]
 
 
 @contextlib.contextmanager
-def fleet_of(clients: Sequence[Mapping[str, Any]], **server: Any) -> Iterator[tuple[Fleet, Control]]:
-    """A running fleet whose daemons can import this folder's modules; its state is gone afterwards."""
+def fleet_of(
+    clients: Sequence[Mapping[str, Any]], *, operator: Tls = PLAINTEXT, **server: Any
+) -> Iterator[tuple[Fleet, Control]]:
+    """Start a fleet whose daemons can import the modules of this folder; its state is removed afterwards.
+
+    Args:
+        clients: Configuration keys of each client.
+        operator: Certificates with which the control port is called.
+        **server: Configuration keys of the server.
+    """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     with (
-        ended_by_signals(),
         tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder,
-        Fleet(
+        running_fleet(
             Path(folder),
             {"trusted": TRUSTED, **server},
             [{"trusted": TRUSTED, **client} for client in clients],
             env={"PYTHONPATH": path},
-        ) as fleet,
-        Control(fleet.control) as control,
+            operator=operator,
+        ) as (fleet, control),
     ):
         yield fleet, control
 
 
-def run_job(control: Control, job: Mapping[str, Any]) -> list[pb.Round]:
-    """The job's rounds, oldest first; RuntimeError unless it completed."""
-    events = control.events()
-    job_id = control.start_job(job).job_id
-    for _ in control.follow_job(job_id, events):
-        pass
-    if (ended := control.job(job_id)).state != "completed":
-        raise RuntimeError(f"the job {ended.state}: {ended.reason}")
-    return sorted(control.rounds(job_id=job_id, limit=ended.rounds), key=lambda round_: round_.round)
-
-
 def peak_bytes(pid: int) -> int:
-    """The process' peak resident memory (VmHWM)."""
+    """Return the peak resident memory of the process (VmHWM)."""
     return _status(pid, "VmHWM")
 
 
 def resident_bytes(pid: int) -> int:
-    """The process' resident memory now (VmRSS)."""
+    """Return the resident memory of the process now (VmRSS)."""
     return _status(pid, "VmRSS")
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Processor seconds that the processes have used so far, the kernel's work for them included."""
+    """Return the processor seconds that the processes have used so far, in user and kernel mode."""
     return sum(_cpu_seconds(pid) for pid in pids)
 
 
 def print_line(facts: Mapping[str, Any]) -> None:
-    """One JSON line."""
+    """Print one JSON line."""
     print(json.dumps(facts))
 
 
