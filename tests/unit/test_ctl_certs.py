@@ -58,7 +58,7 @@ def test_nothing_is_overwritten(pki: Pki, flctl: Call) -> None:
     for arguments in (["init", pki.folder], ["issue", pki.folder, "server"]):
         code, _, err = flctl("certs", *arguments)
         assert code == Exit.FAILED
-        assert "is there already" in err
+        assert "exists already" in err
     assert {path: path.read_bytes() for path in pki.folder.iterdir()} == before
 
 
@@ -66,9 +66,9 @@ def test_nothing_is_overwritten(pki: Pki, flctl: Call) -> None:
     ("arguments", "code", "sentence"),
     [
         (["init", "{}/ca.key"], Exit.USAGE, "cannot make"),
-        (["issue", "{}", "a/b"], Exit.USAGE, "is no name"),
-        (["issue", "{}", "ca"], Exit.USAGE, "is no name"),
-        (["issue", "{}", ".."], Exit.USAGE, "is no name"),
+        (["issue", "{}", "a/b"], Exit.USAGE, "is no valid name"),
+        (["issue", "{}", "ca"], Exit.USAGE, "is no valid name"),
+        (["issue", "{}", ".."], Exit.USAGE, "is no valid name"),
         (["issue", "{}", "a", "--host", "h"], Exit.USAGE, "--host is for servers"),
         (["issue", "{}/none", "a"], Exit.FAILED, "there is no authority in"),
         (["issue", "{}", "s", "--role", "server", "--host", "h:1"], Exit.FAILED, "neither a host's name nor"),

@@ -1,4 +1,4 @@
-"""flctl help: topics, and the help of each verb."""
+"""flctl help: topics, and the help of every verb."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -24,9 +24,11 @@ _INTERRUPTED = 130
 
 def help_(
     ctx: typer.Context,
-    topic: Annotated[list[str] | None, typer.Argument(metavar="[TOPIC]", help="exit-codes, or a verb.")] = None,
+    topic: Annotated[
+        list[str] | None, typer.Argument(metavar="[TOPIC]", help="exit-codes, or the name of a verb.")
+    ] = None,
 ) -> None:
-    """Explain a verb or a topic: exit-codes."""
+    """Explain a verb, or the topic exit-codes."""
     if topic == ["exit-codes"]:
         return print(exit_codes())
     context = ctx.find_root()
@@ -40,6 +42,6 @@ def help_(
 
 
 def exit_codes() -> str:
-    """What every exit code means, one a line."""
+    """Return the meaning of every exit code, one on each line."""
     lines = [f"{code:>4}  {meaning}" for code, meaning in EXIT_CODES.items()]
     return "\n".join(["Exit codes of flctl:", "", *lines, f"{_INTERRUPTED:>4}  interrupted with Ctrl-C"])

@@ -1,4 +1,4 @@
-"""A model's stream of chunks, checked and written as a file."""
+"""The download of a model: its stream of chunks is checked and written as a safetensors file."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,12 +11,19 @@ from fedring.ctl.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.v1 import federation_pb2 as fb
 
-_HEADER_BYTES = 1 << 16  # most that the packets' own headers take
+_HEADER_BYTES = 1 << 16  # upper bound of the headers of all packets together
 
 
 def write_model(stream: Iterable[fb.ModelBlob], path: Path) -> fb.ModelHeader:
-    """`path` holds the model of the stream, whole and with the digest it was announced with, as safetensors."""
-    from fedring.train.files import save_vectors  # imports torch: only who exports waits for it
+    """Write the model of the stream to `path` as safetensors, after its length and its digest were checked.
+
+    Returns:
+        The model's header.
+
+    Raises:
+        Failure: The model is damaged or cannot be decoded, or the file cannot be written.
+    """
+    from fedring.train.files import save_vectors  # imports torch, which most verbs do not need
 
     blobs = iter(stream)
     header = next(blobs, fb.ModelBlob()).header
@@ -26,7 +33,9 @@ def write_model(stream: Iterable[fb.ModelBlob], path: Path) -> fb.ModelHeader:
     except CodecError as error:
         raise Failure(f"fl-server sent a model that cannot be used: {error}", Exit.TRY_AGAIN) from error
     if vectors.digest(like=header.model_digest) != header.model_digest:
-        raise Failure("the model was damaged on its way: its digest is another one; try again", Exit.TRY_AGAIN)
+        raise Failure(
+            "the model was damaged in transit, since its digest differs from the header's: try again", Exit.TRY_AGAIN
+        )
     try:
         save_vectors(schema, vectors, path)
     except OSError as error:
@@ -43,7 +52,7 @@ def _payload(header: fb.ModelHeader, schema: Schema, blobs: Iterable[fb.ModelBlo
     for blob in blobs:
         offset, data = blob.chunk.offset, blob.chunk.data
         if offset != end or offset + len(data) > len(payload):
-            raise CodecError("bad_model", f"a chunk at {offset} in the place of {end}")
+            raise CodecError("bad_model", f"a chunk at offset {offset}, expected {end}")
         end += len(data)
         payload[offset:end] = data
     if end != len(payload):

@@ -30,15 +30,17 @@ def profile(
     hooks: Annotated[
         str, typer.Option(help="Comma-separated: none, fp16, bf16, int8, topk, powersgd, batched_powersgd, dgc.")
     ] = "none,fp16,powersgd,dgc",
-    dataset: Annotated[Dataset, typer.Option(help="All but digits need --data-root.")] = Dataset.MNIST,
-    data_root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the data sets.")] = None,
-    model: Annotated[str, typer.Option(metavar="MODULE:NAME", help="[default: the data set's]")] = "",
-    workers: Annotated[int, typer.Option(min=2, max=64, help="Processes of the group.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each hook.")] = 50,
-    batch_size: Annotated[int, typer.Option(min=1, help="Of each worker.")] = 64,
-    backend: Annotated[str, typer.Option(help="fedring or gloo.")] = "fedring",
+    dataset: Annotated[
+        Dataset, typer.Option(help="What to train on; all but digits need --data-root.")
+    ] = Dataset.MNIST,
+    data_root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder that holds the data sets.")] = None,
+    model: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Model to train; by default the data set's.")] = "",
+    workers: Annotated[int, typer.Option(min=2, max=64, help="Processes that train together.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure with each hook.")] = 50,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step of each worker.")] = 64,
+    backend: Annotated[str, typer.Option(help="What connects the workers: fedring or gloo.")] = "fedring",
     launch: Annotated[
-        str, typer.Option(metavar="COMMAND", help="What runs a worker, such as 'ip netns exec host{rank}'.")
+        str, typer.Option(metavar="COMMAND", help="Command that runs a worker, such as 'ip netns exec host{rank}'.")
     ] = "",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where profile.json and the plots go.")] = Path("bench-out"),
     output: OutputOption = Output.TABLE,

@@ -1,4 +1,4 @@
-"""A small certificate authority: certificates are made, renewed and written, never half."""
+"""A small certificate authority: it signs certificates, and writes each with its key as a pair of files."""
 
 import ipaddress
 import os
@@ -23,12 +23,12 @@ from fedring.daemon.config import ConfigError
 from fedring.rpc.certificates import load_pair
 from fedring.rpc.identity import Identity, Role, peer_name, uri_of
 
-_EARLIER = timedelta(minutes=5)  # clocks differ
+_EARLIER = timedelta(minutes=5)  # certificates begin earlier, since clocks of hosts differ
 _BOTH = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
 _USES = {
-    Role.SERVER: _BOTH,  # it asks itself for its health
+    Role.SERVER: _BOTH,  # it is its own client when it checks its health
     Role.OPERATOR: [ExtendedKeyUsageOID.CLIENT_AUTH],
-    Role.CLIENT: _BOTH,  # it serves its peers
+    Role.CLIENT: _BOTH,  # other workers of its group connect to it
 }
 
 _Key = ec.EllipticCurvePrivateKey
@@ -36,15 +36,21 @@ _Key = ec.EllipticCurvePrivateKey
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Who signs: its own certificate and its key."""
+    """The certificate and the key of an authority, with which it signs."""
 
     certificate: x509.Certificate
     key: _Key
 
     def sign(self, identity: Identity, names: Sequence[x509.GeneralName], days: int) -> tuple[x509.Certificate, _Key]:
-        """A certificate for the identity, with further names, and a new key that belongs to it."""
+        """Make a new key, and a certificate for it.
+
+        Args:
+            identity: Whose certificate it is, with a role.
+            names: Host names and addresses in addition to the identity's URI.
+            days: Days of validity; it ends with the authority's certificate at the latest.
+        """
         if identity.role is None:
-            raise ValueError("a certificate needs a role")
+            raise ValueError(f"the identity {identity.name!r} has no role: a certificate needs one")
         key = ec.generate_private_key(ec.SECP256R1())
         uri = x509.UniformResourceIdentifier(uri_of(identity.role, identity.name))
         builder = _builder(identity.name, key.public_key(), self._end(days))
@@ -62,12 +68,12 @@ class Authority:
         return certificate, key
 
     def _end(self, days: int) -> datetime:
-        """No certificate outlives its authority's."""
+        """Return the end of validity, at the latest that of the authority's certificate."""
         return min(datetime.now(UTC) + timedelta(days=days), self.certificate.not_valid_after_utc)
 
 
 def make_authority(days: int, key: _Key | None = None) -> Authority:
-    """A new authority; with the key of an old one, what that has signed stays valid."""
+    """Make an authority. With the key of an earlier one, certificates that it has signed stay valid."""
     key = key or ec.generate_private_key(ec.SECP256R1())
     builder = _builder("fedring authority", key.public_key(), datetime.now(UTC) + timedelta(days=days))
     usage = dict.fromkeys(
@@ -86,19 +92,24 @@ def make_authority(days: int, key: _Key | None = None) -> Authority:
 
 
 def load_authority(folder: Path) -> Authority:
-    """The authority whose files are in the folder; Failure if there is none."""
+    """Load the authority from ca.crt and ca.key in the folder.
+
+    Raises:
+        Failure: The folder has no authority.
+        ConfigError: A file cannot be used.
+    """
     cert, key = folder / "ca.crt", folder / "ca.key"
     if not (cert.exists() and key.exists()):
         raise Failure(f"there is no authority in {folder}: make one with `flctl certs init {folder}`")
     pair = load_pair(cert, key)
     private = load_pem_private_key(pair.key, None)
     if not isinstance(private, _Key):
-        raise ConfigError(f"{key} is no key of flctl's")
+        raise ConfigError(f"{key} is not an elliptic-curve key, as `flctl certs init` makes it")
     return Authority(pair.certificate, private)
 
 
 def names_for(identity: Identity, hosts: Sequence[str]) -> list[x509.GeneralName]:
-    """The names beside the identity: a server's hosts, a client's name among its peers."""
+    """Return the names of a certificate in addition to its URI: hosts, and the name by which peers know a client."""
     names: list[x509.GeneralName] = [host_name(host) for host in hosts]
     if identity.role is Role.CLIENT:
         names.append(x509.DNSName(peer_name(str(identity))))
@@ -106,7 +117,11 @@ def names_for(identity: Identity, hosts: Sequence[str]) -> list[x509.GeneralName
 
 
 def host_name(host: str) -> x509.GeneralName:
-    """A host's name or address, as certificates have it; Failure if it is neither."""
+    """Return a host's name or address as an entry of a certificate.
+
+    Raises:
+        Failure: It is neither a name nor an address.
+    """
     try:
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
@@ -116,25 +131,29 @@ def host_name(host: str) -> x509.GeneralName:
             raise ValueError
         return x509.DNSName(host)
     except ValueError as error:
-        raise Failure(f"{host!r} is neither a host's name nor its address; a port does not belong to it") from error
+        raise Failure(f"{host!r} is neither a host's name nor an address: give it without a port") from error
 
 
 def write_pair(folder: Path, name: str, certificate: x509.Certificate, key: _Key, *, replace: bool = False) -> None:
-    """`name`.crt and `name`.key are in the folder; Failure if one was there before, unless it is to be replaced."""
+    """Write `name`.crt and `name`.key to the folder.
+
+    Raises:
+        Failure: A file exists and `replace` is not set, or a file cannot be written.
+    """
     files = {
         folder / f"{name}.key": (key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), 0o600),
         folder / f"{name}.crt": (certificate.public_bytes(Encoding.PEM), 0o644),
     }
     for path in files:
         if path.exists() and not replace:
-            raise Failure(f"{path} is there already: remove it, or use `flctl certs renew`")
+            raise Failure(f"{path} exists already: remove it, or use `flctl certs renew`")
     try:
         for path, (data, mode) in files.items():
             _write(path.with_name(f"{path.name}.new"), data, mode)
-        for path in files:  # a daemon that looks in between sees that they do not match, and looks again
+        for path in files:  # a daemon that reads them in between sees that they do not match, and reads them again
             path.with_name(f"{path.name}.new").replace(path)
     except OSError as error:
-        raise Failure(f"cannot write {folder}: {error.strerror}") from error
+        raise Failure(f"cannot write to {folder}: {error.strerror}") from error
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:

@@ -1,4 +1,4 @@
-"""flctl certs: a certificate authority in a folder, for a fleet of one's own."""
+"""flctl certs: a certificate authority in a folder, which makes and renews certificates for a fleet."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -17,13 +17,14 @@ from fedring.daemon.exits import Exit
 from fedring.rpc.certificates import identity_of, load_authorities, names_of
 from fedring.rpc.identity import NAME, Identity, Role
 
-_HERE = ("localhost", "127.0.0.1", "::1")
+_LOCAL_HOST = ("localhost", "127.0.0.1", "::1")
 _AUTHORITY_DAYS = 3650
 _RENEW_DAYS = 30
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the authority.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the authority and its certificates.")]
 Hosts = Annotated[
-    list[str] | None, typer.Option("--host", metavar="NAME", help="Name or address of the server's host; repeatable.")
+    list[str] | None,
+    typer.Option("--host", metavar="NAME", help="Name or address of the server's host; may be given several times."),
 ]
 Days = Annotated[int, typer.Option(min=1, max=_AUTHORITY_DAYS, help="Days that the certificates are valid.")]
 
@@ -31,17 +32,18 @@ Days = Annotated[int, typer.Option(min=1, max=_AUTHORITY_DAYS, help="Days that t
 def init(folder: Folder, host: Hosts = None, days: Days = 365) -> None:
     """Make an authority, and certificates for the server and the operator.
 
-    Keep DIR/ca.key away from the server and the clients: whoever has it can be anybody.
+    Keep DIR/ca.key away from servers and clients.
+    Whoever has it can make a certificate for any name.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise Failure(f"cannot make {folder}: {error.strerror}", Exit.USAGE) from error
-    hosts: list[str] = [*_HERE, *(name for name in host or [] if name not in _HERE)]
+    hosts: list[str] = [*_LOCAL_HOST, *(name for name in host or [] if name not in _LOCAL_HOST)]
     identities: dict[Role, list[str]] = {Role.SERVER: hosts, Role.OPERATOR: []}
-    there = [path for name in ("ca", *identities) for path in (folder / f"{name}.crt", folder / f"{name}.key")]
-    if old := [str(path) for path in there if path.exists()]:
-        raise Failure(f"{', '.join(old)} is there already: use another folder, or `flctl certs renew {folder}`")
+    paths = [path for name in ("ca", *identities) for path in (folder / f"{name}.crt", folder / f"{name}.key")]
+    if old := [str(path) for path in paths if path.exists()]:
+        raise Failure(f"{', '.join(old)} exists already: use another folder, or `flctl certs renew {folder}`")
     signed = {role: names_for(Identity(role, str(role)), names) for role, names in identities.items()}
     authority = make_authority(_AUTHORITY_DAYS)
     write_pair(folder, "ca", authority.certificate, authority.key)
@@ -52,32 +54,35 @@ def init(folder: Folder, host: Hosts = None, days: Days = 365) -> None:
 
 def issue(
     folder: Folder,
-    name: Annotated[str, typer.Argument(help="Whose certificate; of a client its client_id.")],
-    role: Annotated[Role, typer.Option(help="What it is for.")] = Role.CLIENT,
+    name: Annotated[str, typer.Argument(help="Whose certificate it is: the client_id of a client.")],
+    role: Annotated[Role, typer.Option(help="What the certificate allows.")] = Role.CLIENT,
     host: Hosts = None,
     days: Days = 365,
 ) -> None:
-    """Make DIR/NAME.crt and DIR/NAME.key."""
+    """Make a certificate and its key: DIR/NAME.crt and DIR/NAME.key."""
     if not NAME.fullmatch(name) or name in ("ca", ".", ".."):
-        raise Failure(f"{name!r} is no name: 1 to 128 characters of A-Z a-z 0-9 . _ -, and not ca", Exit.USAGE)
+        raise Failure(
+            f"{name!r} is no valid name: use 1 to 128 characters of A-Z a-z 0-9 . _ -, but not ca", Exit.USAGE
+        )
     if host and role is not Role.SERVER:
-        raise Failure(f"--host is for servers: a {role} is known by its name wherever it runs", Exit.USAGE)
+        raise Failure(f"--host is for servers: a {role} is known by its name, on whichever host it runs", Exit.USAGE)
     identity = Identity(role, name)
-    names = names_for(identity, [*_HERE, *(host or [])] if role is Role.SERVER else [])
+    names = names_for(identity, [*_LOCAL_HOST, *(host or [])] if role is Role.SERVER else [])
     write_pair(folder, name, *load_authority(folder).sign(identity, names, days))
-    print(f"{folder / name}.crt is {identity}")
+    print(f"{folder / name}.crt is the certificate of {identity}")
 
 
 def renew(
     folder: Folder,
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Those; by default all that end in 30 days.")
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Certificates to renew; by default those that end within 30 days."),
     ] = None,
     days: Days = 365,
 ) -> None:
-    """Make certificates anew, with new keys and the same names. Daemons take them up without a restart.
+    """Renew certificates, with new keys and the same names. Daemons load them without a restart.
 
-    The authority's own, `ca`, is renewed with the same key: what it has signed stays valid.
+    The authority's own certificate, `ca`, keeps its key, so what it has signed stays valid.
     """
     authority = load_authority(folder)
     wanted = names or [row["name"] for row in _rows(folder) if row["days_left"] < _RENEW_DAYS]
@@ -90,17 +95,17 @@ def renew(
         old = _load(folder / f"{name}.crt")
         identity = identity_of(old)
         if identity is None:
-            raise Failure(f"{folder / name}.crt names no identity of ours: make it with `flctl certs issue`")
+            raise Failure(f"{folder / name}.crt has no fedring identity: make a new one with `flctl certs issue`")
         others = [known for known in names_of(old) if not isinstance(known, x509.UniformResourceIdentifier)]
         write_pair(folder, name, *authority.sign(identity, others, days), replace=True)
     print(f"renewed: {', '.join(wanted)}" if wanted else f"nothing in {folder} ends within {_RENEW_DAYS} days")
 
 
 def show(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder, or one certificate.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder of certificates, or one certificate.")],
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show whose certificates there are, and how long they are valid."""
+    """Show whose certificates these are, for which hosts, and how long they are valid."""
     rows = _rows(path)
     if output is Output.JSON:
         return print_json({"certificates": rows})
@@ -112,7 +117,7 @@ def show(
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """What is to be said of each certificate at the path, the first to expire first."""
+    """Return the facts of every certificate at the path; the one that expires first comes first."""
     files: Sequence[Path] = sorted(path.glob("*.crt")) if path.is_dir() else [path]
     if not files:
         raise Failure(f"there is no certificate (.crt) in {path}")

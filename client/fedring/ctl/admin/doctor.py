@@ -1,4 +1,4 @@
-"""flctl doctor: a checklist of what is wrong with this host, and what to do about it."""
+"""flctl doctor: check this host, and say what is wrong and what to do about it."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -20,25 +20,28 @@ from fedring.train.job import Job
 
 def doctor(
     server_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="fl-server's configuration: check this host as its server.")
+        Path | None, typer.Option(metavar="FILE", help="Configuration of fl-server: check this host as a server.")
     ] = None,
     client_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="fl-client's configuration: check this host as a client.")
+        Path | None, typer.Option(metavar="FILE", help="Configuration of fl-client: check this host as a client.")
     ] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Say what is wrong with configuration, ports, data and state on this host. Without a file: as a server."""
+    """Check the configuration, ports, certificates, data and state of this host, and say what is wrong.
+
+    Without a file it is checked as a server with default settings. Nothing is changed.
+    """
     console = stderr_console()
-    with console.status("looking ...") if console.is_terminal else nullcontext():
+    with console.status("checking ...") if console.is_terminal else nullcontext():
         rows = list(_examine(server_config, client_config))
     bad = [row for row in rows if row.level is Level.FAIL]
     if output is Output.JSON:
         print_json({"checks": [asdict(row) for row in rows], "ok": not bad})
     else:
-        told = [(row.name, row.level.value, row.found, row.advice) for row in rows]
-        print_table("", ("check", "result", "found", "advice"), told)
+        cells = [(row.name, row.level.value, row.found, row.advice) for row in rows]
+        print_table("", ("check", "result", "found", "advice"), cells)
     if bad:
-        raise Failure(f"{len(bad)} of {len(rows)} checks failed; first: {bad[0].name}: {bad[0].found}")
+        raise Failure(f"{len(bad)} of {len(rows)} checks failed; the first is {bad[0].name}: {bad[0].found}")
 
 
 def _examine(server_path: Path | None, client_path: Path | None) -> Iterator[Check]:
@@ -73,7 +76,7 @@ def _examine_client(config: ClientConfig, job: Job) -> Iterator[Check]:
 
     certificates = list(doctor_checks.check_certificates(config.tls))
     yield from certificates
-    if all(row.level is Level.OK for row in certificates):  # else there is nothing to show
+    if all(row.level is Level.OK for row in certificates):  # else a connection would fail for the same reason
         yield from doctor_checks.check_identity(config.client_id, config.tls, config.token_file)
         yield doctor_checks.check_reachable("server", config.server, config.tls)
     yield from doctor_checks.check_state_dir(config.state_dir)
@@ -84,7 +87,7 @@ def _examine_client(config: ClientConfig, job: Job) -> Iterator[Check]:
 
 
 def _check_samples(config: ClientConfig, data: str, job: Job) -> Check:
-    """Whether the client's part of the samples can be read, and is not empty."""
+    """Check that the client's part of the samples can be read and is not empty."""
     from fedring.client.trainer import trusted_by  # imports torch
     from fedring.data import DataError, load_part
     from fedring.train.batches import size_of

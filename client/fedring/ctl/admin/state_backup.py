@@ -1,4 +1,4 @@
-"""flctl backup and restore: a server's state, copied while it is used, and put back."""
+"""flctl backup and restore: copy the state of a server, also while it runs, and put it back."""
 
 import sys
 import time
@@ -17,20 +17,23 @@ from fedring.ctl.output import Output, duration, print_json, print_table, size, 
 if TYPE_CHECKING:
     from fedring.server.snapshot import Manifest
 
-StateDir = Annotated[Path, typer.Option("--state-dir", metavar="DIR", help="The server's state folder, on its host.")]
-DEFAULT_STATE_DIR = Path("fl-server-state")  # where fl-server has it, too
+StateDir = Annotated[Path, typer.Option("--state-dir", metavar="DIR", help="State folder of the server, on its host.")]
+DEFAULT_STATE_DIR = Path("fl-server-state")  # as in fl-server's configuration
 
 
 def backup(
-    target: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make; it is there when it is whole.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder to make; it appears when the backup is complete.")
+    ],
     state_dir: StateDir = DEFAULT_STATE_DIR,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Copy the server's whole state to a folder, also while the server runs.
+    """Copy the complete state of the server to a new folder, also while the server runs.
 
-    The copy is checked byte by byte. Keep it as you keep a key: it holds what all clients have sent.
+    Every byte of the copy is checked.
+    Protect it as you protect a key, since it holds what all clients have sent.
     """
-    from fedring.server.backup import back_up  # it needs the database, which most verbs do not
+    from fedring.server.backup import back_up  # imports the database, which most verbs do not need
 
     began = time.monotonic()
     with _sentences(), _bar("backup") as tell:
@@ -39,17 +42,17 @@ def backup(
 
 
 def restore(
-    source: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that flctl backup has made.")],
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that flctl backup has made.")],
     state_dir: StateDir = DEFAULT_STATE_DIR,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Move a state that is there to a folder replaced-TIME within.")
+        bool, typer.Option("--replace", help="Move an existing state into a folder replaced-TIME in the state folder.")
     ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Make a backup the server's state again; the server must not run.
+    """Restore the server's state from a backup, while the server does not run.
 
-    The backup is checked byte by byte before anything is changed. If this is broken off, fl-server does not start
-    before it is repeated.
+    Every byte of the backup is checked before anything is changed.
+    If the restore is interrupted, fl-server does not start until you have repeated it.
     """
     from fedring.server.restore import restore as restore_state
 
@@ -90,9 +93,9 @@ def _report(title: str, more: dict[str, Any], manifest: "Manifest", seconds: flo
         ("time", duration(seconds)),
     ]
     if replaced := more.get("replaced"):
-        rows.append(("state of before", replaced))
+        rows.append(("earlier state", replaced))
     if more.get("finished"):
-        rows.append(("done", "what was left of a restore that had been broken off"))
+        rows.append(("completed", "a restore that had been interrupted"))
     print_table(title, ("what", "now"), rows)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from fedring.ctl.bench.experiment import Experiment, Result, make_job, run_with_progress
 from fedring.ctl.bench.presets import DataRootOption, Dataset, DatasetOption, Mode, check_data_root, preset_job
-from fedring.ctl.bench.runner import parse_names, present
+from fedring.ctl.bench.runner import present, unique_names
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_table, size
 from fedring.train.parallel import HOOKS
@@ -23,7 +23,7 @@ def data_parallel(
     epochs: Annotated[
         int, typer.Option(min=1, help="Epochs of training with each hook; the model is evaluated after each epoch.")
     ] = 5,
-    workers: Annotated[int, typer.Option(min=2, max=64, help="Client daemons to start, one a worker.")] = 2,
+    workers: Annotated[int, typer.Option(min=2, max=64, help="Client daemons to start, one for each worker.")] = 2,
     subset: Annotated[int, typer.Option(min=0, help="Samples of an epoch, over all workers; 0 = all.")] = 0,
     hooks: Annotated[
         str, typer.Option(help=f"Hooks to compare, separated by commas: {', '.join(HOOKS)}.")
@@ -37,7 +37,7 @@ def data_parallel(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Train once with each hook, and compare bytes, accuracy, and the longest and mean communication of a step."""
-    names = parse_names("--hooks", hooks)
+    names = unique_names("--hooks", hooks.split(","))
     keys = {**preset_job(dataset, Mode.DATA_PARALLEL), **_KEYS, "rounds": epochs, "subset_size": subset}
     check_data_root(dataset, data_root)
     make_out_folder(out)

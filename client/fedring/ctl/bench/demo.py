@@ -115,8 +115,9 @@ def demo(
 ) -> None:
     """Train a model on this machine, with a real server and real clients on free ports.
 
-    The folder --out holds report.json, model.safetensors, rounds.png, logs and state afterwards. Ctrl-C stops
-    everything that was started. Options that you leave out have values that suit the data set.
+    Afterwards --out holds report.json, model.safetensors, rounds.png, logs and state.
+    Ctrl-C stops everything that was started.
+    Options that you leave out have values that suit the data set.
     """
     given = {
         "rounds": rounds,

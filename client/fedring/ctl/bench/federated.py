@@ -10,7 +10,7 @@ import typer
 from fedring.ctl.bench.central import train_centrally
 from fedring.ctl.bench.experiment import Experiment, Result, make_job, run_with_progress
 from fedring.ctl.bench.presets import DataRootOption, Dataset, DatasetOption, check_data_root, preset_job
-from fedring.ctl.bench.runner import parse_names, present
+from fedring.ctl.bench.runner import present, unique_names
 from fedring.ctl.operate import round_figures
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_table, size, stderr_console
@@ -35,7 +35,7 @@ def federated(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Train once with each encoding, and compare bytes, communication time, round time and accuracy."""
-    names = parse_names("--encodings", encodings)
+    names = unique_names("--encodings", encodings.split(","))
     keys = {**preset_job(dataset), **_KEYS, "rounds": rounds, "subset_size": subset}
     root = data_root.absolute() if data_root else None
     experiments = {

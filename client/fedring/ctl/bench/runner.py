@@ -7,7 +7,7 @@ it was measured.
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,13 +107,13 @@ def time_call(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def parse_names(option: str, text: str) -> list[str]:
-    """Return the names in a comma-separated option.
+def unique_names(option: str, words: Iterable[str]) -> list[str]:
+    """Return the names of what an option compares, without spaces and empty words.
 
     Raises:
         Failure: There is no name, or one is given twice.
     """
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = [word.strip() for word in words if word.strip()]
     if not names or len(set(names)) != len(names):
         raise Failure(f"{option} needs names, each once, separated by commas", Exit.USAGE)
     return names

@@ -19,47 +19,54 @@ from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of a job, such as epochs=2 or lr=0.1.")
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the job, such as epochs=2 or lr=0.1.")
 ]
 Start = Callable[[Control], pb.StartReply]
 
 
 def start_round(
     overrides: Overrides = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the round until it has ended.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Show the progress of the round, and return when it has ended.")
+    ] = False,
     key: KeyOption = "",
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Start one round with the server's default job, and the keys given here."""
+    """Start one round of the server's default job, with the keys that you give."""
     job = job_of(None, overrides or [])
     if job.get("rounds", 1) != 1:
-        raise Failure("start-round runs one round: leave rounds out, or give a file to `flctl run`", Exit.USAGE)
+        raise Failure(
+            f"start-round runs one round, not {job['rounds']}: leave rounds out, or give a file to `flctl run`",
+            Exit.USAGE,
+        )
     _start(server, lambda control: control.start_round(job, key=key), wait=wait, output=output)
 
 
 def run(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job: a .toml or .json file.")],
+    job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job, as a .toml or .json file.")],
     overrides: Overrides = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the job until it has ended.")] = True,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Show the progress of the job, and return when it has ended.")
+    ] = True,
     key: KeyOption = "",
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Queue a job, and follow it. Interrupting flctl does not stop the job."""
+    """Queue a job, and show its progress. The job goes on if you interrupt flctl."""
     job = job_of(job_file, overrides or [])
     _start(server, lambda control: control.start_job(job, key=key), wait=wait, output=output)
 
 
 def stop(
-    round_only: Annotated[bool, typer.Option("--round", help="End the round alone; the job goes on.")] = False,
-    job: Annotated[int, typer.Option("--job", metavar="ID", min=0, help="The job to stop; 0 = the running one.")] = 0,
+    round_only: Annotated[bool, typer.Option("--round", help="End only the round; its job goes on.")] = False,
+    job: Annotated[int, typer.Option("--job", metavar="ID", min=0, help="The job to stop; 0 = the job that runs.")] = 0,
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Stop a job and its round, or with --round only the round in progress."""
+    """Stop a job with its round, or only the round in progress."""
     if round_only and job:
-        raise Failure("--round ends the round in progress, whatever its job: leave --job out", Exit.USAGE)
+        raise Failure("--round ends the round in progress, of whichever job: leave --job out", Exit.USAGE)
     with connect(server) as control:
         reply = control.stop_round() if round_only else control.stop_job(job)
     if output is Output.JSON:
@@ -71,7 +78,16 @@ def stop(
 
 
 def job_of(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """The job that the file and `key=value` make together, only with the keys that they name."""
+    """Return the keys of the job that a file and `key=value` arguments name together.
+
+    Args:
+        path: The file, if there is one.
+        overrides: The arguments, which take precedence over the file.
+
+    Raises:
+        ConfigError: The file is wrong.
+        Failure: An argument is wrong.
+    """
     table = read_document(path) if path else {}
     if path:
         _check(table, where=str(path))
@@ -88,7 +104,7 @@ def _check(table: Mapping[str, Any], *, where: str) -> None:
     try:
         Job.model_validate(table)
     except ValidationError as error:
-        # What concerns several keys depends on the server's defaults, too: the server checks that.
+        # Whether several keys fit together depends on the server's defaults, too, so the server checks that.
         if any(row["loc"] for row in error.errors()):
             raise ConfigError(explain(error, dict.fromkeys(table, where), Job)) from error
 
@@ -108,7 +124,7 @@ def _start(server: str, start: Start, *, wait: bool, output: Output) -> None:
 def _follow(control: Control, reply: pb.StartReply, events: Events, output: Output) -> None:
     job_id = reply.job_id
     job = control.job(job_id)
-    # A job that an earlier call with the same key started may have ended before the events began.
+    # A job that an earlier call has started with the same key may have ended before the events began.
     followed = control.follow_job(job_id, None if reply.already else events)
     with display(output, rounds=job.rounds, label=f"job {job_id}") as show:
         for event in followed:

@@ -1,4 +1,4 @@
-"""flctl status, clients, rounds, models list: what fl-server knows."""
+"""flctl status, clients, rounds and models: show what fl-server knows."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ ROUND_COLUMNS = (
 
 
 def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
-    """Show what fl-server does now."""
+    """Show what fl-server does now: its job, its round, its clients and its model."""
     with connect(server) as control:
         now = control.status()
     if output is Output.JSON:
@@ -42,7 +42,7 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
         ("job", job if now.HasField("job") else "none is running"),
         ("queued", f"{now.jobs_queued} jobs"),
         ("round", _round_sentence(now.round) if now.HasField("round") else "none yet"),
-        ("clients", f"{now.clients_watching} watching"),
+        ("clients", f"{now.clients_watching} in session"),
         ("model", f"version {now.model_version}" if now.model_version else "none yet"),
         ("refused", ", ".join(f"{count} {reason}" for reason, count in sorted(now.refused.items()) if count) or "none"),
     ]
@@ -55,10 +55,10 @@ def clients(
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """List the clients, and what each does; or forget one."""
+    """List the clients, and what each of them does."""
     if verb := context.invoked_subcommand:
         for name in context.params:
-            # By its name: typer may bring a click of its own.
+            # Compared by its name, since typer may bring its own copy of click.
             if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
                 raise Failure(
                     f"--{name.replace('_', '-')} belongs behind {verb}: see flctl clients {verb} --help", Exit.USAGE
@@ -86,13 +86,13 @@ def clients(
 
 
 def forget(
-    client_id: Annotated[str, typer.Argument(metavar="ID", help="The client's name; it must be away.")],
+    client_id: Annotated[str, typer.Argument(metavar="ID", help="The client's client_id; it must not be in session.")],
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Forget a client that will not come back: its updates, its evaluations, and that it was ever here.
+    """Forget a client that will not come back, with its updates and its evaluations.
 
-    Should it come back, the server cannot tell it any more whether its last update was accepted.
+    If it does come back, the server cannot tell it whether its last update was accepted.
     """
     with connect(server) as control:
         forgotten = control.forget_client(client_id)
@@ -102,13 +102,13 @@ def forget(
 
 
 def rounds(
-    round_id: Annotated[int, typer.Argument(metavar="[ID]", min=0, help="Show this round with its clients.")] = 0,
+    round_id: Annotated[int, typer.Argument(metavar="[ID]", min=0, help="Show only this round, with its clients.")] = 0,
     limit: LimitOption = 20,
-    job: Annotated[int, typer.Option("--job", metavar="ID", min=0, help="Only rounds of this job.")] = 0,
+    job: Annotated[int, typer.Option("--job", metavar="ID", min=0, help="List only rounds of this job.")] = 0,
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """List the rounds, newest first, or show one with each client's part in it."""
+    """List the rounds, newest first, or show one round with the times and bytes of each client."""
     with connect(server) as control:
         if round_id:
             return _show_round(_find_round(control, round_id), output)
@@ -141,12 +141,14 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
 
 
 def export_model(
-    version: Annotated[int, typer.Argument(min=0, help="The version; 0 = the newest.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The .safetensors file to write.")],
+    version: Annotated[int, typer.Argument(min=0, help="The version number; 0 = the newest version.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="The .safetensors file to write; its folder must exist.")
+    ],
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Write a model version as safetensors, in its own dtypes."""
+    """Write a model version to a safetensors file, in the dtypes of the model."""
     check_out_file(out)
     with connect(server) as control:
         header = control.export_model(version, out)
@@ -158,7 +160,7 @@ def export_model(
 
 
 def round_row(round_: pb.Round) -> Sequence[str]:
-    """A round's row below ROUND_COLUMNS."""
+    """Return the cells of a round, one for each of ROUND_COLUMNS."""
     return (
         str(round_.round),
         str(round_.job_id),
@@ -174,7 +176,7 @@ def round_row(round_: pb.Round) -> Sequence[str]:
 
 
 def activity(value: int) -> str:
-    """What a client does, as a word."""
+    """Return what a client does, as a word."""
     names = {int(number): name.removeprefix("ACTIVITY_").lower() for name, number in fb.Activity.items()}
     return names.get(value, str(value)) if value else "idle"
 
@@ -182,7 +184,7 @@ def activity(value: int) -> str:
 def _find_round(control: Control, round_id: int) -> pb.Round:
     for round_ in control.rounds(number=round_id):
         return round_
-    raise Failure(f"fl-server at {control.address} knows no round {round_id}: see `flctl rounds`", Exit.USAGE)
+    raise Failure(f"fl-server at {control.address} has no round {round_id}: see `flctl rounds`", Exit.USAGE)
 
 
 def _show_round(round_: pb.Round, output: Output) -> None:

@@ -1,4 +1,4 @@
-"""flctl token: bearer tokens, for fleets without client certificates."""
+"""flctl token: make, list and revoke bearer tokens, for clients without certificates."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,17 +17,21 @@ _DAY = 24 * 3600
 
 
 def create(
-    name: Annotated[str, typer.Option(help="Whose it is; of a client its client_id.")],
-    role: Annotated[Role, typer.Option(help="client or operator.")] = Role.CLIENT,
+    name: Annotated[str, typer.Option(help="Whose token it is: the client_id of a client.")],
+    role: Annotated[
+        Role, typer.Option(help="What the token allows: to join as a client, or to use flctl as an operator.")
+    ] = Role.CLIENT,
     days: Annotated[float, typer.Option(min=0, help="Days until it expires; 0 = never.")] = 365,
     state_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Make it in the server's own files, on its host: for the first operator."),
+        typer.Option(
+            metavar="DIR", help="Write the token into this state folder on the server's host: for the first operator."
+        ),
     ] = None,
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Make a token and print it, once: the server keeps only its digest."""
+    """Make a token and print it. It cannot be printed again, since the server keeps only its digest."""
     seconds = round(days * _DAY)
     if state_dir is None:
         with connect(server) as control:
@@ -40,7 +44,7 @@ def create(
 
 
 def list_(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
-    """List tokens, oldest first; the secrets are not known."""
+    """List all tokens, oldest first, without their secrets."""
     with connect(server) as control:
         known = control.tokens()
     if output is Output.JSON:
@@ -54,11 +58,14 @@ def list_(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.T
 
 
 def revoke(
-    token_id: Annotated[str, typer.Argument(metavar="ID", help="The part between the first two underscores.")],
+    token_id: Annotated[
+        str,
+        typer.Argument(metavar="ID", help="The id in the list; in a token it is between the first two underscores."),
+    ],
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Refuse a token from now on, and close the sessions that it opened."""
+    """Revoke a token, and close the sessions that were opened with it."""
     with connect(server) as control:
         row = control.revoke_token(token_id)
     if output is Output.JSON:
@@ -68,7 +75,7 @@ def revoke(
 
 def _create_offline(state_dir: Path, role: Role, name: str, seconds: int) -> pb.CreatedToken:
     from fedring.rpc.errors import BadRequest
-    from fedring.server.tokens import create_offline  # it needs the database, which no other verb does
+    from fedring.server.tokens import create_offline  # imports the database, which other verbs do not need
 
     try:
         row, token = create_offline(state_dir, role, name, seconds)

@@ -1,4 +1,4 @@
-"""flctl watch: what happens, while it happens."""
+"""flctl watch: show events while they happen."""
 
 import sys
 from collections import deque
@@ -19,7 +19,7 @@ _ROUNDS, _LINES = 12, 5
 
 
 def watch(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
-    """Show rounds, clients and accuracy live, until Ctrl-C; where stdout is no terminal, a line an event."""
+    """Show rounds, clients and accuracy live, until Ctrl-C; a line per event where stdout is no terminal."""
     with connect(server) as control:
         if output is Output.TABLE and sys.stdout.isatty():
             return _watch_live(control)
@@ -29,7 +29,7 @@ def watch(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.T
 
 
 class Board:
-    """What is on the screen."""
+    """The screen of `flctl watch`: the newest rounds, and the last events."""
 
     def __init__(self, address: str, status: pb.Status) -> None:
         self.address = address
@@ -40,7 +40,7 @@ class Board:
             self.rounds[status.round.round] = status.round
 
     def show(self, event: pb.Event) -> None:
-        """The board tells of the event."""
+        """Take the event into account."""
         if event.HasField("state"):
             self.rounds[event.round] = event.state
             for number in sorted(self.rounds)[:-_ROUNDS]:
@@ -48,11 +48,11 @@ class Board:
         self.lines.append(plain_line(event))
 
     def render(self) -> RenderableType:
-        """The screen."""
+        """Return what the screen shows now."""
         now = self.status
         job = now.job
-        told = f"job {job.job_id} {job.name}, {job.rounds} rounds" if now.HasField("job") else "no job"
-        title = f"{self.address}   {now.clients_watching} clients   model {now.model_version}   {told}"
+        work = f"job {job.job_id} {job.name}, {job.rounds} rounds" if now.HasField("job") else "no job"
+        title = f"{self.address}   {now.clients_watching} clients   model {now.model_version}   {work}"
         rows = [round_row(self.rounds[number]) for number in sorted(self.rounds, reverse=True)]
         return Group(make_table(title, ROUND_COLUMNS, rows), *(Text(line, style="dim") for line in self.lines))
 
@@ -61,7 +61,7 @@ def _watch_live(control: Control) -> None:
     board = Board(control.address, control.status())
     with Live(board.render(), console=stdout_console(), auto_refresh=False) as live:
         for event in control.watch():
-            if event.kind != "update_accepted":  # it changes nothing in the status, and there are many
+            if event.kind != "update_accepted":  # it does not change the status, and there are many of them
                 board.status = control.status()
             board.show(event)
             live.update(board.render(), refresh=True)
