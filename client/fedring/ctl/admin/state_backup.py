@@ -111,7 +111,7 @@ def _sentences() -> Iterator[None]:
 
 @contextmanager
 def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, where that is a terminal."""
+    """Show a progress bar on stderr, if that is a terminal, and yield the function that advances it."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

@@ -53,7 +53,11 @@ def data_parallel(
 
 
 def summary(hook: str, result: Result) -> dict[str, Any]:
-    """Return the row of one hook: what a worker has sent and how long it waited; see the title of the table."""
+    """Return the row of one hook.
+
+    Bytes are those of one worker, in total and per step after the first epoch, in which dgc warms up. Waits are the
+    mean and the longest time that a worker spent on the communication of one step.
+    """
     report = result.report()
     epochs = [list(row["workers"].values()) for row in report["rounds"]]
     everything = [worker for workers in epochs for worker in workers]

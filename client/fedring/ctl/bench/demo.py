@@ -213,9 +213,8 @@ def _print_profile(label: str, report: Mapping[str, Any]) -> None:
         workers = list(row["workers"].values())
         if not workers:  # an abandoned round
             continue
-        rate = sum(
-            worker["samples_per_second"] for worker in workers if not worker.get("stage")
-        )  # stage 0 sees every sample
+        # Every sample passes through each stage, so only those of stage 0 count.
+        rate = sum(worker["samples_per_second"] for worker in workers if not worker.get("stage"))
         sent = sum(worker["bytes_sent"] for worker in workers)
         means = {key: sum(worker[key] for worker in workers) / len(workers) for key in ("seconds", "wait_seconds")}
         rows.append(
