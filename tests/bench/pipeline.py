@@ -25,13 +25,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from fedring.ctl.bench.runner import alternate
 from fedring.pipeline.cut import cut_evenly
-from fedring.pipeline.schedules import one_forward_one_backward
 from fedring.pipeline.search import search_micro_batches
-from fedring.pipeline.simulation import simulate
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import GroupTransport
 from fedring.pipeline.worker import Worker
+from fedring.schedules.schedule import one_forward_one_backward
+from fedring.schedules.simulation import simulate
 from tests.bench.daemons import print_line
 from tests.bench.networks import network
 from tests.bench.pipeline_accuracy import compare

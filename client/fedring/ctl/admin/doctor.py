@@ -60,7 +60,7 @@ def _examine(server_path: Path | None, client_path: Path | None) -> Iterator[Che
 
 
 def _examine_server(config: ServerConfig) -> Iterator[Check]:
-    from fedring.server.checks import check_names  # imports torch
+    from fedring.server.startup_checks import check_names  # imports torch
 
     yield from doctor_checks.check_certificates(config.tls)
     yield doctor_checks.check_listen("listen", config.listen, service=doctor_checks.FOR_CLIENTS, tls=config.tls)

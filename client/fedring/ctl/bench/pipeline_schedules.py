@@ -11,9 +11,8 @@ from fedring.ctl.output import Output, percent, print_json, print_table, stderr_
 from fedring.daemon.exits import Exit
 from fedring.pipeline.drawing import draw as draw_timeline
 from fedring.pipeline.drawing import text
-from fedring.pipeline.errors import ScheduleError
-from fedring.pipeline.schedules import NAMES, Schedule, Versions, make, pipedream
-from fedring.pipeline.simulation import Costs, check, simulate
+from fedring.schedules.schedule import NAMES, Schedule, ScheduleError, Versions, make, pipedream
+from fedring.schedules.simulation import Costs, check, simulate
 
 NameArgument = Annotated[
     str, typer.Argument(metavar="SCHEDULE", help=f"One of {', '.join(NAMES)}.", show_default=False)
