@@ -186,6 +186,8 @@ def _number_or_word(text: str | None) -> int | str | None:
 
 
 def _print_report(label: str, report: Mapping[str, Any]) -> None:
+    if "workers" in report["rounds"][-1]:
+        return _print_profile(label, report)
     rows = [
         (
             str(row["round"]),
@@ -199,15 +201,13 @@ def _print_report(label: str, report: Mapping[str, Any]) -> None:
         )
         for row in report["rounds"]
     ]
-    if "workers" in report["rounds"][-1]:
-        return _print_profile(label, report)
     columns = ("round>", "clients>", "accuracy>", "loss>", "time>", "training>", "upload/client>", "download/client>")
     title = f"{label}: {report['parameters']:,} parameters, accuracy {percent(report['accuracy'])}"
     print_table(title, columns, rows)
 
 
 def _print_profile(label: str, report: Mapping[str, Any]) -> None:
-    """Print the sums over the workers of each round; times are means."""
+    """Print what the workers of each round did together: their total rate, and their mean times and bytes."""
     rows = []
     for row in report["rounds"]:
         workers = list(row["workers"].values())
