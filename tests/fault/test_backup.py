@@ -14,12 +14,12 @@ import pytest
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
-from fedring.server import backup as module
-from fedring.server.backup import back_up
-from fedring.server.restore import restore
-from fedring.server.snapshot import _NAMED, BackupError, Contents, read_contents
-from fedring.server.store import SqlStore
-from fedring.server.tables import METADATA
+from fedring.server.state import backup as module
+from fedring.server.state.backup import back_up
+from fedring.server.state.restore import restore
+from fedring.server.state.snapshot import _NAMED, BackupError, Contents, read_contents
+from fedring.server.state.store import SqlStore
+from fedring.server.state.tables import METADATA
 from tests import forks
 from tests.damage import ask, flip
 from tests.fault.stored import JOB, SIZE, blob_kinds, is_whole, push, rows, until_open_round

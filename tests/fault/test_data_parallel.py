@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fedring.server.rounds import Phase, Round, Rules, sample
-from fedring.train.shards import count_steps
+from fedring.server.round.machine import Phase, Round, Rules, sample
 from fedring.v1 import control_pb2 as pb
+from fedring.workers.shards import count_steps
 from tests.conftest import REPEATED, path_to
 from tests.fault.doom import Doom, began_at
 from tests.fault.patience import NOTICED, SECONDS, SILENCE, FaultyFleet, Story

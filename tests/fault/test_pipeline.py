@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from fedring.data import digits
-from fedring.server.rounds import Phase, Round, Rules, sample
+from fedring.server.round.machine import Phase, Round, Rules, sample
 from fedring.train.files import load_model
 from fedring.train.seam import build_model
-from fedring.train.shards import World, count_steps, epoch_order, shares
+from fedring.workers.shards import World, count_steps, epoch_order, shares
 from tests.conftest import REPEATED, path_to
 from tests.fault.doom import Doom, began_at
 from tests.fault.mortal_models import stages

@@ -15,24 +15,23 @@ from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of, update_name
 from fedring.rpc.chunks import Piece
 from fedring.rpc.contract import SESSION_KEY
-from fedring.rpc.errors import UnknownRound
 from fedring.rpc.identity import IDENTITY, LOCAL
 from fedring.rpc.streams import METER, Meter
-from fedring.server import rounds as rd
-from fedring.server import uploads
-from fedring.server.blobs import FileBlobs, FilePartial, Partial, StorageError
 from fedring.server.config import ServerConfig
-from fedring.server.coordinator import Coordinator
-from fedring.server.facts import Facts
-from fedring.server.jobs import Jobs
-from fedring.server.journal import Journal
-from fedring.server.models import Models
-from fedring.server.packets import lay_out
+from fedring.server.model.models import Models
 from fedring.server.recovery import reload
-from fedring.server.rows import ModelRow, RoundRow, UpdateRow
-from fedring.server.sessions import Session, Sessions
-from fedring.server.store import SqlStore
-from fedring.server.store_api import Acceptance
+from fedring.server.round import machine as rd
+from fedring.server.round.coordinator import Coordinator
+from fedring.server.round.jobs import Jobs
+from fedring.server.round.sessions import Session, Sessions
+from fedring.server.service import uploads
+from fedring.server.state.blobs import FileBlobs, FilePartial, Partial, StorageError
+from fedring.server.state.facts import Facts
+from fedring.server.state.interfaces import Acceptance
+from fedring.server.state.journal import Journal
+from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow, lay_out
+from fedring.server.state.store import SqlStore
+from fedring.server.update.acceptance import Acceptor
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
@@ -120,7 +119,8 @@ class Host:
         models.gate = self.gate
         self.coordinator = Coordinator(self.facts, models, Sessions(10), Journal(), self.config)
         self.jobs = Jobs(self.coordinator)
-        self.uploads = uploads.ClientUpdateService(self.coordinator, self.config)
+        self.acceptor = Acceptor(self.coordinator)
+        self.uploads = uploads.ClientUpdateService(self.coordinator, self.acceptor, self.config)
         self._names = iter(range(1000))
 
     def join(self, client: str) -> Session:
@@ -201,13 +201,7 @@ class Host:
 
     def offer(self, update: tuple[FilePartial, UpdateRow]) -> "asyncio.Task[bool]":
         partial, row = update
-
-        def may() -> None:
-            round_ = self.coordinator.state.round
-            if round_ is None or round_.number != row.round or round_.phase is not rd.Phase.TRAINING:
-                raise UnknownRound("closed", reason="round_closed")
-
-        return asyncio.get_running_loop().create_task(self.coordinator.acceptor.accept(partial, row, may))
+        return asyncio.get_running_loop().create_task(self.acceptor.accept(partial, row))
 
     async def ended(self, job_id: int) -> str:
         """The state in which the job ended."""
@@ -226,7 +220,7 @@ async def running(root: Path) -> AsyncIterator[Host]:
     host = Host(root)
     await reload(host.coordinator, keep_models=10)
     async with asyncio.TaskGroup() as tasks:
-        parts = (host.coordinator.run(), host.coordinator.acceptor.run(), host.jobs.run())
+        parts = (host.coordinator.run(), host.acceptor.run(), host.jobs.run())
         tasks_of_host = [tasks.create_task(part) for part in parts]
         yield host
         assert not any(task.done() for task in tasks_of_host)

@@ -13,8 +13,8 @@ from fedring.codec.digest import name_of, update_name
 from fedring.codec.errors import CodecError
 from fedring.rpc.contract import MAX_HEADER_BYTES
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay
-from fedring.server.admit import check_header, check_payload, open_offer, packets_of
-from fedring.server.packets import PacketSpec, lay_out
+from fedring.server.state.rows import PacketSpec, lay_out
+from fedring.server.update.admission import check_header, check_payload, open_offer, packets_of
 from fedring.train.bounds import MAX_SAMPLES
 from fedring.v1 import federation_pb2 as pb
 

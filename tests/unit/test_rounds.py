@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from fedring.server.rounds import (
+from fedring.server.round.machine import (
     Abandon,
     Abandoned,
     Aggregate,

@@ -8,19 +8,19 @@ import pytest
 from tests.unit.host import Host, running, spec
 
 from fedring.rpc.errors import ClientIsHere, NoSuchClient
-from fedring.server import control as control_module
-from fedring.server import rounds as rd
-from fedring.server.blobs import FileBlobs
 from fedring.server.config import ServerConfig
-from fedring.server.control import ControlService
-from fedring.server.coordinator import Coordinator
-from fedring.server.facts import Facts
-from fedring.server.jobs import Jobs
-from fedring.server.journal import Journal
-from fedring.server.models import Models
-from fedring.server.rows import JobRow, RoundRow
-from fedring.server.sessions import Sessions
-from fedring.server.store import SqlStore
+from fedring.server.model.models import Models
+from fedring.server.operator import control as control_module
+from fedring.server.operator.control import ControlService
+from fedring.server.round import machine as rd
+from fedring.server.round.coordinator import Coordinator
+from fedring.server.round.jobs import Jobs
+from fedring.server.round.sessions import Sessions
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.facts import Facts
+from fedring.server.state.journal import Journal
+from fedring.server.state.rows import JobRow, RoundRow
+from fedring.server.state.store import SqlStore
 from fedring.v1 import control_pb2 as pb
 
 

@@ -16,11 +16,11 @@ from tests.unit.host import ONES, SIZE, Host, running, spec
 
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay, OtherUpdate, Overloaded, UnknownRound
-from fedring.server import rounds as rd
-from fedring.server import uploads
-from fedring.server.admit import Admitted, check_payload
-from fedring.server.rows import LastAccepted
-from fedring.server.store import SqlStore
+from fedring.server.round import machine as rd
+from fedring.server.service import uploads
+from fedring.server.state.rows import LastAccepted
+from fedring.server.state.store import SqlStore
+from fedring.server.update.admission import Admitted, check_payload
 from fedring.v1 import federation_pb2 as pb
 
 

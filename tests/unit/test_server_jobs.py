@@ -4,16 +4,16 @@ import asyncio
 import threading
 from pathlib import Path
 
-from fedring.server.blobs import FileBlobs
 from fedring.server.config import ServerConfig
-from fedring.server.coordinator import Coordinator
-from fedring.server.facts import Facts
-from fedring.server.jobs import Jobs
-from fedring.server.journal import Journal
-from fedring.server.models import Models
-from fedring.server.rows import JobRow
-from fedring.server.sessions import Sessions
-from fedring.server.store import SqlStore
+from fedring.server.model.models import Models
+from fedring.server.round.coordinator import Coordinator
+from fedring.server.round.jobs import Jobs
+from fedring.server.round.sessions import Sessions
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.facts import Facts
+from fedring.server.state.journal import Journal
+from fedring.server.state.rows import JobRow
+from fedring.server.state.store import SqlStore
 from fedring.train.job import Job
 
 

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 import fedring.codec
-import fedring.server.admit
-import fedring.server.mean
-import fedring.server.uploads
+import fedring.server.model.mean
+import fedring.server.service.uploads
+import fedring.server.update.admission
 from fedring.codec.errors import CodecError
 from fedring.rpc import errors
 from fedring.rpc.auth import REASONS
 from fedring.rpc.errors import FedringError, OtherUpdate, Stalled, Unavailable
-from fedring.server import blobs, database
-from fedring.server import rounds as rd
-from fedring.server.metrics import REJECTIONS, Metrics
-from fedring.server.rows import UpdateRow
+from fedring.server.round import machine as rd
+from fedring.server.round.metrics import REJECTIONS, Metrics
+from fedring.server.state import blobs, database
+from fedring.server.state.rows import UpdateRow
 
 OTHERS = {"bad_schema", "unknown_model", "unknown_job", "unknown_token"}  # reasons that no upload is refused for
 OTHERS |= {"other_job", "unknown_method", "unreadable", "unknown_client", "client_is_here"}
@@ -53,11 +53,11 @@ def words_of(path: Path, *, argument: int | None, keyword: str, errors: str) -> 
 def test_the_reasons_of_refusals_are_a_closed_set() -> None:
     folder = Path(fedring.codec.__file__).parent
     files = [path for path in folder.glob("*.py") if path.stem != "gradient"]  # which is no update's
-    files += [Path(module.__file__ or "") for module in (fedring.server.admit, fedring.server.mean)]
+    files += [Path(module.__file__ or "") for module in (fedring.server.update.admission, fedring.server.model.mean)]
     found = {word for path in files for word in words_of(path, argument=0, keyword="", errors="CodecError")}
-    admit = Path(fedring.server.admit.__file__)
+    admit = Path(fedring.server.update.admission.__file__)
     found |= set(words_of(admit, argument=None, keyword="reason", errors="BadUpdate"))
-    uploads = Path(fedring.server.uploads.__file__)
+    uploads = Path(fedring.server.service.uploads.__file__)
     found |= set(words_of(uploads, argument=None, keyword="reason", errors=""))
     found |= set(words_of(uploads, argument=0, keyword="", errors="CodecError"))
     for module in (blobs, database):

@@ -6,14 +6,10 @@ from dataclasses import replace
 from math import nan
 
 from fedring.rpc.identity import NOBODY
-from fedring.server import groups as gr
-from fedring.server import rounds as rd
-from fedring.server.openround import OpenRound
-from fedring.server.rendezvous import Rendezvous
-from fedring.server.returns import Returns
-from fedring.server.rows import JobRow, ModelRow, RoundRow
-from fedring.server.sessions import Session, Sessions
-from fedring.server.summaries import (
+from fedring.server.group import machine as gr
+from fedring.server.group.rendezvous import Rendezvous
+from fedring.server.group.returns import Returns
+from fedring.server.operator.summaries import (
     activity_name,
     client_summaries,
     event_summary,
@@ -23,6 +19,10 @@ from fedring.server.summaries import (
     round_summary,
     wait_summary,
 )
+from fedring.server.round import machine as rd
+from fedring.server.round.open_round import OpenRound
+from fedring.server.round.sessions import Session, Sessions
+from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fed

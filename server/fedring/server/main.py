@@ -33,21 +33,23 @@ from fedring.rpc.health import Health, health_port
 from fedring.rpc.metrics import CountCalls
 from fedring.rpc.spans import Spans
 from fedring.rpc.tls import ends_at
-from fedring.server.blobs import FsyncFailed, StorageError, StorageFailed
-from fedring.server.checks import check
-from fedring.server.clock import keep_time, save_time
 from fedring.server.config import ServerConfig
-from fedring.server.control import ControlService
-from fedring.server.coordinator import Coordinator
-from fedring.server.federation import ModelBlobService, TrainCmdService
-from fedring.server.forming import RendezvousService, look_after_groups
-from fedring.server.jobs import Jobs
-from fedring.server.readiness import look_after_storage
+from fedring.server.operator.control import ControlService
+from fedring.server.operator.readiness import look_after_storage
+from fedring.server.operator.tokens import TokenService
+from fedring.server.operator.view import View
 from fedring.server.recovery import recover
+from fedring.server.round.clock import keep_time, save_time
+from fedring.server.round.coordinator import Coordinator
+from fedring.server.round.jobs import Jobs
 from fedring.server.security import Security
-from fedring.server.tokens import TokenService
-from fedring.server.uploads import ClientUpdateService, add_update_service
-from fedring.server.view import View
+from fedring.server.service.commands import TrainCmdService
+from fedring.server.service.downloads import ModelBlobService
+from fedring.server.service.uploads import ClientUpdateService, add_update_service
+from fedring.server.service.workers import RendezvousService, look_after_groups
+from fedring.server.startup_checks import check
+from fedring.server.state.blobs import FsyncFailed, StorageError, StorageFailed
+from fedring.server.update.acceptance import Acceptor
 from fedring.train.errors import SeamError
 from fedring.v1 import (
     control_pb2,
@@ -144,7 +146,8 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     await security.tokens.load()
     metrics.guard.read(security.tally)
     metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
-    public, control = _servers(coordinator, jobs, security, config)
+    acceptor = Acceptor(coordinator)
+    public, control = _servers(coordinator, acceptor, jobs, security, config)
     health = Health(reflection=config.reflection)
     health.serve_on(public, *_PUBLIC_SERVICES)
     health.serve_on(control, *_CONTROL_SERVICES)
@@ -182,12 +185,12 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
         stops = [*(server.stop(seconds) for server in servers), *(page.stop(seconds) for page in pages)]
         await asyncio.gather(*stops)
 
-    others = [jobs.run(), look_after_storage(coordinator, health), *(page.run() for page in pages)]
+    others = [acceptor.run(), jobs.run(), look_after_storage(coordinator, health), *(page.run() for page in pages)]
     return await _until_stopped(coordinator, others, stop=stop, drain=drain, drain_seconds=config.drain_seconds)
 
 
 def _servers(
-    coordinator: Coordinator, jobs: Jobs, security: Security, config: ServerConfig
+    coordinator: Coordinator, acceptor: Acceptor, jobs: Jobs, security: Security, config: ServerConfig
 ) -> tuple[aio.Server, aio.Server]:
     """What clients call, and what flctl calls, behind their guards."""
     guards = [CountCalls(coordinator.metrics.calls), Boundary()]
@@ -195,7 +198,7 @@ def _servers(
     federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(TrainCmdService(coordinator, config, SOFTWARE), public)
     federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(ModelBlobService(coordinator, config), public)
     rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(coordinator, config), public)
-    add_update_service(ClientUpdateService(coordinator, config), public)
+    add_update_service(ClientUpdateService(coordinator, acceptor, config), public)
     control = make_server([*guards, security.control, Spans()], max_streams=64, tls=config.tls)
     operate = ControlService(coordinator, jobs, config.job, VERSION, refused=security.tally.counts)
     control_pb2_grpc.add_ControlServiceServicer_to_server(operate, control)
@@ -234,7 +237,6 @@ async def _until_stopped(
     gc.freeze()  # what is here stays: no collection need look at it again
     parts = [
         coordinator.run(),
-        coordinator.acceptor.run(),
         coordinator.journal.save(coordinator.facts.save_events),
         keep_time(coordinator),
         look_after_groups(coordinator),

@@ -6,15 +6,15 @@ from contextlib import ExitStack
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.lock import StateLock
-from fedring.server.blobs import StorageError, StorageFailed
 from fedring.server.config import ServerConfig
-from fedring.server.coordinator import Coordinator
-from fedring.server.facts import Facts
-from fedring.server.identity import open_state
-from fedring.server.jobs import Jobs
-from fedring.server.journal import Journal
-from fedring.server.models import Models
-from fedring.server.sessions import Sessions
+from fedring.server.model.models import Models
+from fedring.server.round.coordinator import Coordinator
+from fedring.server.round.jobs import Jobs
+from fedring.server.round.sessions import Sessions
+from fedring.server.state.blobs import StorageError, StorageFailed
+from fedring.server.state.facts import Facts
+from fedring.server.state.identity import open_state
+from fedring.server.state.journal import Journal
 
 log = logging.getLogger(__name__)
 

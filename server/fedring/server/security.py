@@ -13,8 +13,8 @@ from fedring.rpc.auth import Auth, Door, Tally
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.tls import check_tls, server_credentials
 from fedring.server.config import ServerConfig
-from fedring.server.facts import Facts
-from fedring.server.tokens import Tokens
+from fedring.server.operator.tokens import Tokens
+from fedring.server.state.facts import Facts
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,62 @@
+"""Whether the server is of use: it serves while its storage works."""
+
+import asyncio
+import time
+from contextlib import suppress
+
+from fedring.daemon.notify import sd_notify
+from fedring.rpc.health import Health
+from fedring.server.round import machine as rd
+from fedring.server.round.coordinator import Coordinator
+from fedring.server.state.blobs import StorageError
+
+_TRIAL_SECONDS = 1.0
+_LONGEST_SECONDS = 30.0
+_LEAST_BYTES = 1 << 20
+
+
+async def look_after_storage(coordinator: Coordinator, health: Health) -> None:
+    """Keep health true to the storage, and while it fails try it again and again, until cancelled."""
+    storage, journal = coordinator.facts.storage, coordinator.journal
+    with suppress(StorageError):
+        await _try(coordinator)
+    delay, mended = _TRIAL_SECONDS, -_LONGEST_SECONDS
+    while True:
+        await storage.fails.wait()
+        # A round may need more room than the trial. One that fails again at once is not tried each second.
+        delay = min(2 * delay, _LONGEST_SECONDS) if time.monotonic() < mended + delay else _TRIAL_SECONDS
+        text = f"nothing can be kept, so updates are refused and no round goes on: {storage.fault}"
+        sd_notify(f"STATUS={text}")
+        journal.write("storage_failed", text)
+        await health.set(serving=False)
+        while storage.fault:
+            await asyncio.sleep(delay)
+            with suppress(StorageError):
+                await _try(coordinator)
+                _give_time_back(coordinator, storage.since)
+                storage.mend()
+        mended = time.monotonic()
+        await health.set(serving=True)
+        text = "the state directory takes updates again"
+        sd_notify(f"STATUS={text}")
+        journal.write("storage_works", text)
+
+
+def _give_time_back(coordinator: Coordinator, since: float) -> None:
+    """Do not count the time since then (monotonic), in which nothing could be kept, as the round's."""
+    open_, round_ = coordinator.open, coordinator.state.round
+    if open_ is not None and round_ is not None:
+        seconds = time.monotonic() - max(since, round_.since)
+        if open_.started:
+            open_.started += seconds
+        coordinator.handle(rd.Delayed(seconds))
+
+
+async def _try(coordinator: Coordinator) -> None:
+    """Return if as much as a round publishes can be kept: less is of no use to it; StorageFailed if not."""
+    model, job = coordinator.latest, coordinator.open.job if coordinator.open else None
+    # Beside the model: its delta and what that left out, and of an optimizer up to two values for each of the model's.
+    delta = bool((model and model.residual_blob) or (job and job.delta_encoding))
+    optimizer = bool((model and model.optimizer_blob) or (job and job.server_optimizer))
+    size = (1 + 2 * delta + 2 * optimizer) * model.bytes if model else 0
+    await coordinator.facts.probe(max(_LEAST_BYTES, size))
