@@ -273,7 +273,7 @@ MUTANTS = {
     ),
     "epoch of an update": Mutant(
         "server/fedring/server/service/uploads.py",
-        "epoch=self._coordinator.facts.store.epoch,",
+        "epoch=self._facts.store.epoch,",
         "epoch=header.epoch,",
         "tests/fault/test_error_feedback.py",
     ),
@@ -311,14 +311,14 @@ MUTANTS = {
         "tests/fault/test_state.py",
     ),
     "time that is left": Mutant(
-        "server/fedring/server/round/coordinator.py",
-        "        self.handle(rd.Resumed(resumed, RECOVERY_SECONDS, elapsed))\n",
-        "        self.handle(rd.Resumed(resumed, RECOVERY_SECONDS, 0.0))\n",
+        "server/fedring/server/round/runner.py",
+        "        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, elapsed))\n",
+        "        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, 0.0))\n",
         "tests/fault/test_deadlines.py",
     ),
     "time without a disk": Mutant(
         "server/fedring/server/operator/readiness.py",
-        "                _give_time_back(coordinator, storage.since)\n",
+        "                parts.rounds.give_time_back(storage.since)\n",
         "",
         "tests/fault/test_storage.py",
     ),

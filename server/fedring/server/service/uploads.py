@@ -30,12 +30,12 @@ from fedring.rpc.errors import (
 )
 from fedring.rpc.streams import METER, Paced, write
 from fedring.server.config import ServerConfig
-from fedring.server.round.coordinator import Coordinator
+from fedring.server.parts import Parts
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.sessions import Session
 from fedring.server.state.blobs import FilePartial, MemoryPartial, StorageError
 from fedring.server.state.rows import UpdateRow
-from fedring.server.update.acceptance import Acceptor, Partial
+from fedring.server.update.acceptance import Partial
 from fedring.server.update.admission import Offered, check_header, check_payload, open_offer, packets_of
 from fedring.v1 import federation_pb2 as pb
 
@@ -59,15 +59,22 @@ def add_update_service(service: "ClientUpdateService", server: aio.Server) -> No
 class ClientUpdateService:
     """PushUpdate and PushSmallUpdates, and what makes them safe to repeat."""
 
-    def __init__(self, coordinator: Coordinator, acceptor: Acceptor, config: ServerConfig) -> None:
-        self._coordinator, self._acceptor, self._config = coordinator, acceptor, config
+    def __init__(self, parts: Parts, config: ServerConfig) -> None:
+        self._rounds, self._sessions, self._models, self._facts = (
+            parts.rounds,
+            parts.sessions,
+            parts.models,
+            parts.facts,
+        )
+        self._acceptor, self._journal, self._metrics = parts.acceptor, parts.journal, parts.metrics
+        self._config = config
         self._slots = asyncio.Semaphore(config.max_transfers)
         self._uploads: dict[str, asyncio.Task[Any]] = {}
 
     async def PushUpdate(
         self, request_iterator: AsyncIterator[pb.ClientUpdate | Piece], context: Any
     ) -> AsyncIterator[pb.UpdateReply]:
-        session = self._coordinator.sessions.of(context)
+        session = self._sessions.of(context)
         with self._counted(session, 0) as count:
             messages = Paced(request_iterator, self._config.no_progress_seconds)
             async with aclosing(self._push(session, messages)) as replies:
@@ -76,7 +83,7 @@ class ClientUpdateService:
                     yield reply
 
     async def PushSmallUpdates(self, request_iterator: AsyncIterator[pb.SmallUpdate], context: Any) -> None:
-        session = self._coordinator.sessions.of(context)
+        session = self._sessions.of(context)
         at_work = asyncio.Lock()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -108,7 +115,7 @@ class ClientUpdateService:
     @contextmanager
     def _counted(self, session: Session, counted: int) -> Iterator[Callable[[], None]]:
         """Inside, the call's bytes but for the first `counted`, and its seconds, are the client's in this round."""
-        traffic, meter = self._coordinator.traffic(session.client_id), METER.get()
+        traffic, meter = self._rounds.traffic(session.client_id), METER.get()
         began = time.monotonic()
 
         def count() -> None:
@@ -121,14 +128,14 @@ class ClientUpdateService:
         try:
             yield count
         except (CodecError, FedringError, asyncio.CancelledError) as error:
-            self._coordinator.metrics.refused(error)
+            self._metrics.refused(error)
             raise
         finally:
             count()
 
     def _accepted(self, *, already: bool) -> pb.Accepted:
         if already:
-            self._coordinator.metrics.repeated()
+            self._metrics.repeated()
         return pb.Accepted(already=already)
 
     async def _push(
@@ -151,7 +158,7 @@ class ClientUpdateService:
                     yield pb.UpdateReply(resume_offset=resumed)
                     await self._receive(messages, partial, header)
                     self._check_digest(partial, offered, resumed)
-                    row = await self._admit(partial, offered, self._coordinator.models.schema_of(open_.base))
+                    row = await self._admit(partial, offered, self._models.schema_of(open_.base))
                     undo.pop_all()  # the acceptor takes the partial over
                 already = await self._acceptor.accept(partial, row)
             except UnknownRound:
@@ -174,7 +181,7 @@ class ClientUpdateService:
             partial = MemoryPartial(request.payload)
             self._check_digest(partial, offered, 0)
             try:
-                row = await self._admit(partial, offered, self._coordinator.models.schema_of(open_.base))
+                row = await self._admit(partial, offered, self._models.schema_of(open_.base))
                 return await self._acceptor.accept(partial, row)
             except UnknownRound:
                 if await self._accepted_before(offered):  # by the client's attempt before this one
@@ -183,7 +190,7 @@ class ClientUpdateService:
 
     async def _accepted_before(self, offered: Offered) -> bool:
         """Whether this very update counts already; OtherUpdate if another one does."""
-        header, open_, facts = offered.header, self._coordinator.open, self._coordinator.facts
+        header, open_, facts = offered.header, self._rounds.open, self._facts
         if header.run_id != facts.store.run_id or header.round >= 2**63:
             return False
         if open_ is not None and header.round == open_.row.round:
@@ -207,11 +214,11 @@ class ClientUpdateService:
             raise BadUpdate(text, reason="wrong_model")
         if header.total_bytes > open_.command.max_update_bytes:
             raise TooLarge(f"{header.total_bytes} bytes; the limit is {open_.command.max_update_bytes}")
-        check_header(header, self._coordinator.models.schema_of(open_.base))
+        check_header(header, self._models.schema_of(open_.base))
         return open_
 
     def _require_open(self, header: pb.UpdateHeader) -> OpenRound:
-        return self._coordinator.deliverable(header.run_id, header.round, header.client_id)
+        return self._rounds.deliverable(header.run_id, header.round, header.client_id)
 
     @asynccontextmanager
     async def _only_one(self, client_id: str) -> AsyncIterator[None]:
@@ -234,7 +241,7 @@ class ClientUpdateService:
         """Where the payload goes, until `undo`: a small one waits in memory, another goes on in the file of before."""
         if header.total_bytes <= SMALL_BYTES:  # kept in its row, and handled here: a thread would cost more
             return MemoryPartial()
-        facts = self._coordinator.facts
+        facts = self._facts
         # One file per client and round, whatever the digest: a client cannot fill the disk with beginnings.
         name = f"{header.round}-{name_of(header.client_id.encode())[-32:]}"
 
@@ -253,7 +260,7 @@ class ClientUpdateService:
 
     def _abort(self, partial: Partial) -> None:
         if isinstance(partial, FilePartial):
-            self._coordinator.facts.blobs.abort(partial)
+            self._facts.blobs.abort(partial)
 
     async def _receive(
         self, messages: AsyncIterator[pb.ClientUpdate | Piece], partial: Partial, header: pb.UpdateHeader
@@ -279,7 +286,7 @@ class ClientUpdateService:
             if isinstance(partial, MemoryPartial):
                 partial.write(data)
             else:
-                await self._coordinator.facts.work(partial.write, data)
+                await self._facts.work(partial.write, data)
         except StorageError as error:
             raise Overloaded(str(error), reason=error.reason) from error
 
@@ -301,11 +308,11 @@ class ClientUpdateService:
             if small and len(packets) * (schema.num_parameters + schema.num_buffers) <= _AT_ONCE:
                 admitted = check_payload(partial.read, packets, schema)
             else:
-                admitted = await self._coordinator.facts.work(check_payload, partial.read, packets, schema)
+                admitted = await self._facts.work(check_payload, partial.read, packets, schema)
         except CodecError as error:
             self._abort(partial)
             text = f"an update of {header.client_id} was refused: {error}"
-            self._coordinator.journal.write("update_refused", text, client_id=header.client_id)
+            self._journal.write("update_refused", text, client_id=header.client_id)
             raise
         return UpdateRow(
             round=header.round,
@@ -321,7 +328,7 @@ class ClientUpdateService:
             metrics=dict(header.metrics),
             blob="" if small else offered.digest,
             payload=partial.read(0, partial.size) if small else b"",
-            epoch=self._coordinator.facts.store.epoch,
+            epoch=self._facts.store.epoch,
         )
 
 
