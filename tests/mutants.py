@@ -161,8 +161,8 @@ MUTANTS = {
     ),
     "spans": Mutant(
         "common/fedring/daemon/tracing.py",
-        "self._texts.extract({KEY: parent})",
-        "self._texts.extract({})",
+        "_TEXTS.extract({KEY: parent})",
+        "_TEXTS.extract({})",
         "tests/system/test_tracing.py",
     ),
     # Neither, in the other folders.
@@ -273,12 +273,12 @@ MUTANTS = {
     ),
     "epoch of an update": Mutant(
         "server/fedring/server/service/uploads.py",
-        "epoch=self._facts.store.epoch,",
-        "epoch=header.epoch,",
+        "Upload(session.client_id, self._facts.store.epoch)",
+        "Upload(session.client_id, 0)",
         "tests/fault/test_error_feedback.py",
     ),
     "expired sessions": Mutant(
-        "server/fedring/server/service/downloads.py",
+        "server/fedring/server/service/commands.py",
         'raise Unauthenticated("the token of this session has expired", reason="expired_token")',
         "pass",
         "tests/system/test_security.py",

@@ -21,7 +21,7 @@ from fedring.server.round.events import Abandon, Joined
 from fedring.server.service import uploads
 from fedring.server.state.rows import LastAccepted
 from fedring.server.state.store import SqlStore
-from fedring.server.update.admission import Admitted, check_payload
+from fedring.server.update.admission import check_payload
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -195,7 +195,7 @@ async def test_few_bytes_that_stand_for_many_values_do_not_hold_up_the_loop(
 ) -> None:
     checked = []
 
-    def check(*given: Any) -> Admitted:
+    def check(*given: Any) -> float:
         checked.append(threading.current_thread() is threading.main_thread())
         return check_payload(*given)
 

@@ -11,10 +11,11 @@ from typing import Any
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from opentelemetry import trace
 
 from fedring.codec.errors import CodecError
 from fedring.daemon.metrics import Registry
-from fedring.daemon.tracing import Span
+from fedring.daemon.tracing import start_span, traceparent_of
 from fedring.rpc.errors import FedringError
 from fedring.rpc.metrics import Calls
 from fedring.server.round import machine as rd
@@ -223,14 +224,14 @@ class RoundTrace:
     """Follows the round in progress, one at a time."""
 
     def __init__(self) -> None:
-        self._round: Span | None = None
-        self._phase: Span | None = None
+        self._round: trace.Span | None = None
+        self._phase: trace.Span | None = None
         self._at: Phase | None = None
 
     def begin(self, number: int, job_id: int) -> str:
         """A round has begun; the name of its span, for those who take part."""
-        self._round = Span("round", round=number, job=job_id)
-        return self._round.traceparent
+        self._round = start_span("round", round=number, job=job_id)
+        return traceparent_of(self._round)
 
     def follow(self, round_: Round | None) -> None:
         """The round is now as given: a new phase has begun if it is another, and without a round all is over."""
@@ -241,7 +242,7 @@ class RoundTrace:
         if self._phase:
             self._phase.end()
         if phase:
-            self._phase = Span(phase, self._round.traceparent)
+            self._phase = start_span(phase, traceparent_of(self._round))
         else:
             self._round.end()
             self._round = self._phase = None
