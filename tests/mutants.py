@@ -136,7 +136,7 @@ MUTANTS = {
         "tests/unit/test_train_group.py",
     ),
     "demo's table": Mutant(
-        "client/fedring/ctl/demo.py",
+        "client/fedring/ctl/bench/demo.py",
         '        "sent/worker>",\n',
         '        "sent>",\n',
         "tests/system/test_data_parallel.py",
