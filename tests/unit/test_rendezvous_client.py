@@ -13,6 +13,7 @@ from fedring.client import Federation, connect
 from fedring.client.config import ClientConfig
 from fedring.client.data_parallel import table_of
 from fedring.client.grouped import plan_of
+from fedring.client.rendezvous import Rendezvous
 from fedring.client.task import Task
 from fedring.daemon.config import ConfigError, load_config
 from fedring.train.errors import SeamError
@@ -81,7 +82,7 @@ def test_who_stands_aside_has_not_failed(task: Task, peer: "Peer") -> None:
 
 
 def test_a_server_that_knows_no_rendezvous_ends_the_round_here(task: Task) -> None:
-    with task.rendezvous() as rendezvous:
+    with Rendezvous(task.link, task.command) as rendezvous:
         news = rendezvous.wait(lambda news: news.WhichOneof("message") == "ended", lambda: None)
         assert news.ended.reason == "unknown_method"
         rendezvous.tell(pb.WorkerMessage(joined=pb.Joined(generation=1)))  # nobody is there to hear it

@@ -17,6 +17,7 @@ from fedring.client.errors import Closed, Refused, RoundOver
 from fedring.client.inbox import EvaluationOrder
 from fedring.client.link import Link
 from fedring.client.metrics import Metrics
+from fedring.client.models import Models
 from fedring.client.spool import Spool
 from fedring.client.task import Evaluation, Task
 from fedring.daemon.config import load_config
@@ -88,6 +89,7 @@ class Federation:
                 log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
             self._link = Link(config, metrics, evaluates=on_evaluate is not None, tell=tell)
             self._held = stack.pop_all()
+        self._models = Models(self._link.connection, self._link.session.advance)
         self._delivery = Delivery(self._link, self._spool)
         self._task: Task | None = None
         self._signal_taken = False
@@ -127,7 +129,7 @@ class Federation:
                 if isinstance(work, EvaluationOrder):
                     self._evaluate(work)
                 elif not self._delivery.settle(work):
-                    self._task = Task(work, self._link, self._spool, self.config.client_id)
+                    self._task = Task(work, self._link, self._models, self._spool, self.config.client_id)
                     if self._task.job.mode in self._modes:
                         return self._task
                     self._task.fail("unknown_mode", f"this client does not train in the mode {self._task.job.mode!r}")
@@ -151,7 +153,7 @@ class Federation:
             return
         counts = Counts()
         try:
-            counts = self._on_evaluate(Evaluation(order, self._link))
+            counts = self._on_evaluate(Evaluation(order, self._link, self._models))
             if not abs(counts.loss_sum) <= MAX_FIGURE:
                 log.warning("model %d has no score here: its loss is %g", order.command.model_version, counts.loss_sum)
                 counts = Counts()  # the server would refuse it, and wait for another

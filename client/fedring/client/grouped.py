@@ -7,6 +7,7 @@ from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from fedring.client.config import ClientConfig
+from fedring.client.rendezvous import Rendezvous
 from fedring.client.task import Task
 from fedring.client.worker import Part, Worker
 from fedring.ring import RingOptions, total_traffic
@@ -21,7 +22,7 @@ Table = TypeVar("Table", bound=BaseModel)
 def take_part(task: Task, part: Part, options: RingOptions, model: nn.Module) -> None:
     """The round is over, and `model` was delivered if that fell to this worker; TrainingStopped if it ended early."""
     task.metrics.ring.read(total_traffic)
-    with task.rendezvous() as rendezvous:
+    with Rendezvous(task.link, task.command) as rendezvous:
         worker = Worker(rendezvous, part, options, lambda: _look(task), task.progress)
         if worker.run():
             task.submit(model, part.usage.samples, part.metrics, part.usage.seconds)

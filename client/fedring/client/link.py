@@ -14,7 +14,6 @@ from fedring.client.config import ClientConfig
 from fedring.client.connection import Connection
 from fedring.client.errors import Closed, RoundOver
 from fedring.client.metrics import Metrics
-from fedring.client.models import Models
 from fedring.client.session import Session
 from fedring.daemon.notify import watchdog
 from fedring.rpc.health import Health, health_port
@@ -31,7 +30,6 @@ class Link:
 
     connection: Connection
     session: Session
-    models: Models
 
     def __init__(self, config: ClientConfig, metrics: Metrics, *, evaluates: bool, tell: Callable[[str], None]) -> None:
         self._config = config
@@ -91,7 +89,6 @@ class Link:
             health = Health(reflection=self._config.reflection)
             port = await self._answer_health_checks(health)
             self.session = Session(self.connection, health, evaluates=self._evaluates, tell=self._tell)
-            self.models = Models(self.connection, self.session.advance)
             self._main = asyncio.current_task()
         finally:
             started.set()

@@ -12,7 +12,7 @@ from fedring.client.held import Model
 from fedring.client.inbox import Assignment, EvaluationOrder
 from fedring.client.link import Link
 from fedring.client.metrics import Metrics
-from fedring.client.rendezvous import Rendezvous
+from fedring.client.models import Models
 from fedring.client.spool import Spool
 from fedring.client.update import Work, make_update
 from fedring.codec import CodecError
@@ -24,13 +24,14 @@ from fedring.v1 import federation_pb2 as pb
 class Task:
     """One round: load the model, train it in whatever way, submit it."""
 
-    def __init__(self, assignment: Assignment, link: Link, spool: Spool, client_id: str) -> None:
+    def __init__(self, assignment: Assignment, link: Link, models: Models, spool: Spool, client_id: str) -> None:
         self.command = assignment.command
+        self.link = link
         self.done = False  # submitted, failed, or refused
         self.result = "over"  # what has become of it (metrics.RESULTS)
         self.train_seconds: float | None = None  # None = it was not trained to its end
         self._assignment = assignment
-        self._link = link
+        self._models = models
         self._spool = spool
         self._delivery = Delivery(link, spool)
         self._client_id = client_id
@@ -59,7 +60,7 @@ class Task:
     @property
     def metrics(self) -> Metrics:
         """What this client tells of itself."""
-        return self._link.metrics
+        return self.link.metrics
 
     @property
     def cancelled(self) -> bool:
@@ -68,13 +69,13 @@ class Task:
 
     def load_into(self, model: nn.Module) -> None:
         """Afterwards `model` holds the values that this round starts from; WrongModel names what does not fit."""
-        self._base = load(self._link, self.command, model, lambda: self._assignment.ended)
+        self._base = load(self.link, self._models, self.command, model, ended=lambda: self._assignment.ended)
         self._loaded_at = time.perf_counter()
-        self._link.session.begin(pb.ACTIVITY_TRAINING)
+        self.link.session.begin(pb.ACTIVITY_TRAINING)
 
     def progress(self, share: float) -> None:
         """Tell the operator that this share of the training is done."""
-        self._link.session.advance(share)
+        self.link.session.advance(share)
 
     def submit(
         self,
@@ -103,22 +104,18 @@ class Task:
             self.result = "refused"
             raise
 
-    def rendezvous(self) -> Rendezvous:
-        """The way to the other workers of a round that a group trains; open within `with`."""
-        return Rendezvous(self._link, self.command)
-
     def stand_aside(self, train_seconds: float) -> None:
         """Nothing more is to come from this client for the round: one delivers for all."""
         self.done = True
         self.train_seconds = train_seconds
         if self.result == "over":
             self.result = "trained"
-        self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
+        self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
 
     def fail(self, reason: str, detail: str) -> None:
         """The server learns, with one stable word and one sentence, that this client has nothing for this round."""
         self.done, self.result = True, "failed"
-        self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
+        self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
         self._delivery.fail(self._assignment, reason, detail)
 
     def leave(self) -> None:
@@ -132,7 +129,7 @@ class Task:
         if clause := base.schema.difference(schema_of(model)):
             self.fail("wrong_schema", clause)
             raise WrongModel(f"this is not the model that was loaded: {clause}")
-        last = self._link.connection.last_accepted
+        last = self.link.connection.last_accepted
         residual = self._spool.residual(command.run_id, command.schema_hash, last)
         try:
             update = make_update(command, self._client_id, base, read_vectors(model), work, residual)
@@ -160,10 +157,11 @@ def own_seed(seed: int, client_id: str) -> int:
 class Evaluation:
     """One published model to evaluate."""
 
-    def __init__(self, order: EvaluationOrder, link: Link) -> None:
+    def __init__(self, order: EvaluationOrder, link: Link, models: Models) -> None:
         self.command = order.command
         self._deadline = order.deadline
         self._link = link
+        self._models = models
 
     @property
     def job(self) -> pb.JobSpec:
@@ -172,16 +170,21 @@ class Evaluation:
 
     def load_into(self, model: nn.Module) -> None:
         """Afterwards `model` holds the values to evaluate; WrongModel names what does not fit."""
-        load(self._link, self.command, model, lambda: "deadline" if time.monotonic() >= self._deadline else "")
+        load(self._link, self._models, self.command, model, ended=self._ended)
         self._link.session.begin(pb.ACTIVITY_EVALUATING)
 
+    def _ended(self) -> str:
+        return "deadline" if time.monotonic() >= self._deadline else ""
 
-def load(link: Link, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, ended: Callable[[], str]) -> Model:
+
+def load(
+    link: Link, models: Models, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, *, ended: Callable[[], str]
+) -> Model:
     """The model of the command, which `model` holds afterwards; RoundOver once `ended()` says why."""
     schema = schema_of(model)
     link.session.begin(pb.ACTIVITY_FETCHING)
-    fetched = link.models.at_hand(command, schema)
+    fetched = models.at_hand(command, schema)
     if fetched is None:
-        fetched = link.call(lambda: link.models.fetch(command.model_digest, schema, ended))
+        fetched = link.call(lambda: models.fetch(command.model_digest, schema, ended))
     fill(model, schema, fetched.vectors)
     return fetched
