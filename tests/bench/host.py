@@ -15,15 +15,15 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 import torch
 
 from fedring.client.config import ClientConfig
-from fedring.client.connection import Connection
 from fedring.client.errors import RoundOver
-from fedring.client.inbox import Assignment
 from fedring.client.metrics import Metrics
-from fedring.client.models import Models
-from fedring.client.session import Session
-from fedring.client.spool import Spool
-from fedring.client.update import Work, make_update
-from fedring.client.upload import Upload
+from fedring.client.session.connection import Connection
+from fedring.client.session.inbox import Assignment
+from fedring.client.session.watch import Session
+from fedring.client.transfer.fetch import Models
+from fedring.client.transfer.spool import Spool
+from fedring.client.transfer.update import Work, make_update
+from fedring.client.transfer.upload import Upload
 from fedring.daemon.config import load_config
 from fedring.rpc.health import Health
 from fedring.train.models import vector

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fedring.client.download import Download
 from fedring.client.errors import BadModel
 from fedring.client.held import Model
+from fedring.client.transfer.download import Download
 from fedring.codec import Encoding, Schema, Vectors, encode, encode_buffers
 from fedring.codec.digest import name_of
 from fedring.train.state import read_vectors, schema_of

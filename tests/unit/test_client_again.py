@@ -10,11 +10,11 @@ from tests.waiting import until
 from torch import nn
 
 from fedring.client import ClientConfig, RoundOver, Task, connect
-from fedring.client.delivery import Delivery
-from fedring.client.inbox import Assignment
-from fedring.client.link import Link
 from fedring.client.metrics import Metrics
-from fedring.client.spool import Spool
+from fedring.client.session.inbox import Assignment
+from fedring.client.session.link import Link
+from fedring.client.transfer.delivery import Delivery
+from fedring.client.transfer.spool import Spool
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import UnknownRound
 from fedring.v1 import federation_pb2 as pb

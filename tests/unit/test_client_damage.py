@@ -10,8 +10,8 @@ from tests.unit.test_client_upload import SECONDS, leave_behind, take_part
 from torch import nn
 
 from fedring.client import UpdateRefused, connect
-from fedring.client.connection import Connection
-from fedring.client.spool import Spool
+from fedring.client.session.connection import Connection
+from fedring.client.transfer.spool import Spool
 from fedring.codec import decode
 from fedring.rpc.errors import BadRequest, DamagedOnTheWay, FedringError, Overloaded
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from fedring.client import ClientConfig
-from fedring.client.delivery import Delivery
 from fedring.client.errors import Closed
-from fedring.client.inbox import Assignment
-from fedring.client.link import Link
 from fedring.client.metrics import Metrics
-from fedring.client.spool import Residual, Spool, Spooled
+from fedring.client.session.inbox import Assignment
+from fedring.client.session.link import Link
+from fedring.client.transfer.delivery import Delivery
+from fedring.client.transfer.spool import Residual, Spool, Spooled
 from fedring.codec.digest import name_of, update_name
 from fedring.rpc.errors import BadUpdate, FedringError, NoSession, OtherUpdate, Overloaded, Unavailable, UnknownRound
 from fedring.v1 import federation_pb2 as pb

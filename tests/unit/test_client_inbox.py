@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedring.client.inbox import Assignment, Inbox
+from fedring.client.session.inbox import Assignment, Inbox
 from fedring.codec.digest import name_of
 from fedring.v1 import federation_pb2 as pb
 

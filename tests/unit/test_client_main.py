@@ -13,9 +13,9 @@ import pytest
 from tests.forks import Fork
 from typer.testing import CliRunner
 
-from fedring.client.checks import warn_of_insecurity
 from fedring.client.config import ClientConfig
 from fedring.client.main import app
+from fedring.client.startup_checks import warn_of_insecurity
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import BadRequest
 from fedring.train.models import digits_mlp

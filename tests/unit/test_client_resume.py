@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fedring.client import connect
-from fedring.client.resume import ResumeSecret
+from fedring.client.session.resume_secret import ResumeSecret
 
 if TYPE_CHECKING:
     from tests.unit.conftest import Peer

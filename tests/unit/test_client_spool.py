@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from fedring.client.spool import Residual, Spool, Spooled
+from fedring.client.transfer.spool import Residual, Spool, Spooled
 from fedring.codec.digest import name_of, update_name
 from fedring.v1 import federation_pb2 as pb
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from fedring.client.held import Model
 from fedring.client.task import own_seed
-from fedring.client.update import Update, Work, make_update
+from fedring.client.transfer.update import Update, Work, make_update
 from fedring.codec import Encoding, Vectors, decode, encode
 from fedring.codec.digest import name_of, update_name
 from fedring.train.state import schema_of

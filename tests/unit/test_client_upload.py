@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from fedring.client import Federation, RoundOver, Task, UpdateRefused, connect
-from fedring.client.spool import Spool
+from fedring.client.transfer.spool import Spool
 from fedring.codec import decode
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import (

@@ -11,9 +11,9 @@ import pytest
 from grpc import StatusCode
 from tests.conftest import ROOT
 
-from fedring.client.backoff import FIRST_SECONDS, MOST_SECONDS
-from fedring.client.download import MAX_PACKETS as MOST_MODEL_PACKETS
-from fedring.client.upload import _ON_THE_WAY, MOST_TRIES
+from fedring.client.session.backoff import FIRST_SECONDS, MOST_SECONDS
+from fedring.client.transfer.download import MAX_PACKETS as MOST_MODEL_PACKETS
+from fedring.client.transfer.upload import _ON_THE_WAY, MOST_TRIES
 from fedring.codec.schema import MAX_ENTRIES, MAX_TENSORS
 from fedring.rpc import errors
 from fedring.rpc.auth import REASONS

@@ -11,9 +11,9 @@ from torch import nn
 
 from fedring.client import Federation, connect
 from fedring.client.config import ClientConfig
-from fedring.client.data_parallel import table_of
-from fedring.client.grouped import plan_of
-from fedring.client.rendezvous import Rendezvous
+from fedring.client.group.data_parallel import table_of
+from fedring.client.group.rendezvous import Rendezvous
+from fedring.client.group.round import plan_of
 from fedring.client.task import Task
 from fedring.daemon.config import ConfigError, load_config
 from fedring.train.errors import SeamError

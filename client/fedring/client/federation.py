@@ -12,14 +12,14 @@ from typing import Any, Self
 from torch import nn
 
 from fedring.client.config import ClientConfig
-from fedring.client.delivery import Delivery
 from fedring.client.errors import Closed, Refused, RoundOver
-from fedring.client.inbox import EvaluationOrder
-from fedring.client.link import Link
 from fedring.client.metrics import Metrics
-from fedring.client.models import Models
-from fedring.client.spool import Spool
+from fedring.client.session.inbox import EvaluationOrder
+from fedring.client.session.link import Link
 from fedring.client.task import Evaluation, Task
+from fedring.client.transfer.delivery import Delivery
+from fedring.client.transfer.fetch import Models
+from fedring.client.transfer.spool import Spool
 from fedring.daemon.config import load_config
 from fedring.daemon.lock import StateLock
 from fedring.daemon.metrics import serving

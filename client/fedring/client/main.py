@@ -72,7 +72,7 @@ def command(
         if print_config:
             print(describe(loaded))
             raise typer.Exit
-        from fedring.client.checks import check  # imports torch
+        from fedring.client.startup_checks import check  # imports torch
 
         check(loaded.config)
         if check_config:
@@ -97,8 +97,8 @@ def parse_partition(text: str | None) -> dict[str, str | None]:
 
 def serve(loaded: Loaded[ClientConfig]) -> Exit:
     """Take part until told to stop, or refused for good."""
-    from fedring.client.checks import warn_of_insecurity
     from fedring.client.federation import Federation
+    from fedring.client.startup_checks import warn_of_insecurity
     from fedring.client.trainer import MODES, Declared, prepare
 
     config = loaded.config

@@ -2,7 +2,7 @@
 
 from math import nan
 
-from fedring.client.pipe_metrics import PipeMetrics
+from fedring.client.pipeline_metrics import PipeMetrics
 from fedring.client.ring_metrics import RingMetrics
 from fedring.daemon.metrics import Registry
 from fedring.rpc.metrics import Calls

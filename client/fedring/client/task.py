@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from fedring.client.delivery import Delivery
 from fedring.client.errors import RoundOver, UpdateRefused, WrongModel
 from fedring.client.held import Model
-from fedring.client.inbox import Assignment, EvaluationOrder
-from fedring.client.link import Link
 from fedring.client.metrics import Metrics
-from fedring.client.models import Models
-from fedring.client.spool import Spool
-from fedring.client.update import Work, make_update
+from fedring.client.session.inbox import Assignment, EvaluationOrder
+from fedring.client.session.link import Link
+from fedring.client.transfer.delivery import Delivery
+from fedring.client.transfer.fetch import Models
+from fedring.client.transfer.spool import Spool
+from fedring.client.transfer.update import Work, make_update
 from fedring.codec import CodecError
 from fedring.train.plan import Plan
 from fedring.train.state import fill, read_vectors, schema_of

@@ -26,8 +26,8 @@ from fedring.train.seam import build_model, resolve
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from fedring.client.data_parallel import DataParallelTrainer
-    from fedring.client.pipelined import PipelineTrainer
+    from fedring.client.group.data_parallel import DataParallelTrainer
+    from fedring.client.group.pipeline import PipelineTrainer
 
 log = logging.getLogger(__name__)
 
@@ -103,13 +103,13 @@ class Declared:
 
     @cached_property
     def _group_trainer(self) -> "DataParallelTrainer":
-        from fedring.client.data_parallel import DataParallelTrainer  # imports torch.distributed's collectives
+        from fedring.client.group.data_parallel import DataParallelTrainer  # imports torch.distributed's collectives
 
         return DataParallelTrainer(self._config, trusted_by(self._config), self._device)
 
     @cached_property
     def _pipeline_trainer(self) -> "PipelineTrainer":
-        from fedring.client.pipelined import PipelineTrainer  # as above
+        from fedring.client.group.pipeline import PipelineTrainer  # as above
 
         return PipelineTrainer(self._config, trusted_by(self._config), self._device)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
-from fedring.client.grouped import parse_table, peer_options, plan_of, take_part
+from fedring.client.group.round import parse_table, peer_options, plan_of, take_part
 from fedring.client.hooks import Compressed, make_hook
 from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task

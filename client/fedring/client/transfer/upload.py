@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from grpc import StatusCode, aio
 
-from fedring.client.backoff import Backoff
-from fedring.client.connection import Connection, is_doubtful, stray_cancellation
 from fedring.client.errors import RoundOver, UpdateRefused
-from fedring.client.spool import Spooled
+from fedring.client.session.backoff import Backoff
+from fedring.client.session.connection import Connection, is_doubtful, stray_cancellation
+from fedring.client.transfer.spool import Spooled
 from fedring.rpc.chunks import CHUNK_BYTES, chunks
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError, Stalled, TooLarge, Unavailable, UnknownRound, reason_of, status_of

@@ -12,7 +12,7 @@ from grpc import StatusCode, aio
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused
 from fedring.client.metrics import Metrics
-from fedring.client.resume import ResumeSecret
+from fedring.client.session.resume_secret import ResumeSecret
 from fedring.client.startup import startup_seconds
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit

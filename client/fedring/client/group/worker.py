@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from fedring.client.rendezvous import Rendezvous
-from fedring.client.update import sendable
+from fedring.client.group.rendezvous import Rendezvous
+from fedring.client.transfer.update import sendable
 from fedring.ring import Endpoint, RingError, RingOptions, Traffic, join, leave
 from fedring.train.errors import TrainingStopped
 from fedring.v1 import rendezvous_pb2 as pb

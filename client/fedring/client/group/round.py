@@ -7,9 +7,9 @@ from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from fedring.client.config import ClientConfig
-from fedring.client.rendezvous import Rendezvous
+from fedring.client.group.rendezvous import Rendezvous
+from fedring.client.group.worker import Part, Worker
 from fedring.client.task import Task
-from fedring.client.worker import Part, Worker
 from fedring.ring import RingOptions, total_traffic
 from fedring.train.errors import SeamError, TrainingStopped
 from fedring.train.plan import Plan

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
-from fedring.client.grouped import parse_table, peer_options, plan_of, take_part
-from fedring.client.pipe_metrics import KINDS, PipeMetrics
+from fedring.client.group.round import parse_table, peer_options, plan_of, take_part
+from fedring.client.pipeline_metrics import KINDS, PipeMetrics
 from fedring.client.task import Task
 from fedring.pipeline.worker import Report
 from fedring.ring import RingError

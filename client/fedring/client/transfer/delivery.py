@@ -5,10 +5,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from fedring.client.errors import Closed, RoundOver, UpdateRefused
-from fedring.client.inbox import Assignment
-from fedring.client.link import Link
-from fedring.client.spool import Residual, Spool, Spooled
-from fedring.client.upload import DamagedSpool, GivenUp, Undecided, Upload
+from fedring.client.session.inbox import Assignment
+from fedring.client.session.link import Link
+from fedring.client.transfer.spool import Residual, Spool, Spooled
+from fedring.client.transfer.upload import DamagedSpool, GivenUp, Undecided, Upload
 from fedring.daemon.tracing import span
 from fedring.v1 import federation_pb2 as pb
 

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from grpc import aio
 
 from fedring.client.config import ClientConfig
-from fedring.client.connection import Connection
 from fedring.client.errors import Closed, RoundOver
 from fedring.client.metrics import Metrics
-from fedring.client.session import Session
+from fedring.client.session.connection import Connection
+from fedring.client.session.watch import Session
 from fedring.daemon.notify import watchdog
 from fedring.rpc.health import Health, health_port
 

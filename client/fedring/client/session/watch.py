@@ -10,10 +10,10 @@ from typing import Any
 
 from grpc import StatusCode, aio
 
-from fedring.client.backoff import Backoff
-from fedring.client.connection import CALL_SECONDS, Connection, is_doubtful, stray_cancellation
 from fedring.client.errors import Refused
-from fedring.client.inbox import Inbox
+from fedring.client.session.backoff import Backoff
+from fedring.client.session.connection import CALL_SECONDS, Connection, is_doubtful, stray_cancellation
+from fedring.client.session.inbox import Inbox
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import (
     FedringError,

@@ -10,10 +10,10 @@ from typing import Any, Self
 
 from grpc import StatusCode, aio
 
-from fedring.client.backoff import Backoff
-from fedring.client.connection import stray_cancellation
 from fedring.client.errors import Closed
-from fedring.client.link import Link
+from fedring.client.session.backoff import Backoff
+from fedring.client.session.connection import stray_cancellation
+from fedring.client.session.link import Link
 from fedring.rpc.errors import FedringError, Unavailable, UnknownRound, reason_of, status_of
 from fedring.v1 import federation_pb2
 from fedring.v1 import rendezvous_pb2 as pb
