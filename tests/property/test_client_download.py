@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedring.client.errors import BadModel
-from fedring.client.held import Model
-from fedring.client.transfer.download import Download
+from fedring.client.transfer.download import Download, Model
 from fedring.codec import Encoding, Schema, Vectors, encode, encode_buffers
 from fedring.codec.digest import name_of
 from fedring.train.state import read_vectors, schema_of

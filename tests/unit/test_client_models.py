@@ -11,8 +11,7 @@ from torch import nn
 
 from fedring.client import RoundOver, WrongModel, connect
 from fedring.client.errors import BadModel
-from fedring.client.held import Model
-from fedring.client.transfer.download import Download
+from fedring.client.transfer.download import Download, Model
 from fedring.codec import Encoding, Vectors, decode, encode, encode_buffers
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import FedringError, Unavailable, UnknownModel

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from torch import nn
 
-from fedring.client.held import Model
 from fedring.client.task import own_seed
+from fedring.client.transfer.download import Model
 from fedring.client.transfer.update import Update, Work, make_update
 from fedring.codec import Encoding, Vectors, decode, encode
 from fedring.codec.digest import name_of, update_name

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from tests.unit import plain_formats as plain
 
 import vectors as script
-from fedring.client.held import Model
-from fedring.client.transfer.download import Download
+from fedring.client.transfer.download import Download, Model
 from fedring.codec import (
     NAMES,
     CodecError,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from fedring.client.errors import RoundOver, UpdateRefused, WrongModel
-from fedring.client.held import Model
 from fedring.client.metrics import Metrics
 from fedring.client.session.inbox import Assignment, EvaluationOrder
 from fedring.client.session.link import Link
 from fedring.client.transfer.delivery import Delivery
+from fedring.client.transfer.download import Model
 from fedring.client.transfer.fetch import Models
 from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import Work, make_update

@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from grpc import StatusCode, aio
@@ -13,7 +15,6 @@ from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused
 from fedring.client.metrics import Metrics
 from fedring.client.session.resume_secret import ResumeSecret
-from fedring.client.startup import startup_seconds
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.daemon.tracing import trace_metadata
@@ -34,6 +35,9 @@ CALL_SECONDS = 10.0
 """Deadline of a call that moves no payload."""
 
 _DOUBTFUL = {StatusCode.UNIMPLEMENTED, StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.DEADLINE_EXCEEDED}
+
+_STARTED = 19  # field of /proc/self/stat after the name, which may hold spaces: clock ticks since the boot
+_TICKS = 100.0  # a second, on every Linux
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -89,7 +93,7 @@ class Connection:
         self._small = _NO_CALL  # for small updates, which waits for the next one; and its metadata
         self._channels: list[aio.Channel] = []  # the newest is last; the one before may still have calls
         self._watched: aio.Channel | None = None  # that of the session's stream
-        self._startup = startup_seconds()
+        self._startup = _startup_seconds()
         self.reopen()
 
     def reopen(self) -> None:
@@ -216,3 +220,12 @@ class Connection:
         """End every call."""
         for channel in self._channels:
             await channel.close()
+
+
+def _startup_seconds() -> float:
+    """Return the seconds since this process was started; 0 where the system does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[_STARTED]) / _TICKS)
+    except (OSError, AttributeError, IndexError, ValueError):
+        return 0.0

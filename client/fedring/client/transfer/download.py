@@ -1,13 +1,13 @@
 """One download of a model, as values: what comes is checked, placed and counted; nothing here reads a socket."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedring.client.errors import BadModel, WrongModel
-from fedring.client.held import Model
 from fedring.codec import BUFFERS, CodecError, Schema, Vectors, decode, open_payload, parse_schema
 from fedring.codec.digest import Digest, is_name
 from fedring.rpc.chunks import Piece
@@ -18,6 +18,15 @@ _SLACK = 1 << 16  # bytes for the packets' headers
 _SMALL_BYTES = 1 << 20
 _HEADER_BYTES = 16  # before the values of an fp32 or fp64 packet
 _AS_STORED = {"fp32": np.float32, BUFFERS: np.float64}  # encodings whose payload is the vector itself
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """One version of the model, whole. Nobody changes its vectors."""
+
+    digest: str  # names it
+    schema: Schema
+    vectors: Vectors
 
 
 class Download:

@@ -8,10 +8,9 @@ from contextlib import suppress
 from grpc import StatusCode, aio
 
 from fedring.client.errors import BadModel, RoundOver
-from fedring.client.held import Model
 from fedring.client.session.backoff import Backoff
 from fedring.client.session.connection import Connection, is_doubtful, stray_cancellation
-from fedring.client.transfer.download import Download
+from fedring.client.transfer.download import Download, Model
 from fedring.codec import Schema
 from fedring.rpc.chunks import Piece
 from fedring.rpc.errors import FedringError, Unavailable, reason_of, status_of

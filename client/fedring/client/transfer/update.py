@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.client.held import Model
+from fedring.client.transfer.download import Model
 from fedring.codec import BUFFERS, CodecError, Encoding, Vectors, encode_buffers
 from fedring.codec.dense import dense_header
 from fedring.codec.digest import name_of, update_name
