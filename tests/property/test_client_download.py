@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedring.client.errors import BadModel
-from fedring.client.transfer.download import Download, Model
+from fedring.client.transfer.download import Download, HeldModel
 from fedring.codec import Encoding, Schema, Vectors, encode, encode_buffers
 from fedring.codec.digest import name_of
 from fedring.train.state import read_vectors, schema_of
@@ -60,7 +60,7 @@ def step() -> tuple[pb.ModelHeader, bytes]:
 
 def download(header: pb.ModelHeader) -> Download:
     schema, base = model()
-    return Download(header.model_digest, schema, Model(base.digest(), schema, base))
+    return Download(header.model_digest, schema, HeldModel(base.digest(), schema, base))
 
 
 @pytest.mark.parametrize("make", [whole, step])

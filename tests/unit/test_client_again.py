@@ -10,9 +10,9 @@ from tests.waiting import until
 from torch import nn
 
 from fedring.client import ClientConfig, RoundOver, Task, connect
-from fedring.client.metrics import Metrics
+from fedring.client.metrics import ClientMetrics
 from fedring.client.session.inbox import Assignment
-from fedring.client.session.link import Link
+from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.spool import Spool
 from fedring.codec.digest import name_of
@@ -89,7 +89,7 @@ def test_what_was_accepted_for_this_round_in_an_epoch_before_is_not_trained_agai
     asked_again: dict[str, Any] = {**given, "epoch": 2, **fields}
     before = Assignment(pb.TrainCmd(**given), 0.0, accepted=accepted)
     now = Assignment(pb.TrainCmd(**asked_again), time.monotonic() + SECONDS, before=before)
-    link = Link(ClientConfig(**settings), Metrics(), evaluates=False, tell=lambda sentence: None)
+    link = ServerLink(ClientConfig(**settings), ClientMetrics(), evaluates=False, tell=lambda sentence: None)
     try:
         link.connection.last_accepted = pb.LastAccepted(epoch=1, round=7, name=known)
         assert Delivery(link, Spool(tmp_path)).settle(now) == done

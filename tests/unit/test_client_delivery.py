@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from fedring.client import ClientConfig
-from fedring.client.errors import Closed
-from fedring.client.metrics import Metrics
+from fedring.client.errors import FederationClosed
+from fedring.client.metrics import ClientMetrics
 from fedring.client.session.inbox import Assignment
-from fedring.client.session.link import Link
+from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.spool import Residual, Spool, Spooled
 from fedring.codec.digest import name_of, update_name
@@ -32,9 +32,9 @@ OLD, NEW = np.full(4, 1.0, np.float32), np.full(4, 2.0, np.float32)  # residuals
 
 
 @pytest.fixture
-def link(peer: "Peer", settings: dict[str, Any]) -> Iterator[Link]:
+def link(peer: "Peer", settings: dict[str, Any]) -> Iterator[ServerLink]:
     """A session with the peer, in which no command comes."""
-    link = Link(ClientConfig(**settings), Metrics(), evaluates=False, tell=lambda sentence: None)
+    link = ServerLink(ClientConfig(**settings), ClientMetrics(), evaluates=False, tell=lambda sentence: None)
     link.call(lambda: link.connection.renewed(""))  # there is a session
     yield link
     link.close()
@@ -69,7 +69,7 @@ def spool(tmp_path: Path) -> Spool:
 
 
 @pytest.fixture
-def delivery(link: Link, spool: Spool) -> Delivery:
+def delivery(link: ServerLink, spool: Spool) -> Delivery:
     return Delivery(link, spool)
 
 
@@ -98,14 +98,14 @@ def assert_gone(spool: Spool, residual: Residual) -> None:
     np.testing.assert_array_equal(left(spool), residual)
 
 
-def test_without_a_spooled_update_the_round_is_trained(peer: "Peer", link: Link, tmp_path: Path) -> None:
+def test_without_a_spooled_update_the_round_is_trained(peer: "Peer", link: ServerLink, tmp_path: Path) -> None:
     assert not Delivery(link, Spool(tmp_path)).settle(assignment())
     assert peer.ways == []
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_the_update_of_the_round_in_hand_is_sent_also_in_another_epoch(
-    peer: "Peer", link: Link, spool: Spool, delivery: Delivery, epoch: int
+    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery, epoch: int
 ) -> None:
     pending = spool.pending()
     assert pending is not None
@@ -137,7 +137,7 @@ def test_while_nobody_answers_the_update_is_kept_and_nothing_is_trained(
 
 @pytest.mark.parametrize("fields", [{"round": 8}, {"model_digest": OTHER_BASE}], ids=["next", "restored"])
 def test_a_client_that_is_closed_while_it_asks_keeps_the_update(
-    peer: "Peer", link: Link, spool: Spool, delivery: Delivery, fields: dict[str, Any]
+    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery, fields: dict[str, Any]
 ) -> None:
     def close(header: pb.UpdateHeader) -> FedringError:
         link.close()
@@ -145,13 +145,13 @@ def test_a_client_that_is_closed_while_it_asks_keeps_the_update(
         return Unavailable("too late")
 
     peer.on_header = close
-    with pytest.raises(Closed):
+    with pytest.raises(FederationClosed):
         delivery.settle(assignment(**fields))
     assert_kept(spool)
 
 
 def test_a_client_that_is_closed_while_it_sends_keeps_the_update(
-    peer: "Peer", link: Link, spool: Spool, delivery: Delivery
+    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery
 ) -> None:
     def close(header: pb.UpdateHeader) -> FedringError:
         link.close()
@@ -175,7 +175,7 @@ def test_a_client_that_is_closed_while_it_sends_keeps_the_update(
     ids=lambda error: error.reason if error else "resume",
 )
 def test_an_update_of_another_round_or_model_is_asked_about_and_dropped_and_the_round_is_trained(
-    peer: "Peer", link: Link, spool: Spool, delivery: Delivery, fields: dict[str, Any], error: FedringError | None
+    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery, fields: dict[str, Any], error: FedringError | None
 ) -> None:
     peer.on_header = lambda header: error
     this = assignment(**fields)
@@ -189,7 +189,7 @@ def test_an_update_of_another_round_or_model_is_asked_about_and_dropped_and_the_
 
 @pytest.mark.parametrize("fields", [{"round": 8}, {"model_digest": OTHER_BASE}], ids=["next", "restored"])
 def test_an_update_that_was_accepted_unheard_makes_the_residual_and_the_round_is_trained(
-    peer: "Peer", link: Link, spool: Spool, delivery: Delivery, fields: dict[str, Any]
+    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery, fields: dict[str, Any]
 ) -> None:
     pending = spool.pending()
     assert pending is not None
@@ -202,7 +202,7 @@ def test_an_update_that_was_accepted_unheard_makes_the_residual_and_the_round_is
     np.testing.assert_array_equal(spool.residual(RUN, HASH, link.connection.last_accepted), NEW)
 
 
-def join_again(peer: "Peer", link: Link, last: pb.LastAccepted) -> None:
+def join_again(peer: "Peer", link: ServerLink, last: pb.LastAccepted) -> None:
     """The next session begins with the server's word on the client's newest update."""
     session_id = link.connection.session.session_id
     peer.last_accepted = last
@@ -212,7 +212,7 @@ def join_again(peer: "Peer", link: Link, last: pb.LastAccepted) -> None:
 
 @pytest.mark.parametrize("fields", [{"round": 8}, {"model_digest": OTHER_BASE}], ids=["next", "restored"])
 def test_nobody_is_asked_about_the_update_that_the_server_says_it_has_accepted_last(
-    peer: "Peer", link: Link, spool: Spool, delivery: Delivery, fields: dict[str, Any]
+    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery, fields: dict[str, Any]
 ) -> None:
     pending = spool.pending()
     assert pending is not None
@@ -225,7 +225,7 @@ def test_nobody_is_asked_about_the_update_that_the_server_says_it_has_accepted_l
 
 
 def test_of_another_accepted_update_nothing_follows_for_the_spooled_one(
-    peer: "Peer", link: Link, spool: Spool, delivery: Delivery
+    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery
 ) -> None:
     last = pb.LastAccepted(epoch=1, round=7, name=name_of(b"another"))
     join_again(peer, link, last)
@@ -239,7 +239,7 @@ def test_of_another_accepted_update_nothing_follows_for_the_spooled_one(
 
 @pytest.mark.parametrize("known", [True, False])
 def test_an_update_that_protocol_1_spooled_counts_if_the_server_says_that_it_has_it(
-    peer: "Peer", link: Link, spool: Spool, delivery: Delivery, known: bool
+    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery, known: bool
 ) -> None:
     header = pb.UpdateHeader(run_id=RUN, round=7, schema_hash=HASH, total_bytes=6).SerializeToString()
     old = struct.pack("<2sBBI", b"SP", 1, 1, len(header)) + header + PAYLOAD

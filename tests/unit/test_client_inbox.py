@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedring.client.session.inbox import Assignment, Inbox
+from fedring.client.session.inbox import Assignment, WorkInbox
 from fedring.codec.digest import name_of
 from fedring.v1 import federation_pb2 as pb
 
@@ -33,7 +33,7 @@ def known(name: str = MINE, *, epoch: int = 1, round_: int = 7) -> pb.LastAccept
     ids=lambda fields: " ".join(fields) or "nothing",
 )
 def test_the_same_command_again_is_the_assignment_in_hand(fields: dict[str, object]) -> None:
-    inbox = Inbox()
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     assert inbox.train(command(**fields), NOTHING) is first
     assert (inbox.current, first.over) == (first, "")
@@ -47,7 +47,7 @@ def test_the_same_command_again_is_the_assignment_in_hand(fields: dict[str, obje
 def test_a_command_of_another_run_epoch_round_or_model_takes_the_place_of_the_one_in_hand(
     fields: dict[str, object],
 ) -> None:
-    inbox = Inbox()
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     second = inbox.train(command(**fields), NOTHING)
     assert (inbox.current, first.over, second.over) == (second, "next_round", "")
@@ -55,7 +55,7 @@ def test_a_command_of_another_run_epoch_round_or_model_takes_the_place_of_the_on
 
 
 def test_what_has_been_accepted_is_not_trained_again() -> None:
-    inbox = Inbox()
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     first.accepted = MINE
     assert inbox.train(command(), known()) is first
@@ -67,7 +67,7 @@ def test_what_has_been_accepted_is_not_trained_again() -> None:
     ids=["nothing", "an older one", "another one", "one of before"],
 )
 def test_what_the_server_has_accepted_and_does_not_know_any_more_is_trained_again(last: pb.LastAccepted) -> None:
-    inbox = Inbox()
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     first.accepted = MINE
     second = inbox.train(command(), last)
@@ -77,7 +77,7 @@ def test_what_the_server_has_accepted_and_does_not_know_any_more_is_trained_agai
 
 
 def test_an_accepted_update_counts_also_after_its_round_has_ended() -> None:
-    inbox = Inbox()
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     first.accepted = MINE
     inbox.end(7, "published")
@@ -86,7 +86,7 @@ def test_an_accepted_update_counts_also_after_its_round_has_ended() -> None:
 
 @pytest.mark.parametrize("why", ["published", "deadline", "stopped"])
 def test_a_round_that_was_over_and_is_asked_for_again_is_trained_again(why: str) -> None:
-    inbox = Inbox()
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     inbox.end(7, why)
     second = inbox.train(command(), NOTHING)
@@ -95,14 +95,14 @@ def test_a_round_that_was_over_and_is_asked_for_again_is_trained_again(why: str)
 
 
 def test_the_same_command_of_a_round_that_failed_here_still_says_that_it_has() -> None:
-    inbox = Inbox()
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     first.failure = pb.Failure(round=7, reason="no_data")
     assert inbox.train(command(), NOTHING).failure == first.failure
 
 
 async def test_only_what_is_new_or_idle_is_taken_up() -> None:
-    inbox = Inbox()
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     assert await inbox.take() is first
     inbox.train(command(), NOTHING)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fedring.client.metrics import RESULTS, Metrics
+from fedring.client.metrics import RESULTS, ClientMetrics
 from fedring.ring.link import Traffic, Wait
 from fedring.workers.usage import Usage
 
@@ -14,11 +14,11 @@ WORKERS = 4
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
+def metrics() -> ClientMetrics:
+    return ClientMetrics()
 
 
-def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+def value(metrics: ClientMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
 
 
@@ -37,7 +37,7 @@ def training(usage: Usage, hook: object) -> Any:
     return SimpleNamespace(usage=usage, hook=hook, replica=SimpleNamespace(model=nn.Linear(9, 1)))
 
 
-def test_before_anything_happens_all_is_there(metrics: Metrics) -> None:
+def test_before_anything_happens_all_is_there(metrics: ClientMetrics) -> None:
     for result in RESULTS:
         assert value(metrics, "fl_client_rounds_total", result=result) == 0
     for name in ("fl_ring_sent_bytes_total", "fl_ring_step_seconds_count", "fl_ring_residual_norm"):
@@ -45,7 +45,7 @@ def test_before_anything_happens_all_is_there(metrics: Metrics) -> None:
     assert value(metrics, "fl_ring_sparsity_ratio") == 1
 
 
-def test_what_a_training_uses_shows_while_it_runs_and_adds_up(metrics: Metrics) -> None:
+def test_what_a_training_uses_shows_while_it_runs_and_adds_up(metrics: ClientMetrics) -> None:
     hook = Hook()
     for round_ in (1, 2):
         running = training(Usage(), hook)
@@ -62,19 +62,19 @@ def test_what_a_training_uses_shows_while_it_runs_and_adds_up(metrics: Metrics) 
     assert value(metrics, "fl_ring_residual_norm") == 3.0
 
 
-def test_a_training_that_breaks_has_counted(metrics: Metrics) -> None:
+def test_a_training_that_breaks_has_counted(metrics: ClientMetrics) -> None:
     with pytest.raises(RuntimeError), metrics.ring.training(training(Usage(steps=3), Hook()), workers=WORKERS):
         raise RuntimeError
     assert value(metrics, "fl_ring_step_seconds_count") == 3
 
 
-def test_a_hook_that_is_gone_is_not_kept(metrics: Metrics) -> None:
+def test_a_hook_that_is_gone_is_not_kept(metrics: ClientMetrics) -> None:
     with metrics.ring.training(training(Usage(), Hook()), workers=WORKERS):
         pass
     assert value(metrics, "fl_ring_residual_norm") == 0
 
 
-def test_traffic_is_told_by_rank(metrics: Metrics) -> None:
+def test_traffic_is_told_by_rank(metrics: ClientMetrics) -> None:
     traffic = Traffic(sent_bytes=100, shared_bytes=20, exchanges=3, exchange_seconds=0.5, waits={2: Wait(4, 1.5)})
     traffic.refused_streams = 5
     metrics.ring.read(lambda: traffic + traffic)
@@ -86,7 +86,7 @@ def test_traffic_is_told_by_rank(metrics: Metrics) -> None:
     assert value(metrics, "fl_ring_wait_seconds_sum", peer_rank="2") == 3.0
 
 
-def test_runs_of_a_pipeline_add_up(metrics: Metrics) -> None:
+def test_runs_of_a_pipeline_add_up(metrics: ClientMetrics) -> None:
     for bubble in (0.5, 0.25):
         metrics.pipe.ran(bubble, 3, {(1, "forward"): (4, 0.5), (1, "backward"): (4, 1.0)})
     assert value(metrics, "fl_pipe_bubble_ratio") == 0.25

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedring.client import RoundOver, WrongModel, connect
 from fedring.client.errors import BadModel
-from fedring.client.transfer.download import Download, Model
+from fedring.client.transfer.download import Download, HeldModel
 from fedring.codec import Encoding, Vectors, decode, encode, encode_buffers
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import FedringError, Unavailable, UnknownModel
@@ -168,7 +168,7 @@ def test_a_large_model_is_put_together_off_the_sessions_thread_however_short_the
     model, finished = nn.Linear(1000, 600), []
     finish = Download.finish
 
-    def watched(download: Download) -> Model:
+    def watched(download: Download) -> HeldModel:
         finished.append((download.received, threading.current_thread().name))
         return finish(download)
 
@@ -307,7 +307,7 @@ def test_a_model_that_was_named_by_sha256_is_proven_by_that(model: nn.Module, st
         pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=kind, encoding="fp32", bytes=len(parts[0])),
         pb.Packet(vector=pb.VECTOR_BUFFERS, kind=kind, encoding="fp64", bytes=len(parts[1])),
     ]
-    base = Model(as_before(vectors), schema, vectors) if step else None
+    base = HeldModel(as_before(vectors), schema, vectors) if step else None
     download = Download(digest, schema, base)
     assert download.request.digest == digest
     download.begin(

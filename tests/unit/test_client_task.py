@@ -7,8 +7,8 @@ import pytest
 from torch import nn
 
 from fedring.client.task import own_seed
-from fedring.client.transfer.download import Model
-from fedring.client.transfer.update import Update, Work, make_update
+from fedring.client.transfer.download import HeldModel
+from fedring.client.transfer.update import TrainingReport, Update, make_update
 from fedring.codec import Encoding, Vectors, decode, encode
 from fedring.codec.digest import name_of, update_name
 from fedring.train.state import schema_of
@@ -35,9 +35,9 @@ def update(encoding: str = "fp32", **work: Any) -> Update:
         schema_hash=SCHEMA.hash,
         encoding=pb.Encoding(name=encoding, keep_ratio=0.25),
     )
-    base = Model(START.digest(), SCHEMA, START)
+    base = HeldModel(START.digest(), SCHEMA, START)
     trained = Vectors(START.parameters + np.float32(0.5), START.buffers + 1)
-    return make_update(command, "alice", base, trained, Work(samples=12, **work), None)
+    return make_update(command, "alice", base, trained, TrainingReport(samples=12, **work), None)
 
 
 @pytest.mark.parametrize("encoding", ["fp32", "fp32_sparse", "int8"])

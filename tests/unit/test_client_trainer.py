@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedring.client import ClientConfig, Federation
-from fedring.client.trainer import Declared
+from fedring.client.trainer import DeclaredTrainer
 from fedring.train.models import digits_mlp
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
@@ -68,7 +68,7 @@ def plug_in(module: ModuleType, function: Callable[..., Any]) -> str:
 def client(settings: dict[str, Any], **keys: Any) -> Iterator[Federation]:
     """A daemon's main loop, in a thread."""
     config = ClientConfig(**settings, **keys)
-    declared = Declared(config)
+    declared = DeclaredTrainer(config)
 
     def run() -> None:
         for task in federation:

@@ -12,7 +12,7 @@ from torch import nn
 from fedring.client import Federation, connect
 from fedring.client.config import ClientConfig
 from fedring.client.group.data_parallel import table_of
-from fedring.client.group.rendezvous import Rendezvous
+from fedring.client.group.rendezvous import RendezvousStream
 from fedring.client.group.round import plan_of
 from fedring.client.task import Task
 from fedring.daemon.config import ConfigError, load_config
@@ -82,7 +82,7 @@ def test_who_stands_aside_has_not_failed(task: Task, peer: "Peer") -> None:
 
 
 def test_a_server_that_knows_no_rendezvous_ends_the_round_here(task: Task) -> None:
-    with Rendezvous(task.link, task.command) as rendezvous:
+    with RendezvousStream(task.link, task.command) as rendezvous:
         news = rendezvous.wait(lambda news: news.WhichOneof("message") == "ended", lambda: None)
         assert news.ended.reason == "unknown_method"
         rendezvous.tell(pb.WorkerMessage(joined=pb.Joined(generation=1)))  # nobody is there to hear it

@@ -32,7 +32,7 @@ class Refused(Exception):
         self.exit_code = exit_code
 
 
-class Closed(RoundOver):
+class FederationClosed(RoundOver):
     """The federation was closed: nothing more will come, or go."""
 
     def __init__(self) -> None:

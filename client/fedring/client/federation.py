@@ -12,13 +12,13 @@ from typing import Any, Self
 from torch import nn
 
 from fedring.client.config import ClientConfig
-from fedring.client.errors import Closed, Refused, RoundOver
-from fedring.client.metrics import Metrics
+from fedring.client.errors import FederationClosed, Refused, RoundOver
+from fedring.client.metrics import ClientMetrics
 from fedring.client.session.inbox import EvaluationOrder
-from fedring.client.session.link import Link
+from fedring.client.session.link import ServerLink
 from fedring.client.task import Evaluation, Task
 from fedring.client.transfer.delivery import Delivery
-from fedring.client.transfer.fetch import Models
+from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.spool import Spool
 from fedring.daemon.config import load_config
 from fedring.daemon.lock import StateLock
@@ -80,16 +80,16 @@ class Federation:
         self._on_evaluate = on_evaluate
         self._modes = modes  # that its tasks may have
         self._spool = Spool(config.state_dir)
-        metrics = Metrics()
+        metrics = ClientMetrics()
         metrics.spool_bytes.set_function(lambda: self._spool.size)
         metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
         with ExitStack() as stack:
             stack.enter_context(StateLock(config.state_dir))
             if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
                 log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
-            self._link = Link(config, metrics, evaluates=on_evaluate is not None, tell=tell)
+            self._link = ServerLink(config, metrics, evaluates=on_evaluate is not None, tell=tell)
             self._held = stack.pop_all()
-        self._models = Models(self._link.connection, self._link.session.advance)
+        self._models = ModelFetcher(self._link.connection, self._link.session.advance)
         self._delivery = Delivery(self._link, self._spool)
         self._task: Task | None = None
         self._signal_taken = False
@@ -133,7 +133,7 @@ class Federation:
                     if self._task.job.mode in self._modes:
                         return self._task
                     self._task.fail("unknown_mode", f"this client does not train in the mode {self._task.job.mode!r}")
-        except Closed:
+        except FederationClosed:
             raise StopIteration from None
 
     @property
@@ -175,7 +175,7 @@ class Federation:
             try:
                 self._task.fail("train_error", f"{type(error).__name__}: {error}")
                 self._link.call(lambda: self._link.session.flush(_FLUSH_SECONDS))
-            except (Closed, Refused):
+            except (FederationClosed, Refused):
                 pass  # it learns from the end of the session
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

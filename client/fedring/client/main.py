@@ -99,7 +99,7 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
     """Take part until told to stop, or refused for good."""
     from fedring.client.federation import Federation
     from fedring.client.startup_checks import warn_of_insecurity
-    from fedring.client.trainer import MODES, Declared, prepare
+    from fedring.client.trainer import MODES, DeclaredTrainer, prepare
 
     config = loaded.config
     set_up_logs(config.log_style, config.log_level)
@@ -110,7 +110,7 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
     warn_of_insecurity(config)
     set_up_tracing("fl-client")
     prepare(config)
-    trainer = Declared(config)
+    trainer = DeclaredTrainer(config)
     federation = Federation(
         config, on_evaluate=trainer.evaluate, modes=MODES, tell=lambda text: sd_notify(f"STATUS={text}")
     )

@@ -2,10 +2,10 @@
 
 from math import nan
 
-from fedring.client.pipeline_metrics import PipeMetrics
+from fedring.client.pipeline_metrics import PipelineMetrics
 from fedring.client.ring_metrics import RingMetrics
 from fedring.daemon.metrics import Registry
-from fedring.rpc.metrics import Calls
+from fedring.rpc.metrics import CallMetrics
 from fedring.v1 import federation_pb2, rendezvous_pb2
 
 RESULTS = ("accepted", "trained", "refused", "failed", "over")
@@ -14,13 +14,13 @@ RESULTS = ("accepted", "trained", "refused", "failed", "over")
 _SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 
 
-class Metrics:
+class ClientMetrics:
     """What one client tells of itself."""
 
     def __init__(self) -> None:
         self.registry = new = Registry()
         files = (federation_pb2.DESCRIPTOR, rendezvous_pb2.DESCRIPTOR)
-        self.calls = Calls("client", new, files)
+        self.calls = CallMetrics("client", new, files)
         text = "Rounds that this client was asked to train in, by what became of its part."
         self._rounds = new.counter("fl_client_rounds_total", text, result=RESULTS)
         text = "What the training of a round took."
@@ -36,7 +36,7 @@ class Metrics:
         self.certificate_expiry = new.gauge("fl_client_certificate_expiry_timestamp_seconds", text)
         self.certificate_expiry.set(nan)
         self.ring = RingMetrics()
-        self.pipe = PipeMetrics()
+        self.pipe = PipelineMetrics()
         for collector in (self.ring, self.pipe):
             new.register(collector)
 

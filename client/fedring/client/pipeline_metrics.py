@@ -10,7 +10,7 @@ KINDS = ("forward", "backward", "update")
 """What a stage does."""
 
 
-class PipeMetrics(Collector):
+class PipelineMetrics(Collector):
     """What this worker's part in pipelines has come to."""
 
     def __init__(self) -> None:

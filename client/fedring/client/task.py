@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from fedring.client.errors import RoundOver, UpdateRefused, WrongModel
-from fedring.client.metrics import Metrics
+from fedring.client.metrics import ClientMetrics
 from fedring.client.session.inbox import Assignment, EvaluationOrder
-from fedring.client.session.link import Link
+from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
-from fedring.client.transfer.download import Model
-from fedring.client.transfer.fetch import Models
+from fedring.client.transfer.download import HeldModel
+from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.spool import Spool
-from fedring.client.transfer.update import Work, make_update
+from fedring.client.transfer.update import TrainingReport, make_update
 from fedring.codec import CodecError
 from fedring.train.plan import Plan
 from fedring.train.state import fill, read_vectors, schema_of
@@ -24,7 +24,9 @@ from fedring.v1 import federation_pb2 as pb
 class Task:
     """One round: load the model, train it in whatever way, submit it."""
 
-    def __init__(self, assignment: Assignment, link: Link, models: Models, spool: Spool, client_id: str) -> None:
+    def __init__(
+        self, assignment: Assignment, link: ServerLink, models: ModelFetcher, spool: Spool, client_id: str
+    ) -> None:
         self.command = assignment.command
         self.link = link
         self.done = False  # submitted, failed, or refused
@@ -35,7 +37,7 @@ class Task:
         self._spool = spool
         self._delivery = Delivery(link, spool)
         self._client_id = client_id
-        self._base: Model | None = None
+        self._base: HeldModel | None = None
         self._loaded_at = 0.0
 
     @property
@@ -58,7 +60,7 @@ class Task:
         )
 
     @property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> ClientMetrics:
         """What this client tells of itself."""
         return self.link.metrics
 
@@ -91,7 +93,7 @@ class Task:
         if self._base is None:
             raise WrongModel("nothing was loaded for this round: call load_into before the training")
         seconds = time.perf_counter() - self._loaded_at if train_seconds is None else train_seconds
-        work = Work(samples, seconds, metrics or {})
+        work = TrainingReport(samples, seconds, metrics or {})
         self.train_seconds = seconds
         if why := self._assignment.ended:
             self.done = True
@@ -124,7 +126,7 @@ class Task:
         if not (mine.idle or mine.accepted or mine.failure):
             mine.over = mine.ended
 
-    def _deliver(self, model: nn.Module, base: Model, work: Work) -> None:
+    def _deliver(self, model: nn.Module, base: HeldModel, work: TrainingReport) -> None:
         command = self.command
         if clause := base.schema.difference(schema_of(model)):
             self.fail("wrong_schema", clause)
@@ -157,7 +159,7 @@ def own_seed(seed: int, client_id: str) -> int:
 class Evaluation:
     """One published model to evaluate."""
 
-    def __init__(self, order: EvaluationOrder, link: Link, models: Models) -> None:
+    def __init__(self, order: EvaluationOrder, link: ServerLink, models: ModelFetcher) -> None:
         self.command = order.command
         self._deadline = order.deadline
         self._link = link
@@ -178,8 +180,13 @@ class Evaluation:
 
 
 def load(
-    link: Link, models: Models, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, *, ended: Callable[[], str]
-) -> Model:
+    link: ServerLink,
+    models: ModelFetcher,
+    command: pb.TrainCmd | pb.EvaluateCmd,
+    model: nn.Module,
+    *,
+    ended: Callable[[], str],
+) -> HeldModel:
     """The model of the command, which `model` holds afterwards; RoundOver once `ended()` says why."""
     schema = schema_of(model)
     link.session.begin(pb.ACTIVITY_FETCHING)

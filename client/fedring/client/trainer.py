@@ -39,7 +39,7 @@ MODES = ("federated", "data_parallel", "pipeline")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bench:
+class LoadedJob:
     """Everything that a job names, loaded."""
 
     model: nn.Module
@@ -49,14 +49,14 @@ class Bench:
     trainer: Trainer | None  # None = the built-in loop
 
 
-class Declared:
+class DeclaredTrainer:
     """Does what a job's names say, as far as the configuration trusts them."""
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
         self._device = pick_device(config.device)
         self._key = b""
-        self._bench: Bench | None = None
+        self._bench: LoadedJob | None = None
         self.in_users_code = False  # a user's trainer runs, which may never ask whether to stop
 
     def train(self, task: Task) -> None:
@@ -113,7 +113,7 @@ class Declared:
 
         return PipelineTrainer(self._config, trusted_by(self._config), self._device)
 
-    def _train(self, bench: Bench, task: Task) -> TrainResult:
+    def _train(self, bench: LoadedJob, task: Task) -> TrainResult:
         if bench.trainer is None:
             return train(
                 bench.model,
@@ -135,7 +135,7 @@ class Declared:
         log.error("round %d failed (%s): %s", task.round, reason, detail)
         task.fail(reason, detail)
 
-    def _load(self, job: pb.JobSpec) -> Bench:
+    def _load(self, job: pb.JobSpec) -> LoadedJob:
         """What the job names; the same as before if the job asks for the same."""
         key = pb.JobSpec()
         key.CopyFrom(job)
@@ -148,13 +148,13 @@ class Declared:
             self._bench, self._key = self._build(job), wanted
         return self._bench
 
-    def _build(self, job: pb.JobSpec) -> Bench:
+    def _build(self, job: pb.JobSpec) -> LoadedJob:
         if job.mode not in MODES:
             raise SeamError("unknown_mode", f"This client does not know the mode {job.mode!r}: update it.")
         name = {part: getattr(self._config, part) or getattr(job, part) for part in NAMES}
         trusted = trusted_by(self._config)
         model = build_model(name["model"], json.loads(job.model_args or "{}"), job.seed, trusted)
-        return Bench(
+        return LoadedJob(
             model if job.mode == "pipeline" else model.to(self._device),  # which may be too small for all stages
             self._split(resolve(name["data"], trusted), job),
             resolve(name["loss"], trusted),

@@ -31,7 +31,7 @@ from fedring.rpc.channel import make_server
 from fedring.rpc.errors import Unavailable
 from fedring.rpc.health import Health, health_port
 from fedring.rpc.metrics import CountCalls
-from fedring.rpc.spans import Spans
+from fedring.rpc.spans import TraceCalls
 from fedring.rpc.tls import ends_at
 from fedring.server.config import ServerConfig
 from fedring.server.operator.control import ControlService
@@ -194,12 +194,12 @@ def _servers(
 ) -> tuple[aio.Server, aio.Server]:
     """What clients call, and what flctl calls, behind their guards."""
     guards = [CountCalls(coordinator.metrics.calls), Boundary()]
-    public = make_server([*guards, security.public, Spans()], max_streams=4 * config.max_clients, tls=config.tls)
+    public = make_server([*guards, security.public, TraceCalls()], max_streams=4 * config.max_clients, tls=config.tls)
     federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(TrainCmdService(coordinator, config, SOFTWARE), public)
     federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(ModelBlobService(coordinator, config), public)
     rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(coordinator, config), public)
     add_update_service(ClientUpdateService(coordinator, acceptor, config), public)
-    control = make_server([*guards, security.control, Spans()], max_streams=64, tls=config.tls)
+    control = make_server([*guards, security.control, TraceCalls()], max_streams=64, tls=config.tls)
     operate = ControlService(coordinator, jobs, config.job, VERSION, refused=security.tally.counts)
     control_pb2_grpc.add_ControlServiceServicer_to_server(operate, control)
     tokens = TokenService(security.tokens, coordinator.sessions)

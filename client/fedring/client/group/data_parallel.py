@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Standing:
+class DataParallelState:
     """What a worker keeps from round to round of one job."""
 
     replica: Replica
@@ -41,7 +41,7 @@ class DataParallelTrainer:
         self._trusted = trusted
         self._device = device
         self._key: tuple[Any, ...] = ()
-        self._standing: Standing | None = None
+        self._standing: DataParallelState | None = None
 
     def train(
         self, task: Task, model: nn.Module, samples: Dataset[Any], *, loss: Loss, optimizer: OptimizerFactory
@@ -60,9 +60,11 @@ class DataParallelTrainer:
             total_epochs=task.job.rounds * plan.epochs,
             first_epoch=(plan.job_round - 1) * plan.epochs,
         )
-        take_part(task, Replicated(standing, course, task.metrics.ring), self._options, model)
+        take_part(task, DataParallelPart(standing, course, task.metrics.ring), self._options, model)
 
-    def _standing_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory, table: DataParallel) -> Standing:
+    def _standing_for(
+        self, task: Task, model: nn.Module, optimizer: OptimizerFactory, table: DataParallel
+    ) -> DataParallelState:
         """That of the job's round before, or a new one."""
         command = task.command
         key = (command.run_id, command.epoch, command.job.job_id, model)
@@ -75,15 +77,15 @@ class DataParallelTrainer:
             replica = Replica(model, optimizer(parameters, plan.lr, momentum))
             if isinstance(hook, Compressed):
                 replica.shared = hook.shared
-            self._standing, self._key = Standing(replica, hook), key
+            self._standing, self._key = DataParallelState(replica, hook), key
         return self._standing
 
 
 @dataclass(slots=True, eq=False)
-class Replicated:
+class DataParallelPart:
     """This worker's part in a data-parallel round: the whole model, and a share of each batch."""
 
-    standing: Standing
+    standing: DataParallelState
     course: Course
     shown: RingMetrics
     usage: Usage = field(default_factory=Usage)

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
 from fedring.client.group.round import parse_table, peer_options, plan_of, take_part
-from fedring.client.pipeline_metrics import KINDS, PipeMetrics
+from fedring.client.pipeline_metrics import KINDS, PipelineMetrics
 from fedring.client.task import Task
 from fedring.pipeline.worker import Report
 from fedring.ring import RingError
@@ -32,7 +32,7 @@ _ORDER = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)  # as in KINDS
 
 
 @dataclass(slots=True, eq=False)
-class Standing:
+class PipelineState:
     """What a worker keeps from round to round of one job."""
 
     replica: Replica  # in the host's memory
@@ -47,7 +47,7 @@ class PipelineTrainer:
         self._trusted = trusted
         self._device = device
         self._key: tuple[Any, ...] = ()
-        self._standing: Standing | None = None
+        self._standing: PipelineState | None = None
 
     def train(
         self, task: Task, model: nn.Module, samples: Dataset[Any], *, loss: Loss, optimizer: OptimizerFactory
@@ -72,24 +72,24 @@ class PipelineTrainer:
             counts,
             lambda report, in_flight: show(task.metrics.pipe, report, in_flight),
         )
-        take_part(task, Staged(standing, course), self._options, model)
+        take_part(task, PipelinePart(standing, course), self._options, model)
 
-    def _standing_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory) -> Standing:
+    def _standing_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory) -> PipelineState:
         """That of the job's round before, or a new one."""
         plan, command = plan_of(task), task.command
         key = (command.run_id, command.epoch, command.job.job_id, model)
         if self._standing is None or self._key != key:
             parameters = [p for p in model.parameters() if p.requires_grad]
-            self._standing = Standing(Replica(model, optimizer(parameters, plan.lr, plan.momentum)))
+            self._standing = PipelineState(Replica(model, optimizer(parameters, plan.lr, plan.momentum)))
             self._key = key
         return self._standing
 
 
 @dataclass(slots=True, eq=False)
-class Staged:
+class PipelinePart:
     """This worker's part in a pipeline round: some stages of the model."""
 
-    standing: Standing
+    standing: PipelineState
     course: Course
     usage: Usage = field(default_factory=Usage)
     _profile: Profile = field(default_factory=Profile)
@@ -146,7 +146,7 @@ class Staged:
         return self.standing.replica.digest()
 
 
-def show(metrics: PipeMetrics, report: Report, in_flight: int) -> None:
+def show(metrics: PipelineMetrics, report: Report, in_flight: int) -> None:
     """The metrics have what a run of the schedule took."""
     actions = {(stage, KINDS[_ORDER.index(kind)]): spent for (stage, kind), spent in report.spent.items()}
     metrics.ran(report.bubble, in_flight, actions)

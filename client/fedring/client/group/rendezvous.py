@@ -10,10 +10,10 @@ from typing import Any, Self
 
 from grpc import StatusCode, aio
 
-from fedring.client.errors import Closed
+from fedring.client.errors import FederationClosed
 from fedring.client.session.backoff import Backoff
 from fedring.client.session.connection import stray_cancellation
-from fedring.client.session.link import Link
+from fedring.client.session.link import ServerLink
 from fedring.rpc.errors import FedringError, Unavailable, UnknownRound, reason_of, status_of
 from fedring.v1 import federation_pb2
 from fedring.v1 import rendezvous_pb2 as pb
@@ -24,10 +24,10 @@ _LOOK_SECONDS = 0.2  # between looks at whether the round is over
 _FINAL = {StatusCode.INVALID_ARGUMENT, StatusCode.PERMISSION_DENIED, StatusCode.UNIMPLEMENTED}
 
 
-class Rendezvous:
+class RendezvousStream:
     """Open within `with`; a stream that is lost comes back by itself, and the server then takes it for a new worker."""
 
-    def __init__(self, link: Link, command: federation_pb2.TrainCmd) -> None:
+    def __init__(self, link: ServerLink, command: federation_pb2.TrainCmd) -> None:
         self._link = link
         self._enter = pb.Enter(run_id=command.run_id, round=command.round)
         self._news = threading.Condition()
@@ -42,7 +42,7 @@ class Rendezvous:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with suppress(Closed):  # then the channel is closed, too, and the stream has ended with it
+        with suppress(FederationClosed):  # then the channel is closed, too, and the stream has ended with it
             self._link.call(self._stop)
 
     @property

@@ -7,8 +7,8 @@ from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from fedring.client.config import ClientConfig
-from fedring.client.group.rendezvous import Rendezvous
-from fedring.client.group.worker import Part, Worker
+from fedring.client.group.rendezvous import RendezvousStream
+from fedring.client.group.worker import RoundWorker, WorkerPart
 from fedring.client.task import Task
 from fedring.ring import RingOptions, total_traffic
 from fedring.train.errors import SeamError, TrainingStopped
@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 Table = TypeVar("Table", bound=BaseModel)
 
 
-def take_part(task: Task, part: Part, options: RingOptions, model: nn.Module) -> None:
+def take_part(task: Task, part: WorkerPart, options: RingOptions, model: nn.Module) -> None:
     """The round is over, and `model` was delivered if that fell to this worker; TrainingStopped if it ended early."""
     task.metrics.ring.read(total_traffic)
-    with Rendezvous(task.link, task.command) as rendezvous:
-        worker = Worker(rendezvous, part, options, lambda: _look(task), task.progress)
+    with RendezvousStream(task.link, task.command) as rendezvous:
+        worker = RoundWorker(rendezvous, part, options, lambda: _look(task), task.progress)
         if worker.run():
             task.submit(model, part.usage.samples, part.metrics, part.usage.seconds)
             worker.stay()

@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from fedring.client.group.rendezvous import Rendezvous
-from fedring.client.transfer.update import sendable
+from fedring.client.group.rendezvous import RendezvousStream
+from fedring.client.transfer.update import sendable_metrics
 from fedring.ring import Endpoint, RingError, RingOptions, Traffic, join, leave
 from fedring.train.errors import TrainingStopped
 from fedring.v1 import rendezvous_pb2 as pb
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 _JOIN_SECONDS = 20.0  # less than the server's patience with a group that forms
 
 
-class Superseded(Exception):
+class GenerationSuperseded(Exception):
     """The server has said something else in the meantime."""
 
 
-class Part(Protocol):
+class WorkerPart(Protocol):
     """What a worker does in the groups of one round, in one mode; torch's default group is the one it is in."""
 
     usage: Usage
@@ -52,11 +52,11 @@ class Part(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class RoundWorker:
     """One worker in one round; `look` raises TrainingStopped once the round is over."""
 
-    rendezvous: Rendezvous
-    part: Part
+    rendezvous: RendezvousStream
+    part: WorkerPart
     options: RingOptions
     look: Callable[[], None]
     progress: Callable[[float], None]
@@ -91,7 +91,7 @@ class Worker:
         try:
             with _only_ring_errors(endpoint):
                 self._train(endpoint)
-        except Superseded:
+        except GenerationSuperseded:
             log.info("generation %d was superseded", generation)
         except RingError as error:
             self._tell_broken(generation, error.reason, str(error))
@@ -119,14 +119,14 @@ class Worker:
             digest=part.digest(),
             num_samples=part.usage.samples,
             train_seconds=part.usage.seconds,
-            metrics=sendable(part.metrics),
+            metrics=sendable_metrics(part.metrics),
         )
         self._trained = True
         self.rendezvous.on_news = _ignore
         self.rendezvous.tell(pb.WorkerMessage(done=done))
 
     def _next(self, generation: int, kind: str) -> pb.GroupMessage:
-        """What the server says next of this generation; Superseded if it speaks of another."""
+        """What the server says next of this generation; GenerationSuperseded if it speaks of another."""
 
         def wanted(news: pb.GroupMessage) -> bool:
             self._check(generation, news)
@@ -138,7 +138,7 @@ class Worker:
         """Return if the generation may go on."""
         self.look()
         if _is_superseded(generation, news or self.rendezvous.newest):
-            raise Superseded
+            raise GenerationSuperseded
 
     def _wake_up(self, endpoint: Endpoint, news: pb.GroupMessage) -> None:
         """A collective that waits for a frozen peer ends as soon as the server has given up on the generation."""

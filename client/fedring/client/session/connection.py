@@ -13,7 +13,7 @@ from grpc import StatusCode, aio
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused
-from fedring.client.metrics import Metrics
+from fedring.client.metrics import ClientMetrics
 from fedring.client.session.resume_secret import ResumeSecret
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
@@ -78,7 +78,7 @@ def stray_cancellation() -> Iterator[None]:
 class Connection:
     """The three services of one server; belongs to the event loop that made it."""
 
-    def __init__(self, config: ClientConfig, metrics: Metrics) -> None:
+    def __init__(self, config: ClientConfig, metrics: ClientMetrics) -> None:
         self.address = config.server
         self.client_id = config.client_id
         self.metrics = metrics

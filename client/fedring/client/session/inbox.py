@@ -56,7 +56,7 @@ def _start_of(command: pb.TrainCmd) -> tuple[str, int, str]:
     return command.run_id, command.round, command.model_digest
 
 
-class Inbox:
+class WorkInbox:
     """Commands in, work out; used by one event loop."""
 
     def __init__(self) -> None:

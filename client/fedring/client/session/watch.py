@@ -13,7 +13,7 @@ from grpc import StatusCode, aio
 from fedring.client.errors import Refused
 from fedring.client.session.backoff import Backoff
 from fedring.client.session.connection import CALL_SECONDS, Connection, is_doubtful, stray_cancellation
-from fedring.client.session.inbox import Inbox
+from fedring.client.session.inbox import WorkInbox
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import (
     FedringError,
@@ -26,7 +26,7 @@ from fedring.rpc.errors import (
     status_of,
 )
 from fedring.rpc.health import Health
-from fedring.rpc.streams import Paced
+from fedring.rpc.streams import TimedStream
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 Lost = aio.AioRpcError | FedringError
 
 
-class Session:
+class ClientSession:
     """Keeps the client in touch with its server, and fills its inbox."""
 
     def __init__(self, connection: Connection, health: Health, *, evaluates: bool, tell: Callable[[str], None]) -> None:
-        self.inbox = Inbox()
+        self.inbox = WorkInbox()
         self._connection = connection
         self._health = health  # serves while the session does
         self._evaluates = evaluates
@@ -121,7 +121,7 @@ class Session:
         async with asyncio.TaskGroup() as group:
             chores = [group.create_task(self._beat(call, session))]
             try:
-                async for event in Paced(aiter(call), session.lost_after_seconds):
+                async for event in TimedStream(aiter(call), session.lost_after_seconds):
                     await self._health.set(serving=True)
                     if answer := self._handle(event):
                         chores.append(group.create_task(self.report_evaluation(answer)))

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from fedring.client.errors import Closed, RoundOver, UpdateRefused
+from fedring.client.errors import FederationClosed, RoundOver, UpdateRefused
 from fedring.client.session.inbox import Assignment
-from fedring.client.session.link import Link
+from fedring.client.session.link import ServerLink
 from fedring.client.transfer.spool import Residual, Spool, Spooled
 from fedring.client.transfer.upload import DamagedSpool, GivenUp, Undecided, Upload
 from fedring.daemon.tracing import span
@@ -24,7 +24,7 @@ _NOT_A_WORKER = "not_a_worker"
 class Delivery:
     """Moves updates from the spool to the server, and keeps the residual true to what the server has."""
 
-    def __init__(self, link: Link, spool: Spool) -> None:
+    def __init__(self, link: ServerLink, spool: Spool) -> None:
         self._link = link
         self._spool = spool
 
@@ -96,7 +96,7 @@ class Delivery:
     def fail(self, assignment: Assignment, reason: str, detail: str) -> None:
         """The server learns that this client has nothing for the round."""
         failure = pb.Failure(round=assignment.command.round, reason=reason, detail=detail[:1000])
-        with suppress(Closed):  # the server learns it from the end of the session
+        with suppress(FederationClosed):  # the server learns it from the end of the session
             self._link.call(lambda: self._link.session.report_failure(failure))
 
     def _is_done(self, assignment: Assignment) -> bool:
@@ -111,7 +111,7 @@ class Delivery:
         """Ask, without sending a byte of the payload; None if there was no answer."""
         try:
             self._push(spooled, lambda: "next_round", assignment.deadline)
-        except Closed:
+        except FederationClosed:
             raise
         except RoundOver as error:
             return None if isinstance(error, Undecided) or error.reason == "interrupted" else False

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fedring.client.errors import BadModel, WrongModel
 from fedring.codec import BUFFERS, CodecError, Schema, Vectors, decode, open_payload, parse_schema
 from fedring.codec.digest import Digest, is_name
-from fedring.rpc.chunks import Piece
+from fedring.rpc.chunks import ReceivedChunk
 from fedring.v1 import federation_pb2 as pb
 
 MAX_PACKETS = 1024
@@ -21,7 +21,7 @@ _AS_STORED = {"fp32": np.float32, BUFFERS: np.float64}  # encodings whose payloa
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Model:
+class HeldModel:
     """One version of the model, whole. Nobody changes its vectors."""
 
     digest: str  # names it
@@ -32,7 +32,7 @@ class Model:
 class Download:
     """The model that has the digest, for a model of `schema`, in full or as a step from `base`."""
 
-    def __init__(self, digest: str, schema: Schema, base: Model | None) -> None:
+    def __init__(self, digest: str, schema: Schema, base: HeldModel | None) -> None:
         if not is_name(digest):
             raise BadModel(f"the server names the model {digest[:80]!r}, which is no digest")
         self.received = 0  # bytes of the payload
@@ -78,7 +78,7 @@ class Download:
             self.received = 0
         self.header = header
 
-    def add(self, chunk: pb.Chunk | Piece) -> None:
+    def add(self, chunk: pb.Chunk | ReceivedChunk) -> None:
         """The next bytes have come."""
         end = self.received + len(chunk.data)
         if self.header is None or chunk.offset != self.received or end > self.header.total_bytes:
@@ -88,7 +88,7 @@ class Download:
             self._hash.update(self._payload[max(place.start, self.received) : min(place.stop, end)].data)
         self.received = end
 
-    def finish(self) -> Model:
+    def finish(self) -> HeldModel:
         """The model, proven to be the server's by its digest; BadModel if it is not."""
         if self.header is None or not self.complete:
             raise BadModel("it is not complete")
@@ -102,7 +102,7 @@ class Download:
             raise BadModel(str(error)) from error
         if (self._hash.name if self._values else vectors.digest(like=self._digest)) != self._digest:
             raise BadModel("the model is not what its digest says")
-        return Model(self._digest, self._schema, vectors)
+        return HeldModel(self._digest, self._schema, vectors)
 
     def _check(self, header: pb.ModelHeader) -> None:
         """Refuse before a byte is allocated what cannot become the wanted model."""

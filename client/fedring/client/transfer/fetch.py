@@ -10,11 +10,11 @@ from grpc import StatusCode, aio
 from fedring.client.errors import BadModel, RoundOver
 from fedring.client.session.backoff import Backoff
 from fedring.client.session.connection import Connection, is_doubtful, stray_cancellation
-from fedring.client.transfer.download import Download, Model
+from fedring.client.transfer.download import Download, HeldModel
 from fedring.codec import Schema
-from fedring.rpc.chunks import Piece
+from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.errors import FedringError, Unavailable, reason_of, status_of
-from fedring.rpc.streams import Paced
+from fedring.rpc.streams import TimedStream
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -35,15 +35,15 @@ _MOST_REFUSALS = 3
 """Of a download; the last is believed."""
 
 
-class Models:
+class ModelFetcher:
     """Holds the newest model that was fetched."""
 
     def __init__(self, connection: Connection, tell: Callable[[float], None]) -> None:
         self._connection = connection
         self._tell = tell  # is told the share of a download that is here
-        self._held: Model | None = None
+        self._held: HeldModel | None = None
 
-    def at_hand(self, command: pb.TrainCmd | pb.EvaluateCmd, schema: Schema) -> Model | None:
+    def at_hand(self, command: pb.TrainCmd | pb.EvaluateCmd, schema: Schema) -> HeldModel | None:
         """The command's model, for one of `schema`, if it is held or came with the command; from any thread."""
         digest, held = command.model_digest, self._held
         if held and (held.digest, held.schema.hash) == (digest, schema.hash):
@@ -61,7 +61,7 @@ class Models:
             return None
         return self._held
 
-    async def fetch(self, digest: str, schema: Schema, ended: Callable[[], str]) -> Model:
+    async def fetch(self, digest: str, schema: Schema, ended: Callable[[], str]) -> HeldModel:
         """The model of that digest, for one of `schema`; RoundOver once `ended()` says why it is no longer wanted."""
         held = self._held
         if held and held.schema.hash != schema.hash:
@@ -73,7 +73,7 @@ class Models:
             self._held = await self._download(Download(digest, schema, None), ended)
         return self._held
 
-    async def _download(self, download: Download, ended: Callable[[], str]) -> Model:
+    async def _download(self, download: Download, ended: Callable[[], str]) -> HeldModel:
         backoff, refusals = Backoff(), 0
         while not download.complete:
             session_id = self._connection.session.session_id
@@ -103,11 +103,11 @@ class Models:
         session = self._connection.session
         call = self._connection.fetch_model(download.request, metadata=self._connection.metadata)
         try:
-            async for part in Paced(aiter(call), session.no_progress_seconds):
+            async for part in TimedStream(aiter(call), session.no_progress_seconds):
                 if isinstance(part, pb.ModelBlob) and part.HasField("header"):
                     download.begin(part.header)
                 else:
-                    chunk = part if isinstance(part, Piece) else part.chunk
+                    chunk = part if isinstance(part, ReceivedChunk) else part.chunk
                     download.add(chunk)
                     self._connection.metrics.download_bytes.inc(len(chunk.data))
                     self._tell(download.share)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.client.transfer.download import Model
+from fedring.client.transfer.download import HeldModel
 from fedring.codec import BUFFERS, CodecError, Encoding, Vectors, encode_buffers
 from fedring.codec.dense import dense_header
 from fedring.codec.digest import name_of, update_name
@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TrainingReport:
     """What the training says of itself."""
 
     samples: int
@@ -52,9 +52,9 @@ class Update:
 def make_update(
     command: pb.TrainCmd,
     client_id: str,
-    base: Model,
+    base: HeldModel,
     trained: Vectors,
-    work: Work,
+    work: TrainingReport,
     residual: NDArray[np.float32] | None,
 ) -> Update:
     """The update that takes `base` to `trained`, plus `residual` [num_parameters]; `trained.parameters` is used up.
@@ -81,14 +81,14 @@ def make_update(
         packets=packets,
         total_bytes=sum(map(len, parts)),
         train_seconds=work.train_seconds,
-        metrics=sendable(work.metrics),
+        metrics=sendable_metrics(work.metrics),
     )
     sent, digest = header.SerializeToString(), name_of(*parts)
     offer = pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
     return Update(offer, parts, left_out)
 
 
-def sendable(metrics: Mapping[str, float]) -> dict[str, float]:
+def sendable_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Leave out the metrics that a server would refuse an update for.
 
     Args:

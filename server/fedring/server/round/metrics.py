@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from fedring.codec.errors import CodecError
 from fedring.daemon.metrics import Registry
 from fedring.rpc.errors import FedringError
-from fedring.rpc.metrics import Calls
+from fedring.rpc.metrics import CallMetrics
 from fedring.server.round import machine as rd
 from fedring.server.round.guard_metrics import GuardMetrics
 from fedring.server.state.facts import Facts
@@ -62,7 +62,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = Registry()
         files = (federation_pb2, rendezvous_pb2, control_pb2, health_pb2, reflection_pb2)
-        self.calls = Calls("server", registry, [file.DESCRIPTOR for file in files])
+        self.calls = CallMetrics("server", registry, [file.DESCRIPTOR for file in files])
         self.guard = GuardMetrics()
         registry.register(self.guard)
         self._began = 0.0  # the training of the round in progress, monotonic

@@ -12,8 +12,8 @@ from grpc import aio
 from fedring.codec.digest import name_of
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
-from fedring.rpc.boundary import sound_message
-from fedring.rpc.chunks import CHUNK_BYTES, Piece, part_parser, serialize
+from fedring.rpc.boundary import require_message
+from fedring.rpc.chunks import CHUNK_BYTES, ReceivedChunk, part_parser, serialize
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import (
     BadRequest,
@@ -28,7 +28,7 @@ from fedring.rpc.errors import (
     TooLarge,
     UnknownRound,
 )
-from fedring.rpc.streams import METER, Paced, write
+from fedring.rpc.streams import METER, TimedStream, write
 from fedring.server.config import ServerConfig
 from fedring.server.round.coordinator import Coordinator
 from fedring.server.round.open_round import OpenRound
@@ -65,11 +65,11 @@ class ClientUpdateService:
         self._uploads: dict[str, asyncio.Task[Any]] = {}
 
     async def PushUpdate(
-        self, request_iterator: AsyncIterator[pb.ClientUpdate | Piece], context: Any
+        self, request_iterator: AsyncIterator[pb.ClientUpdate | ReceivedChunk], context: Any
     ) -> AsyncIterator[pb.UpdateReply]:
         session = self._coordinator.sessions.of(context)
         with self._counted(session, 0) as count:
-            messages = Paced(request_iterator, self._config.no_progress_seconds)
+            messages = TimedStream(request_iterator, self._config.no_progress_seconds)
             async with aclosing(self._push(session, messages)) as replies:
                 async for reply in replies:
                     count()  # before anybody knows that the update is here: its round may be over soon
@@ -101,7 +101,7 @@ class ClientUpdateService:
                 raise Gone("the session was closed")
             session.hear()
             with self._counted(session, seen):
-                accepted = self._accepted(already=await self._push_small(session, sound_message(request)))
+                accepted = self._accepted(already=await self._push_small(session, require_message(request)))
             await write(context, accepted, self._config.no_progress_seconds)
         return True
 
@@ -132,7 +132,7 @@ class ClientUpdateService:
         return pb.Accepted(already=already)
 
     async def _push(
-        self, session: Session, messages: AsyncIterator[pb.ClientUpdate | Piece]
+        self, session: Session, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk]
     ) -> AsyncGenerator[pb.UpdateReply, None]:
         first = await anext(messages, None)
         if not isinstance(first, pb.ClientUpdate) or not first.HasField("offer"):
@@ -256,7 +256,7 @@ class ClientUpdateService:
             self._coordinator.facts.blobs.abort(partial)
 
     async def _receive(
-        self, messages: AsyncIterator[pb.ClientUpdate | Piece], partial: Partial, header: pb.UpdateHeader
+        self, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk], partial: Partial, header: pb.UpdateHeader
     ) -> None:
         """All bytes of the payload are in `partial`."""
         while partial.size < header.total_bytes:
@@ -266,7 +266,7 @@ class ClientUpdateService:
                     f"the stream ended at {partial.size} of {header.total_bytes} bytes", reason="truncated"
                 )
             self._require_open(header)  # an upload does not outlive its round
-            chunk = message if isinstance(message, Piece) else message.chunk
+            chunk = message if isinstance(message, ReceivedChunk) else message.chunk
             if not 0 < len(chunk.data) <= CHUNK_BYTES or chunk.offset != partial.size:
                 raise BadRequest(f"expected 1 to {CHUNK_BYTES} bytes at {partial.size}", reason="bad_chunk")
             if partial.size + len(chunk.data) > header.total_bytes:
