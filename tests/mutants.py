@@ -237,8 +237,8 @@ MUTANTS = {
     ),
     "base of a spooled update": Mutant(
         "client/fedring/client/transfer/delivery.py",
-        "if (header.run_id, header.round, header.base_digest) == assignment.start:",
-        "if (header.run_id, header.round) == assignment.start[:2]:",
+        "if (header.run_id, header.round, header.base_digest) == assignment.round_key:",
+        "if (header.run_id, header.round) == assignment.round_key[:2]:",
         "tests/fault/test_restored_clients.py",
     ),
     "held model": Mutant(

@@ -60,13 +60,13 @@ class HostedClient:
         command = work.command
         base = self._models.at_hand(command, self._schema)
         if base is None:
-            base = await self._models.fetch(command.model_digest, self._schema, lambda: work.ended)
+            base = await self._models.fetch(command.model_digest, self._schema, lambda: work.stop_reason)
         fill(self._model, self._schema, base.vectors)
         trained = read_vectors(self._model)
         trained.parameters[0] += 1
         update = make_update(command, self._name, base, trained, TrainingReport(samples=1), None)
         spooled = self._spool.write(update.offer, update.parts, update.residual)
-        await Upload(self._connection, spooled, lambda: work.ended, self._session.advance).run(work.deadline)
+        await Upload(self._connection, spooled, lambda: work.stop_reason, self._session.advance).run(work.deadline)
         self._spool.accept(spooled)
 
 

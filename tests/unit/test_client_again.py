@@ -40,7 +40,7 @@ def test_a_round_whose_time_was_over_here_is_trained_when_it_is_asked_for_again(
         waiting = threading.Thread(target=lambda: tasks.append(next(federation)), daemon=True)
         waiting.start()
         inbox = federation._link.session.inbox
-        until(lambda: inbox.current is not None and inbox.current.over == "deadline")
+        until(lambda: inbox.current is not None and inbox.current.end_reason == "deadline")
         command.deadline_seconds = 600
         peer.train(command)
         waiting.join(SECONDS)
@@ -87,13 +87,13 @@ def test_what_was_accepted_for_this_round_in_an_epoch_before_is_not_trained_agai
 ) -> None:
     given: dict[str, Any] = {"run_id": "run", "epoch": 1, "round": 7, "model_digest": name_of(b"a model")}
     asked_again: dict[str, Any] = {**given, "epoch": 2, **fields}
-    before = Assignment(pb.TrainCmd(**given), 0.0, accepted=accepted)
-    now = Assignment(pb.TrainCmd(**asked_again), time.monotonic() + SECONDS, before=before)
+    before = Assignment(pb.TrainCmd(**given), 0.0, accepted_name=accepted)
+    now = Assignment(pb.TrainCmd(**asked_again), time.monotonic() + SECONDS, previous=before)
     link = ServerLink(ClientConfig(**settings), ClientMetrics(), evaluates=False, tell=lambda sentence: None)
     try:
         link.connection.last_accepted = pb.LastAccepted(epoch=1, round=7, name=known)
         assert Delivery(link, Spool(tmp_path)).settle(now) == done
-        assert now.accepted == (MINE if done else "")
+        assert now.accepted_name == (MINE if done else "")
     finally:
         link.close()
         link.join()

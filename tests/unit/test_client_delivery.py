@@ -35,7 +35,7 @@ OLD, NEW = np.full(4, 1.0, np.float32), np.full(4, 2.0, np.float32)  # residuals
 def link(peer: "Peer", settings: dict[str, Any]) -> Iterator[ServerLink]:
     """A session with the peer, in which no command comes."""
     link = ServerLink(ClientConfig(**settings), ClientMetrics(), evaluates=False, tell=lambda sentence: None)
-    link.call(lambda: link.connection.renewed(""))  # there is a session
+    link.call(lambda: link.connection.wait_for_new_session(""))  # there is a session
     yield link
     link.close()
     link.join()
@@ -113,7 +113,7 @@ def test_the_update_of_the_round_in_hand_is_sent_also_in_another_epoch(
     assert delivery.settle(this)
     assert peer.accepted.get_nowait() == (pending.header, PAYLOAD)
     assert peer.offers.get_nowait() == pending.offer  # the very bytes of before
-    assert (this.accepted, this.idle) == (pending.offer.name, False)
+    assert (this.accepted_name, this.undelivered) == (pending.offer.name, False)
     assert link.connection.last_accepted == pb.LastAccepted(epoch=1, round=7, name=pending.offer.name)
     assert_gone(spool, NEW)
 
@@ -126,7 +126,7 @@ def test_while_nobody_answers_the_update_is_kept_and_nothing_is_trained(
     peer.on_header = lambda header: error
     this = assignment(0.0, **fields)  # asked once, at the end of its time
     assert delivery.settle(this)
-    assert (this.idle, this.over, this.accepted) == (True, "", "")
+    assert (this.undelivered, this.end_reason, this.accepted_name) == (True, "", "")
     assert len(peer.ways) == 1
     assert_kept(spool)
     peer.on_header = lambda header: None
@@ -182,7 +182,7 @@ def test_an_update_of_another_round_or_model_is_asked_about_and_dropped_and_the_
     assert not delivery.settle(this)
     assert [call for call, _ in peer.ways] == ["PushUpdate"]
     assert peer.accepted.empty()  # not a byte of it was sent
-    assert (this.idle, this.accepted, this.failure) == (False, "", None)
+    assert (this.undelivered, this.accepted_name, this.failure) == (False, "", None)
     assert link.connection.last_accepted == pb.LastAccepted()
     assert_gone(spool, OLD)
 
@@ -196,7 +196,7 @@ def test_an_update_that_was_accepted_unheard_makes_the_residual_and_the_round_is
     peer.take(pending.offer)
     this = assignment(**fields)
     assert not delivery.settle(this)
-    assert this.accepted == ""
+    assert this.accepted_name == ""
     assert link.connection.last_accepted == pb.LastAccepted(epoch=1, round=7, name=pending.offer.name)
     assert_gone(spool, NEW)
     np.testing.assert_array_equal(spool.residual(RUN, HASH, link.connection.last_accepted), NEW)
@@ -207,7 +207,7 @@ def join_again(peer: "Peer", link: ServerLink, last: pb.LastAccepted) -> None:
     session_id = link.connection.session.session_id
     peer.last_accepted = last
     peer.send(NoSession("join again"))
-    link.call(lambda: link.connection.renewed(session_id))
+    link.call(lambda: link.connection.wait_for_new_session(session_id))
 
 
 @pytest.mark.parametrize("fields", [{"round": 8}, {"model_digest": OTHER_BASE}], ids=["next", "restored"])

@@ -131,7 +131,7 @@ def test_a_report_that_comes_too_late_is_told_once_and_troubles_nobody(
         assert next(federation).round == 1  # the next round is trained as if nothing had been
     assert peer.evaluations.get_nowait().total == 10
     assert peer.evaluations.empty()
-    (record,) = [record for record in caplog.records if "was not taken" in record.getMessage()]
+    (record,) = [record for record in caplog.records if "did not take" in record.getMessage()]
     assert record.levelno == logging.INFO
     assert reason in record.getMessage()
 
@@ -303,7 +303,7 @@ def test_a_client_whose_id_is_in_use_tries_on_for_as_long_as_the_server_says(
         next(federation)
     assert caught.value.exit_code is Exit.CONFIG
     assert peer.joins.qsize() >= 2
-    assert "has another session of 'alice', trying on for 0.5 s" in told.get_nowait()
+    assert "has another session of 'alice'; trying for 0.5 s" in told.get_nowait()
     assert told.empty()
 
 

@@ -36,7 +36,7 @@ def test_the_same_command_again_is_the_assignment_in_hand(fields: dict[str, obje
     inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     assert inbox.train(command(**fields), NOTHING) is first
-    assert (inbox.current, first.over) == (first, "")
+    assert (inbox.current, first.end_reason) == (first, "")
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_a_command_of_another_run_epoch_round_or_model_takes_the_place_of_the_on
     inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     second = inbox.train(command(**fields), NOTHING)
-    assert (inbox.current, first.over, second.over) == (second, "next_round", "")
+    assert (inbox.current, first.end_reason, second.end_reason) == (second, "next_round", "")
     assert second is not first
 
 
 def test_what_has_been_accepted_is_not_trained_again() -> None:
     inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
-    first.accepted = MINE
+    first.accepted_name = MINE
     assert inbox.train(command(), known()) is first
 
 
@@ -69,17 +69,17 @@ def test_what_has_been_accepted_is_not_trained_again() -> None:
 def test_what_the_server_has_accepted_and_does_not_know_any_more_is_trained_again(last: pb.LastAccepted) -> None:
     inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
-    first.accepted = MINE
+    first.accepted_name = MINE
     second = inbox.train(command(), last)
     assert second is not first
-    assert second.accepted == ""
+    assert second.accepted_name == ""
     assert inbox.current is second
 
 
 def test_an_accepted_update_counts_also_after_its_round_has_ended() -> None:
     inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
-    first.accepted = MINE
+    first.accepted_name = MINE
     inbox.end(7, "published")
     assert inbox.train(command(), known()) is first
 
@@ -90,7 +90,7 @@ def test_a_round_that_was_over_and_is_asked_for_again_is_trained_again(why: str)
     first = inbox.train(command(), NOTHING)
     inbox.end(7, why)
     second = inbox.train(command(), NOTHING)
-    assert (inbox.current, second.over, first.over) == (second, "", why)
+    assert (inbox.current, second.end_reason, first.end_reason) == (second, "", why)
     assert second is not first
 
 
@@ -108,13 +108,13 @@ async def test_only_what_is_new_or_idle_is_taken_up() -> None:
     inbox.train(command(), NOTHING)
     second = inbox.train(command(model_digest=OTHER_BASE), NOTHING)
     assert await inbox.take() is second  # not the first again
-    second.idle = True
+    second.undelivered = True
     inbox.train(command(model_digest=OTHER_BASE), NOTHING)
     assert await inbox.take() is second
-    assert not second.idle
+    assert not second.undelivered
 
 
 def test_an_assignment_is_for_no_command_of_a_run_that_it_is_not_of() -> None:
-    mine = Assignment(command(), 0.0, accepted=MINE)
-    assert mine.is_for(command(), known())
-    assert not mine.is_for(command(run_id="other"), known())
+    mine = Assignment(command(), 0.0, accepted_name=MINE)
+    assert mine.matches(command(), known())
+    assert not mine.matches(command(run_id="other"), known())

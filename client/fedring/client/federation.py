@@ -140,7 +140,7 @@ class Federation:
     def ids(self) -> dict[str, object]:
         """The round in hand, if there is one, for logs."""
         current = self._link.session.inbox.current
-        if current is None or (current.over and self._task is None):
+        if current is None or (current.end_reason and self._task is None):
             return {}
         return {"round": current.command.round}
 

@@ -67,11 +67,11 @@ class Task:
     @property
     def cancelled(self) -> bool:
         """Whether the round has ended, so that further training is in vain."""
-        return bool(self._assignment.ended)
+        return bool(self._assignment.stop_reason)
 
     def load_into(self, model: nn.Module) -> None:
         """Afterwards `model` holds the values that this round starts from; WrongModel names what does not fit."""
-        self._base = load(self.link, self._models, self.command, model, ended=lambda: self._assignment.ended)
+        self._base = load(self.link, self._models, self.command, model, ended=lambda: self._assignment.stop_reason)
         self._loaded_at = time.perf_counter()
         self.link.session.begin(pb.ACTIVITY_TRAINING)
 
@@ -95,7 +95,7 @@ class Task:
         seconds = time.perf_counter() - self._loaded_at if train_seconds is None else train_seconds
         work = TrainingReport(samples, seconds, metrics or {})
         self.train_seconds = seconds
-        if why := self._assignment.ended:
+        if why := self._assignment.stop_reason:
             self.done = True
             raise RoundOver(why)
         self.done = True
@@ -123,8 +123,8 @@ class Task:
     def leave(self) -> None:
         """End the work on the round. If only its time was over, it is begun anew should the server ask for it again."""
         mine = self._assignment
-        if not (mine.idle or mine.accepted or mine.failure):
-            mine.over = mine.ended
+        if not (mine.undelivered or mine.accepted_name or mine.failure):
+            mine.end_reason = mine.stop_reason
 
     def _deliver(self, model: nn.Module, base: HeldModel, work: TrainingReport) -> None:
         command = self.command

@@ -96,7 +96,7 @@ class RendezvousStream:
         if status in (StatusCode.UNAUTHENTICATED, StatusCode.ABORTED):
             with suppress(TimeoutError):
                 async with asyncio.timeout(5):
-                    await self._link.connection.renewed(session_id)
+                    await self._link.connection.wait_for_new_session(session_id)
 
     async def _follow(self, backoff: Backoff) -> None:
         """Take what comes on one stream, to its end."""

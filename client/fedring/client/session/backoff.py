@@ -7,17 +7,17 @@ MOST_SECONDS = 5.0
 
 
 class Backoff:
-    """Full jitter: a random share of a ceiling that doubles, so that a fleet does not come at once."""
+    """Random waits below a limit that doubles with each failure ("full jitter"), so that clients spread out."""
 
     def __init__(self) -> None:
-        self._ceiling = FIRST_SECONDS
+        self._limit = FIRST_SECONDS
 
     def next(self) -> float:
-        """Seconds to wait now."""
-        seconds = random.uniform(0, self._ceiling)
-        self._ceiling = min(MOST_SECONDS, 2 * self._ceiling)
+        """Return the seconds to wait now, and double the limit for the next time, up to MOST_SECONDS."""
+        seconds = random.uniform(0, self._limit)
+        self._limit = min(MOST_SECONDS, 2 * self._limit)
         return seconds
 
     def reset(self) -> None:
-        """Start again from the shortest wait."""
-        self._ceiling = FIRST_SECONDS
+        """Start again from the shortest limit."""
+        self._limit = FIRST_SECONDS

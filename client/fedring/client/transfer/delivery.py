@@ -36,7 +36,7 @@ class Delivery:
         self._link.session.begin(pb.ACTIVITY_PUSHING)
         try:
             with span("upload", assignment.command.traceparent, round=assignment.command.round):
-                self._push(spooled, lambda: assignment.ended, assignment.deadline)
+                self._push(spooled, lambda: assignment.stop_reason, assignment.deadline)
         except UpdateRefused as error:
             self._spool.drop()
             if spooled.parts or not isinstance(error, DamagedSpool):  # what lay on the disk alone can be made again
@@ -44,19 +44,19 @@ class Delivery:
             raise
         except RoundOver as error:
             given_up = isinstance(error, GivenUp) and error.reason in _UNTOLD
-            assignment.idle = given_up or isinstance(error, Undecided) or error.reason == "interrupted"
-            if not assignment.idle and error.reason != "closed":
+            assignment.undelivered = given_up or isinstance(error, Undecided) or error.reason == "interrupted"
+            if not assignment.undelivered and error.reason != "closed":
                 self._spool.drop()
-            if not assignment.idle and error.reason not in ("closed", _NOT_A_WORKER):
+            if not assignment.undelivered and error.reason not in ("closed", _NOT_A_WORKER):
                 # Should the server ask for this very round again, it was put back to before it, and wants it anew.
-                assignment.over = assignment.over or error.reason
+                assignment.end_reason = assignment.end_reason or error.reason
             if error.reason == _NOT_A_WORKER:
-                self._link.call(lambda: self._link.session.inbox.again(assignment))
+                self._link.call(lambda: self._link.session.inbox.hand_out_again(assignment))
             raise
         finally:
             self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
         self._accept(spooled, assignment, residual)
-        assignment.accepted = spooled.offer.name
+        assignment.accepted_name = spooled.offer.name
 
     def settle(self, assignment: Assignment) -> bool:
         """Bring an update of before to its end; whether nothing is to train now.
@@ -68,7 +68,7 @@ class Delivery:
         if spooled is None:
             return self._is_done(assignment)
         header, command = spooled.header, assignment.command
-        if (header.run_id, header.round, header.base_digest) == assignment.start:
+        if (header.run_id, header.round, header.base_digest) == assignment.round_key:
             log.info("sending the spooled update of round %d", header.round)
             try:
                 self.send(spooled, assignment)
@@ -83,7 +83,7 @@ class Delivery:
         )
         if accepted is None:
             log.warning("the server does not say whether it has the spooled update of round %d", header.round)
-            assignment.idle = True
+            assignment.undelivered = True
             return True
         if accepted:
             log.info("the spooled update of round %d had been accepted", header.round)
@@ -101,10 +101,14 @@ class Delivery:
 
     def _is_done(self, assignment: Assignment) -> bool:
         """Whether the server has the update already: it was on its way when a restored server asked for it again."""
-        before, known = assignment.before, self._link.connection.last_accepted
-        if before is None or not before.accepted or (before.accepted, before.start) != (known.name, assignment.start):
+        before, known = assignment.previous, self._link.connection.last_accepted
+        if (
+            before is None
+            or not before.accepted_name
+            or (before.accepted_name, before.round_key) != (known.name, assignment.round_key)
+        ):
             return False
-        assignment.accepted = before.accepted
+        assignment.accepted_name = before.accepted_name
         return True
 
     def _was_accepted(self, spooled: Spooled, assignment: Assignment) -> bool | None:

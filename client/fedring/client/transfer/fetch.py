@@ -122,6 +122,6 @@ class ModelFetcher:
         while not ended():
             try:
                 async with asyncio.timeout(1):
-                    return await self._connection.renewed(session_id)
+                    return await self._connection.wait_for_new_session(session_id)
             except TimeoutError:
                 continue

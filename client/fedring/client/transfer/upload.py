@@ -88,7 +88,7 @@ class Upload:
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     if rejoin:
-                        await self._connection.renewed(session_id)
+                        await self._connection.wait_for_new_session(session_id)
                     await asyncio.sleep(backoff.next())
             except TimeoutError as error:
                 raise Undecided("deadline", "the server could not be asked any more") from error
@@ -130,7 +130,7 @@ class Upload:
         async with connection.small_updates() as call:
             await _write(call, update, seconds)
             await _read(call, pb.Accepted, seconds)
-        connection.spoke = time.monotonic()
+        connection.last_success = time.monotonic()
         connection.metrics.upload_bytes.inc(header.total_bytes)
 
     async def _push(self) -> None:
