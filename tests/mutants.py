@@ -249,7 +249,7 @@ MUTANTS = {
     ),
     "sending given up": Mutant(
         "client/fedring/client/transfer/delivery.py",
-        "isinstance(error, GivenUp) and error.reason in _UNTOLD",
+        "isinstance(error, GivenUp) and error.reason in _MAY_BE_WANTED",
         "False",
         "tests/fault/test_restored_clients.py",
     ),

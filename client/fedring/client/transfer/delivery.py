@@ -1,4 +1,4 @@
-"""A spooled update and its fate: accepted, refused, or not known yet."""
+"""Delivers spooled updates, and finds out what became of them: accepted, refused, or not known yet."""
 
 import logging
 from collections.abc import Callable
@@ -14,24 +14,36 @@ from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-_UNTOLD = ("next_round", "deadline")
-"""Why an update is not sent on though the server has not said that its round is over. A command for another round may
-be of a server that was restored, and wants this very update."""
+_MAY_BE_WANTED = ("next_round", "deadline")
+"""The reasons to stop sending an update which do not mean that the server no longer wants it. A server that sends a
+command for another round may have been restored, and may ask for this update later."""
 _NOT_A_WORKER = "not_a_worker"
-"""Why a server refuses what a worker has of a group that was lost since: the round is to be trained by another one."""
+"""The reason for which a server refuses an update of a group that was lost meanwhile. A new group trains the round."""
 
 
 class Delivery:
-    """Moves updates from the spool to the server, and keeps the residual true to what the server has."""
+    """Delivers updates from the spool to the server, and keeps the residual consistent with what the server accepted.
+
+    It belongs to the user's thread, and calls into the session's.
+    """
 
     def __init__(self, link: ServerLink, spool: Spool) -> None:
         self._link = link
         self._spool = spool
 
     def send(self, spooled: Spooled, assignment: Assignment, residual: Residual | None = None) -> None:
-        """Return when the server has accepted; RoundOver if it has not.
+        """Deliver an update, and note in the assignment what became of it.
 
-        Unless the server has said no, the spool stays, and the update is offered again.
+        If the server has neither accepted nor refused it, it stays in the spool and will be offered again.
+
+        Args:
+            spooled: The update.
+            assignment: The round that it is for.
+            residual: What it leaves out, if the caller has it; this saves reading it from the disk later.
+
+        Raises:
+            RoundOver: If the server has not accepted the update.
+            UpdateRefused: If it has refused the update for good.
         """
         self._link.session.begin(pb.ACTIVITY_PUSHING)
         try:
@@ -39,16 +51,16 @@ class Delivery:
                 self._push(spooled, lambda: assignment.stop_reason, assignment.deadline)
         except UpdateRefused as error:
             self._spool.drop()
-            if spooled.parts or not isinstance(error, DamagedSpool):  # what lay on the disk alone can be made again
+            if spooled.parts or not isinstance(error, DamagedSpool):  # An update of an earlier process is made again.
                 self.fail(assignment, error.reason, error.detail)
             raise
         except RoundOver as error:
-            given_up = isinstance(error, GivenUp) and error.reason in _UNTOLD
+            given_up = isinstance(error, GivenUp) and error.reason in _MAY_BE_WANTED
             assignment.undelivered = given_up or isinstance(error, Undecided) or error.reason == "interrupted"
             if not assignment.undelivered and error.reason != "closed":
                 self._spool.drop()
             if not assignment.undelivered and error.reason not in ("closed", _NOT_A_WORKER):
-                # Should the server ask for this very round again, it was put back to before it, and wants it anew.
+                # If the server asks for this round again, it was restored to a time before it, and wants a new update.
                 assignment.end_reason = assignment.end_reason or error.reason
             if error.reason == _NOT_A_WORKER:
                 self._link.call(lambda: self._link.session.inbox.hand_out_again(assignment))
@@ -59,10 +71,14 @@ class Delivery:
         assignment.accepted_name = spooled.offer.name
 
     def settle(self, assignment: Assignment) -> bool:
-        """Bring an update of before to its end; whether nothing is to train now.
+        """Deal with an update in the spool before the assignment is trained.
 
-        That is so if the update was of this very round, and not damaged, or if the server could not say what has become
-        of it.
+        Args:
+            assignment: The round that the server wants.
+
+        Returns:
+            Whether there is nothing to train: the update was for this round and could be read, or the server could not
+            say what became of it.
         """
         spooled = self._spool.pending()
         if spooled is None:
@@ -76,13 +92,13 @@ class Delivery:
                 log.warning("the spooled update of round %d was damaged on the disk: training again", header.round)
                 return False
             except RoundOver as error:
-                log.warning("the spooled update of round %d was not taken: %s", header.round, error)
+                log.warning("the server did not accept the spooled update of round %d: %s", header.round, error)
             return True
         accepted = header.run_id == command.run_id and (
             spooled.offer.name == self._link.connection.last_accepted.name or self._was_accepted(spooled, assignment)
         )
         if accepted is None:
-            log.warning("the server does not say whether it has the spooled update of round %d", header.round)
+            log.warning("the server does not say whether it has accepted the spooled update of round %d", header.round)
             assignment.undelivered = True
             return True
         if accepted:
@@ -94,13 +110,19 @@ class Delivery:
         return False
 
     def fail(self, assignment: Assignment, reason: str, detail: str) -> None:
-        """The server learns that this client has nothing for the round."""
+        """Report to the server that this client has failed in the round.
+
+        Args:
+            assignment: The round.
+            reason: A stable word.
+            detail: A sentence; the first 1000 letters are sent.
+        """
         failure = pb.Failure(round=assignment.command.round, reason=reason, detail=detail[:1000])
-        with suppress(FederationClosed):  # the server learns it from the end of the session
+        with suppress(FederationClosed):  # The end of the session tells the server.
             self._link.call(lambda: self._link.session.report_failure(failure))
 
     def _is_done(self, assignment: Assignment) -> bool:
-        """Whether the server has the update already: it was on its way when a restored server asked for it again."""
+        """Return whether a restored server has accepted the update while it was asking for the round again."""
         before, known = assignment.previous, self._link.connection.last_accepted
         if (
             before is None
@@ -112,7 +134,7 @@ class Delivery:
         return True
 
     def _was_accepted(self, spooled: Spooled, assignment: Assignment) -> bool | None:
-        """Ask, without sending a byte of the payload; None if there was no answer."""
+        """Ask the server, without sending any of the payload; None if there was no answer."""
         try:
             self._push(spooled, lambda: "next_round", assignment.deadline)
         except FederationClosed:
@@ -124,9 +146,9 @@ class Delivery:
     def _accept(self, spooled: Spooled, assignment: Assignment, residual: Residual | None = None) -> None:
         self._spool.accept(spooled, residual)
         header, known = spooled.header, self._link.connection.last_accepted
-        # The epochs that the two name differ if the server was put back in the meantime, in either direction.
+        # The two epochs differ if the server was restored in the meantime, to an older or to a newer state.
         epoch = min(header.epoch, assignment.command.epoch)
-        if (epoch, header.round) >= (known.epoch, known.round):  # else it is of a folder that was put back
+        if (epoch, header.round) >= (known.epoch, known.round):  # If not, it is of a state folder that was restored.
             last = pb.LastAccepted(epoch=epoch, round=header.round, name=spooled.offer.name)
             self._link.connection.last_accepted = last
 

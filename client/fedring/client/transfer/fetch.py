@@ -1,4 +1,4 @@
-"""Fetching models: each version once, from where the last try broke off, as a step from the one before."""
+"""Fetches models: each version once, resuming after every loss, as a difference to the version before if possible."""
 
 import asyncio
 import logging
@@ -29,22 +29,37 @@ _AGAIN = {
 }
 _REJOIN = {StatusCode.UNAUTHENTICATED, StatusCode.ABORTED}
 _AS_ASKED = {StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT, StatusCode.UNIMPLEMENTED}
-"""How also a request is refused that was damaged on its way."""
+"""Also what a request is refused with that was damaged on its way, so that it is tried again."""
 
 _MOST_REFUSALS = 3
-"""Of a download; the last is believed."""
+"""How often a download may be refused as above. The last refusal counts."""
 
 
 class ModelFetcher:
-    """Holds the newest model that was fetched."""
+    """Fetches models and holds the newest one.
+
+    Args:
+        connection: To the server.
+        tell: Is called with the share of a download that was received, 0 to 1.
+    """
 
     def __init__(self, connection: Connection, tell: Callable[[float], None]) -> None:
         self._connection = connection
-        self._tell = tell  # is told the share of a download that is here
+        self._tell = tell
         self._held: HeldModel | None = None
 
     def at_hand(self, command: pb.TrainCmd | pb.EvaluateCmd, schema: Schema) -> HeldModel | None:
-        """The command's model, for one of `schema`, if it is held or came with the command; from any thread."""
+        """Return a command's model if it is held already or came with the command, else None.
+
+        Any thread may call this, while nothing is being fetched.
+
+        Args:
+            command: The command, which names the model and may carry it.
+            schema: The schema that the model must have.
+
+        Raises:
+            WrongModel: If the model that came with the command has another schema.
+        """
         digest, held = command.model_digest, self._held
         if held and (held.digest, held.schema.hash) == (digest, schema.hash):
             return held
@@ -57,19 +72,32 @@ class ModelFetcher:
             self._held = download.finish()
             self._connection.metrics.download_bytes.inc(download.received)
         except BadModel as error:
-            log.warning("model %d did not come whole with its command (%s); fetching it", command.model_version, error)
+            log.warning(
+                "model %d, which came with its command, is not valid (%s); fetching it", command.model_version, error
+            )
             return None
         return self._held
 
     async def fetch(self, digest: str, schema: Schema, ended: Callable[[], str]) -> HeldModel:
-        """The model of that digest, for one of `schema`; RoundOver once `ended()` says why it is no longer wanted."""
+        """Fetch a model from the server.
+
+        Args:
+            digest: The name of the model.
+            schema: The schema that it must have.
+            ended: Returns why the model is no longer wanted; empty while it is.
+
+        Raises:
+            RoundOver: If the model is no longer wanted, or the server refuses to send it.
+            BadModel: If what the server sent was invalid twice.
+            WrongModel: If the model has another schema.
+        """
         held = self._held
         if held and held.schema.hash != schema.hash:
             held = self._held = None
         try:
             self._held = await self._download(Download(digest, schema, held), ended)
         except BadModel as error:
-            log.warning("model %s did not arrive whole (%s); fetching it again, in full", digest, error)
+            log.warning("model %s is not valid as received (%s); fetching it again, in full", digest, error)
             self._held = await self._download(Download(digest, schema, None), ended)
         return self._held
 
@@ -99,7 +127,7 @@ class ModelFetcher:
         return await asyncio.to_thread(download.finish)
 
     async def _stream(self, download: Download, ended: Callable[[], str]) -> None:
-        """One call: afterwards the download is complete, or has more than it had."""
+        """Make one call, and add to the download what it brings."""
         session = self._connection.session
         call = self._connection.fetch_model(download.request, metadata=self._connection.metadata)
         try:
