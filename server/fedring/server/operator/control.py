@@ -12,10 +12,9 @@ from pydantic import ValidationError
 from fedring.daemon.config import ConfigError, check_keys, explain, merge
 from fedring.rpc.errors import BadRequest, ClientInUse, NoSuchClient, NoSuchJob, OtherJob, UnknownRound
 from fedring.server.model.optimizer import ServerOptimizer
-from fedring.server.round.coordinator import Coordinator
-from fedring.server.round.jobs import Jobs
+from fedring.server.parts import Parts
 from fedring.server.round.report import event_message, job_message, model_message, round_message
-from fedring.server.service.downloads import model_messages
+from fedring.server.service.downloads import ModelBlobService
 from fedring.server.state.journal import printable, rfc3339
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
 from fedring.train.job import Job
@@ -40,15 +39,21 @@ class ControlService(rpc.ControlServiceServicer):
 
     def __init__(
         self,
-        coordinator: Coordinator,
-        jobs: Jobs,
+        parts: Parts,
+        downloads: ModelBlobService,
         defaults: Job,
         version: str,
         *,
         refused: Callable[[], Mapping[str, int]],
     ) -> None:
-        self._coordinator, self._jobs, self._defaults, self._version = coordinator, jobs, defaults, version
-        self._facts, self._store = coordinator.facts, coordinator.facts.store
+        self._rounds, self._jobs, self._sessions, self._journal = (
+            parts.rounds,
+            parts.jobs,
+            parts.sessions,
+            parts.journal,
+        )
+        self._facts, self._store = parts.facts, parts.facts.store
+        self._downloads, self._defaults, self._version = downloads, defaults, version
         self._refused = refused
         self._began = time.monotonic()
 
@@ -61,7 +66,7 @@ class ControlService(rpc.ControlServiceServicer):
         return await self._start(await self._facts.work(self._job, request.job), request.idempotency_key)
 
     async def StopRound(self, request: pb.StopRoundRequest, context: Any) -> pb.StopReply:
-        number = await self._coordinator.abandon("stopped")
+        number = await self._rounds.abandon("stopped")
         if not number:
             raise UnknownRound("no round is in progress that could be stopped", reason="no_round")
         running = self._jobs.running
@@ -75,7 +80,7 @@ class ControlService(rpc.ControlServiceServicer):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.Status:
         jobs = await self._facts.db(self._store.jobs, MOST_ROWS)
-        latest, round_ = self._coordinator.latest, self._coordinator.message()
+        latest, round_ = self._rounds.latest, self._rounds.message()
         if round_ is None:
             rows = await self._facts.db(self._store.rounds, 1)
             round_ = round_message(rows[0]) if rows else None
@@ -85,7 +90,7 @@ class ControlService(rpc.ControlServiceServicer):
             run_id=self._store.run_id,
             version=self._version,
             uptime_seconds=time.monotonic() - self._began,
-            clients_watching=sum(session.matched for session in self._coordinator.sessions),
+            clients_watching=sum(session.matched for session in self._sessions),
             model_version=latest.version if latest else 0,
             job=job_message(replace(current, state="running")) if current else None,
             round=round_,
@@ -122,23 +127,23 @@ class ControlService(rpc.ControlServiceServicer):
                 last_seen_at=rfc3339(session.last_seen),
                 updates=counts.pop(session.client_id, 0),
             )
-            for session in self._coordinator.sessions
+            for session in self._sessions
         ]
         away = [pb.Client(client_id=name, state="away", updates=count) for name, count in sorted(counts.items())]
         return pb.ClientList(clients=(clients + away)[: _limit(request)])
 
     async def ForgetClient(self, request: pb.ForgetClientRequest, context: Any) -> pb.ForgottenClient:
-        name, open_ = request.client_id, self._coordinator.open
+        name, open_ = request.client_id, self._rounds.open
         counts = await self._facts.db(self._store.update_counts)
         if name not in counts:
             raise NoSuchClient(f"no update of {printable(name[:128])!r} was ever accepted: see `flctl clients`")
-        if self._coordinator.sessions.get(name) is not None:
+        if self._sessions.get(name) is not None:
             raise ClientInUse(f"{name} is in session: stop its fl-client first")
         if open_ is not None and name in open_.accepted:
             raise ClientInUse(f"an update of {name} is in round {open_.row.round}: wait until the round has ended")
         await self._facts.db(self._facts.forget_client, name)
         text = f"{name} was forgotten, with {counts[name]} updates"
-        self._coordinator.journal.write("client_forgotten", text, client_id=name)
+        self._journal.write("client_forgotten", text, client_id=name)
         return pb.ForgottenClient(client_id=name, updates=counts[name])
 
     async def ListModels(self, request: pb.ListRequest, context: Any) -> pb.ModelList:
@@ -148,12 +153,12 @@ class ControlService(rpc.ControlServiceServicer):
         if request.after > MAX_ID:
             text = f"after = {request.after} cannot be the id of an event: give one of at most 2^63 - 1, or 0"
             raise BadRequest(text, reason="bad_event_id")
-        after, oldest = request.after, self._coordinator.journal.oldest
+        after, oldest = request.after, self._journal.oldest
         replayed = []
         if 0 < after < oldest:
             replayed = await self._facts.db(self._stored_events, after, oldest)
             after = oldest - 1
-        news = self._coordinator.journal.follow(after)
+        news = self._journal.follow(after)
         await context.send_initial_metadata(())  # the caller knows that it misses nothing from now on
         for event in replayed:
             yield event
@@ -161,7 +166,7 @@ class ControlService(rpc.ControlServiceServicer):
             yield event
 
     async def ExportModel(self, request: fed.FetchModelRequest, context: Any) -> AsyncIterator[Any]:
-        async with aclosing(model_messages(self._coordinator, request)) as messages:
+        async with aclosing(self._downloads.messages(request)) as messages:
             async for message in messages:
                 yield message
 

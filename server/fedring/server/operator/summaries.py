@@ -8,6 +8,7 @@ from typing import Any
 from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.round import machine as rd
+from fedring.server.round.events import Phase, Round, State
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.sessions import Session, Sessions
 from fedring.server.state.journal import rfc3339
@@ -81,7 +82,7 @@ def event_summary(event: pb.Event) -> Summary:
     return {key: getattr(event, key) for key in _EVENT_KEYS}
 
 
-def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], round_: rd.Round | None) -> list[Summary]:
+def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], round_: Round | None) -> list[Summary]:
     """Those that are here, by name, and then those that are away: the first MOST_CLIENTS of them."""
     here = {session.client_id: session for session in sessions}
     asked = round_.selected | round_.evaluators if round_ else frozenset()
@@ -101,19 +102,19 @@ def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], ro
     ]
 
 
-def wait_summary(state: rd.State, open_: OpenRound | None) -> Summary | None:
+def wait_summary(state: State, open_: OpenRound | None) -> Summary | None:
     """What the open round waits for; None = for nothing, or no round is open."""
     round_ = state.round
-    if round_ is None or open_ is None or round_.phase is rd.Phase.ABANDONED:
+    if round_ is None or open_ is None or round_.phase is Phase.ABANDONED:
         return None
     now = time.monotonic()
     waits = rd.pending(state, now) - open_.done.keys()
     match round_.phase:
-        case rd.Phase.WAITING:
+        case Phase.WAITING:
             what, have, need = "clients", len(rd.ready(state, round_.rules)), round_.rules.min_clients
-        case rd.Phase.TRAINING:
+        case Phase.TRAINING:
             what, have, need = "updates", len(round_.delivered | open_.done.keys()), len(round_.selected)
-        case rd.Phase.AGGREGATING:
+        case Phase.AGGREGATING:
             return {"what": "aggregation", "have": 0, "need": 0, "clients": [], "until": ""}
         case _:
             what, have, need = "evaluations", len(round_.evaluated), len(round_.evaluators)
@@ -168,7 +169,7 @@ def _worker(state: gr.State, name: str, sessions: Sessions) -> Summary:
     }
 
 
-def _part(name: str, round_: rd.Round) -> str:
+def _part(name: str, round_: Round) -> str:
     """What the round has of the client."""
     if name in round_.evaluated:
         return "evaluated"

@@ -15,7 +15,7 @@ from fedring.server.operator.summaries import (
     round_summary,
     wait_summary,
 )
-from fedring.server.round.coordinator import Coordinator
+from fedring.server.parts import Parts
 from fedring.server.round.report import event_message, round_message
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import EventRow, JobRow, ModelRow, RoundRow
@@ -46,9 +46,10 @@ class _Stored:
 class View:
     """The source of fedring.web."""
 
-    def __init__(self, coordinator: Coordinator, version: str) -> None:
-        self._coordinator, self._version = coordinator, version
-        self._facts, self._store = coordinator.facts, coordinator.facts.store
+    def __init__(self, parts: Parts, version: str) -> None:
+        self._rounds, self._sessions, self._journal = parts.rounds, parts.sessions, parts.journal
+        self._facts, self._store = parts.facts, parts.facts.store
+        self._version = version
         self._began = time.time()
         self._stored = _Stored()
         self._accuracy: dict[int, float | None] = {}  # of older models
@@ -56,11 +57,11 @@ class View:
 
     async def state(self) -> dict[str, Any]:
         """How things are now, in parts that change at different times."""
-        stored, coordinator = await self._read(), self._coordinator
-        latest, running = coordinator.latest, coordinator.open
-        current = coordinator.message() or self._last_round(stored)
+        stored, now = await self._read(), self._rounds
+        latest, running = now.latest, now.open
+        current = now.message() or self._last_round(stored)
         job = next((row for row in stored.jobs if current is not None and row.job_id == current.job_id), None)
-        sessions = list(coordinator.sessions)
+        sessions = list(self._sessions)
         return {
             "server": {
                 "version": self._version,
@@ -71,9 +72,9 @@ class View:
                 "model_version": latest.version if latest else 0,
             },
             "round": round_summary(current) if current else None,
-            "waits_for": wait_summary(coordinator.state, running),
-            "clients": client_summaries(sessions, stored.updates, coordinator.state.round),
-            "group": group_summary(coordinator.rendezvous, coordinator.sessions, job) if job else None,
+            "waits_for": wait_summary(now.state, running),
+            "clients": client_summaries(sessions, stored.updates, now.state.round),
+            "group": group_summary(now.rendezvous, self._sessions, job) if job else None,
             "jobs": [job_summary(row) for row in stored.jobs],
             "models": stored.models,
             "events": self._recent(stored),
@@ -103,12 +104,12 @@ class View:
             return {"events": self._recent(await self._read())}
         stored = await self._facts.db(self._store.events_after, after, MOST_STORED_EVENTS)
         events = {row.id: event_summary(event_message(row, None)) for row in stored}
-        events |= {event.id: event_summary(event) for event in self._coordinator.journal.recent(after)}
+        events |= {event.id: event_summary(event) for event in self._journal.recent(after)}
         return {"events": [events[number] for number in sorted(events)][:MOST_STORED_EVENTS]}
 
     async def _read(self) -> _Stored:
         """What is in the store, as of the last event or of a moment ago."""
-        stored, newest = self._stored, self._coordinator.journal.last_id
+        stored, newest = self._stored, self._journal.last_id
         if stored.event != newest or time.monotonic() - stored.at > STORE_SECONDS:
             stored = await self._facts.db(self._read_store, newest)
             self._stored = stored
@@ -143,16 +144,16 @@ class View:
         return summed.correct / summed.total if summed and summed.total else None
 
     def _last_round(self, stored: _Stored) -> pb.Round | None:
-        row = self._coordinator.last or stored.last
+        row = self._rounds.last or stored.last
         return round_message(row) if row else None
 
     def _first_chunk(self, after: int) -> int:
         """How many rounds there can be above `after`, as far as they are read at once."""
-        newest = self._coordinator.open.row if self._coordinator.open else self._coordinator.last
+        newest = self._rounds.open.row if self._rounds.open else self._rounds.last
         return min(CHUNK, max(newest.round - after, 1)) if after and newest else CHUNK
 
     def _recent(self, stored: _Stored) -> list[Summary]:
         """The last events; those of before this process, if it has not seen as many."""
         told = {row.id: event_summary(event_message(row, None)) for row in stored.events}
-        told |= {event.id: event_summary(event) for event in self._coordinator.journal.recent()[-MOST_EVENTS:]}
+        told |= {event.id: event_summary(event) for event in self._journal.recent()[-MOST_EVENTS:]}
         return [told[number] for number in sorted(told)][-MOST_EVENTS:]

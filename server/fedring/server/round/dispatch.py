@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from fedring.server.round.machine import Phase, Round
+from fedring.server.round.events import Phase, Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.sessions import Sessions
 from fedring.server.state.rows import ModelRow

@@ -6,7 +6,7 @@ from typing import Any
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models, files_of
 from fedring.server.model.testset import TestSet
-from fedring.server.round import machine as rd
+from fedring.server.round.events import Phase
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.blobs import StorageError, StorageFailed
 from fedring.server.state.facts import Facts
@@ -55,7 +55,7 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
     updates = [open_.accepted[client] for client in sorted(open_.accepted)]
     version = await facts.db(facts.store.next_version)
     model = await facts.heavy(models.next, open_.base, updates, open_.job, open_.row.round, version)
-    ended = open_.ended(rd.Phase.PUBLISHED, model_version=model.version)
+    ended = open_.ended(Phase.PUBLISHED, model_version=model.version)
     try:
         await facts.db(facts.store.publish, model, ended)
     except StorageFailed:

@@ -14,23 +14,25 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from fedring.codec.errors import CodecError
 from fedring.daemon.metrics import Registry
+from fedring.daemon.tracing import Span
 from fedring.rpc.errors import FedringError
 from fedring.rpc.metrics import CallMetrics
 from fedring.server.round import machine as rd
+from fedring.server.round.events import Phase, Presence, Round, State
 from fedring.server.round.guard_metrics import GuardMetrics
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import UpdateRow
 from fedring.v1 import control_pb2, federation_pb2, rendezvous_pb2
 
 PHASES = {
-    rd.Phase.WAITING: "waiting",
-    rd.Phase.TRAINING: "training",
-    rd.Phase.AGGREGATING: "aggregating",
-    rd.Phase.PUBLISHED: "evaluating",
+    Phase.WAITING: "waiting",
+    Phase.TRAINING: "training",
+    Phase.AGGREGATING: "aggregating",
+    Phase.PUBLISHED: "evaluating",
 }
 """What takes time in a round."""
 
-ROUND_RESULTS = {rd.Phase.PUBLISHED: "published", rd.Phase.ABANDONED: "abandoned"}
+ROUND_RESULTS = {Phase.PUBLISHED: "published", Phase.ABANDONED: "abandoned"}
 CLIENT_STATES = ("selected", "pending", "delivered", "failed")
 UPDATE_RESULTS = ("accepted", "duplicate", "rejected", "interrupted")
 
@@ -126,9 +128,9 @@ class Metrics:
         text = "What the newest commit of accepted updates took to be on the disk."
         self._fsync = new.gauge("fl_server_last_fsync_seconds", text)
 
-    def follow(self, state: Callable[[], rd.State], facts: Facts) -> None:
+    def follow(self, state: Callable[[], State], facts: Facts) -> None:
         """From now on what `state` returns and the facts show is read whenever somebody asks, in another thread."""
-        self._connected.set_function(lambda: _count(state(), rd.Presence.MATCHED))
+        self._connected.set_function(lambda: _count(state(), Presence.MATCHED))
         for name in CLIENT_STATES:
             self._clients.labels(name).set_function(partial(_clients, state, name))
         self._queue.set_function(lambda: facts.waiting)
@@ -137,7 +139,7 @@ class Metrics:
         self._disk_free.set_function(partial(_disk, facts, "f_bavail"))
         self._disk_size.set_function(partial(_disk, facts, "f_blocks"))
 
-    def moved(self, before: rd.Round | None, after: rd.Round | None, now: float) -> None:
+    def moved(self, before: Round | None, after: Round | None, now: float) -> None:
         """The round in progress has become another."""
         if before is None:
             if after is not None:
@@ -146,18 +148,18 @@ class Metrics:
                 self._began = now
             return
         if after is not None and after.phase is before.phase:
-            if after.phase is rd.Phase.AGGREGATING:
+            if after.phase is Phase.AGGREGATING:
                 self._lost.inc(len(before.delivered - after.delivered))
             return
         if before.phase in PHASES:
             self._phase.labels(PHASES[before.phase]).observe(now - before.since)
         if after is None:
             return
-        if after.phase is rd.Phase.TRAINING:
+        if after.phase is Phase.TRAINING:
             self._began = now
         if after.phase in ROUND_RESULTS:
             self._rounds.labels(ROUND_RESULTS[after.phase]).inc()
-        if after.phase is rd.Phase.PUBLISHED:
+        if after.phase is Phase.PUBLISHED:
             self._duration.observe(now - self._began)
             self._completed.set(time.time())
 
@@ -196,11 +198,11 @@ class Metrics:
             self._lag.observe(max(0.0, time.monotonic() - due))
 
 
-def _count(state: rd.State, presence: rd.Presence) -> int:
+def _count(state: State, presence: Presence) -> int:
     return sum(member.presence is presence for member in state.members.values())
 
 
-def _clients(state: Callable[[], rd.State], name: str) -> int:
+def _clients(state: Callable[[], State], name: str) -> int:
     """How many clients of the round in progress are in that state."""
     now = state()
     if now.round is None:
@@ -215,3 +217,31 @@ def _disk(facts: Facts, field: str) -> float:
     except OSError:
         return nan
     return float(getattr(disk, field) * disk.f_frsize)
+
+
+class RoundTrace:
+    """Follows the round in progress, one at a time."""
+
+    def __init__(self) -> None:
+        self._round: Span | None = None
+        self._phase: Span | None = None
+        self._at: Phase | None = None
+
+    def begin(self, number: int, job_id: int) -> str:
+        """A round has begun; the name of its span, for those who take part."""
+        self._round = Span("round", round=number, job=job_id)
+        return self._round.traceparent
+
+    def follow(self, round_: Round | None) -> None:
+        """The round is now as given: a new phase has begun if it is another, and without a round all is over."""
+        phase = round_.phase if round_ else None
+        if phase is self._at or self._round is None:
+            return
+        self._at = phase
+        if self._phase:
+            self._phase.end()
+        if phase:
+            self._phase = Span(phase, self._round.traceparent)
+        else:
+            self._round.end()
+            self._round = self._phase = None

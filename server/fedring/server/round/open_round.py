@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fedring.server.round import machine as rd
+from fedring.server.round.events import Phase
 from fedring.server.round.sessions import Traffic
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.train.job import Job
@@ -28,6 +28,7 @@ class OpenRound:
     failures: list[str] = field(default_factory=list)  # why clients could not train, a sentence each
     stop: str = ""  # why it is to end without a model, should the disk refuse that model
     waits_for_disk: bool = False  # with its aggregation
+    retryable: bool = True  # False if the job's next rounds would end as this one does
 
     def event(self, seconds: float, model: pb.SmallModel | None = None) -> bytes:
         """The command as it is sent to clients that have so many seconds, with the model if given."""
@@ -45,7 +46,7 @@ class OpenRound:
         """What clients have until the deadline, > 0."""
         return max(self.job.deadline_seconds - (time.monotonic() - self.started), 0.001)
 
-    def ended(self, phase: rd.Phase, *, reason: str = "", model_version: int = 0) -> RoundRow:
+    def ended(self, phase: Phase, *, reason: str = "", model_version: int = 0) -> RoundRow:
         """Its row, now that it has ended in this phase."""
         stats = self.stats(time.monotonic() - self.started if self.started else 0.0)
         now = time.time()

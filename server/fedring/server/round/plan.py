@@ -4,9 +4,7 @@ import json
 
 from fedring.codec.encoding import Encoding
 from fedring.server.group import machine as groups
-from fedring.server.group.rendezvous import Rendezvous
-from fedring.server.round.machine import Rules
-from fedring.server.round.open_round import OpenRound
+from fedring.server.round.events import Rules
 from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
@@ -41,14 +39,6 @@ def group_rules(job: Job, *, target: int) -> groups.Rules:
         minimum=min(target, job.min_clients_to_aggregate),
         patience=job.data_parallel.replacement_seconds,
     )
-
-
-def gather(rendezvous: Rendezvous, open_: OpenRound, *, resumed: bool = False) -> None:
-    """Let the workers of the round gather, if it needs a group; `resumed` says that it was open before a restart."""
-    if open_.job.grouped:
-        selected = open_.row.selected
-        rules = group_rules(open_.job, target=len(selected))
-        rendezvous.open(open_.row.round, rules, selected, open_.done, resumed=resumed)
 
 
 def job_spec(job: Job, job_id: int) -> pb.JobSpec:

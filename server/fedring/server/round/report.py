@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from fedring.server.round.machine import Round
+from fedring.server.round.events import Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import EventRow, JobRow, ModelRow, RoundRow

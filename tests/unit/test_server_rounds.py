@@ -1,4 +1,4 @@
-"""The coordinator with a real store and real blobs: what happens at the same time does no harm."""
+"""Rounds with a real store and real blobs: what happens at the same time does no harm."""
 
 import asyncio
 import sqlite3
@@ -17,10 +17,11 @@ from tests.unit.host import ONES, SIZE, Host, running, spec
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay, OtherUpdate, Overloaded, UnknownRound
 from fedring.server.round import machine as rd
+from fedring.server.round.events import Abandon, Joined
 from fedring.server.service import uploads
 from fedring.server.state.rows import LastAccepted
 from fedring.server.state.store import SqlStore
-from fedring.server.update.admission import Admitted, check_payload
+from fedring.server.update.admission import check_payload
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -36,8 +37,8 @@ async def test_a_round_goes_from_the_command_to_the_model(host: Host) -> None:
     command = await host.command(session)
     assert not await host.offer(host.update(command, "a"))
     assert await host.ended(job.job_id) == "completed"
-    assert host.coordinator.latest is not None
-    assert host.coordinator.latest.round == command.round
+    assert host.rounds.latest is not None
+    assert host.rounds.latest.round == command.round
 
 
 async def test_a_stop_while_the_round_starts_ends_it(host: Host) -> None:
@@ -77,11 +78,11 @@ async def test_a_deadline_that_falls_into_an_acceptance_counts_it(host: Host) ->
     host.gate.close("accept_updates")
     offer = host.offer(host.update(command, "a"))
     await host.gate.reached()
-    state = host.coordinator.state
+    state = host.rounds.state
     assert state.round is not None
-    host.coordinator.state = replace(state, round=replace(state.round, since=state.round.since - 600))
-    assert rd.due(host.coordinator.state, time.monotonic()) == rd.Abandon("too_few_clients")
-    host.coordinator.handle(rd.Joined("c"))
+    host.rounds.state = replace(state, round=replace(state.round, since=state.round.since - 600))
+    assert rd.due(host.rounds.state, time.monotonic()) == Abandon("too_few_clients")
+    host.rounds.handle(Joined("c"))
     await asyncio.sleep(0)  # what is due is on its way
     host.gate.open()
     assert not await offer
@@ -137,15 +138,15 @@ async def test_an_evaluation_that_comes_as_its_round_ends_does_no_harm(host: Hos
     host.gate.close("drop_partials")
     await host.offer(host.update(command, "a"))
     await host.gate.reached()
-    assert host.coordinator.latest is not None
-    report = pb.EvaluationReport(round=command.round, model_digest=host.coordinator.latest.digest, total=1)
-    evaluated = asyncio.create_task(host.coordinator.evaluated("a", report))
+    assert host.rounds.latest is not None
+    report = pb.EvaluationReport(round=command.round, model_digest=host.rounds.latest.digest, total=1)
+    evaluated = asyncio.create_task(host.rounds.evaluated("a", report))
     await asyncio.sleep(0)  # it is on its way
     host.gate.open()
     await evaluated
     assert await host.ended(job.job_id) == "completed"
     with pytest.raises(UnknownRound) as refused:
-        await host.coordinator.evaluated("a", report)
+        await host.rounds.evaluated("a", report)
     assert refused.value.reason == "round_closed"
     assert len(await host.facts.db(host.store.evaluations, 2)) == 1
 
@@ -161,7 +162,7 @@ async def test_old_updates_go_while_the_clients_of_a_later_round_train(host: Hos
     async with asyncio.timeout(60):
         while await host.facts.db(host.store.updates_of, first.round):
             pass
-    assert host.coordinator.open is not None
+    assert host.rounds.open is not None
 
 
 async def test_a_model_whose_loss_is_no_number_is_published_without_a_score(host: Host) -> None:
@@ -172,8 +173,8 @@ async def test_a_model_whose_loss_is_no_number_is_published_without_a_score(host
     for _ in range(2):
         await host.offer(host.update(await host.command(session), "a", huge))
     assert await host.ended(job.job_id) == "completed"
-    assert host.coordinator.last is not None
-    assert "server_accuracy" not in host.coordinator.last.stats
+    assert host.rounds.last is not None
+    assert "server_accuracy" not in host.rounds.last.stats
 
 
 async def test_nobody_goes_before_the_thread_that_works_for_him(host: Host) -> None:
@@ -194,7 +195,7 @@ async def test_few_bytes_that_stand_for_many_values_do_not_hold_up_the_loop(
 ) -> None:
     checked = []
 
-    def check(*given: Any) -> Admitted:
+    def check(*given: Any) -> float:
         checked.append(threading.current_thread() is threading.main_thread())
         return check_payload(*given)
 
