@@ -49,7 +49,7 @@ def test_file_overrides_and_flags_make_one_configuration(tmp_path: Path) -> None
         (["servr=127.0.0.1:1"], "did you mean 'server'"),
         (["nonsense"], "is neither a configuration file"),
         (["--partition", "2"], "is not of the form I/N"),
-        (["--partition", "4/4"], "partition_index must be below"),
+        (["--partition", "4/4"], "partition_index=4 must be below partition_count=4"),
         (["--server", "fl.example.org:8443"], "set tls.ca, or insecure = true"),
         (["peer_listen=0.0.0.0:7600"], "set tls.ca, tls.cert and tls.key"),
         (["--server", "fl.example.org:8443", "insecure=true", "token_file=t"], "a token must not travel in plaintext"),

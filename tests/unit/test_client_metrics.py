@@ -88,7 +88,7 @@ def test_traffic_is_told_by_rank(metrics: ClientMetrics) -> None:
 
 def test_runs_of_a_pipeline_add_up(metrics: ClientMetrics) -> None:
     for bubble in (0.5, 0.25):
-        metrics.pipe.ran(bubble, 3, {(1, "forward"): (4, 0.5), (1, "backward"): (4, 1.0)})
+        metrics.pipe.add_run(bubble, 3, {(1, "forward"): (4, 0.5), (1, "backward"): (4, 1.0)})
     assert value(metrics, "fl_pipe_bubble_ratio") == 0.25
     assert value(metrics, "fl_pipe_inflight_microbatches") == 3
     assert value(metrics, "fl_pipe_stage_seconds_count", stage="1", kind="forward") == 8

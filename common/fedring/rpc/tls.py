@@ -26,12 +26,11 @@ class Tls(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    cert: Path | None = Field(
-        default=None, description="this daemon's certificate, and what leads from it to the authority's"
-    )
+    cert: Path | None = Field(default=None, description="this daemon's certificate, followed by any intermediate ones")
     key: Path | None = Field(default=None, description="its private key, without a password")
     ca: Path | None = Field(
-        default=None, description="who signs the other side's certificates; on fl-server: callers must have one"
+        default=None,
+        description="the authority of the other side's certificates; with it, fl-server demands one of its callers",
     )
 
     @model_validator(mode="after")

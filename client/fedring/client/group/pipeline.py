@@ -149,7 +149,7 @@ class PipelinePart:
 def show(metrics: PipelineMetrics, report: Report, in_flight: int) -> None:
     """The metrics have what a run of the schedule took."""
     actions = {(stage, KINDS[_ORDER.index(kind)]): spent for (stage, kind), spent in report.spent.items()}
-    metrics.ran(report.bubble, in_flight, actions)
+    metrics.add_run(report.bubble, in_flight, actions)
 
 
 def _first_inputs(samples: Dataset[Any], count: int) -> Tensor:
