@@ -36,7 +36,7 @@ class ClientConfig(BaseSettings):
     client_id: str = Field(
         default_factory=_own_name,
         pattern=r"^[A-Za-z0-9._-]{1,128}$",
-        description="stable name of this client, unique in the fleet: 1 to 128 of A-Z a-z 0-9 . _ -",
+        description="stable name, unique in the fleet: 1 to 128 of A-Z a-z 0-9 . _ -",
     )
     state_dir: Path = Field(
         Path("fl-client-state"), description="folder for the residual, an unsent update and the secret of the session"

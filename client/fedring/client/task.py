@@ -181,8 +181,8 @@ class Task:
 def own_seed(seed: int, client_id: str) -> int:
     """Return the seed that this client uses in a round, 0 to 2^63 - 1.
 
-    With the same seed, all clients would draw samples at the same places of their parts. Data sets are ordered (MNIST by
-    writer), so all clients of a round would see the same few writers.
+    With the same seed, all clients would draw samples at the same places of their parts. Data sets are ordered (such as
+    MNIST by writer), so all clients of a round would see the same few writers.
 
     Args:
         seed: The round's seed, which is the same for all clients.

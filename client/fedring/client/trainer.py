@@ -202,7 +202,7 @@ class DeclaredTrainer:
 
 
 def trusted_by(config: ClientConfig) -> list[str]:
-    """Return the modules from which a job may import: `trusted`, and the modules that the configuration's names are in."""
+    """Return the modules from which a job may import: `trusted`, and those that the configuration's names are in."""
     named = [getattr(config, part).partition(":")[0] for part in NAMES]
     return [*config.trusted, *(module for module in named if module)]
 

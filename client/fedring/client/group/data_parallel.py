@@ -1,4 +1,4 @@
-"""Data-parallel training as a job declares it: the same model, data and loss as ever, in a group of workers."""
+"""Data-parallel rounds: each worker of a group trains the whole model on its share of each batch."""
 
 import logging
 from collections.abc import Sequence
@@ -26,31 +26,50 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class DataParallelState:
-    """What a worker keeps from round to round of one job."""
+    """What a worker keeps from round to round of one job. DataParallelTrainer owns it."""
 
     replica: Replica
     hook: Hook
-    workers: int = 0  # in its newest group; 0 = it was in none yet
+    workers: int = 0  # in its newest group; 0 = it has not been in one
 
 
 class DataParallelTrainer:
-    """Keeps a job's optimizer, and what compression owes, from round to round."""
+    """Trains data-parallel rounds, and keeps a job's optimizer and residuals from round to round.
+
+    Args:
+        config: The client's configuration.
+        trusted: The modules from which a job's hook may be imported.
+        device: Where to train.
+    """
 
     def __init__(self, config: ClientConfig, trusted: Sequence[str], device: torch.device) -> None:
         self._options = peer_options(config)
         self._trusted = trusted
         self._device = device
         self._key: tuple[Any, ...] = ()
-        self._standing: DataParallelState | None = None
+        self._state: DataParallelState | None = None
 
     def train(
         self, task: Task, model: nn.Module, samples: Dataset[Any], *, loss: Loss, optimizer: OptimizerFactory
     ) -> None:
-        """The round is over, and was delivered if that fell to this worker; TrainingStopped if it ended too early."""
+        """Train one round, and deliver its model if the server chooses this worker for it.
+
+        Args:
+            task: The round.
+            model: The model that the job names.
+            samples: All samples; each worker takes its share.
+            loss: The loss that the job names.
+            optimizer: Makes the optimizer that the job names.
+
+        Raises:
+            TrainingStopped: If the round ended before it was trained.
+            RoundOver: If the server has not accepted the update.
+            SeamError: If this client does not understand the job.
+        """
         table, plan = table_of(task), plan_of(task)
         task.load_into(model)
-        standing = self._standing_for(task, model, optimizer, table)
-        standing.replica.begin_round()
+        state = self._state_for(task, model, optimizer, table)
+        state.replica.begin_round()
         course = Course(
             samples,
             plan,
@@ -60,32 +79,32 @@ class DataParallelTrainer:
             total_epochs=task.job.rounds * plan.epochs,
             first_epoch=(plan.job_round - 1) * plan.epochs,
         )
-        take_part(task, DataParallelPart(standing, course, task.metrics.ring), self._options, model)
+        take_part(task, DataParallelPart(state, course, task.metrics.ring), self._options, model)
 
-    def _standing_for(
+    def _state_for(
         self, task: Task, model: nn.Module, optimizer: OptimizerFactory, table: DataParallel
     ) -> DataParallelState:
-        """That of the job's round before, or a new one."""
+        """Return the state of the job's previous round, or a new one."""
         command = task.command
         key = (command.run_id, command.epoch, command.job.job_id, model)
-        if self._standing is None or self._key != key:
+        if self._state is None or self._key != key:
             plan = plan_of(task)
             hook = make_hook(table, plan, model.named_parameters(), self._trusted)
-            # DGC corrects momentum before it sends: an optimizer's own would act once more.
+            # DGC applies momentum before it compresses, so the optimizer must not apply it again.
             momentum = 0.0 if table.hook == "dgc" else plan.momentum
             parameters = [p for p in model.parameters() if p.requires_grad]
             replica = Replica(model, optimizer(parameters, plan.lr, momentum))
             if isinstance(hook, Compressed):
                 replica.shared = hook.shared
-            self._standing, self._key = DataParallelState(replica, hook), key
-        return self._standing
+            self._state, self._key = DataParallelState(replica, hook), key
+        return self._state
 
 
 @dataclass(slots=True, eq=False)
 class DataParallelPart:
     """This worker's part in a data-parallel round: the whole model, and a share of each batch."""
 
-    standing: DataParallelState
+    state: DataParallelState
     course: Course
     shown: RingMetrics
     usage: Usage = field(default_factory=Usage)
@@ -93,48 +112,52 @@ class DataParallelPart:
 
     @property
     def steps(self) -> int:
-        """Steps of the job that this worker has taken."""
-        return self.standing.replica.progress.steps
+        """The steps of the job that this worker has taken."""
+        return self.state.replica.progress.steps
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the training says of itself."""
-        return {**self._means, **self.usage.metrics, "workers": self.standing.workers, "job_steps": self.steps}
+        """The figures of the training, by name."""
+        return {**self._means, **self.usage.metrics, "workers": self.state.workers, "job_steps": self.steps}
 
     def enter(self, generation: int, *, workers: int) -> None:
-        """This worker is where the one with most steps was, and what it owes is scaled to the group's size."""
-        standing, hook = self.standing, self.standing.hook
+        """Take over the state of the worker with the most steps, and scale the residuals to the size of the group."""
+        state, hook = self.state, self.state.hook
         if isinstance(hook, Compressed):
             hook.leave()
-        source = synchronize(standing.replica)
+        source = synchronize(state.replica)
         if isinstance(hook, Compressed):
-            hook.enter(standing.workers, self.steps)
+            hook.enter(state.workers, self.steps)
         log.info(
-            "generation %d: %d workers, from step %d of the job, which rank %d had",
+            "generation %d: %d workers continue after step %d of the job, with the state of rank %d",
             generation,
             workers,
             self.steps,
             source,
             extra={"generation": generation, "workers": workers, "step": self.steps},
         )
-        if workers < standing.workers:
-            log.warning("what %d lost workers had not sent is lost", standing.workers - workers)
-        standing.workers = workers
+        if workers < state.workers:
+            log.warning("the residuals of %d lost workers are lost", state.workers - workers)
+        state.workers = workers
 
     def train(self, watcher: Watcher) -> None:
-        """The round is trained to its end."""
-        training = GroupTraining(self.standing.replica, self.course, self.standing.hook, watcher)
+        """Train to the end of the round."""
+        training = GroupTraining(self.state.replica, self.course, self.state.hook, watcher)
         try:
-            with self.shown.training(training, workers=self.standing.workers):
+            with self.shown.training(training, workers=self.state.workers):
                 self._means = training.run() or self._means
         finally:
             self.usage += training.usage
 
     def digest(self) -> bytes:
-        """BLAKE3 of the parameters, 32 bytes."""
-        return self.standing.replica.digest()
+        """Return BLAKE3 of the parameters, 32 bytes."""
+        return self.state.replica.digest()
 
 
 def table_of(task: Task) -> DataParallel:
-    """The job's table; SeamError if this client does not understand it."""
+    """Return the job's table `data_parallel`.
+
+    Raises:
+        SeamError: If this client does not understand it.
+    """
     return parse_table(DataParallel, "data_parallel", task.job.data_parallel)

@@ -1,4 +1,4 @@
-"""Pipeline training as a job declares it: each worker has stages of the model, and a copy of the newest checkpoint."""
+"""Pipeline rounds: each worker of a group trains some stages of the model and keeps a copy of the newest checkpoint."""
 
 import logging
 from collections.abc import Sequence
@@ -28,39 +28,60 @@ from fedring.workers.watcher import Watcher
 
 log = logging.getLogger(__name__)
 
-_ORDER = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)  # as in KINDS
+_ORDER = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)  # in the order of KINDS
 
 
 @dataclass(slots=True, eq=False)
 class PipelineState:
-    """What a worker keeps from round to round of one job."""
+    """What a worker keeps from round to round of one job. PipelineTrainer owns it."""
 
-    replica: Replica  # in the host's memory
-    micro_batches: int = 0  # that were found to be the fastest; 0 = nobody has looked
+    replica: Replica  # the newest checkpoint, in the host's memory
+    micro_batches: int = 0  # the number that was found to be the fastest; 0 = not measured
 
 
 class PipelineTrainer:
-    """Keeps a job's newest checkpoint from round to round."""
+    """Trains pipeline rounds, and keeps a job's newest checkpoint from round to round.
+
+    Args:
+        config: The client's configuration.
+        trusted: The modules from which the job's own cut may be imported.
+        device: Where to train.
+    """
 
     def __init__(self, config: ClientConfig, trusted: Sequence[str], device: torch.device) -> None:
         self._options = peer_options(config)
         self._trusted = trusted
         self._device = device
         self._key: tuple[Any, ...] = ()
-        self._standing: PipelineState | None = None
+        self._state: PipelineState | None = None
 
     def train(
         self, task: Task, model: nn.Module, samples: Dataset[Any], *, loss: Loss, optimizer: OptimizerFactory
     ) -> None:
-        """The round is over, and was delivered if that fell to this worker; TrainingStopped if it ended too early."""
+        """Train one round, and deliver its model if the server chooses this worker for it.
+
+        Args:
+            task: The round.
+            model: The model that the job names.
+            samples: All samples; all workers use the same.
+            loss: The loss that the job names.
+            optimizer: Makes the optimizer that the job names.
+
+        Raises:
+            TrainingStopped: If the round ended before it was trained.
+            RoundOver: If the server has not accepted the update.
+            SeamError: If this client does not understand the job, or the model cannot be cut.
+        """
         table, plan = parse_table(Pipeline, "pipeline", task.job.pipeline), plan_of(task)
-        model.cpu()  # an evaluation may have left it on the device
+        model.cpu()  # An evaluation may have left it on the device.
         task.load_into(model)
         size = max(1, plan.batch_size // (table.interval or table.unit))
         counts = count_layers(model, table, lambda: _first_inputs(samples, size))
-        cut_model(model, table, counts, self._trusted)  # or nobody is to wait for this worker
-        standing = self._standing_for(task, model, optimizer)
-        standing.replica.begin_round()
+        cut_model(
+            model, table, counts, self._trusted
+        )  # If that fails, it must fail before the others wait for this worker.
+        state = self._state_for(task, model, optimizer)
+        state.replica.begin_round()
         course = Course(
             samples,
             plan,
@@ -70,48 +91,48 @@ class PipelineTrainer:
             self._device,
             self._trusted,
             counts,
-            lambda report, in_flight: show(task.metrics.pipe, report, in_flight),
+            lambda report, in_flight: add_run(task.metrics.pipe, report, in_flight),
         )
-        take_part(task, PipelinePart(standing, course), self._options, model)
+        take_part(task, PipelinePart(state, course), self._options, model)
 
-    def _standing_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory) -> PipelineState:
-        """That of the job's round before, or a new one."""
+    def _state_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory) -> PipelineState:
+        """Return the state of the job's previous round, or a new one."""
         plan, command = plan_of(task), task.command
         key = (command.run_id, command.epoch, command.job.job_id, model)
-        if self._standing is None or self._key != key:
+        if self._state is None or self._key != key:
             parameters = [p for p in model.parameters() if p.requires_grad]
-            self._standing = PipelineState(Replica(model, optimizer(parameters, plan.lr, plan.momentum)))
+            self._state = PipelineState(Replica(model, optimizer(parameters, plan.lr, plan.momentum)))
             self._key = key
-        return self._standing
+        return self._state
 
 
 @dataclass(slots=True, eq=False)
 class PipelinePart:
     """This worker's part in a pipeline round: some stages of the model."""
 
-    standing: PipelineState
+    state: PipelineState
     course: Course
     usage: Usage = field(default_factory=Usage)
     _profile: Profile = field(default_factory=Profile)
     _means: dict[str, float] = field(default_factory=dict)
-    _reached: int = 0  # steps of the job that were taken, checkpoint or not
+    _reached: int = 0  # the step of the job that was reached, including those after the checkpoint
 
     @property
     def steps(self) -> int:
-        """Steps of the job up to the newest checkpoint."""
-        return self.standing.replica.progress.steps
+        """The step of the job at which the newest checkpoint was taken."""
+        return self.state.replica.progress.steps
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the training says of itself."""
+        """The figures of the training, by name."""
         facts = {"workers": self.course.table.workers, "job_steps": self.steps}
         return {**self._means, **self.usage.metrics, **self._profile.metrics, **facts}
 
     def enter(self, generation: int, *, workers: int) -> None:
-        """This worker's checkpoint is the newest that one of the workers has."""
-        source = synchronize(self.standing.replica)
+        """Take over the newest checkpoint that any worker has."""
+        source = synchronize(self.state.replica)
         log.info(
-            "generation %d: %d workers, from the checkpoint after step %d of the job, which rank %d had",
+            "generation %d: %d workers continue from the checkpoint after step %d of the job, which rank %d had",
             generation,
             workers,
             self.steps,
@@ -119,40 +140,40 @@ class PipelinePart:
             extra={"generation": generation, "workers": workers, "step": self.steps},
         )
         if self._reached > self.steps:
-            log.warning("%d steps after the checkpoint are taken again", self._reached - self.steps)
+            log.warning("%d steps after the checkpoint are repeated", self._reached - self.steps)
 
     def train(self, watcher: Watcher) -> None:
-        """The round is trained to its end, and the replica holds all stages."""
-        standing = self.standing
+        """Train to the end of the round; afterwards the replica holds all stages."""
+        state = self.state
         training = None
         try:
             training = PipelineTraining(
-                standing.replica, self.course, watcher, profile=self._profile, micro_batches=standing.micro_batches
+                state.replica, self.course, watcher, profile=self._profile, micro_batches=state.micro_batches
             )
             self._means = training.run() or self._means
         except RingError:
             raise
-        except RuntimeError as error:  # of the job's own code: what it did to the ring comes after it
-            log.exception("a stage cannot go on")
+        except RuntimeError as error:  # It is of the job's own code. What it causes in the ring comes later.
+            log.exception("a stage has failed")
             raise TrainError(verdict(error), told(error)) from error
         finally:
             if training is not None:
-                standing.micro_batches = training.micro_batches
+                state.micro_batches = training.micro_batches
                 self.usage += training.usage
                 self._reached = training.steps
 
     def digest(self) -> bytes:
-        """BLAKE3 of the parameters of all stages, 32 bytes."""
-        return self.standing.replica.digest()
+        """Return BLAKE3 of the parameters of all stages, 32 bytes."""
+        return self.state.replica.digest()
 
 
-def show(metrics: PipelineMetrics, report: Report, in_flight: int) -> None:
-    """The metrics have what a run of the schedule took."""
+def add_run(metrics: PipelineMetrics, report: Report, in_flight: int) -> None:
+    """Add a run of the schedule to the metrics."""
     actions = {(stage, KINDS[_ORDER.index(kind)]): spent for (stage, kind), spent in report.spent.items()}
     metrics.add_run(report.bubble, in_flight, actions)
 
 
 def _first_inputs(samples: Dataset[Any], count: int) -> Tensor:
-    """A micro-batch to measure layers with."""
+    """Return the first `count` inputs, with which the time of layers is measured."""
     (inputs, _), *_ = fetch(samples, [torch.arange(count)], torch.device("cpu"))
     return inputs
