@@ -1,4 +1,4 @@
-"""Rounds that are asked for again after a client has let go of them, and those that it need not train again."""
+"""Rounds that the server asks for again: which a client trains again, and which not."""
 
 import threading
 import time
@@ -26,10 +26,10 @@ SECONDS = 60.0
 MINE = name_of(b"my update")
 
 
-def test_a_round_whose_time_was_over_here_is_trained_when_it_is_asked_for_again(
+def test_a_round_whose_deadline_passed_at_the_client_is_trained_when_the_server_asks_again(
     peer: "Peer", settings: dict[str, Any]
 ) -> None:
-    """The time of a round stands still while its server is down; a client's does not."""
+    """The deadline of a round does not advance while the server is down, but the client's clock goes on."""
     model, tasks = nn.Linear(4, 2), list[Task]()
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
@@ -50,7 +50,7 @@ def test_a_round_whose_time_was_over_here_is_trained_when_it_is_asked_for_again(
         second.submit(model, samples=1)
 
 
-def test_a_worker_whose_group_was_lost_while_it_delivered_trains_with_the_next_one(
+def test_a_worker_whose_group_was_lost_during_the_delivery_trains_with_the_next_group(
     peer: "Peer", settings: dict[str, Any]
 ) -> None:
     model = nn.Linear(4, 2)
@@ -73,16 +73,16 @@ def test_a_worker_whose_group_was_lost_while_it_delivered_trains_with_the_next_o
 @pytest.mark.parametrize(
     ("accepted", "fields", "known", "done"),
     [
-        (MINE, {}, MINE, True),  # it was on its way when the server, restored, asked for the round
+        (MINE, {}, MINE, True),  # it was accepted while the restored server asked for the round again
         ("", {}, MINE, False),
-        (MINE, {}, name_of(b"another"), False),  # and the server was restored once more
+        (MINE, {}, name_of(b"another"), False),  # the server was restored once more
         (MINE, {"model_digest": name_of(b"another model")}, MINE, False),
         (MINE, {"round": 8}, MINE, False),
         (MINE, {"run_id": "other"}, MINE, False),
     ],
     ids=["accepted", "not accepted", "forgotten", "another model", "another round", "another run"],
 )
-def test_what_was_accepted_for_this_round_in_an_epoch_before_is_not_trained_again(
+def test_a_round_is_not_trained_again_if_its_update_was_accepted_in_an_earlier_epoch(
     settings: dict[str, Any], tmp_path: Path, accepted: str, fields: dict[str, Any], known: str, done: bool
 ) -> None:
     given: dict[str, Any] = {"run_id": "run", "epoch": 1, "round": 7, "model_digest": name_of(b"a model")}

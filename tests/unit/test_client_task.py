@@ -1,4 +1,4 @@
-"""What a task makes of its command."""
+"""What a task makes of its command: its seed, and its update."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ SCHEMA = schema_of(nn.BatchNorm1d(4))
 START = Vectors(np.arange(8, dtype=np.float32), np.arange(SCHEMA.num_buffers, dtype=np.float64))
 
 
-def test_each_client_draws_for_itself_and_the_same_again() -> None:
+def test_each_client_has_its_own_seed_which_is_always_the_same() -> None:
     assert own_seed(1, "a") == own_seed(1, "a")
     assert len({own_seed(seed, client) for seed in (1, 2) for client in ("a", "b")}) == 4
     assert 0 <= own_seed(2**63, "a") < 2**63
 
 
 def update(encoding: str = "fp32", **work: Any) -> Update:
-    """What a client makes that has moved every value by a half."""
+    """Return the update of a client whose training has added 0.5 to every parameter."""
     command = pb.TrainCmd(
         run_id="run",
         epoch=3,
@@ -41,7 +41,7 @@ def update(encoding: str = "fp32", **work: Any) -> Update:
 
 
 @pytest.mark.parametrize("encoding", ["fp32", "fp32_sparse", "int8"])
-def test_an_offer_names_what_is_sent_by_what_it_is(encoding: str) -> None:
+def test_an_offer_names_the_payload_and_the_update_by_their_digests(encoding: str) -> None:
     made = update(encoding)
     assert made.offer.payload_digest == name_of(b"".join(made.parts))
     assert made.offer.name == update_name(made.offer.header, made.offer.payload_digest)
@@ -51,7 +51,7 @@ def test_an_offer_names_what_is_sent_by_what_it_is(encoding: str) -> None:
     assert another.offer.name != made.offer.name
 
 
-def test_a_header_answers_its_command_and_names_the_model_that_was_trained() -> None:
+def test_a_header_repeats_the_command_and_names_the_model_that_was_trained() -> None:
     made = update(metrics={"loss": 0.5})
     header = pb.UpdateHeader.FromString(made.offer.header)
     assert (header.run_id, header.epoch, header.round, header.client_id) == ("run", 3, 7, "alice")

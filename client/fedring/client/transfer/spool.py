@@ -95,7 +95,7 @@ class Spool:
     """The spool in one state folder, which the caller has locked. It belongs to the user's thread."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._residual_file = folder / "residual.safetensors"
         self._update_file = folder / "update"
         self._left_file = folder / "update.residual"
@@ -206,12 +206,12 @@ class Spool:
             known_absent = self._cached is not None and self._cached[2] is None
             if not known_absent and self._residual_file.exists():
                 self._residual_file.unlink()
-                _sync(self._folder)
+                _sync(self.folder)
                 self._cached = None
         elif self._left_file.exists():  # If not, it became the residual before the process was killed.
             _sync(self._left_file)
             self._left_file.rename(self._residual_file)
-            _sync(self._folder)
+            _sync(self.folder)
             crashpoint("client_residual_placed")
             key = (spooled.header.run_id, spooled.header.schema_hash)
             self._cached = None if residual is None else (*key, residual)
