@@ -136,7 +136,7 @@ MUTANTS = {
         "tests/unit/test_train_group.py",
     ),
     "demo's table": Mutant(
-        "client/fedring/ctl/demo.py",
+        "client/fedring/ctl/bench/demo.py",
         '        "sent/worker>",\n',
         '        "sent>",\n',
         "tests/system/test_data_parallel.py",
@@ -161,8 +161,8 @@ MUTANTS = {
     ),
     "spans": Mutant(
         "common/fedring/daemon/tracing.py",
-        "self._texts.extract({KEY: parent})",
-        "self._texts.extract({})",
+        "_TEXTS.extract({KEY: parent})",
+        "_TEXTS.extract({})",
         "tests/system/test_tracing.py",
     ),
     # Neither, in the other folders.

@@ -87,4 +87,4 @@ def test_flctl_refuses_such_an_address_from_the_environment_as_well(
 
 def test_flctl_can_use_a_unix_socket(flctl: Call) -> None:
     code, _, err = flctl("health", "--at", "unix:/does/not/exist")
-    assert (code, err.count("nobody answers at unix:/does/not/exist")) == (Exit.UNAVAILABLE, 1)
+    assert (code, err.count("no answer from unix:/does/not/exist")) == (Exit.UNAVAILABLE, 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 from grpc import aio
 
-from fedring.daemon.tracing import KEY, Span, go_on_in
+from fedring.daemon.tracing import KEY, go_on_in, start_span
 from fedring.rpc.handlers import FACTORY, around
 
 
@@ -30,7 +30,7 @@ class TraceCalls(aio.ServerInterceptor):
 
 @asynccontextmanager
 async def _in_span(name: str, parent: str, context: Any) -> AsyncIterator[Any]:
-    span = Span(name, parent)
+    span = start_span(name, parent)
     go_on_in(span)  # It is never undone, because the task serves this call alone.
     try:
         yield context

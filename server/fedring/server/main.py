@@ -126,7 +126,7 @@ def fl_server(
 
 
 def load(arguments: Sequence[str], flags: Mapping[str, object]) -> Loaded[ServerConfig]:
-    """The configuration that the command line describes."""
+    """Load the configuration that the command line describes."""
     file, overrides = split_arguments(arguments)
     return load_config(ServerConfig, file, overrides=overrides, flags=flags)
 
@@ -165,7 +165,7 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     if check_only:
         print("the configuration is good")
         return Exit.OK
-    stop = _stop_on_signals()  # before anybody is told that this serves
+    stop = _stop_on_signals()  # before anybody learns that this server serves
     for server in servers:
         await server.start()
     await health.set(serving=True)
@@ -217,7 +217,7 @@ def _pages(parts: Parts, config: ServerConfig, stack: ExitStack) -> list[WebServ
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set."""
+    """Return an event that SIGTERM and SIGINT set."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -232,9 +232,9 @@ async def _until_stopped(
     drain: Callable[[float], Awaitable[None]],
     drain_seconds: float,
 ) -> int:
-    """Serve until `stop` is set, or something ends that must not; calls in progress end while all still works."""
+    """Serve until `stop` is set, or a part ends that must not; then drain. Returns the exit code."""
     sd_notify("READY=1")
-    gc.freeze()  # what is here stays: no collection need look at it again
+    gc.freeze()  # these objects stay, so no collection need look at them again
     works = [
         parts.jobs.run(),
         parts.acceptor.run(),
@@ -256,7 +256,7 @@ async def _until_stopped(
             for task in running:
                 task.cancel()
     except* FsyncFailed as group:
-        # The kernel may have dropped pages: only a restart, which reads the disk, can be trusted.
+        # The kernel may have dropped pages. Only a restart can be trusted, since it reads the disk.
         log.critical("the disk failed: %s", group.exceptions[0])
         code, disk_failed = Exit.FAILED, True
     except* Exception as group:  # a fault, or a disk that is full: a restart recovers from what is stored
@@ -270,8 +270,8 @@ async def _until_stopped(
 
 
 def main() -> None:
-    """Run the daemon; what the console script calls."""
-    faulthandler.register(signal.SIGUSR1)  # all stacks to stderr, whatever the daemon is stuck in
+    """Run the daemon: the console script calls this."""
+    faulthandler.register(signal.SIGUSR1)  # writes all stacks to stderr, even if the daemon hangs
     bound_arenas()
     app()
 

@@ -1,4 +1,4 @@
-"""The service that flctl calls, on a port of its own."""
+"""ControlService: what flctl calls, on a port of its own."""
 
 import json
 import time
@@ -24,18 +24,18 @@ from fedring.v1 import federation_pb2 as fed
 
 MOST_ROWS = 1000
 MOST_KEY = 128
-"""Characters of an idempotency key."""
+"""Characters of an idempotency key, at most."""
 PAGE_BYTES = 1 << 20
-"""Of rounds or jobs, after which an answer ends."""
+"""Bytes of rounds or jobs after which an answer ends."""
 _ROUNDS_AT_ONCE = 32
 _BYTES_AT_ONCE = PAGE_BYTES // 32
-"""Of rounds that are read in one transaction, if those to come are like those before."""
+"""Bytes of rounds to read in one transaction, as far as the rounds before let one guess."""
 MAX_ID = 2**63 - 1
-"""The largest number that the store can be asked for; no id is as large."""
+"""The largest number that the store can be asked for. No id is as large."""
 
 
 class ControlService(rpc.ControlServiceServicer):
-    """What an operator can ask for and see."""
+    """Serves what operators ask for: jobs, rounds, clients, models, events."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ControlService(rpc.ControlServiceServicer):
         return await self._start(spec.model_copy(update={"rounds": 1}), request.idempotency_key)
 
     async def StartJob(self, request: pb.StartJobRequest, context: Any) -> pb.StartReply:
-        # To try out the schedule of a long pipeline takes seconds.
+        # Trying out the schedule of a long pipeline takes seconds.
         return await self._start(await self._facts.work(self._job, request.job), request.idempotency_key)
 
     async def StopRound(self, request: pb.StopRoundRequest, context: Any) -> pb.StopReply:
@@ -159,7 +159,7 @@ class ControlService(rpc.ControlServiceServicer):
             replayed = await self._facts.db(self._stored_events, after, oldest)
             after = oldest - 1
         news = self._journal.follow(after)
-        await context.send_initial_metadata(())  # the caller knows that it misses nothing from now on
+        await context.send_initial_metadata(())  # tells the caller that it misses nothing from now on
         for event in replayed:
             yield event
         async for event in news:
@@ -171,7 +171,7 @@ class ControlService(rpc.ControlServiceServicer):
                 yield message
 
     def _job(self, text: str) -> Job:
-        """The server's defaults with the keys that `text`, a JSON object, sets."""
+        """Return the server's default job with the keys that `text`, a JSON object, sets; BadRequest "bad_job"."""
         try:
             table = _table_in(text)
             check_keys(Job, table, where="the job")
@@ -194,7 +194,7 @@ class ControlService(rpc.ControlServiceServicer):
         return pb.StartReply(job_id=row.job_id, already=already)
 
     async def _newest_rounds(self, request: pb.ListRequest) -> list[pb.Round]:
-        """The first of the wanted rounds, at least one: those of large fleets fill a message soon."""
+        """Return the first of the wanted rounds, at least one: those of large fleets fill a message soon."""
         limit, job_id, below = _limit(request), min(request.job_id, MAX_ID), min(request.below, MAX_ID)
         found: list[pb.Round] = []
         size, at_once = 0, 1
@@ -208,13 +208,13 @@ class ControlService(rpc.ControlServiceServicer):
                 if size >= PAGE_BYTES:
                     break
             below = found[-1].round
-            # Few at a time, since whoever asks for many must not keep updates waiting for the store. But a transaction
-            # for each small round would cost ten times as much as the round itself.
+            # Few are read at a time, since updates wait for the store, too. But a transaction for each small round
+            # would cost ten times as much as the round itself.
             at_once = max(1, min(_ROUNDS_AT_ONCE, _BYTES_AT_ONCE * len(found) // size))
         return found
 
     def _stored_events(self, after: int, before: int) -> list[pb.Event]:
-        """The events between these ids, with the rounds that have ended since."""
+        """Return the events between these ids, with the rounds that have ended since."""
         rows = [row for row in self._store.events_after(after, MOST_ROWS) if row.id < before]
         rounds = {row.round: self._store.round(row.round) for row in rows if row.round}
         return [event_message(row, rounds.get(row.round)) for row in rows]
@@ -228,7 +228,7 @@ class ControlService(rpc.ControlServiceServicer):
 
 
 def _table_in(text: str) -> dict[str, Any]:
-    """Return the keys that `text`, a JSON object, sets; ConfigError or ValueError if it is none."""
+    """Return the keys that `text`, a JSON object, sets; ConfigError or ValueError if it is not one."""
     if (size := len(text.encode())) > MAX_JOB_BYTES:
         raise ConfigError(f"the job is {size} bytes of JSON, above MAX_JOB_BYTES = {MAX_JOB_BYTES}")
     try:
@@ -241,12 +241,12 @@ def _table_in(text: str) -> dict[str, Any]:
 
 
 def _whole(digits: str) -> int:
-    """Return the number; of a very long one the beginning, which is as far beyond all bounds, and has a key."""
+    """Return the number; of a very long one only the beginning, which is beyond all bounds just as well."""
     return int(digits[:100])
 
 
 def _check_key(key: str) -> None:
-    """Return if the idempotency key can be kept; BadRequest if not."""
+    """Check that the idempotency key can be kept; BadRequest if it cannot."""
     try:
         if len(check_text(key)) > MOST_KEY:
             raise ValueError(f"must have at most {MOST_KEY} characters, not {len(key)}")
@@ -255,7 +255,7 @@ def _check_key(key: str) -> None:
 
 
 def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
-    """The defaults; without the arguments of their model or optimizer if `table` names another one."""
+    """Return the defaults, without the arguments of their model or optimizer if `table` names another one."""
     known = defaults.model_dump()
     if table.get("model", defaults.model) != defaults.model:
         del known["model_args"]
@@ -267,7 +267,7 @@ def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
 
 
 def _is_of(stored: dict[str, Any], job: Job) -> bool:
-    """Whether a specification that was stored, perhaps by an older version, is the job's."""
+    """Return whether a stored specification, perhaps by an older version, is the job's."""
     try:
         return Job.model_validate(stored) == job
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Whether the server is of use: it serves while its storage works."""
+"""Readiness: the server serves while its storage works."""
 
 import asyncio
 import time
@@ -15,14 +15,14 @@ _LEAST_BYTES = 1 << 20
 
 
 async def look_after_storage(parts: Parts, health: Health) -> None:
-    """Keep health true to the storage, and while it fails try it again and again, until cancelled."""
+    """Keep the health in step with the storage, and try a storage that fails again and again, until cancelled."""
     storage, journal = parts.facts.storage, parts.journal
     with suppress(StorageError):
         await _try(parts)
     delay, mended = _TRIAL_SECONDS, -_LONGEST_SECONDS
     while True:
         await storage.fails.wait()
-        # A round may need more room than the trial. One that fails again at once is not tried each second.
+        # A round may need more space than the trial. Storage that fails again at once is not tried each second.
         delay = min(2 * delay, _LONGEST_SECONDS) if time.monotonic() < mended + delay else _TRIAL_SECONDS
         text = f"nothing can be kept, so updates are refused and no round goes on: {storage.fault}"
         sd_notify(f"STATUS={text}")
@@ -42,10 +42,10 @@ async def look_after_storage(parts: Parts, health: Health) -> None:
 
 
 async def _try(parts: Parts) -> None:
-    """Return if as much as a round publishes can be kept: less is of no use to it; StorageFailed if not."""
+    """Check that the storage takes as much as a round publishes; StorageFailed if it does not."""
     rounds = parts.rounds
     model, job = rounds.latest, rounds.open.job if rounds.open else None
-    # Beside the model: its delta and what that left out, and of an optimizer up to two values for each of the model's.
+    # A delta comes with what it left out; an optimizer may keep two values for each of the model's.
     delta = bool((model and model.residual_blob) or (job and job.delta_encoding))
     optimizer = bool((model and model.optimizer_blob) or (job and job.server_optimizer))
     size = (1 + 2 * delta + 2 * optimizer) * model.bytes if model else 0

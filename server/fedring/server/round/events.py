@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 
 class Phase(StrEnum):
-    """Where a round is."""
+    """The phase that a round is in."""
 
     WAITING = "waiting"
     TRAINING = "training"
@@ -29,7 +29,7 @@ class Presence(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A client and since when it is as it is."""
+    """A client, and since when its presence is what it is."""
 
     presence: Presence
     since: float  # seconds, monotonic
@@ -55,7 +55,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round; client sets only grow, but for updates that are lost again."""
+    """One round. Its sets of clients only grow, except that a delivered update may be lost again."""
 
     number: int
     rules: Rules
@@ -63,7 +63,7 @@ class Round:
     since: float  # when the phase began
     selected: frozenset[str] = frozenset()
     delivered: frozenset[str] = frozenset()
-    failed: frozenset[str] = frozenset()  # said that they cannot
+    failed: frozenset[str] = frozenset()  # clients that said they cannot train
     evaluators: frozenset[str] = frozenset()
     evaluated: frozenset[str] = frozenset()
     reason: str = ""
@@ -79,97 +79,115 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
+    """The client has opened a session."""
+
     client: str
 
 
 @dataclass(frozen=True, slots=True)
 class Matched:
+    """The client watches, and has confirmed it."""
+
     client: str
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The client's stream ended, or was silent for too long."""
+    """The client's stream has ended, or was silent for too long."""
 
     client: str
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
+    """A round has begun to wait for clients."""
+
     number: int
     rules: Rules
-    elapsed: float = 0.0  # seconds that it has waited already, before a restart
+    elapsed: float = 0.0  # seconds that it had waited before the server was restarted
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A restarted server goes on with a round; its clients have `grace` to come back, within what is left of it."""
+    """A restarted server goes on with a round, whose clients have `grace` seconds to come back."""
 
     round: Round
     grace: float
-    elapsed: float  # seconds that its phase has taken already, before the restart
+    elapsed: float  # seconds that its phase had taken before the restart
 
 
 @dataclass(frozen=True, slots=True)
 class Delayed:
-    """For so many seconds nobody could go on: they do not count."""
+    """For so many seconds nobody could go on, so they do not count."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
+    """The command was sent to these clients."""
+
     clients: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Enlisted:
-    """One more client takes part."""
+    """One more client takes part in the round."""
 
     client: str
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
+    """An update of the client was accepted."""
+
     client: str
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The client's accepted update cannot be read any more."""
+    """The client's accepted update turned out to be damaged."""
 
     client: str
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """The client said that it cannot train in this round."""
+
     client: str
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    pass
+    """The round takes no more updates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
+    """The next model is durable; these clients are asked to evaluate it."""
+
     evaluators: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
+    """The client has reported its evaluation."""
+
     client: str
 
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
+    """The round ends without a model."""
+
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    pass
+    """The round is over, with its evaluation."""
 
 
 Event = (

@@ -1,4 +1,4 @@
-"""What is told of a round that waits, and of one that ended without a model."""
+"""Sentences for operators on a round that waits, and on one that was abandoned."""
 
 from collections.abc import Iterable
 from math import inf
@@ -7,19 +7,19 @@ from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Rules, State
 from fedring.server.round.open_round import OpenRound
 
-_SECONDS = 0.5  # between two sentences on one round
-_MOST_NAMES = 10  # of missing clients, in a sentence
+_SECONDS = 0.5  # least time between two sentences on one round
+_MOST_NAMES = 10  # missing clients that a sentence lists
 
 
 class Progress:
-    """What a round waits for, in one sentence for each change, but not too many."""
+    """Says what a round waits for: one sentence for each change, at most two in a second."""
 
     def __init__(self) -> None:
         self._told = ""
         self._round, self._at = 0, 0.0
 
     def news(self, state: State, now: float) -> tuple[str, float]:
-        """What is to be told now, if anything, and the seconds after which to ask again."""
+        """Return what is to be told at `now` (monotonic seconds), or "", and the seconds after which to ask again."""
         text = _progress(state)
         if not text or state.round is None or text == self._told:
             return "", inf
@@ -30,7 +30,13 @@ class Progress:
 
 
 def why_abandoned(open_: OpenRound, state: State, away: Iterable[str]) -> str:
-    """Why the round was abandoned, for people; `away` are clients that its barrier could have waited for."""
+    """Return why the round was abandoned, for people.
+
+    Args:
+        open_: the round.
+        state: the machine's state.
+        away: clients that are not in session, and that the barrier could have waited for.
+    """
     round_ = state.round
     if round_ is None:
         return ""

@@ -20,7 +20,7 @@ _HEARTBEAT = pb.ServerEvent(heartbeat=pb.Heartbeat()).SerializeToString()
 
 
 class TrainCmdService(rpc.TrainCmdServiceServicer):
-    """Sessions: joined, watched, lost."""
+    """Opens sessions, keeps their streams, and notices when they are lost."""
 
     def __init__(self, parts: Parts, config: ServerConfig, software: str) -> None:
         self._rounds, self._sessions, self._facts, self._journal = (
@@ -66,7 +66,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
                 for part in parts:
                     tasks.create_task(part)
         except ExceptionGroup as group:
-            if (refusal := refusal_in(group)) is not None:  # _lost tells of the others
+            if (refusal := refusal_in(group)) is not None:  # the end of a stream is told by _lost
                 raise refusal from None
         finally:
             self._lost(session)
@@ -99,7 +99,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
             event = await session.outbox.get()
 
     async def _guard(self, session: Session) -> None:
-        """Keep the session's time, until it is closed or lost: one timer a session is cheaper than one a message."""
+        """Send heartbeats until the session is closed or lost. One timer a session is cheaper than one a message."""
         beat, lost = self._config.heartbeat_seconds, self._config.lost_after_seconds
         while True:
             if session.owner.ends_at is not None and time.time() >= session.owner.ends_at:
@@ -117,7 +117,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
                 raise session.reason or Unavailable("the session was closed")
 
     def _contested(self, client_id: str, peer: str) -> None:
-        """Tell operators that somebody else wants the id of a client that is here; once for all that one's tries."""
+        """Tell operators that somebody else wants the id of a client in session; once for all of its tries."""
         session, now = self._sessions.get(client_id), time.monotonic()
         if session is not None and now >= session.contested + 3 * self._config.lost_after_seconds:
             session.contested = now

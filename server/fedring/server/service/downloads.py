@@ -17,7 +17,7 @@ from fedring.v1 import federation_pb2_grpc as rpc
 
 
 class ModelBlobService(rpc.ModelBlobServiceServicer):
-    """Models, streamed from disk."""
+    """Streams models from the disk."""
 
     def __init__(self, parts: Parts, config: ServerConfig) -> None:
         self._parts, self._config = parts, config

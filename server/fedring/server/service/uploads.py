@@ -1,4 +1,4 @@
-"""The service that takes updates: header first, then bytes, then one durable acceptance."""
+"""ClientUpdateService: performs what an upload (`fedring.server.update.upload`) asks for."""
 
 import asyncio
 import time
@@ -56,11 +56,11 @@ from fedring.server.update.upload import (
 from fedring.v1 import federation_pb2 as pb
 
 SERVICE = "fedring.v1.ClientUpdateService"
-_AT_ONCE = 1 << 18  # values that are checked sooner than a thread is found for it
+_AT_ONCE = 1 << 18  # so many values are checked sooner than a thread could be found for it
 
 
 def add_update_service(service: "ClientUpdateService", server: aio.Server) -> None:
-    """The server serves the service, with chunks that are read without a copy."""
+    """Add the service to a server in such a way that chunks are read without a copy."""
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "PushUpdate": grpc.stream_stream_rpc_method_handler(
             service.PushUpdate, request_deserializer=part_parser(pb.ClientUpdate), response_serializer=serialize
@@ -73,7 +73,7 @@ def add_update_service(service: "ClientUpdateService", server: aio.Server) -> No
 
 
 class ClientUpdateService:
-    """PushUpdate and PushSmallUpdates, and what makes them safe to repeat."""
+    """Takes updates, in chunks or in one message; a client may repeat any of them."""
 
     def __init__(self, parts: Parts, config: ServerConfig) -> None:
         self._rounds, self._sessions, self._models, self._facts = (
@@ -98,7 +98,7 @@ class ClientUpdateService:
                 raise BadRequest("the first message must be an offer")
             async with aclosing(self._push(session, Offered(first.offer), messages)) as replies:
                 async for reply in replies:
-                    count()  # before anybody knows that the update is here: its round may be over soon
+                    count()  # before the client knows that its update was accepted: the round may end at once
                     yield reply
 
     async def PushSmallUpdates(self, request_iterator: AsyncIterator[pb.SmallUpdate], context: Any) -> None:
@@ -114,9 +114,9 @@ class ClientUpdateService:
             raise group.exceptions[0] from None
 
     async def _take_small(self, session: Session, at_work: asyncio.Lock, context: Any) -> bool:
-        """The next update is answered; False if there is none.
+        """Take the next update, and answer it. Returns False if there is none.
 
-        Not by the iterator, which would hold each update until the next one comes.
+        It is not read by the iterator, which would hold each update in memory until the next one comes.
         """
         seen = METER.get().received
         request = await context.read()
@@ -135,7 +135,7 @@ class ClientUpdateService:
 
     @contextmanager
     def _counted(self, session: Session, counted: int) -> Iterator[Callable[[], None]]:
-        """Inside, the call's bytes but for the first `counted`, and its seconds, are the client's in this round."""
+        """Count the call's bytes beyond the first `counted`, and its seconds, as the client's in this round."""
         traffic, meter = self._rounds.traffic(session.client_id), METER.get()
         began = time.monotonic()
 
@@ -233,7 +233,7 @@ class ClientUpdateService:
             call.partial = MemoryPartial(effect.payload or b"")
             return call.partial.size
 
-        def open_() -> None:  # all of it in the thread: the caller may be gone when the file is open
+        def open_() -> None:  # all of it in the thread: the call may have ended when the file is open
             call.undo.close()
             call.partial = partial = self._facts.blobs.open_partial(effect.name, fresh=effect.fresh)
             call.undo.callback(partial.close)
@@ -266,7 +266,7 @@ class ClientUpdateService:
         partial, schema, packets = call.partial, effect.schema, effect.packets
         small = isinstance(partial, MemoryPartial)
         try:
-            # A few bytes can stand for many values: how long the check takes, the model says.
+            # How long the check takes depends on the model: a few bytes can stand for many values.
             if small and len(packets) * (schema.num_parameters + schema.num_buffers) <= _AT_ONCE:
                 norm = check_payload(partial.read, packets, schema)
             else:
@@ -283,7 +283,7 @@ class ClientUpdateService:
 
     @asynccontextmanager
     async def _only_one(self, client_id: str) -> AsyncIterator[None]:
-        """Inside, no other upload of the client runs: an older one, whose stream is dead, has been ended."""
+        """Let no other upload of the client run inside: end an older one, whose stream is dead."""
         if (older := self._uploads.get(client_id)) is not None:
             older.cancel()
             await asyncio.wait([older])
@@ -311,7 +311,7 @@ class _Call:
 
 
 async def _end(closed: asyncio.Event, at_work: asyncio.Lock) -> None:
-    """Raise Gone once the session is closed, but not while somebody is at work; Watch tells why."""
+    """Raise Gone when the session is closed, but not while an update is at work. Watch tells the client why."""
     await closed.wait()
     async with at_work:
         raise Gone("the session was closed")

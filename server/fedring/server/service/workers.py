@@ -22,12 +22,12 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class RendezvousService(rpc.RendezvousServiceServicer):
-    """One stream a worker: what it has done goes in, what it is to do comes out."""
+    """Serves one stream for each worker: it says what it has done, and is told what to do."""
 
     def __init__(self, parts: Parts, config: ServerConfig) -> None:
         self._rounds, self._sessions, self._config = parts.rounds, parts.sessions, config
         self._rendezvous = parts.rounds.rendezvous
-        self._streams: dict[str, asyncio.Event] = {}  # by client, its newest; set once a newer one came
+        self._streams: dict[str, asyncio.Event] = {}  # the newest of each client; set when a newer one comes
 
     async def Form(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
@@ -50,7 +50,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
                 for part in parts:
                     tasks.create_task(part)
         except ExceptionGroup as group:
-            if (refusal := refusal_in(group)) is not None:  # the state tells of the others
+            if (refusal := refusal_in(group)) is not None:  # workers learn of the end of a stream from the state
                 raise refusal from None
         finally:
             if self._streams.get(client) is replaced:
@@ -59,7 +59,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
                     self._rounds.group(gr.Left(client))
 
     def _enter(self, client: str, message: pb.WorkerMessage | None) -> int:
-        """The round that the worker enters by its first message; UnknownRound if that is not open for it."""
+        """Return the round that the worker enters by its first message; UnknownRound if it is not open for it."""
         if message is None or not message.HasField("enter"):
             raise BadRequest("the first message must be Enter")
         if self._rounds.recovering:
@@ -75,7 +75,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
         return int(enter.round)
 
     async def _listen(self, session: Session, messages: AsyncIterator[pb.WorkerMessage]) -> None:
-        async for message in messages:  # as slowly as they like: whether the client lives, its session tells
+        async for message in messages:  # without a deadline: the session notices whether the client lives
             session.hear()
             self._hear(session.client_id, message)
         raise Gone("the worker closed its side")
@@ -100,7 +100,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
                 raise BadRequest("this message is not known, or came too late")
 
     async def _speak(self, client: str, round_: int, context: Any) -> None:
-        """Tell the worker what to do, whenever that changes, to the end."""
+        """Tell the worker what to do whenever that changes, until its group has ended."""
         told = None
         while told is None or not told.HasField("ended"):
             moved, now = self._rendezvous.moved, self._rendezvous.view(client, round_)
@@ -132,5 +132,5 @@ def check_done(done: pb.Done) -> None:
         raise BadRequest(text, reason="bad_done")
     try:
         check_figures(done.train_seconds, done.metrics)
-    except CodecError as error:  # which would be a fault in a group of tasks, not a refusal
+    except CodecError as error:  # a group of tasks would report it as a fault, not as a refusal
         raise BadRequest(str(error), reason=error.reason) from error
