@@ -139,7 +139,7 @@ def test_a_model_that_comes_with_its_command_must_have_the_right_schema(
             next(federation).load_into(nn.Sequential(nn.Linear(50, 41)))
 
 
-def test_a_difference_to_the_held_model_leads_to_the_same_bytes(
+def test_a_difference_from_the_held_model_leads_to_the_same_bytes(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     first, schema = read_vectors(model), schema_of(model)

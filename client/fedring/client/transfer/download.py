@@ -35,7 +35,7 @@ class Download:
     Args:
         digest: The name of the model.
         schema: The schema that it must have.
-        base: A model that the server may send a difference to; None = the model must come in full.
+        base: A model that the server may send a difference from; None = the model must come in full.
 
     Raises:
         BadModel: If `digest` is not the form of a digest.
@@ -134,7 +134,7 @@ class Download:
             raise WrongModel(difference(self._schema, header.schema))
         if header.base_digest not in ("", self._base.digest if self._base else ""):
             raise BadModel(
-                f"the server sent a difference to model {header.base_digest[:80]!r}, which this client does not hold"
+                f"the server sent a difference from model {header.base_digest[:80]!r}, which this client does not hold"
             )
         if not 1 <= len(header.packets) <= MAX_PACKETS or sum(p.bytes for p in header.packets) != header.total_bytes:
             raise BadModel("the packets do not add up to the payload")

@@ -1,4 +1,4 @@
-"""Fetches models: each version once, resuming after every loss, as a difference to the version before if possible."""
+"""Fetches models: each version once, resuming after losses, and as a difference from the previous version if possible."""
 
 import asyncio
 import logging
