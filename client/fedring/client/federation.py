@@ -106,7 +106,7 @@ class Federation:
             if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
                 log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
             self._link = ServerLink(config, metrics, evaluates=on_evaluate is not None, tell=tell)
-            self._held = stack.pop_all()
+            self._resources = stack.pop_all()
         self._models = ModelFetcher(self._link.connection, self._link.session.advance)
         self._delivery = Delivery(self._link, self._spool)
         self._task: Task | None = None
@@ -125,7 +125,7 @@ class Federation:
         finally:
             self._link.close()
             self._link.join()
-            self._held.close()
+            self._resources.close()
             if self._signal_taken:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -153,7 +153,7 @@ class Task:
         self._delivery.fail(self._assignment, reason, detail)
 
     def leave(self) -> None:
-        """End the work on the round. If it ended by its deadline only, the server may ask for it again."""
+        """End the work on the round. If the server asks for the round again after this, it is trained anew."""
         mine = self._assignment
         if not (mine.undelivered or mine.accepted_name or mine.failure):
             mine.end_reason = mine.stop_reason
@@ -171,7 +171,8 @@ class Task:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
         if (size := sum(map(len, update.parts))) > command.max_update_bytes > 0:
-            detail = f"the update has {size} bytes: max_update_bytes={command.max_update_bytes}"
+            limit = f"max_update_bytes={command.max_update_bytes}"
+            detail = f"the update has {size} bytes, more than {limit} of fl-server: raise that or use another encoding"
             self.fail("too_large", detail)
             raise UpdateRefused("too_large", detail)
         spooled = self._spool.write(update.offer, update.parts, update.residual)

@@ -179,7 +179,7 @@ def _ignore(news: pb.GroupMessage) -> None:
 
 
 def _is_superseded(generation: int, news: pb.GroupMessage) -> bool:
-    """Return whether a message ends the generation. None does not: the group can train without the server."""
+    """Return whether a message ends the generation. An empty one does not: the group can train without the server."""
     match news.WhichOneof("message"):
         case None | "group" | "start":
             return False

@@ -249,9 +249,8 @@ class ClientSession:
             return "in_use", f"fl-server at {address} has another session of {name!r}; trying for {seconds:g} s"
         if status_of(lost) is StatusCode.UNIMPLEMENTED:
             return "no_server", f"the program at {address} is not fl-server: check `server`; still trying"
-        return status_of(
-            lost
-        ).name, f"fl-server at {address} answered {reason_of(lost)}; still trying: {lost.details()}"
+        sentence = f"fl-server at {address} answered {reason_of(lost)}; still trying: {lost.details()}"
+        return status_of(lost).name, sentence
 
     def _say(self, state: str, sentence: str) -> None:
         """Log and tell a change of state, once, however many attempts follow."""

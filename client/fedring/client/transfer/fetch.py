@@ -1,4 +1,4 @@
-"""Fetches models: each version once, resuming after losses, and as a difference from the previous version if possible."""
+"""Fetches models: each one once, resuming after losses, and as a difference from the previous version if possible."""
 
 import asyncio
 import logging
