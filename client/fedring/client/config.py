@@ -27,7 +27,7 @@ class ClientConfig(BaseSettings):
 
     server: Address = Field("127.0.0.1:8443", description="the address of fl-server, host:port")
     insecure: bool = Field(False, description="allow plaintext to and from other hosts")
-    tls: Tls = Field(Tls(), description="certificates; `ca` has signed those of the server and of the other workers")
+    tls: Tls = Field(Tls(), description="certificates; `ca` signs those of the server and of the other workers")
     token_file: Path | None = Field(None, description="file with a bearer token (flctl token create)")
     health_listen: AddressOrEmpty = Field(
         "", description="address where health checks are answered, in plaintext; empty = none"

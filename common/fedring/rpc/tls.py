@@ -30,7 +30,7 @@ class Tls(BaseModel):
     key: Path | None = Field(default=None, description="its private key, without a password")
     ca: Path | None = Field(
         default=None,
-        description="the authority of the other side's certificates; with it, fl-server demands one of its callers",
+        description="the authority that signs the other side's certificates; on fl-server, callers must then show one",
     )
 
     @model_validator(mode="after")
