@@ -1,4 +1,4 @@
-"""From a trained model to what is sent: pure functions of arrays."""
+"""Makes an update of a trained model: pure functions of arrays."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.client.held import Model
+from fedring.client.transfer.download import HeldModel
 from fedring.codec import BUFFERS, CodecError, Encoding, Vectors, encode_buffers
 from fedring.codec.dense import dense_header
 from fedring.codec.digest import name_of, update_name
@@ -21,45 +21,54 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What the training says of itself."""
+class TrainingReport:
+    """What the training reports along with the model; ValueError if a figure is out of range."""
 
-    samples: int
-    train_seconds: float = 0.0
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    samples: int  # that were trained on, at least 1
+    train_seconds: float = 0.0  # 0 to 30 days
+    metrics: Mapping[str, float] = field(default_factory=dict)  # at most MAX_METRICS, by name
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise ValueError(f"samples is {self.samples}: an update comes from at least 1")
+            raise ValueError(f"samples is {self.samples}: it must be at least 1")
         for name in self.metrics:
             if not _NAME.fullmatch(name):
-                raise ValueError(f"the metric {name!r} is not named with 1 to 128 of A-Z a-z 0-9 . _ -")
+                raise ValueError(f"{name!r} cannot name a metric: use 1 to 128 of A-Z a-z 0-9 . _ -")
         if not 0 <= self.train_seconds <= MAX_SECONDS:
             raise ValueError(f"train_seconds is {self.train_seconds:g}: it must be 0 to {MAX_SECONDS} (30 days)")
         if len(self.metrics) > MAX_METRICS:
-            raise ValueError(f"there are {len(self.metrics)} metrics, and at most {MAX_METRICS} are taken")
+            raise ValueError(f"there are {len(self.metrics)} metrics: there may be at most {MAX_METRICS}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """A finished update, and what it leaves out."""
+    """A finished update, and the residual that it leaves behind."""
 
-    offer: pb.UpdateOffer
+    offer: pb.UpdateOffer  # the header as bytes, and the names of the payload and of the update
     parts: Sequence[bytes | memoryview]  # of the payload, in order
-    residual: NDArray[np.float32] | None  # [num_parameters]
+    residual: NDArray[np.float32] | None  # [num_parameters]; None = it leaves nothing out
 
 
 def make_update(
     command: pb.TrainCmd,
     client_id: str,
-    base: Model,
+    base: HeldModel,
     trained: Vectors,
-    work: Work,
+    training: TrainingReport,
     residual: NDArray[np.float32] | None,
 ) -> Update:
-    """The update that takes `base` to `trained`, plus `residual` [num_parameters]; `trained.parameters` is used up.
+    """Make the update that leads from `base` to `trained`, plus the residual.
 
-    CodecError("non_finite") if a value is not finite.
+    Args:
+        command: The command that is answered; names the encoding.
+        client_id: The client that sends the update.
+        base: The model that the training began with.
+        trained: The values that it ended with. Its parameters are overwritten.
+        training: What the training reports.
+        residual: What past updates left out, [num_parameters]; None = nothing.
+
+    Raises:
+        CodecError: With the reason "non_finite", if a value is not finite.
     """
     delta = np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
     parts, left_out = _encode(delta, residual, encoding_of(command.encoding))
@@ -70,7 +79,7 @@ def make_update(
         packets.append(pb.Packet(vector=pb.VECTOR_BUFFERS, kind=pb.KIND_WEIGHTS, encoding=BUFFERS))
         packets[1].bytes = len(parts[-1])
     for packet in packets:
-        packet.num_samples = work.samples
+        packet.num_samples = training.samples
     header = pb.UpdateHeader(
         run_id=command.run_id,
         epoch=command.epoch,
@@ -80,28 +89,32 @@ def make_update(
         schema_hash=command.schema_hash,
         packets=packets,
         total_bytes=sum(map(len, parts)),
-        train_seconds=work.train_seconds,
-        metrics=sendable(work.metrics),
+        train_seconds=training.train_seconds,
+        metrics=sendable_metrics(training.metrics),
     )
     sent, digest = header.SerializeToString(), name_of(*parts)
     offer = pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
     return Update(offer, parts, left_out)
 
 
-def sendable(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Leave out the metrics that a server would refuse an update for.
+def sendable_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics without those for which a server would refuse an update.
 
     Args:
         metrics: Figures of a training, by name.
 
     Returns:
-        Those that are numbers of a magnitude of at most MAX_FIGURE.
+        Those that are numbers with a magnitude of at most MAX_FIGURE.
     """
     return {name: value for name, value in metrics.items() if abs(value) <= MAX_FIGURE}
 
 
 def encoding_of(message: pb.Encoding) -> Encoding:
-    """The checked encoding that a command names; what it leaves out is at its default."""
+    """Return the encoding that a command names, with defaults for the parameters that it leaves out.
+
+    Raises:
+        CodecError: If there is no such encoding, or a parameter is out of range.
+    """
     default = Encoding(message.name)
     return Encoding(
         message.name,
@@ -114,11 +127,11 @@ def encoding_of(message: pb.Encoding) -> Encoding:
 def _encode(
     delta: NDArray[np.float32], residual: NDArray[np.float32] | None, encoding: Encoding
 ) -> tuple[list[bytes | memoryview], NDArray[np.float32] | None]:
-    """The payload of `delta` [D] plus `residual` [D], in parts, and what it leaves out; `delta` is used up."""
+    """Return the payload of `delta` [D] plus `residual` [D], in parts, and the new residual. `delta` is overwritten."""
     if encoding.name != "fp32":
         compressed = compress(delta, residual, encoding)
         return [compressed.payload], compressed.residual
-    # This payload is the vector itself: joining it to its header would copy 100 MB of a model of 25 M parameters.
+    # The vector is part of the payload as it is. To join it to its header would copy 100 MB for 25 million parameters.
     if residual is not None:
         delta += residual
     if not np.isfinite(delta).all():

@@ -1,4 +1,4 @@
-"""Fetching models: each version once, from where the last try broke off, as a step from the one before."""
+"""Fetches models: each one once, resuming after losses, and as a difference from the previous version if possible."""
 
 import asyncio
 import logging
@@ -7,15 +7,14 @@ from contextlib import suppress
 
 from grpc import StatusCode, aio
 
-from fedring.client.backoff import Backoff
-from fedring.client.connection import Connection, is_doubtful, stray_cancellation
-from fedring.client.download import Download
 from fedring.client.errors import BadModel, RoundOver
-from fedring.client.held import Model
+from fedring.client.session.backoff import Backoff
+from fedring.client.session.connection import Connection, is_doubtful, stray_cancellation
+from fedring.client.transfer.download import Download, HeldModel
 from fedring.codec import Schema
-from fedring.rpc.chunks import Piece
+from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.errors import FedringError, Unavailable, reason_of, status_of
-from fedring.rpc.streams import Paced
+from fedring.rpc.streams import TimedStream
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -30,22 +29,37 @@ _AGAIN = {
 }
 _REJOIN = {StatusCode.UNAUTHENTICATED, StatusCode.ABORTED}
 _AS_ASKED = {StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT, StatusCode.UNIMPLEMENTED}
-"""How also a request is refused that was damaged on its way."""
+"""Also what a request is refused with that was damaged on its way, so that it is tried again."""
 
 _MOST_REFUSALS = 3
-"""Of a download; the last is believed."""
+"""How often a download may be refused as above. The last refusal counts."""
 
 
-class Models:
-    """Holds the newest model that was fetched."""
+class ModelFetcher:
+    """Fetches models and holds the newest one.
+
+    Args:
+        connection: To the server.
+        tell: Is called with the share of a download that was received, 0 to 1.
+    """
 
     def __init__(self, connection: Connection, tell: Callable[[float], None]) -> None:
         self._connection = connection
-        self._tell = tell  # is told the share of a download that is here
-        self._held: Model | None = None
+        self._tell = tell
+        self._held: HeldModel | None = None
 
-    def at_hand(self, command: pb.TrainCmd | pb.EvaluateCmd, schema: Schema) -> Model | None:
-        """The command's model, for one of `schema`, if it is held or came with the command; from any thread."""
+    def at_hand(self, command: pb.TrainCmd | pb.EvaluateCmd, schema: Schema) -> HeldModel | None:
+        """Return a command's model if it is held already or came with the command, else None.
+
+        Any thread may call this, while nothing is being fetched.
+
+        Args:
+            command: The command, which names the model and may carry it.
+            schema: The schema that the model must have.
+
+        Raises:
+            WrongModel: If the model that came with the command has another schema.
+        """
         digest, held = command.model_digest, self._held
         if held and (held.digest, held.schema.hash) == (digest, schema.hash):
             return held
@@ -58,23 +72,36 @@ class Models:
             self._held = download.finish()
             self._connection.metrics.download_bytes.inc(download.received)
         except BadModel as error:
-            log.warning("model %d did not come whole with its command (%s); fetching it", command.model_version, error)
+            log.warning(
+                "model %d, which came with its command, is not valid (%s); fetching it", command.model_version, error
+            )
             return None
         return self._held
 
-    async def fetch(self, digest: str, schema: Schema, ended: Callable[[], str]) -> Model:
-        """The model of that digest, for one of `schema`; RoundOver once `ended()` says why it is no longer wanted."""
+    async def fetch(self, digest: str, schema: Schema, ended: Callable[[], str]) -> HeldModel:
+        """Fetch a model from the server.
+
+        Args:
+            digest: The name of the model.
+            schema: The schema that it must have.
+            ended: Returns why the model is no longer wanted; empty while it is.
+
+        Raises:
+            RoundOver: If the model is no longer wanted, or the server refuses to send it.
+            BadModel: If what the server sent was invalid twice.
+            WrongModel: If the model has another schema.
+        """
         held = self._held
         if held and held.schema.hash != schema.hash:
             held = self._held = None
         try:
             self._held = await self._download(Download(digest, schema, held), ended)
         except BadModel as error:
-            log.warning("model %s did not arrive whole (%s); fetching it again, in full", digest, error)
+            log.warning("model %s is not valid as received (%s); fetching it again, in full", digest, error)
             self._held = await self._download(Download(digest, schema, None), ended)
         return self._held
 
-    async def _download(self, download: Download, ended: Callable[[], str]) -> Model:
+    async def _download(self, download: Download, ended: Callable[[], str]) -> HeldModel:
         backoff, refusals = Backoff(), 0
         while not download.complete:
             session_id = self._connection.session.session_id
@@ -100,15 +127,15 @@ class Models:
         return await asyncio.to_thread(download.finish)
 
     async def _stream(self, download: Download, ended: Callable[[], str]) -> None:
-        """One call: afterwards the download is complete, or has more than it had."""
+        """Make one call, and add to the download what it brings."""
         session = self._connection.session
         call = self._connection.fetch_model(download.request, metadata=self._connection.metadata)
         try:
-            async for part in Paced(aiter(call), session.no_progress_seconds):
+            async for part in TimedStream(aiter(call), session.no_progress_seconds):
                 if isinstance(part, pb.ModelBlob) and part.HasField("header"):
                     download.begin(part.header)
                 else:
-                    chunk = part if isinstance(part, Piece) else part.chunk
+                    chunk = part if isinstance(part, ReceivedChunk) else part.chunk
                     download.add(chunk)
                     self._connection.metrics.download_bytes.inc(len(chunk.data))
                     self._tell(download.share)
@@ -123,6 +150,6 @@ class Models:
         while not ended():
             try:
                 async with asyncio.timeout(1):
-                    return await self._connection.renewed(session_id)
+                    return await self._connection.wait_for_new_session(session_id)
             except TimeoutError:
                 continue

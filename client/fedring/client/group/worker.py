@@ -1,4 +1,7 @@
-"""A client as a worker: one generation of the group after the other, until the round is trained."""
+"""Runs a client as a worker of a group: one generation after the other, until the round is trained.
+
+A generation is one attempt of the group; when a worker comes or goes, the server begins another.
+"""
 
 import gc
 import logging
@@ -7,8 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from fedring.client.rendezvous import Rendezvous
-from fedring.client.update import sendable
+from fedring.client.group.rendezvous import RendezvousStream
+from fedring.client.transfer.update import sendable_metrics
 from fedring.ring import Endpoint, RingError, RingOptions, Traffic, join, leave
 from fedring.train.errors import TrainingStopped
 from fedring.v1 import rendezvous_pb2 as pb
@@ -17,61 +20,73 @@ from fedring.workers.watcher import Diverged, Watcher
 
 log = logging.getLogger(__name__)
 
-_JOIN_SECONDS = 20.0  # less than the server's patience with a group that forms
+_JOIN_SECONDS = 20.0  # less than the time that the server gives a group to form
 
 
-class Superseded(Exception):
-    """The server has said something else in the meantime."""
+class GenerationSuperseded(Exception):
+    """The server has begun another generation, or has ended the round, in the meantime."""
 
 
-class Part(Protocol):
-    """What a worker does in the groups of one round, in one mode; torch's default group is the one it is in."""
+class WorkerPart(Protocol):
+    """What a worker does in one round in one mode. Its group is torch's default group while its methods run."""
 
     usage: Usage
-    """What its training has taken so far."""
+    """The time and the bytes that its training has taken so far."""
 
     @property
     def steps(self) -> int:
-        """Steps of the job that it can go on after."""
+        """The step of the job after which it can continue."""
         ...
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the training says of itself."""
+        """The figures of the training, by name."""
         ...
 
     def enter(self, generation: int, *, workers: int) -> None:
-        """It stands where the group goes on."""
+        """Make this worker's state equal to that of the worker from which the group continues.
+
+        Args:
+            generation: The number of the group.
+            workers: How many are in it.
+        """
 
     def train(self, watcher: Watcher) -> None:
-        """The round is trained to its end."""
+        """Train to the end of the round; `watcher` checks whether to stop, and is told the progress."""
 
     def digest(self) -> bytes:
-        """BLAKE3 of the parameters that the round ended with, 32 bytes: equal on all workers."""
+        """Return BLAKE3 of the parameters at the end of the round, 32 bytes, which must be equal on all workers."""
         ...
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
-    """One worker in one round; `look` raises TrainingStopped once the round is over."""
+class RoundWorker:
+    """One worker in one round."""
 
-    rendezvous: Rendezvous
-    part: Part
+    rendezvous: RendezvousStream
+    part: WorkerPart
     options: RingOptions
-    look: Callable[[], None]
-    progress: Callable[[float], None]
+    look: Callable[[], None]  # raises TrainingStopped once the round is over
+    progress: Callable[[float], None]  # is told the share of the round that is done, 0 to 1
     _trained: bool = False
 
     def run(self) -> bool:
-        """Whether this worker is to deliver what the group has trained; TrainingStopped if nobody has."""
+        """Take part in one generation after the other until the round is trained.
+
+        Returns:
+            Whether this worker is to deliver what the group has trained.
+
+        Raises:
+            TrainingStopped: If the round ended before it was trained.
+        """
         seen = pb.GroupMessage()
         try:
             while seen.WhichOneof("message") not in ("deliver", "ended"):
-                seen = self._order_after(seen)
+                seen = self._next_order(seen)
                 if seen.WhichOneof("message") == "prepare":
                     self._take_part(seen.prepare.generation)
                     if not self._trained:
-                        gc.collect()  # a failure lies in its own traceback, which keeps DDP's hooks on the parameters
+                        gc.collect()  # An error and its traceback form a cycle, which would keep DDP's hooks alive.
         except TrainingStopped:
             if not self._trained:
                 raise
@@ -80,18 +95,18 @@ class Worker:
         return seen.WhichOneof("message") == "deliver"
 
     def stay(self) -> None:
-        """Return when the round is over."""
+        """Wait until the round is over."""
         with suppress(TrainingStopped):
             self.rendezvous.wait(lambda news: news.WhichOneof("message") == "ended", self.look)
 
     def _take_part(self, generation: int) -> None:
-        """The generation has come to its end: trained, lost, or superseded."""
+        """Take part in a generation until it is trained, lost or superseded."""
         endpoint = Endpoint(self.options, generation=generation)
         self.rendezvous.on_news = lambda news: self._wake_up(endpoint, news)
         try:
             with _only_ring_errors(endpoint):
                 self._train(endpoint)
-        except Superseded:
+        except GenerationSuperseded:
             log.info("generation %d was superseded", generation)
         except RingError as error:
             self._tell_broken(generation, error.reason, str(error))
@@ -119,14 +134,14 @@ class Worker:
             digest=part.digest(),
             num_samples=part.usage.samples,
             train_seconds=part.usage.seconds,
-            metrics=sendable(part.metrics),
+            metrics=sendable_metrics(part.metrics),
         )
         self._trained = True
         self.rendezvous.on_news = _ignore
         self.rendezvous.tell(pb.WorkerMessage(done=done))
 
     def _next(self, generation: int, kind: str) -> pb.GroupMessage:
-        """What the server says next of this generation; Superseded if it speaks of another."""
+        """Wait for a kind of message about this generation; raise GenerationSuperseded if another one has begun."""
 
         def wanted(news: pb.GroupMessage) -> bool:
             self._check(generation, news)
@@ -135,18 +150,18 @@ class Worker:
         return self.rendezvous.wait(wanted, self.look)
 
     def _check(self, generation: int, news: pb.GroupMessage | None = None) -> None:
-        """Return if the generation may go on."""
+        """Raise if the generation must not continue."""
         self.look()
         if _is_superseded(generation, news or self.rendezvous.newest):
-            raise Superseded
+            raise GenerationSuperseded
 
     def _wake_up(self, endpoint: Endpoint, news: pb.GroupMessage) -> None:
-        """A collective that waits for a frozen peer ends as soon as the server has given up on the generation."""
+        """End collectives that wait for a frozen peer as soon as the server has given up the generation."""
         if _is_superseded(endpoint.generation, news):
             endpoint.fail(RingError("the server has ended the generation"))
 
-    def _order_after(self, seen: pb.GroupMessage) -> pb.GroupMessage:
-        """What the server says once that is no more what it said."""
+    def _next_order(self, seen: pb.GroupMessage) -> pb.GroupMessage:
+        """Wait for a message other than `seen`, and return it."""
         return self.rendezvous.wait(lambda news: news != seen, self.look)
 
     def _tell_broken(self, generation: int, reason: str, detail: str) -> None:
@@ -155,7 +170,7 @@ class Worker:
 
 
 def _sent(traffic: Traffic) -> int:
-    """Bytes that have gone to peers, on the wire or through memory of one host."""
+    """Return the bytes sent to peers, over the network or through shared memory."""
     return traffic.sent_bytes + traffic.shared_bytes
 
 
@@ -164,7 +179,7 @@ def _ignore(news: pb.GroupMessage) -> None:
 
 
 def _is_superseded(generation: int, news: pb.GroupMessage) -> bool:
-    """Whether the server speaks of something else; while it is silent, the group does not need it."""
+    """Return whether a message ends the generation. An empty one does not: the group can train without the server."""
     match news.WhichOneof("message"):
         case None | "group" | "start":
             return False
@@ -175,7 +190,7 @@ def _is_superseded(generation: int, news: pb.GroupMessage) -> bool:
 
 @contextmanager
 def _only_ring_errors(endpoint: Endpoint) -> Iterator[None]:
-    """Inside, what torch makes of a failed collective is the failure itself."""
+    """Raise the endpoint's failure in the place of what torch makes of it."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before the first round."""
+"""Checks at start-up: what is wrong with a configuration, before the first round."""
 
 import logging
 from collections.abc import Iterator
@@ -15,7 +15,11 @@ log = logging.getLogger(__name__)
 
 
 def check(config: ClientConfig) -> None:
-    """Return if a client with this configuration can start; ConfigError, in one sentence, if not."""
+    """Check that a client with this configuration can start.
+
+    Raises:
+        ConfigError: If it cannot; the message is one sentence.
+    """
     refuse_failed([check_writable("state_dir", config.state_dir)])
     check_tls(config.tls)
     if config.token_file:
@@ -24,7 +28,15 @@ def check(config: ClientConfig) -> None:
 
 
 def check_names(config: ClientConfig, job: Job | None = None) -> Iterator[Check]:
-    """What the configuration names; and what the job names, where the configuration names nothing."""
+    """Check the folder of the data, the device, and the functions that the configuration or the job names.
+
+    Args:
+        config: The configuration. Its names take precedence over those of the job.
+        job: The job; None = check the configuration alone.
+
+    Yields:
+        The result of each check.
+    """
     yield from check_data_root(config.data_root)
     yield check_device(config.device)
     trusted = trusted_by(config)
@@ -37,8 +49,8 @@ def check_names(config: ClientConfig, job: Job | None = None) -> Iterator[Check]
 
 
 def warn_of_insecurity(config: ClientConfig) -> None:
-    """The log says what `insecure = true` leaves open."""
+    """Log a warning for everything that `insecure = true` exposes."""
     if not (is_loopback(config.server) or encrypts(config.server, config.tls)):
-        log.warning("insecure: whoever is between can read and change what goes to and from %s", config.server)
+        log.warning("insecure: others on the network can read and change the traffic to and from %s", config.server)
     if not (is_loopback(config.peer_listen) or config.tls.mutual):
-        log.warning("insecure: whoever reaches %s can take part in data-parallel training", config.peer_listen)
+        log.warning("insecure: anybody who can reach %s can take part in data-parallel training", config.peer_listen)

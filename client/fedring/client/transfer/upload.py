@@ -1,4 +1,4 @@
-"""Pushing one spooled update until the server has it, or will not have it."""
+"""Uploads one spooled update until the server has accepted or refused it."""
 
 import asyncio
 import logging
@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from grpc import StatusCode, aio
 
-from fedring.client.backoff import Backoff
-from fedring.client.connection import Connection, is_doubtful, stray_cancellation
 from fedring.client.errors import RoundOver, UpdateRefused
-from fedring.client.spool import Spooled
+from fedring.client.session.backoff import Backoff
+from fedring.client.session.connection import Connection, is_doubtful, stray_cancellation
+from fedring.client.transfer.spool import Spooled
 from fedring.rpc.chunks import CHUNK_BYTES, chunks
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import FedringError, Stalled, TooLarge, Unavailable, UnknownRound, reason_of, status_of
@@ -29,31 +29,45 @@ _FINAL = {
     StatusCode.OUT_OF_RANGE,
 }
 
-
 MOST_TRIES = 3
-"""Of one update whose bytes are damaged on their way."""
+"""How often one update is sent if its bytes are damaged on the way."""
 
-_ON_THE_WAY = {"digest_mismatch", "damaged", "bad_chunk", "bad_request", "truncated", "unknown_method", "unimplemented"}
-"""What only bytes are refused with that are not those that were sent, in an upload or in the beginning of one."""
+DAMAGE_REASONS = {
+    "digest_mismatch",
+    "damaged",
+    "bad_chunk",
+    "bad_request",
+    "truncated",
+    "unknown_method",
+    "unimplemented",
+}
+"""The reasons for which a server refuses an upload, or the beginning of one, only if bytes were damaged on the way."""
 
 
 class Undecided(RoundOver):
-    """The deadline passed before the server said whether it has the update."""
+    """The deadline passed before the server said whether it has accepted the update."""
 
 
 class GivenUp(RoundOver):
-    """The round ended here before the server had all of the update; it has not said that it will never take it."""
+    """The client stopped sending, because the round had ended for it; the server has not refused the update."""
 
 
 class DamagedSpool(UpdateRefused):
-    """The server does not have the update, and it is not on this side any more either."""
+    """The update was damaged on the disk before the server had it, so it is lost."""
 
     def __init__(self) -> None:
         super().__init__("damaged_spool", "the update was damaged while it waited to be sent")
 
 
 class Upload:
-    """One update on its way; `ended` says why it is no longer wanted, empty while it is."""
+    """The upload of one update, used once.
+
+    Args:
+        connection: To the server.
+        spooled: The update.
+        ended: Returns why the update is no longer wanted; empty while it is.
+        tell: Is called with the share of the payload that was sent, 0 to 1.
+    """
 
     def __init__(
         self, connection: Connection, spooled: Spooled, ended: Callable[[], str], tell: Callable[[float], None]
@@ -61,13 +75,22 @@ class Upload:
         self._connection = connection
         self._spooled = spooled
         self._ended = ended
-        self._tell = tell  # is told the share of the payload that is on its way
+        self._tell = tell
 
     async def run(self, deadline: float) -> None:
-        """Return when the server has accepted; RoundOver, UpdateRefused or Undecided if it has not.
+        """Send the update, as often as it takes, until the server has accepted it.
 
-        A round that ends stops the sending, but not the asking: the update may have been accepted by a call whose
-        answer was lost. `deadline` is in monotonic seconds.
+        When the update is no longer wanted, it is not sent any more. The server is still asked about it, because it may
+        have accepted it in a call whose answer was lost.
+
+        Args:
+            deadline: Until when to try, in monotonic seconds.
+
+        Raises:
+            UpdateRefused: If the server refuses the update for good; DamagedSpool if it was damaged on the disk.
+            Undecided: If the deadline has passed.
+            GivenUp: If the update is no longer wanted and the server does not have all of it.
+            RoundOver: If the server says that the round takes no updates.
         """
         backoff, tries = Backoff(), 0
         small = self._spooled.header.total_bytes <= SMALL_BYTES and not self._ended()
@@ -78,42 +101,44 @@ class Upload:
                     return await (self._push_small() if small else self._push())
             except (aio.AioRpcError, FedringError) as error:
                 rejoin = self._judge(error)
-                damaged = reason_of(error) in _ON_THE_WAY
+                damaged = reason_of(error) in DAMAGE_REASONS
                 if damaged:
                     tries += 1
                     await self._check(error, tries)
                 if is_doubtful(error) or (damaged and tries == MOST_TRIES - 1):
                     await self._connection.reconnect()
-            small = False  # from now on the server is asked first: it may have the update already
+            small = False  # From now on the server is asked first, because it may have the update already.
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     if rejoin:
-                        await self._connection.renewed(session_id)
+                        await self._connection.wait_for_new_session(session_id)
                     await asyncio.sleep(backoff.next())
             except TimeoutError as error:
-                raise Undecided("deadline", "the server could not be asked any more") from error
+                raise Undecided(
+                    "deadline", "the deadline passed before the server said whether it has the update"
+                ) from error
 
     def _judge(self, error: aio.AioRpcError | FedringError) -> bool:
-        """Raise if `error` is the server's last word; else whether a new session must come first."""
+        """Raise if the server has refused the update for good; else return whether a new session is needed first."""
         if isinstance(error, FedringError):
             return False
         status, reason, detail = status_of(error), reason_of(error), _detail_of(error)
         if status is UnknownRound.status:
             raise RoundOver(self._ended() or reason, detail) from error
-        if reason in _ON_THE_WAY:
+        if reason in DAMAGE_REASONS:
             return False
         if status in _FINAL or reason == TooLarge.reason:
             raise UpdateRefused(reason, detail) from error
         return status in (StatusCode.UNAUTHENTICATED, StatusCode.ABORTED)
 
     async def _check(self, error: aio.AioRpcError | FedringError, tries: int) -> None:
-        """Return if there may be another try after `tries` in which bytes were damaged on their way.
+        """Allow another try after `tries` in which bytes were damaged on the way.
 
-        The second one is in chunks, the third over a new connection.
+        The second try is in chunks, the third over a new connection.
 
         Raises:
-            UpdateRefused: if there was a third one.
-            DamagedSpool: if the update was damaged where it waited.
+            UpdateRefused: If this was the third try.
+            DamagedSpool: If the update is damaged on the disk.
         """
         if not await asyncio.to_thread(lambda: self._spooled.is_sound):
             raise DamagedSpool from error
@@ -122,7 +147,7 @@ class Upload:
         log.warning("the update of round %d is sent again: %s", self._spooled.header.round, _detail_of(error))
 
     async def _push_small(self) -> None:
-        """All in one message."""
+        """Send everything in one message."""
         header, connection = self._spooled.header, self._connection
         with self._spooled.reader() as read:
             update = pb.SmallUpdate(offer=self._spooled.offer, payload=bytes(read(0, header.total_bytes)))
@@ -130,11 +155,11 @@ class Upload:
         async with connection.small_updates() as call:
             await _write(call, update, seconds)
             await _read(call, pb.Accepted, seconds)
-        connection.spoke = time.monotonic()
+        connection.last_success = time.monotonic()
         connection.metrics.upload_bytes.inc(header.total_bytes)
 
     async def _push(self) -> None:
-        """The header, and the chunks that the server does not have."""
+        """Offer the update, and send the chunks that the server does not have."""
         header, seconds = self._spooled.header, self._connection.session.no_progress_seconds
         call = self._connection.push_update(metadata=self._connection.metadata)
         try:
@@ -152,7 +177,7 @@ class Upload:
             await call.done_writing()
             reply = await _read(call, pb.UpdateReply, seconds)
             if reply.WhichOneof("reply") != "accepted":
-                raise Unavailable("the server asked for more than the whole update")
+                raise Unavailable("the server did not accept the update after its last byte")
         finally:
             call.cancel()
 
@@ -167,7 +192,7 @@ async def _write(call: Any, message: pb.ClientUpdate | pb.SmallUpdate | bytes, s
             await call.write(message)
     except TimeoutError as error:
         raise Stalled(f"the server read nothing for {seconds:g} s") from error
-    except asyncio.InvalidStateError:  # the call is over, which only reading explains
+    except asyncio.InvalidStateError:  # The call has ended; reading tells why.
         await _read(call, pb.UpdateReply, seconds)
 
 
@@ -176,7 +201,7 @@ async def _read(call: Any, kind: type[T], seconds: float) -> T:
         async with asyncio.timeout(seconds):
             reply = await call.read()
     except TimeoutError as error:
-        raise Stalled(f"the server said nothing for {seconds:g} s") from error
+        raise Stalled(f"the server did not answer for {seconds:g} s") from error
     if not isinstance(reply, kind):
         raise Unavailable("the server ended the call without an answer")
     return reply

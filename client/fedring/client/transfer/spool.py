@@ -1,17 +1,17 @@
-"""What outlives the process: the residual, and an update that is not accepted yet.
+"""The spool: what outlives the process, namely the residual and an update that is not accepted yet.
 
-    residual.safetensors    what past updates left out, changed only by an accepted update, which it names
-    update                  magic "SP" | version u8 | leaves u8 | length u32 | UpdateOffer | payload; zeros in the
-                            place of the first eight bytes, or an empty file = none
-    update.residual         what this update leaves out, if `leaves` is 1; if it is 0, the update sends all that past
-                            updates left out
+    residual.safetensors    what past updates left out; only an accepted update changes it, and the file names that one
+    update                  magic "SP" | version u8 | leaves u8 | length u32 | UpdateOffer | payload; there is no update
+                            if the first eight bytes are zeros or the file is empty
+    update.residual         what this update leaves out, if `leaves` is 1; if it is 0, the update takes along everything
+                            that past updates left out
 
-An update is spooled before its first byte is sent. When it is accepted, its residual takes the old one's place and
-then the update goes; when it is not, only the update goes. A process may die between any two of these steps, and
-within the writing of a file: the first eight bytes of an update are written last.
+An update is spooled before its first byte is sent. When it is accepted, its residual replaces the old one, and then the
+update is dropped; when it is refused, the update is dropped and the old residual stays. The process may be killed
+between any two of these steps, and while it writes a file: the first eight bytes of an update are written last.
 
-The file of updates is written in place, and stays as large as the last one. To cut it off and to write it anew would
-cost five times the processor's time, as the file system then writes it to the disk at once.
+The file `update` is overwritten in place, and keeps its size when its update is accepted. If it were emptied then and
+written anew later, the file system would write it to the disk at once, which takes five times the processor's time.
 """
 
 import contextlib
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 _KEY = "residual"
 Residual = NDArray[np.float32]  # [num_parameters]
 
-
 _PREFIX = struct.Struct("<2sBBI")
 _MAGIC, _VERSION = b"SP", 2
 _NONE = bytes(_PREFIX.size)
@@ -51,15 +50,17 @@ class Spooled:
     """A finished update on disk."""
 
     offer: pb.UpdateOffer
-    header: pb.UpdateHeader  # what is in the offer
+    header: pb.UpdateHeader  # the one in the offer
     leaves: bool  # whether its encoding leaves something out
-    path: Path
-    start: int  # of the payload in the file
-    parts: Sequence[bytes | memoryview] = ()  # of the payload, in order, if this process made it: no need to read it
+    path: Path  # of the file
+    start: int  # offset of the payload in the file, in bytes
+    parts: Sequence[
+        bytes | memoryview
+    ] = ()  # the payload, in order, if this process made it; else it is read from disk
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Callable[[int, int], bytes | memoryview]]:
-        """Inside, the `size` bytes of the payload at `offset` can be had: call with both."""
+        """Provide a function of (offset, size) that returns that part of the payload."""
         if self.parts:
             yield self._part
             return
@@ -71,8 +72,8 @@ class Spooled:
 
     @property
     def is_sound(self) -> bool:
-        """Whether what would be sent is what was spooled; reads the whole payload."""
-        if not _is_called_right(self.offer):
+        """Whether the update is undamaged. This reads the whole payload."""
+        if not _name_matches(self.offer):
             return False
         digest = Digest(like=self.offer.payload_digest)
         with self.reader() as read:
@@ -91,21 +92,21 @@ class Spooled:
 
 
 class Spool:
-    """One state folder, which its caller has locked."""
+    """The spool in one state folder, which the caller has locked. It belongs to the user's thread."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._residual_file = folder / "residual.safetensors"
         self._update_file = folder / "update"
         self._left_file = folder / "update.residual"
-        self._empty = False  # known to hold no update
-        self._left = True  # there may be a file of what the update leaves out
+        self._empty = False  # whether it certainly holds no update
+        self._left = True  # whether the file of what the update leaves out may exist
         self._cached: tuple[str, bytes, Residual | None] | None = None  # run, schema hash, residual
-        self._noted: pb.LastAccepted | None = None  # the accepted update that the cached residual is of, if it says so
+        self._noted: pb.LastAccepted | None = None  # the accepted update that left the cached residual, if it is known
 
     @property
     def size(self) -> int:
-        """The size of the update that is not accepted yet; may be asked from any thread."""
+        """The bytes of the update that is not accepted yet; 0 if there is none. Any thread may ask."""
         try:
             with self._update_file.open("rb") as file:
                 return os.fstat(file.fileno()).st_size if any(file.read(_PREFIX.size)) else 0
@@ -113,13 +114,17 @@ class Spool:
             return 0
 
     def residual(self, run_id: str, schema_hash: bytes, last: pb.LastAccepted) -> Residual | None:
-        """Return what past updates of this run and schema left out, [num_parameters] float32; one of others is dropped.
+        """Return the residual for the next update; a residual that does not belong to it is dropped.
 
         Args:
-            run_id: The run of the update that it is to be added to.
-            schema_hash: The schema of that update.
-            last: The newest update of this client that the server has accepted. If the residual is of an older one,
-                it was sent since: it is dropped. If it is of a newer one, the server has been restored: it stays.
+            run_id: The run of the next update.
+            schema_hash: The schema of the next update.
+            last: The newest update of this client that the server has accepted. If the residual was left by an older
+                one, it was sent in the meantime, and is dropped. If it was left by a newer one, the server has been
+                restored, and the residual stays.
+
+        Returns:
+            What past updates left out, [num_parameters] float32; None if they left out nothing.
         """
         if self._cached is None or self._cached[:2] != (run_id, schema_hash):
             self._cached = (run_id, schema_hash, self._load(run_id, schema_hash))
@@ -129,7 +134,7 @@ class Spool:
         return self._cached[2]
 
     def pending(self) -> Spooled | None:
-        """The update that is not accepted yet; a damaged one is dropped."""
+        """Return the update that is not accepted yet, if there is one; a damaged one is dropped."""
         if self._empty:
             return None
         try:
@@ -142,7 +147,7 @@ class Spool:
                     raise struct.error
                 head = file.read(length)
                 offer = pb.UpdateOffer.FromString(head) if version == _VERSION else _offer_of_version_1(head, file)
-                if version == _VERSION and not _is_called_right(offer):  # nobody could be asked about it
+                if version == _VERSION and not _name_matches(offer):  # The server could not be asked about it.
                     raise struct.error
                 header = pb.UpdateHeader.FromString(offer.header)
                 start = _PREFIX.size + length
@@ -151,16 +156,22 @@ class Spool:
         except FileNotFoundError:
             return None
         except (OSError, struct.error, DecodeError):
-            pass  # a kill in the middle of the writing leaves less than a whole; or the disk has damaged it
-        log.warning("dropped a spooled update that is not whole")
+            pass  # It was being written when the process was killed, or the disk has damaged it.
+        log.warning("dropped a spooled update that is damaged or incomplete")
         self.drop()
         return None
 
     def write(self, offer: pb.UpdateOffer, parts: Sequence[bytes | memoryview], residual: Residual | None) -> Spooled:
-        """The update, on disk in the place of any other. No fsync: it need not survive the machine."""
+        """Write an update to disk, in the place of any other. It is not synced: it need not survive a power loss.
+
+        Args:
+            offer: The header and the names of the update.
+            parts: The payload, in order.
+            residual: What the update leaves out, [num_parameters]; None = nothing.
+        """
         header = pb.UpdateHeader.FromString(offer.header)
         if residual is not None:
-            self.drop()  # the old update must never meet the new residual
+            self.drop()  # The old update must never be found together with the new residual.
             self._left = True
             noted = {"epoch": str(header.epoch), "round": str(header.round), "name": offer.name}
             metadata = {"run": header.run_id, "schema": header.schema_hash.hex(), **noted}
@@ -182,21 +193,25 @@ class Spool:
         return Spooled(offer, header, residual is not None, self._update_file, len(prefix) + len(head), parts)
 
     def accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
-        """The update is the server's: what it left out is from now on the residual, also after a power loss.
+        """Note that the server has accepted the update: drop it, and make what it left out the residual.
 
-        Give `residual`, the one that was written, to spare a later reading of it.
+        The residual is synced, so that this also holds after a power loss.
+
+        Args:
+            spooled: The update.
+            residual: What it left out, if the caller has it; this saves reading it from the disk later.
         """
         crashpoint("client_accepted")
         if not spooled.leaves:
             known_absent = self._cached is not None and self._cached[2] is None
             if not known_absent and self._residual_file.exists():
                 self._residual_file.unlink()
-                _sync(self._folder)
+                _sync(self.folder)
                 self._cached = None
-        elif self._left_file.exists():  # else it took its place before a kill
+        elif self._left_file.exists():  # If not, it became the residual before the process was killed.
             _sync(self._left_file)
             self._left_file.rename(self._residual_file)
-            _sync(self._folder)
+            _sync(self.folder)
             crashpoint("client_residual_placed")
             key = (spooled.header.run_id, spooled.header.schema_hash)
             self._cached = None if residual is None else (*key, residual)
@@ -206,7 +221,7 @@ class Spool:
         crashpoint("client_noted")
 
     def drop(self) -> None:
-        """No update is spooled; the residual is as it was before there was one."""
+        """Drop the update, if there is one. The residual stays as it was before."""
         if self._empty:
             return
         with contextlib.suppress(FileNotFoundError), self._update_file.open("r+b", buffering=0) as file:
@@ -216,11 +231,13 @@ class Spool:
         self._empty, self._left = True, False
 
     def _was_sent_since(self, last: pb.LastAccepted) -> bool:
-        """Whether the server has accepted a newer update than the one that the residual is of, or another one."""
+        """Return whether the server has accepted a newer update than the one that left the residual, or another one."""
         noted = self._noted
         if noted is None or last.name in ("", noted.name) or (noted.epoch, noted.round) > (last.epoch, last.round):
             return False
-        log.warning("dropped the residual of round %d: one of round %d was accepted since", noted.round, last.round)
+        log.warning(
+            "dropped the residual of round %d: an update of round %d was accepted since", noted.round, last.round
+        )
         return True
 
     def _load(self, run_id: str, schema_hash: bytes) -> Residual | None:
@@ -242,17 +259,17 @@ class Spool:
 
 
 def _offer_of_version_1(header: bytes, payload: BufferedReader) -> pb.UpdateOffer:
-    """What protocol 1 has spooled: a server that has accepted it knows it by its payload's SHA-256; none will now."""
+    """Return an offer for an update of protocol 1. Servers may know it by its SHA-256, but accept it no more."""
     name = hashlib.file_digest(payload, "sha256").hexdigest()
     return pb.UpdateOffer(header=header, payload_digest=name, name=name)
 
 
-def _is_called_right(offer: pb.UpdateOffer) -> bool:
+def _name_matches(offer: pb.UpdateOffer) -> bool:
     return update_name(offer.header, offer.payload_digest) == offer.name
 
 
 def _noted_in(metadata: Mapping[str, str]) -> pb.LastAccepted | None:
-    """The update that a residual is of; None if it was written before residuals said so."""
+    """Return the update that left a residual; None if the file was written before residuals named it."""
     try:
         epoch, round_ = int(metadata["epoch"]), int(metadata["round"])
         return pb.LastAccepted(epoch=epoch, round=round_, name=metadata["name"])

@@ -1,4 +1,4 @@
-"""A round that a group of workers trains, in whatever mode: from the command to the delivery by one of them."""
+"""A round that a group of workers trains, in any mode: from the command to the delivery by one of them."""
 
 import logging
 from typing import TypeVar
@@ -7,8 +7,9 @@ from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from fedring.client.config import ClientConfig
+from fedring.client.group.rendezvous import RendezvousStream
+from fedring.client.group.worker import RoundWorker, WorkerPart
 from fedring.client.task import Task
-from fedring.client.worker import Part, Worker
 from fedring.ring import RingOptions, total_traffic
 from fedring.train.errors import SeamError, TrainingStopped
 from fedring.train.plan import Plan
@@ -18,11 +19,22 @@ log = logging.getLogger(__name__)
 Table = TypeVar("Table", bound=BaseModel)
 
 
-def take_part(task: Task, part: Part, options: RingOptions, model: nn.Module) -> None:
-    """The round is over, and `model` was delivered if that fell to this worker; TrainingStopped if it ended early."""
+def take_part(task: Task, part: WorkerPart, options: RingOptions, model: nn.Module) -> None:
+    """Take part in a round until it is over; deliver the model if the server chooses this worker for it.
+
+    Args:
+        task: The round.
+        part: What this worker does in the groups of the round.
+        options: How its streams to the other workers are made.
+        model: The model that `part` trains.
+
+    Raises:
+        TrainingStopped: If the round ended before it was trained.
+        RoundOver: If the server has not accepted the update that this worker delivered.
+    """
     task.metrics.ring.read(total_traffic)
-    with task.rendezvous() as rendezvous:
-        worker = Worker(rendezvous, part, options, lambda: _look(task), task.progress)
+    with RendezvousStream(task.link, task.command) as rendezvous:
+        worker = RoundWorker(rendezvous, part, options, lambda: _look(task), task.progress)
         if worker.run():
             task.submit(model, part.usage.samples, part.metrics, part.usage.seconds)
             worker.stay()
@@ -31,7 +43,7 @@ def take_part(task: Task, part: Part, options: RingOptions, model: nn.Module) ->
 
 
 def peer_options(config: ClientConfig) -> RingOptions:
-    """How this worker's streams to its peers are made: with the certificate that it shows the server, if it has one."""
+    """Return options for the streams to peers, with the certificate that the server gets, if there is one."""
     options = RingOptions(listen=config.peer_listen, advertise=config.peer_address)
     tls = config.tls
     if not tls.mutual:
@@ -41,7 +53,16 @@ def peer_options(config: ClientConfig) -> RingOptions:
 
 
 def parse_table(kind: type[Table], name: str, text: str) -> Table:
-    """The job's table of that name; SeamError if this client does not understand it."""
+    """Parse a table of the job.
+
+    Args:
+        kind: The model of the table.
+        name: Its name, for errors.
+        text: The table as JSON; empty = all defaults.
+
+    Raises:
+        SeamError: With the reason "bad_job", if this client does not understand the table.
+    """
     try:
         return kind.model_validate_json(text or "{}")
     except ValidationError as error:
@@ -51,7 +72,7 @@ def parse_table(kind: type[Table], name: str, text: str) -> Table:
 
 
 def plan_of(task: Task) -> Plan:
-    """How the round is to be trained; its seed is the same for all workers, which draw from one order."""
+    """Return how to train the round. All workers get the same seed, because they share one order of the samples."""
     c = task.command
     return Plan(
         c.epochs,
