@@ -18,7 +18,7 @@ from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.worker import LocalPipeline
 from fedring.train.files import load_model
 from fedring.train.models import digits_mlp
-from fedring.train.pipelined import Pipeline
+from fedring.train.pipeline_table import Pipeline
 from fedring.train.seam import build_model
 from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.shards import World, count_steps, epoch_order, shares

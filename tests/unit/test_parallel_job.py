@@ -19,9 +19,9 @@ from fedring.ctl.start import job_of
 from fedring.ddp.hooks import TopKState, by_name, topk_hook
 from fedring.ddp.hooks.by_name import Ready
 from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
+from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
-from fedring.train.parallel import HOOKS, DataParallel
 from fedring.train.plan import Plan
 from fedring.workers.usage import TimedHook
 

@@ -16,7 +16,7 @@ from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.models import digits_mlp
-from fedring.train.pipelined import Pipeline
+from fedring.train.pipeline_table import Pipeline
 from fedring.train.seam import build_model
 from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.shards import micro_batches

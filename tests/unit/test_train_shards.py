@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedring.train.parallel import DataParallel
+from fedring.train.data_parallel_table import DataParallel
 from fedring.workers.learning_rate import lr_factor
 from fedring.workers.shards import World, count_steps, epoch_order, shares
 

@@ -19,12 +19,12 @@ from fedring.schedules.schedule import Kind
 from fedring.train.batches import fetch
 from fedring.train.errors import TrainError, told, verdict
 from fedring.train.loop import Loss, OptimizerFactory
-from fedring.train.pipelined import Pipeline
+from fedring.train.pipeline_table import Pipeline
 from fedring.workers.cutting import count_layers, cut_model
-from fedring.workers.flow import Course, PipelineTraining, Profile
+from fedring.workers.pipeline_epochs import Course, PipelineTraining, Profile
 from fedring.workers.replica import Replica, synchronize
+from fedring.workers.training import Watcher
 from fedring.workers.usage import Usage
-from fedring.workers.watcher import Watcher
 
 log = logging.getLogger(__name__)
 

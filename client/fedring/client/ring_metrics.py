@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:  # a client that only takes part in federated rounds never imports them
     from fedring.ring import Traffic
-    from fedring.workers.group import GroupTraining
+    from fedring.workers.data_parallel_epochs import GroupTraining
     from fedring.workers.usage import Usage
 
 Facts = dict[str, float]

@@ -16,7 +16,7 @@ from fedring.ctl.paths import make_folder
 from fedring.ctl.presets import Dataset, Mode, check_data_root, preset_job
 from fedring.ctl.progress import people_display
 from fedring.daemon.exits import Exit
-from fedring.train.parallel import HOOKS
+from fedring.train.data_parallel_table import HOOKS
 
 _KEYS = {"batch_size": 64, "epochs": 1, "lr": 0.05, "momentum": 0.9, "seed": 0}
 

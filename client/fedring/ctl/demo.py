@@ -14,7 +14,7 @@ from fedring.ctl.paths import make_folder
 from fedring.ctl.presets import PRESETS, Dataset, Mode, check_data_root, preset_job
 from fedring.ctl.progress import people_display
 from fedring.daemon.exits import Exit
-from fedring.train.parallel import HOOKS
+from fedring.train.data_parallel_table import HOOKS
 
 _TRAINING, _SENDING, _SAMPLES, _GROUP, _STAGES = "Training", "Sending", "Samples", "Data-parallel", "Pipeline"
 _ONLY_OF = {  # options without a meaning in the other modes

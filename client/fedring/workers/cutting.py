@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fedring.pipeline.cut import Chain, as_cut, balanced, cut_at, cut_by_counts
 from fedring.pipeline.errors import CutError
 from fedring.train.errors import SeamError
-from fedring.train.pipelined import Pipeline
+from fedring.train.pipeline_table import Pipeline
 from fedring.train.seam import resolve
 
 

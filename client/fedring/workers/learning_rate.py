@@ -2,7 +2,7 @@
 
 import math
 
-from fedring.train.parallel import DataParallel
+from fedring.train.data_parallel_table import DataParallel
 
 
 def lr_factor(table: DataParallel, done: float, total: float) -> float:

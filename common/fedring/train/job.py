@@ -18,8 +18,8 @@ from fedring.train.bounds import (
     Table,
     Text,
 )
-from fedring.train.parallel import DataParallel
-from fedring.train.pipelined import Pipeline
+from fedring.train.data_parallel_table import DataParallel
+from fedring.train.pipeline_table import Pipeline
 
 EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "packed", "uniform"]
 

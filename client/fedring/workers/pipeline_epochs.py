@@ -27,15 +27,15 @@ from fedring.schedules.schedule import Kind
 from fedring.schedules.simulation import check
 from fedring.train.batches import fetch, size_of
 from fedring.train.loop import Loss, OptimizerFactory, seeded
-from fedring.train.pipelined import CREDITS, Pipeline
+from fedring.train.pipeline_table import CREDITS, Pipeline
 from fedring.train.plan import Plan
 from fedring.train.tally import Tally, means_of_all
 from fedring.workers.checkpoint import Copy, copy_out, gather, place_of
 from fedring.workers.cutting import cut_model
 from fedring.workers.replica import Progress, Replica, broadcast, digest_of, equal_on_all
 from fedring.workers.shards import World, count_steps, epoch_order, micro_batches, shares
+from fedring.workers.training import Diverged, Watcher
 from fedring.workers.usage import Usage
-from fedring.workers.watcher import Diverged, Watcher
 
 log = logging.getLogger(__name__)
 

@@ -16,16 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from fedring.train.batches import cut, fetch, size_of
+from fedring.train.data_parallel_table import DataParallel
 from fedring.train.errors import TrainError
 from fedring.train.loop import Loss, seeded
-from fedring.train.parallel import DataParallel
 from fedring.train.plan import Plan
 from fedring.train.tally import Tally, means_of_all
 from fedring.workers.learning_rate import lr_factor
 from fedring.workers.replica import Replica, all_equal, share_buffers
 from fedring.workers.shards import World, epoch_order, shares
+from fedring.workers.training import Diverged, Watcher
 from fedring.workers.usage import Hook, Usage
-from fedring.workers.watcher import Diverged, Watcher
 
 log = logging.getLogger(__name__)
 
