@@ -16,7 +16,7 @@ from fedring.data import Samples
 from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.losses import cross_entropy
 from fedring.train.plan import Plan
-from fedring.workers.data_parallel_epochs import Course, GroupTraining
+from fedring.workers.data_parallel_epochs import DataParallelSetup, DataParallelTraining
 from fedring.workers.replica import Replica, all_equal, synchronize
 from fedring.workers.training import Watcher
 
@@ -33,25 +33,25 @@ def samples() -> Samples:
     return Samples(torch.randn(SIZE, 6, generator=generator), torch.randint(3, (SIZE,), generator=generator))
 
 
-def course(plan: Plan, **table: Any) -> Course:
+def course(plan: Plan, **table: Any) -> DataParallelSetup:
     parsed = DataParallel.model_validate(table)
-    return Course(samples(), plan, parsed, cross_entropy, torch.device("cpu"), total_epochs=plan.epochs)
+    return DataParallelSetup(samples(), plan, parsed, cross_entropy, torch.device("cpu"), total_epochs=plan.epochs)
 
 
 def replica_of(model: nn.Module, momentum: float = 0.9) -> Replica:
     return Replica(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum))
 
 
-def train(replica: Replica, where: Course, watcher: Watcher | None = None) -> GroupTraining:
+def train(replica: Replica, where: DataParallelSetup, watcher: Watcher | None = None) -> DataParallelTraining:
     hook = make_hook(where.table, where.plan, replica.model.named_parameters(), ["tests"])
     if isinstance(hook, Compressed):
         hook.enter(0, replica.progress.steps)
-    training = GroupTraining(replica, where, hook, watcher or Watcher())
+    training = DataParallelTraining(replica, where, hook, watcher or Watcher())
     training.run()
     return training
 
 
-def told(replica: Replica, training: GroupTraining, **more: Any) -> dict[str, Any]:
+def told(replica: Replica, training: DataParallelTraining, **more: Any) -> dict[str, Any]:
     """What a test wants to know."""
     buffers = [float(buffer.double().sum()) for buffer in replica.model.buffers()]
     return {
@@ -101,21 +101,21 @@ def newcomer_to(rank: int, hook: str, **table: Any) -> dict[str, Any]:
     where = course(Plan(epochs=1, batch_size=8, seed=5), hook=hook, start_iteration=2, ratio=0.2, **table)
     replica, lasting = _member(where)
     lasting.enter(0, 0)
-    GroupTraining(replica, where, lasting).run()
+    DataParallelTraining(replica, where, lasting).run()
     if rank == 1:
         replica, lasting = _member(where)
     lasting.leave()
     source = synchronize(replica)
     lasting.enter(0 if rank == 1 else 2, replica.progress.steps)
     replica.begin_round()
-    training = GroupTraining(replica, where, lasting)
+    training = DataParallelTraining(replica, where, lasting)
     training.run()
     lasting.leave()
     shared = {name: tensor.double().sum().item() for name, tensor in replica.shared.items()}
     return told(replica, training, source=source, equal=all_equal(replica), shared=shared)
 
 
-def _member(where: Course) -> tuple[Replica, Compressed]:
+def _member(where: DataParallelSetup) -> tuple[Replica, Compressed]:
     replica = replica_of(net())
     hook = make_hook(where.table, where.plan, replica.model.named_parameters(), ["tests"])
     assert isinstance(hook, Compressed)

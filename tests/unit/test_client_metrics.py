@@ -33,7 +33,7 @@ class Hook:
 
 
 def training(usage: Usage, hook: object) -> Any:
-    """As much of a GroupTraining as is read: a model of 10 parameters."""
+    """As much of a DataParallelTraining as is read: a model of 10 parameters."""
     return SimpleNamespace(usage=usage, hook=hook, replica=SimpleNamespace(model=nn.Linear(9, 1)))
 
 

@@ -129,9 +129,9 @@ def broken(model: nn.Module) -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("backwards", "is no part of the model"),
-        ("one", "has made 1 stages where the job says 2"),
-        ("broken", "has failed: KeyError"),
+        ("backwards", "is not a parameter of the model"),
+        ("one", "returned 1 stages, but the job's table has stages=2"),
+        ("broken", "raised KeyError"),
     ],
 )
 def test_a_cut_of_ones_own_must_fit(name: str, sentence: str) -> None:

@@ -127,7 +127,7 @@ def test_pipedream_gives_what_delayed_gradients_give(stages: int, versions: Vers
     torch.testing.assert_close(values(parts), values(expected), rtol=1e-8, atol=1e-10)
     for stage, need in zip(built, check(schedule), strict=True):
         assert stage.stash.most_kept == need.versions
-        assert stage.most_flying == need.activations
+        assert stage.most_in_flight == need.activations
         assert stage.stash.versions == [stage.stash.version]
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedring.train.data_parallel_table import DataParallel
-from fedring.workers.learning_rate import lr_factor
+from fedring.workers.data_parallel_epochs import lr_factor
 from fedring.workers.shards import World, count_steps, epoch_order, shares
 
 

@@ -16,7 +16,7 @@ from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
 from fedring.train.data_parallel_table import DataParallel
 from fedring.train.loop import Loss, OptimizerFactory
-from fedring.workers.data_parallel_epochs import Course, GroupTraining
+from fedring.workers.data_parallel_epochs import DataParallelSetup, DataParallelTraining
 from fedring.workers.replica import Replica, synchronize
 from fedring.workers.training import Watcher
 from fedring.workers.usage import Hook, Usage
@@ -51,7 +51,7 @@ class DataParallelTrainer:
         task.load_into(model)
         standing = self._standing_for(task, model, optimizer, table)
         standing.replica.begin_round()
-        course = Course(
+        setup = DataParallelSetup(
             samples,
             plan,
             table,
@@ -60,7 +60,7 @@ class DataParallelTrainer:
             total_epochs=task.job.rounds * plan.epochs,
             first_epoch=(plan.job_round - 1) * plan.epochs,
         )
-        take_part(task, Replicated(standing, course, task.metrics.ring), self._options, model)
+        take_part(task, Replicated(standing, setup, task.metrics.ring), self._options, model)
 
     def _standing_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory, table: DataParallel) -> Standing:
         """That of the job's round before, or a new one."""
@@ -84,7 +84,7 @@ class Replicated:
     """This worker's part in a data-parallel round: the whole model, and a share of each batch."""
 
     standing: Standing
-    course: Course
+    setup: DataParallelSetup
     shown: RingMetrics
     usage: Usage = field(default_factory=Usage)
     _means: dict[str, float] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Replicated:
 
     def train(self, watcher: Watcher) -> None:
         """The round is trained to its end."""
-        training = GroupTraining(self.standing.replica, self.course, self.standing.hook, watcher)
+        training = DataParallelTraining(self.standing.replica, self.setup, self.standing.hook, watcher)
         try:
             with self.shown.training(training, workers=self.standing.workers):
                 self._means = training.run() or self._means

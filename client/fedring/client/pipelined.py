@@ -21,7 +21,7 @@ from fedring.train.errors import TrainError, told, verdict
 from fedring.train.loop import Loss, OptimizerFactory
 from fedring.train.pipeline_table import Pipeline
 from fedring.workers.cutting import count_layers, cut_model
-from fedring.workers.pipeline_epochs import Course, PipelineTraining, Profile
+from fedring.workers.pipeline_epochs import PipelineSetup, PipelineTraining, Profile
 from fedring.workers.replica import Replica, synchronize
 from fedring.workers.training import Watcher
 from fedring.workers.usage import Usage
@@ -61,7 +61,7 @@ class PipelineTrainer:
         cut_model(model, table, counts, self._trusted)  # or nobody is to wait for this worker
         standing = self._standing_for(task, model, optimizer)
         standing.replica.begin_round()
-        course = Course(
+        setup = PipelineSetup(
             samples,
             plan,
             table,
@@ -72,7 +72,7 @@ class PipelineTrainer:
             counts,
             lambda report, in_flight: show(task.metrics.pipe, report, in_flight),
         )
-        take_part(task, Staged(standing, course), self._options, model)
+        take_part(task, Staged(standing, setup), self._options, model)
 
     def _standing_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory) -> Standing:
         """That of the job's round before, or a new one."""
@@ -90,7 +90,7 @@ class Staged:
     """This worker's part in a pipeline round: some stages of the model."""
 
     standing: Standing
-    course: Course
+    setup: PipelineSetup
     usage: Usage = field(default_factory=Usage)
     _profile: Profile = field(default_factory=Profile)
     _means: dict[str, float] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Staged:
     @property
     def metrics(self) -> dict[str, float]:
         """What the training says of itself."""
-        facts = {"workers": self.course.table.workers, "job_steps": self.steps}
+        facts = {"workers": self.setup.table.workers, "job_steps": self.steps}
         return {**self._means, **self.usage.metrics, **self._profile.metrics, **facts}
 
     def enter(self, generation: int, *, workers: int) -> None:
@@ -127,7 +127,7 @@ class Staged:
         training = None
         try:
             training = PipelineTraining(
-                standing.replica, self.course, watcher, profile=self._profile, micro_batches=standing.micro_batches
+                standing.replica, self.setup, watcher, profile=self._profile, micro_batches=standing.micro_batches
             )
             self._means = training.run() or self._means
         except RingError:

@@ -37,7 +37,7 @@ class Ledger:
     """The bytes of what the micro-batches in a worker's stages keep, the weights apart."""
 
     def __init__(self) -> None:
-        self.peak = self.most_flying = 0
+        self.peak = self.most_in_flight = 0
         self.inputs: dict[tuple[int, int], Saved] = {}  # by stage and micro-batch
         self._sizes: Counter[int] = Counter()  # bytes, by their address
         self._uses: Counter[int] = Counter()
@@ -49,7 +49,7 @@ class Ledger:
         self._sizes[place] = max(self._sizes[place], nbytes)
         self._uses[place] += 1
         self.peak = max(self.peak, self._sizes.total())
-        self.most_flying = max(self.most_flying, len(self.inputs))
+        self.most_in_flight = max(self.most_in_flight, len(self.inputs))
         weakref.finalize(saved, self._release, place)
 
     def _release(self, place: int) -> None:
@@ -144,7 +144,7 @@ def _kept(stages: Sequence[Measured], ledger: Ledger) -> Kept:
         sum(stage.stashed for stage in stages),
         sum(entry.nbytes for entry in entries),
         ledger.peak,
-        ledger.most_flying,
+        ledger.most_in_flight,
     )
 
 

@@ -51,7 +51,7 @@ class Stage:
             raise ValueError(f"{strangers} of the optimizer's parameters are not in the stage's module")
         self._names = [names[id(parameter)] for parameter in stash.parameters]
         self._flights: dict[int, Flight] = {}
-        self.most_flying = 0
+        self.most_in_flight = 0
 
     @property
     def device(self) -> torch.device:
@@ -82,7 +82,7 @@ class Stage:
         if not self._recompute:
             flight.output = output
         self._flights[micro_batch] = flight
-        self.most_flying = max(self.most_flying, len(self._flights))
+        self.most_in_flight = max(self.most_in_flight, len(self._flights))
         return output.detach() / self.stash.loss_scale if self._loss else output.detach()
 
     def weights_of(self, micro_batch: int) -> Sequence[Tensor]:

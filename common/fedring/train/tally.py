@@ -1,7 +1,6 @@
 """Sums over batches that stay on the device until they are asked for."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fedring.train.plan import TrainResult
@@ -48,12 +47,3 @@ class Tally:
         """The means, with what else is known about the training."""
         accuracy = self.correct / self.total if self._classified else None
         return TrainResult(num_samples, self.loss_sum / self.total, accuracy, seconds, steps)
-
-
-def means_of_all(tally: Tally) -> dict[str, float]:
-    """Loss and accuracy over what all workers of the default group counted, those included that counted nothing."""
-    sums = torch.tensor([tally.loss_sum, tally.correct, tally.total, tally.classified], dtype=torch.float64)
-    dist.all_reduce(sums)
-    loss, correct, total, classified = sums.tolist()
-    means = {"loss": loss / total} if total else {}
-    return means | ({"accuracy": correct / total} if classified else {})
