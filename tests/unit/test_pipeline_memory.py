@@ -127,7 +127,7 @@ def test_the_command_knows_all_schedules(
     [
         (["--stages", "two"], "no number above 0"),
         (["--schedule", "none"], "'gpipe', '1f1b', 'interleaved_1f1b' or 'pipedream'"),
-        (["--stages", "2", "--stages-per-worker", "2"], "interleaved_1f1b may have more"),
+        (["--stages", "2", "--stages-per-worker", "2"], "or schedule=interleaved_1f1b"),
         (["fedring.train.models:digits_mlp", "--stages", "3", "--shape", "64"], "cannot make 3 stages"),
         (["--batch-size", "4"], "a micro-batch has a sample or more"),
     ],

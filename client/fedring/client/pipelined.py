@@ -17,7 +17,7 @@ from fedring.pipeline.worker import Report
 from fedring.ring import RingError
 from fedring.schedules.schedule import Kind
 from fedring.train.batches import fetch
-from fedring.train.errors import TrainError, told, verdict
+from fedring.train.errors import TrainError, failure_detail, failure_reason
 from fedring.train.loop import Loss, OptimizerFactory
 from fedring.train.pipeline_table import Pipeline
 from fedring.workers.cutting import count_layers, cut_model
@@ -134,7 +134,7 @@ class Staged:
             raise
         except RuntimeError as error:  # of the job's own code: what it did to the ring comes after it
             log.exception("a stage cannot go on")
-            raise TrainError(verdict(error), told(error)) from error
+            raise TrainError(failure_reason(error), failure_detail(error)) from error
         finally:
             if training is not None:
                 standing.micro_batches = training.micro_batches
