@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedring.pipeline.errors import noted
+from fedring.pipeline.errors import add_note
 from fedring.pipeline.search import search_micro_batches
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
@@ -222,7 +222,7 @@ class PipelineTraining:
             part for step in steps for part in micro_batches(step.indices, size=size, most=interval, unit=table.unit)
         ]
         first, last = 0 in self._stages, table.stages - 1 in self._stages
-        with noted(f"in the samples of stage {0 if first else table.stages - 1}"):
+        with add_note(f"in the samples of stage {0 if first else table.stages - 1}"):
             batches = list(fetch(setup.samples, cuts, setup.device)) if first or last else []
         sent = self.watcher.bytes_sent()
         report = self._worker(len(cuts)).run(
