@@ -1,4 +1,4 @@
-"""One member of a gloo group; test_train_group.py runs each in a process of its own."""
+"""One member of a gloo group. test_workers_data_parallel.py runs each member in its own process."""
 
 import json
 import warnings
