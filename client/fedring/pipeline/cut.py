@@ -3,7 +3,7 @@
 The model is traced once (torch.fx). A layer ends wherever a single tensor passes to the rest of the model, so a
 residual block is one layer. The parameters of a stage are the model's own, under the same names.
 
-Tracing records the model in its present mode: code of `forward` that depends on `self.training` does not change later.
+Tracing records the model in its present mode. Where `forward` depends on `self.training`, the stages keep to that mode.
 """
 
 import time
@@ -103,7 +103,7 @@ def cut_at(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def cut_by_counts(model: nn.Module, counts: Sequence[int]) -> list[nn.Module]:
-    """Cut a model into stages with so many layers each.
+    """Cut a model into stages with these numbers of layers.
 
     Raises:
         CutError: If the counts do not add up to the model's layers, or the model cannot be cut there.
@@ -123,7 +123,7 @@ def cut_evenly(model: nn.Module, stages: int, *, sample: Tensor | None = None) -
         sample: A micro-batch of inputs [batch, ...] to measure layers with; None balances parameters instead of time.
 
     Raises:
-        CutError: If the model cannot be cut into so many stages.
+        CutError: If the model cannot be cut into this number of stages.
     """
     chain = Chain(model)
     costs = chain.costs() if sample is None else chain.measured(sample)
@@ -158,7 +158,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     if not 1 <= parts <= count:
         raise CutError(f"{count} layers cannot make {parts} stages: give from 1 to {count} stages")
     sums = [0.0, *accumulate(costs)]
-    # For the first `end` costs in so many parts: the largest sum, and where the last part begins.
+    # best[end, part]: for the first `end` costs in `part` parts, the largest sum, and where the last part begins.
     best = {(end, 1): (sums[end], 0) for end in range(1, count + 1)}
     for part in range(2, parts + 1):
         for end in range(part, count + 1):

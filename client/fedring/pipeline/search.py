@@ -41,7 +41,7 @@ def search_micro_batches(
     The candidates take turns, so that a passing load affects all of them. The first turn is not measured.
 
     Args:
-        step: Does one step with so many micro-batches.
+        step: Takes a number of micro-batches and does one step with it.
         candidates: The numbers of micro-batches to try.
         repeats: How often each candidate is measured.
         group: The process group whose ranks all call this; None means the default group, if there is one.

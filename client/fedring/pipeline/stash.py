@@ -120,8 +120,8 @@ class WeightStashing:
         self._kept = {self.version: self._leaves()}
 
     def _leaves(self) -> list[Tensor]:
-        # detach() would share autograd's write counter with the parameter, so that a later step would make the old
-        # leaves unusable; `data` has a counter of its own.
+        # A leaf from detach() would share autograd's version counter with its parameter, and a later step would make it
+        # unusable for backwards. A leaf from `data` has its own counter.
         return [p.data.to(self.compute_dtype or p.dtype).requires_grad_() for p in self.parameters]
 
     def _overflowed(self) -> bool:

@@ -55,7 +55,7 @@ class PipelineSetup:
     device: torch.device
     trusted: Sequence[str] = ()  # the modules that a job may name
     counts: Sequence[int] = ()  # the layers of each stage, as count_layers() returns them
-    ran: Callable[[Report, int], None] = lambda report, in_flight: None  # called after each run of the schedule
+    on_run: Callable[[Report, int], None] = lambda report, in_flight: None  # called after each run of the schedule
 
 
 @dataclass(slots=True)
@@ -106,8 +106,8 @@ class Profile:
 class PipelineTraining:
     """One member's part in a round.
 
-    The replica is the newest checkpoint: training starts from it, replaces it every so many steps, and leaves the
-    round's result in it. In between, the stages are trained as copies.
+    The replica is the newest checkpoint. Training starts from it, replaces it every `checkpoint_every` steps, and
+    leaves the round's result in it. In between, the stages are trained as copies.
 
     Attributes:
         usage: What the training has taken so far.
@@ -234,7 +234,7 @@ class PipelineTraining:
         self.profile.micro_batches = len(cuts)
         in_flight = max(stage.most_in_flight for stage in self._stages.values())
         self.profile.in_flight = max(self.profile.in_flight, in_flight)
-        setup.ran(report, in_flight)
+        setup.on_run(report, in_flight)
         self.usage += Usage(
             steps=len(steps),
             samples=sum(len(step.indices) for step in steps),
@@ -293,5 +293,5 @@ def _groups(table: Pipeline) -> tuple[dist.ProcessGroup | None, dist.ProcessGrou
     same_stages = [dist.new_group(list(range(index, table.workers, width))) for index in range(width)]
     pipeline, stage = pipelines[rank // width], same_stages[rank % width]
     if not isinstance(pipeline, dist.ProcessGroup) or not isinstance(stage, dist.ProcessGroup):
-        raise RuntimeError(f"rank {rank} is no member of its own groups")
+        raise RuntimeError(f"rank {rank} is not a member of the groups that were made for it")
     return pipeline, stage

@@ -43,7 +43,7 @@ def means_over_workers(tally: Tally) -> dict[str, float]:
     Every worker of the group must call this, also one that counted no samples.
 
     Returns:
-        The means by name. "loss" is missing if nobody counted a sample, and "accuracy" if labels were not classes.
+        The means by name. "loss" is missing if no worker counted a sample, and "accuracy" if labels were not classes.
     """
     sums = torch.tensor([tally.loss_sum, tally.correct, tally.total, tally.classified], dtype=torch.float64)
     dist.all_reduce(sums)

@@ -58,7 +58,7 @@ def check(schedule: Schedule, *, credits: int = 0, bounds: Sequence[Needs] | Non
 
     Args:
         schedule: The schedule.
-        credits: If above 0, a stage waits with a message while so many earlier ones have not been taken.
+        credits: If above 0, how many messages a stage may send to another one before the first of them is taken.
         bounds: The most that each stage may need.
 
     Returns:

@@ -25,7 +25,7 @@ EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "pa
 
 
 class ServerOptimizer(BaseModel):
-    """An optimizer of torch.optim that the server applies to the clients' mean delta (Reddi et al. 2021, algorithm 1)."""
+    """A torch.optim optimizer that the server applies to the clients' mean delta (Reddi et al. 2021, algorithm 1)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -130,7 +130,7 @@ class Pipeline(BaseModel):
         return self.update_interval or (self.stages if self.versions == "macrobatch" else 1)
 
     def schedule_of(self, micro_batches: int) -> Schedule:
-        """Return what every worker of a pipeline does in a run of so many micro-batches.
+        """Return what every worker of a pipeline does in a run of `micro_batches`.
 
         Raises:
             ScheduleError: If there is no such schedule for this number of stages and micro-batches.

@@ -1,4 +1,4 @@
-"""Sums of losses and right answers over batches, kept on the device until somebody reads them."""
+"""Sums of losses and right answers over batches, which stay on the device until they are read."""
 
 import torch
 from torch import Tensor
