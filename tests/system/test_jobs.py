@@ -18,7 +18,7 @@ from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed
 from tests.fleets import Control, Fleet
-from tests.system.wire import SIZE, WireClient, deliver, drawn, outcome, payload_of, run, stop_jobs, vector_job
+from tests.system.wire import SIZE, WireClient, deliver, drawn, outcome, payload_of, run, vector_job
 
 ONES = np.ones(SIZE, np.float32)
 DEFAULTS = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "encoding": "fp32", "epochs": 3}
@@ -31,14 +31,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     job = {**DEFAULTS, "min_clients": 1, "evaluate": False, "lr": 0.25}
     with Fleet(tmp_path_factory.mktemp("jobs"), {"job": job}) as fleet:
         yield fleet
-
-
-@pytest.fixture
-def control(server: Fleet) -> Iterator[Control]:
-    """flctl's connection; at the end no job is left."""
-    with Control(server.control) as control:
-        yield control
-        stop_jobs(control)
 
 
 class TestQueue:

@@ -31,7 +31,6 @@ from tests.system.wire import (
     parameters,
     payload_of,
     run,
-    stop_jobs,
 )
 
 SEED = int(os.environ.get("FL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
@@ -51,20 +50,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One fl-server for all tests of this file: whatever is offered, it lives."""
     with Fleet(tmp_path_factory.mktemp("offers"), {"keep_update_rounds": 100}) as fleet:
         yield fleet
-
-
-@pytest.fixture
-def control(server: Fleet) -> Iterator[Control]:
-    """flctl's connection; at the end no job is left."""
-    with Control(server.control) as control:
-        yield control
-        stop_jobs(control)
-
-
-@pytest.fixture
-def wire(server: Fleet) -> Iterator[WireClient]:
-    with WireClient(server.listen) as client:
-        yield client
 
 
 def named(header: bytes, digest: str = name_of(PAYLOAD)) -> pb.UpdateOffer:

@@ -13,7 +13,7 @@ from fedring.v1 import federation_pb2 as fed
 from fedring.v1 import rendezvous_pb2 as pb
 from fedring.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 from tests.fleets import Control, Fleet
-from tests.system.wire import SECONDS, SIZE, Refused, WireClient, drawn, payload_of, run, stop_jobs
+from tests.system.wire import SECONDS, SIZE, Refused, WireClient, drawn, payload_of, run
 
 Clients = Callable[..., list[WireClient]]
 DIGEST = bytes(32)
@@ -24,14 +24,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One fl-server for all tests of this file."""
     with Fleet(tmp_path_factory.mktemp("rendezvous")) as fleet:
         yield fleet
-
-
-@pytest.fixture
-def control(server: Fleet) -> Iterator[Control]:
-    """flctl's connection; at the end no job is left."""
-    with Control(server.control) as control:
-        yield control
-        stop_jobs(control)
 
 
 class WireWorker:

@@ -15,7 +15,7 @@ from fedring.rpc.contract import PROTOCOL
 from fedring.server.sessions import MOST_CALLS
 from fedring.v1 import federation_pb2 as pb
 from tests.fleets import Control, Fleet
-from tests.system.wire import SECONDS, SIZE, Refused, WireClient, model_of, offer_of, payload_of, stop_jobs, vector_job
+from tests.system.wire import SECONDS, SIZE, Refused, WireClient, model_of, offer_of, payload_of, vector_job
 
 ONES = np.ones(SIZE, np.float32)
 
@@ -25,20 +25,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One fl-server for all tests of this file: whatever they send, it lives."""
     with Fleet(tmp_path_factory.mktemp("wire")) as fleet:
         yield fleet
-
-
-@pytest.fixture
-def control(server: Fleet) -> Iterator[Control]:
-    """flctl's connection; at the end no job is left."""
-    with Control(server.control) as control:
-        yield control
-        stop_jobs(control)
-
-
-@pytest.fixture
-def wire(server: Fleet) -> Iterator[WireClient]:
-    with WireClient(server.listen) as client:
-        yield client
 
 
 @pytest.fixture

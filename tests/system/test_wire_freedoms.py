@@ -25,7 +25,6 @@ from tests.system.wire import (
     parameters,
     payload_of,
     run,
-    stop_jobs,
 )
 
 ONES = np.ones(SIZE, np.float32)
@@ -37,20 +36,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One fl-server for all tests of this file."""
     with Fleet(tmp_path_factory.mktemp("freedoms")) as fleet:
         yield fleet
-
-
-@pytest.fixture
-def control(server: Fleet) -> Iterator[Control]:
-    """flctl's connection; at the end no job is left."""
-    with Control(server.control) as control:
-        yield control
-        stop_jobs(control)
-
-
-@pytest.fixture
-def wire(server: Fleet) -> Iterator[WireClient]:
-    with WireClient(server.listen) as client:
-        yield client
 
 
 class Upload:

@@ -14,7 +14,7 @@ from fedring.v1 import control_pb2 as control_pb
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.control_pb2_grpc import ControlServiceStub
 from tests.fleets import Control, Fleet
-from tests.system.wire import SECONDS, SIZE, Refused, WireClient, deliver, payload_of, run, stop_jobs, vector_job
+from tests.system.wire import SECONDS, SIZE, Refused, WireClient, deliver, payload_of, run, vector_job
 
 ONES = np.ones(SIZE, np.float32)
 
@@ -24,20 +24,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One fl-server for all tests of this file."""
     with Fleet(tmp_path_factory.mktemp("refusals")) as fleet:
         yield fleet
-
-
-@pytest.fixture
-def control(server: Fleet) -> Iterator[Control]:
-    """flctl's connection; at the end no job is left."""
-    with Control(server.control) as control:
-        yield control
-        stop_jobs(control)
-
-
-@pytest.fixture
-def wire(server: Fleet) -> Iterator[WireClient]:
-    with WireClient(server.listen) as client:
-        yield client
 
 
 @pytest.fixture
