@@ -1,4 +1,4 @@
-"""The daemons' logs: what they run with comes first, and each line of a round says which round and client it is of."""
+"""The daemons' logs: the first line has versions and settings; lines of a round have the round and the client."""
 
 import json
 from pathlib import Path
@@ -15,12 +15,12 @@ Records = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """What a server and two clients log in two rounds, and the server of a call that it refuses."""
+    """Run two rounds of two clients and a call that is refused; return the log records of all daemons."""
     folder = tmp_path_factory.mktemp("logs")
     with Fleet(folder, None, [{}, {}]) as fleet, Control(fleet.control) as control:
         started = control.start_job({"rounds": 2, "min_clients": 2})
         assert [event.kind for event in control.follow_job(started.job_id)][-1] == "job_ended"
-        with WireClient(fleet.listen, "stranger") as client, pytest.raises(Refused, match="unknown_model"):
+        with WireClient(fleet.listen, "refused") as client, pytest.raises(Refused, match="unknown_model"):
             client.fetch(777)
         addresses = {"listen": fleet.listen, "control": fleet.control}
     logs = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("logs/*")}

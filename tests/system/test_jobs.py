@@ -27,7 +27,7 @@ Clients = Callable[..., list[WireClient]]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file."""
+    """Start one fl-server for all tests of this file."""
     job = {**DEFAULTS, "min_clients": 1, "evaluate": False, "lr": 0.25}
     with Fleet(tmp_path_factory.mktemp("jobs"), {"job": job}) as fleet:
         yield fleet

@@ -15,8 +15,8 @@ from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.tls import Tls
 from tests.fleets import PATIENCE, Control, Fleet
 from tests.forks import Daemon
-from tests.lines import Line
 from tests.pki import Pki
+from tests.proxy import Proxy
 
 CLIENTS = ("client-0", "client-1")
 STEPS = [("old", ("old", "new")), ("new", ("old", "new")), ("new", ("new",))]
@@ -91,8 +91,8 @@ def test_a_job_goes_on_while_everybody_changes_to_another_authority(tmp_path: Pa
     table = parties["server"].tls.model_dump(mode="json")
     with (
         Fleet(tmp_path, {"tls": table}) as fleet,
-        Line(fleet.listen) as line,
-        running(tmp_path, line.address, parties) as clients,
+        Proxy(fleet.listen) as proxy,
+        running(tmp_path, proxy.address, parties) as clients,
         open_sync_channel(fleet.control, old.tls("operator")) as channel,
         Control(fleet.control, channel=channel) as control,
     ):
@@ -103,7 +103,7 @@ def test_a_job_goes_on_while_everybody_changes_to_another_authority(tmp_path: Pa
             for names in (["server"], CLIENTS):
                 for name in names:
                     parties[name].install(authorities[pki], *(authorities[which] for which in trusted))
-                line.cut()
+                proxy.cut()
                 story.until("client_joined", CLIENTS)
                 for _ in range(2):  # the first may have begun before
                     story.until("round_published")

@@ -3,14 +3,10 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +16,7 @@ from fedring.codec import NAMES, Vectors
 from fedring.v1 import federation_pb2 as pb
 from tests.conftest import ROOT
 from tests.fleets import Control, Fleet, until_watching
+from tests.proxy import StallingProxy
 from tests.system.node import NodeClient, Said, environment, installed
 from tests.system.wire import SECONDS, WireClient, model_of, payload_of, run
 from tests.waiting import until
@@ -43,92 +40,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One fl-server for most tests of this file."""
     with Fleet(tmp_path_factory.mktemp("fleet"), TRUSTED, env=HERE) as fleet:
         yield fleet
-
-
-class Gate:
-    """A line to a server that stands still when it is told to, until it is opened."""
-
-    def __init__(self, server: str) -> None:
-        host, _, port = server.rpartition(":")
-        self._server = host, int(port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._ends: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Condition()
-        self._holds: dict[str, bool] = {}  # whether what goes "up" or "down" waits
-        self._armed: tuple[str, int] | None = None
-        self.holds = threading.Event()
-
-    @property
-    def address(self) -> str:
-        """Where clients find the server."""
-        return f"127.0.0.1:{self._listener.getsockname()[1]}"
-
-    def hold(self, direction: str, *, after: int) -> None:
-        """Let nothing pass in this direction once so many more bytes have gone up; `holds` tells when."""
-        with self._lock:
-            self._armed = direction, after
-            self.holds.clear()
-
-    def open(self) -> None:
-        """End all connections, and let later ones pass."""
-        with self._lock:
-            self._holds.clear()
-            self._armed = None
-            for end in self._ends:
-                _end(end)
-            self._lock.notify_all()
-
-    def __enter__(self) -> Self:
-        self._start(self._accept)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        _end(self._listener)
-        self.open()
-        for thread in self._threads:
-            thread.join()
-        for end in (self._listener, *self._ends):
-            end.close()
-
-    def _start(self, target: Callable[..., None], *arguments: Any) -> None:
-        thread = threading.Thread(target=target, args=arguments, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):  # until the listener closes
-            while True:
-                near, _ = self._listener.accept()
-                try:
-                    far = socket.create_connection(self._server)
-                except OSError:  # the server is away
-                    near.close()
-                    continue
-                with self._lock:
-                    self._ends += (near, far)
-                self._start(self._carry, "up", near, far)
-                self._start(self._carry, "down", far, near)
-
-    def _carry(self, direction: str, start: socket.socket, end: socket.socket) -> None:
-        with suppress(OSError):
-            while data := start.recv(1 << 14):
-                with self._lock:
-                    if self._armed and direction == "up":
-                        held, left = self._armed
-                        self._armed = held, left - len(data)
-                        if left <= len(data):
-                            self._armed, self._holds[held] = None, True
-                            self.holds.set()
-                    self._lock.wait_for(lambda: not self._holds.get(direction))
-                end.sendall(data)
-        _end(start)
-        _end(end)
-
-
-def _end(connection: socket.socket) -> None:
-    with suppress(OSError):  # it has ended by itself
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def model(wire: WireClient, version: int) -> tuple[Vectors, NDArray[np.bool_]]:
@@ -240,20 +151,20 @@ def test_models_come_as_deltas_in_every_encoding(place: Path, server: Fleet, tmp
 def test_a_client_killed_in_mid_upload_goes_on_where_it_was(place: Path, server: Fleet, tmp_path: Path) -> None:
     with (
         Control(server.control) as control,
-        Gate(server.listen) as gate,
-        NodeClient(place, gate.address, "node-1", tmp_path) as node,
+        StallingProxy(server.listen) as proxy,
+        NodeClient(place, proxy.address, "node-1", tmp_path) as node,
         WireClient(server.listen, "wire") as wire,
     ):
         until_watching(control, 2)
-        gate.hold("up", after=700_000)
+        proxy.stall("up", after=700_000)
         run(control, model_args={"size": LARGE}, min_clients=2)
         command = wire.expect("train")
         before, _ = model(wire, command.model_version)
-        assert gate.holds.wait(SECONDS)
+        assert proxy.stalled.wait(SECONDS)
         until(lambda: begun_uploads(server))
         node.kill()
         said = node.forget_said(command.round)
-        gate.open()
+        proxy.resume()
         node.start()
         other = deliver(wire, command, LARGE)
         after, _ = model(wire, model_of(control, command.round))
@@ -268,22 +179,22 @@ def test_a_client_killed_before_it_is_told_of_its_acceptance_loses_nothing(
     size = 10_000
     with (
         Control(server.control) as control,
-        Gate(server.listen) as gate,
-        NodeClient(place, gate.address, "node-1", tmp_path) as node,
+        StallingProxy(server.listen) as proxy,
+        NodeClient(place, proxy.address, "node-1", tmp_path) as node,
         WireClient(server.listen, "wire") as wire,
     ):
         until_watching(control, 2)
-        gate.hold("down", after=5_000)
+        proxy.stall("down", after=5_000)
         events = control.events()
         run(control, model_args={"size": size}, encoding="int8", rounds=2, min_clients=2)
         command = wire.expect("train")
         before, _ = model(wire, command.model_version)
         next(event for event in events if event.kind == "update_accepted" and event.client_id == node.name)
-        assert gate.holds.is_set()
+        assert proxy.stalled.is_set()
         assert "accepted" not in node.log
         node.kill()
         first = node.forget_said(command.round)
-        gate.open()
+        proxy.resume()
         node.start()
         other = deliver(wire, command, size)
         command = wire.expect("train")
@@ -305,8 +216,8 @@ def test_a_client_whose_folder_was_put_back_sends_nothing_twice(
 ) -> None:
     with (
         Control(server.control) as control,
-        Gate(server.listen) as gate,
-        NodeClient(place, gate.address, "node-1", tmp_path) as node,
+        StallingProxy(server.listen) as proxy,
+        NodeClient(place, proxy.address, "node-1", tmp_path) as node,
     ):
 
         def round_() -> int:
@@ -317,7 +228,7 @@ def test_a_client_whose_folder_was_put_back_sends_nothing_twice(
         def killed() -> None:
             events = control.events()
             node.kill()
-            gate.open()
+            proxy.resume()
             next(event for event in events if event.kind == "client_lost")
             events.cancel()
 
@@ -327,7 +238,7 @@ def test_a_client_whose_folder_was_put_back_sends_nothing_twice(
 
         if not told:
             until_watching(control, 1)
-            gate.hold("down", after=5_000)
+            proxy.stall("down", after=5_000)
         first = round_()
         if told:
             until_noted(first)
@@ -345,23 +256,23 @@ def test_a_client_whose_folder_was_put_back_sends_nothing_twice(
 def test_a_round_survives_its_server_and_needs_no_training_twice(place: Path, tmp_path: Path) -> None:
     with (
         Fleet(tmp_path / "fleet") as fleet,
-        Gate(fleet.listen) as gate,
+        StallingProxy(fleet.listen) as proxy,
         NodeClient(place, fleet.listen, "node-1", tmp_path) as first,
-        NodeClient(place, gate.address, "node-2", tmp_path) as second,
+        NodeClient(place, proxy.address, "node-2", tmp_path) as second,
     ):
         with Control(fleet.control) as control, WireClient(fleet.listen, "wire") as wire:
             until_watching(control, 3)
-            gate.hold("up", after=700_000)
+            proxy.stall("up", after=700_000)
             events = control.events()
             run(control, model_args={"size": LARGE}, min_clients=3)
             command = wire.expect("train")
             before, _ = model(wire, command.model_version)
             next(event for event in events if event.kind == "update_accepted" and event.client_id == first.name)
-            assert gate.holds.wait(SECONDS)
+            assert proxy.stalled.wait(SECONDS)
             until(lambda: begun_uploads(fleet))
             said = [client.forget_said(command.round) for client in (first, second)]
             fleet.server.kill()
-        gate.open()
+        proxy.resume()
         fleet.start_server()
         with Control(fleet.control) as control, WireClient(fleet.listen, "wire") as wire:
             other = deliver(wire, wire.expect("train"), LARGE)

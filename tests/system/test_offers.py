@@ -20,7 +20,7 @@ from fedring.v1 import federation_pb2 as pb
 from tests.conftest import REPEATED
 from tests.damage import ask
 from tests.fleets import Control, Fleet
-from tests.lines import flipped
+from tests.proxy import flip_bits
 from tests.system.wire import (
     SECONDS,
     SIZE,
@@ -197,7 +197,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is_and_the_honest_update_counts(
     between = [place for place in range(len(whole)) if not any(place in part for part in parts.values())]
     for place in [place for part in parts.values() for place in rng.choices(part, k=FLIPS)] + between:
         bits = 1 << rng.randrange(8)
-        damaged = flipped(whole, place, bits)
+        damaged = flip_bits(whole, place, bits)
         with pytest.raises(Refused) as refused:
             push_bytes(wire, way, [damaged[:first], damaged[first:]][: len(messages)])
         is_text = place in parts[digest] or place in parts[name]
@@ -276,7 +276,7 @@ def test_an_update_of_a_call_that_is_refused_ends_that_call_alone(server: Fleet,
         for _ in range(2):
             command, _ = a.expect("train"), b.expect("train")
             offer = offer_of(a.header(command, PAYLOAD), PAYLOAD)
-            good, bad = (pb.SmallUpdate(offer=offer, payload=payload) for payload in (PAYLOAD, flipped(PAYLOAD, 100)))
+            good, bad = (pb.SmallUpdate(offer=offer, payload=payload) for payload in (PAYLOAD, flip_bits(PAYLOAD, 100)))
             with pytest.raises(Refused, match="digest_mismatch"):
                 list(a.push_many_small([bad, good]))
             waiting.put(pb.SmallUpdate(offer=offer_of(b.header(command, PAYLOAD), PAYLOAD), payload=PAYLOAD))

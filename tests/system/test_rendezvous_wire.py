@@ -21,7 +21,7 @@ DIGEST = bytes(32)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file."""
+    """Start one fl-server for all tests of this file."""
     with Fleet(tmp_path_factory.mktemp("rendezvous")) as fleet:
         yield fleet
 

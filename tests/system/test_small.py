@@ -22,7 +22,7 @@ Clients = Callable[..., list[WireClient]]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file."""
+    """Start one fl-server for all tests of this file."""
     with Fleet(tmp_path_factory.mktemp("small"), {"metrics_listen": "127.0.0.1:0"}) as fleet:
         yield fleet
 

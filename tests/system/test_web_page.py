@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.fault.patience import SECONDS, Story, patiently
+from tests.fault.faulty_fleet import SECONDS, StartedJob, wait_for
 from tests.fleets import Control, Fleet
 from tests.system.browser import Look, open_browser
 
@@ -62,10 +62,10 @@ def look(browser: Any, fleet: Fleet) -> Iterator[Look]:
 def run(fleet: Fleet, **keys: Any) -> int:
     """The id of a job that has completed."""
     with Control(fleet.control) as control:
-        story = Story(fleet, control, DIGITS | keys)
-        story.until("job_ended")
-        assert control.job(story.job_id).state == "completed"
-        return story.job_id
+        started = StartedJob(fleet, control, DIGITS | keys)
+        started.until("job_ended")
+        assert control.job(started.job_id).state == "completed"
+        return started.job_id
 
 
 def picture(look: Look, name: str, tmp_path: Path) -> None:
@@ -105,10 +105,10 @@ def test_a_job_can_be_followed_live_without_a_reload(look: Look, fleet: Fleet, t
 def test_one_window_sees_the_rounds_pass(look: Look, fleet: Fleet) -> None:
     look.page.evaluate(WATCH_ROUNDS)
     with Control(fleet.control) as control:
-        story = Story(fleet, control, DIGITS | {"rounds": 10_000})
+        started = StartedJob(fleet, control, DIGITS | {"rounds": 10_000})
         look.until("window.seen.length > 2")
         control.stop_job()
-        story.until("job_ended")
+        started.until("job_ended")
 
 
 WATCH_ROUNDS = """() => {
@@ -179,12 +179,12 @@ def test_what_others_wrote_does_not_become_markup(browser: Any, tmp_path: Path) 
     with fleet, Control(fleet.control) as control:
         look = Look(browser, fleet.web, **DESK)
         job = {"name": HOSTILE, "trainer": "user_trainers:gated", "min_clients": 2, "evaluate": False}
-        story = Story(fleet, control, job)
-        assert patiently(fleet, "client 1 at the gate", gate.with_name("gate.began").read_text) == "began"
+        started = StartedJob(fleet, control, job)
+        assert wait_for(fleet, "client 1 at the gate", gate.with_name("gate.began").read_text) == "began"
         look.until("document.querySelector('.waits')?.textContent.includes('and waits for client-1')")
         assert look.text(".phases .current") == "Training"
-        patiently(fleet, "the gate", lambda: gate.write_text("go"))
-        story.until("job_ended")
+        wait_for(fleet, "the gate", lambda: gate.write_text("go"))
+        started.until("job_ended")
         look.until("document.querySelector('.badge').textContent === 'completed'")
         assert HOSTILE in look.text("#now")
         assert HOSTILE in look.text("#events")
@@ -198,8 +198,8 @@ def test_what_others_wrote_does_not_become_markup(browser: Any, tmp_path: Path) 
 def test_the_ring_shows_its_members_and_a_loss(look: Look, fleet: Fleet, tmp_path: Path) -> None:
     with Control(fleet.control) as control:
         spec = {"mode": "data_parallel", "name": "ring", "min_clients": 2, "epochs": 100_000, "batch_size": 8}
-        story = Story(fleet, control, spec | {"data_parallel": {"replacement_seconds": SECONDS}})
-        story.until("group_formed")
+        started = StartedJob(fleet, control, spec | {"data_parallel": {"replacement_seconds": SECONDS}})
+        started.until("group_formed")
         look.until("document.querySelectorAll('#group svg.running .joined').length === 2")
         assert look.text("#group-title") == "Ring of 2 workers"
         assert look.page.text_content("#members") == "client-0: joinedclient-1: joined"
@@ -210,22 +210,22 @@ def test_the_ring_shows_its_members_and_a_loss(look: Look, fleet: Fleet, tmp_pat
         look.until("[...document.querySelectorAll('#events .bad')].some(e => e.textContent.includes('client-1'))")
         assert "last one ended" in look.text("#group-body")  # because of a lost worker, whoever said so first
         fleet.restart(1)
-        story.until("group_formed")
+        started.until("group_formed")
         look.until("document.querySelectorAll('#group svg.running .joined').length === 2")
         control.stop_job()
-        story.until("job_ended")
+        started.until("job_ended")
 
 
 def test_a_pipeline_shows_its_stages(look: Look, fleet: Fleet) -> None:
     model = {"model": "fedring.train.models:digits_mlp", "model_args": {"hidden": 32, "layers": 3}}
     with Control(fleet.control) as control:
-        story = Story(fleet, control, {"mode": "pipeline", "epochs": 100_000, "batch_size": 32, **model})
-        story.until("group_formed")
+        started = StartedJob(fleet, control, {"mode": "pipeline", "epochs": 100_000, "batch_size": 32, **model})
+        started.until("group_formed")
         look.until("document.querySelectorAll('#group svg.running rect').length === 2")
         assert look.text("#group-title") == "Pipeline of 2 workers"
         assert [one.text_content() for one in look.page.locator("#group .rank").all()] == ["stage 0", "stage 1"]
         control.stop_job()
-        story.until("job_ended")
+        started.until("job_ended")
 
 
 def test_it_can_be_read_on_a_phone_and_in_the_dark(browser: Any, fleet: Fleet, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ LARGE = 300_000  # values, more than a chunk of them
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file."""
+    """Start one fl-server for all tests of this file."""
     with Fleet(tmp_path_factory.mktemp("freedoms")) as fleet:
         yield fleet
 

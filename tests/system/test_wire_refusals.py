@@ -21,7 +21,7 @@ ONES = np.ones(SIZE, np.float32)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file."""
+    """Start one fl-server for all tests of this file."""
     with Fleet(tmp_path_factory.mktemp("refusals")) as fleet:
         yield fleet
 
