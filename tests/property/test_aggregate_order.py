@@ -1,4 +1,4 @@
-"""The law of aggregation: the same updates give the same bytes, in whatever order and however parallel."""
+"""The law of aggregation: the same updates give the same bytes, in any order of arrival and with any threads."""
 
 import tempfile
 from concurrent.futures import ThreadPoolExecutor

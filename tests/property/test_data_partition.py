@@ -51,7 +51,7 @@ def test_iid_parts_differ_by_at_most_one_sample(count: int, n: int, seed: int) -
 
 
 def test_parts_do_not_change_from_one_version_to_the_next() -> None:
-    """Clients of different versions must agree on who holds what."""
+    """Clients of different versions must agree on their parts."""
     labels = np.arange(12) % 3
     assert [p.tolist() for p in iid(7, 2, 2**40)] == [[2, 4, 5, 6], [0, 1, 3]]
     assert [p.tolist() for p in shards(labels, 3, 1)] == [[0, 3, 4, 10], [1, 6, 7, 9], [2, 5, 8, 11]]
@@ -68,7 +68,7 @@ def test_the_smaller_alpha_the_more_skewed_are_the_parts() -> None:
     labels = np.arange(2000) % 10
 
     def skew(alpha: float) -> float:
-        """Mean share of a client's most frequent class: 0.1 if all are alike, 1 if each has one class."""
+        """Return the mean share of a client's most frequent class: 0.1 if all are alike, 1 if each has one class."""
         parts = [part for seed in range(5) for part in dirichlet(labels, 20, alpha, seed)]
         return float(np.mean([np.bincount(labels[part]).max() / len(part) for part in parts]))
 

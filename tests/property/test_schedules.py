@@ -1,4 +1,4 @@
-"""Schedules, whatever the number of stages and micro-batches: they end, lose nothing, and keep within bounds."""
+"""Schedules end, do every action, and keep within their bounds, for any number of stages and micro-batches."""
 
 from dataclasses import replace
 
@@ -34,14 +34,14 @@ def test_gpipe_and_1f1b_end_with_the_ideal_bubble_with_any_credits(stages: int, 
 
 
 @given(STAGES, MICRO_BATCHES)
-def test_1f1b_keeps_as_many_activations_as_there_are_stages_to_come(stages: int, count: int) -> None:
+def test_1f1b_keeps_as_many_activations_as_there_are_stages_from_here_on(stages: int, count: int) -> None:
     needs = check(one_forward_one_backward(stages, count))
     assert needs == [Needs(min(count, stages - stage), 1) for stage in range(stages)]
     assert check(gpipe(stages, count)) == [Needs(count, 1)] * stages
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
-def test_interleaving_makes_the_bubble_smaller_by_the_stages_of_a_worker(workers: int, chunks: int, many: int) -> None:
+def test_interleaving_divides_the_bubble_by_the_stages_of_a_worker(workers: int, chunks: int, many: int) -> None:
     count = many * workers
     schedule = interleaved(workers * chunks, count, workers=workers)
     check(schedule)
@@ -68,20 +68,20 @@ def test_pipedreams_warm_ups_are_free_as_long_as_no_stage_starves(warmups: list[
 
 
 @given(STAGES, st.integers(1, 12))
-def test_vertical_sync_gives_a_micro_batch_the_same_version_everywhere(stages: int, count: int) -> None:
+def test_vertical_sync_gives_a_micro_batch_the_same_version_in_all_stages(stages: int, count: int) -> None:
     schedule = pipedream(stages, count, versions=Versions.VERTICAL)
     used = {(action.micro_batch, action.version) for actions in schedule.workers for action in actions
             if action.kind is Kind.FORWARD}  # fmt: skip
     assert len(used) == count
 
 
-def test_pipedream_has_no_bubble_but_at_its_ends() -> None:
+def test_pipedream_has_a_bubble_only_at_its_start_and_end() -> None:
     short, long = (simulate(pipedream(4, count), ONE).makespan for count in (10, 110))
     assert long - short == pytest.approx(200)
 
 
 @given(st.sampled_from(NAMES), st.integers(2, 4), st.integers(0, 60))
-def test_an_action_left_out_is_always_noticed(name: str, stages: int, victim: int) -> None:
+def test_a_missing_action_is_always_noticed(name: str, stages: int, victim: int) -> None:
     schedule = make(name, stages, 2 * stages)
     worker = victim % stages
     actions = schedule.workers[worker]
@@ -125,7 +125,7 @@ def test_bounds_that_a_schedule_exceeds_are_refused() -> None:
         (lambda: pipedream(4, 8, interval=2, versions=Versions.MACROBATCH), "interval of at least 3"),
     ],
 )
-def test_what_makes_no_schedule_is_refused(build: object, text: str) -> None:
+def test_impossible_schedules_are_refused(build: object, text: str) -> None:
     assert callable(build)
     with pytest.raises(ScheduleError, match=text):
         build()

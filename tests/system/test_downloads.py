@@ -13,7 +13,7 @@ from fedring.train.state import schema_of
 from fedring.v1 import federation_pb2 as pb
 from tests.fleets import Control, Fleet, run_job
 from tests.system.user_models import normed
-from tests.system.wire import WireClient, model_of, payload_of, vector_job
+from tests.system.wire import WireClient, payload_of, published_version, vector_job
 
 SIZE = 50_000
 ROUNDS = 4
@@ -96,7 +96,7 @@ def test_deltas_from_any_held_version_lead_to_the_same_bits(server: Fleet, contr
             wanted = wanted + noise(SIZE, number)
             payload = payload_of(noise(SIZE, number))
             wire.push(wire.header(command, payload), payload)
-        last = model_of(control, round_)
+        last = published_version(control, round_)
         for held in (*versions[::-1], 0):  # one delta, chains of deltas, and the whole model
             header = holder.fetch(last, held)
             assert wire.base_of(header) == held
@@ -128,7 +128,7 @@ def test_buffers_are_sent_exactly_and_averaged_by_samples(server: Fleet, control
             if not last:
                 last = command.model_version
                 holder.fetch(last)
-            version = model_of(control, command.round)
+            version = published_version(control, command.round)
             header = holder.fetch(version, last)
             assert a.base_of(header) == last
             assert [packet.vector for packet in header.packets] == [pb.VECTOR_PARAMETERS, pb.VECTOR_BUFFERS]

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.system.hook_trainings import RESUMED, beside_torch, loaded, loaded_whole, locally, saved, stopped
+from tests.system.hook_trainings import (
+    RESUMED,
+    beside_torch,
+    copied_state,
+    local_trainings,
+    resume_checkpoints,
+    resumed,
+    save_checkpoints,
+)
 from tests.system.ring_scripts import ranks
 
 
@@ -23,7 +31,7 @@ def test_power_sgd_trains_as_torchs_hook_does_where_that_works(
 
 @pytest.mark.parametrize("backend", ["gloo", "fedring"])
 def test_resuming_from_a_checkpoint_with_other_buckets_changes_no_bit(backend: str, tmp_path: Path) -> None:
-    results = ranks.run(stopped, 2, tmp_path, backend=backend)
+    results = ranks.run(resumed, 2, tmp_path, backend=backend)
     for name in RESUMED:
         for result in results:
             assert result[name]["resumed"] == result[name]["straight"] == results[0][name]["straight"], name
@@ -34,11 +42,11 @@ def test_resuming_from_a_checkpoint_with_other_buckets_changes_no_bit(backend: s
 def test_a_state_can_be_resumed_with_other_buckets_and_another_number_of_workers(
     before: int, after: int, tmp_path: Path
 ) -> None:
-    owed = ranks.run(partial(saved, folder=str(tmp_path)), before, tmp_path / "before")
+    owed = ranks.run(partial(save_checkpoints, folder=str(tmp_path)), before, tmp_path / "before")
     for name in RESUMED:
         for new_rank in range(before, after):  # starts from the state of rank 0
             shutil.copy(tmp_path / f"{name} 0", tmp_path / f"{name} {new_rank}")
-    results = ranks.run(partial(loaded, folder=str(tmp_path)), after, tmp_path / "after")
+    results = ranks.run(partial(resume_checkpoints, folder=str(tmp_path)), after, tmp_path / "after")
     for name in RESUMED:
         first = results[0][name]
         assert all(result[name]["digest"] == first["digest"] for result in results), name
@@ -55,14 +63,14 @@ def test_a_state_can_be_resumed_with_other_buckets_and_another_number_of_workers
 
 
 def test_a_copied_state_asks_for_parameter_names_and_then_works(tmp_path: Path) -> None:
-    for result in ranks.run(loaded_whole, 2, tmp_path):
+    for result in ranks.run(copied_state, 2, tmp_path):
         assert "bind(model.named_parameters())" in result["error"]
         assert result["equal"]
 
 
 @pytest.mark.parametrize(("backend", "size"), [("gloo", 3), ("fedring", 2)])
 def test_local_steps_end_in_equal_workers(backend: str, size: int, tmp_path: Path) -> None:
-    first, *others = ranks.run(locally, size, tmp_path, backend=backend)
+    first, *others = ranks.run(local_trainings, size, tmp_path, backend=backend)
     assert first["far from the mean"] < 1e-6
     assert all(first["apart before"])
     assert all(other["digests"] == first["digests"] for other in others)

@@ -1,4 +1,4 @@
-"""The client of docs/examples/node, written from the specification alone, beside others: every bit is as it says."""
+"""The client of docs/examples/node, written from the specification alone, together with other clients."""
 
 import json
 import re
@@ -17,22 +17,22 @@ from fedring.v1 import federation_pb2 as pb
 from tests.conftest import ROOT
 from tests.fleets import Control, Fleet, until_watching
 from tests.proxy import StallingProxy
-from tests.system.node import NodeClient, Said, environment, installed
-from tests.system.wire import SECONDS, WireClient, model_of, payload_of, run
+from tests.system.node import NodeClient, UpdateDump, environment, install_example
+from tests.system.wire import SECONDS, WireClient, payload_of, published_version, run
 from tests.waiting import until
 
-ROUNDS = 4  # of each encoding
-WIDTH = 220  # of a model whose update is a small one in all encodings but fp32
-LARGE = 250_000  # values, of 1 MB, which the client sends in chunks of 256 KiB
+ROUNDS = 4  # for each encoding
+WIDTH = 220  # of a model whose update fits into one message in all encodings but fp32
+LARGE = 250_000  # values; 1 MB, which the client sends in chunks of 256 KiB
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 TRUSTED = {"trusted": ["fedring", "user_models"]}
-LOSSY = {"keep_ratio": 0.05, "chunk": 300}  # for those formats that use them
+LOSSY = {"keep_ratio": 0.05, "chunk": 300}  # for the encodings that use them
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the example is, with all that it needs."""
-    return installed(tmp_path_factory.mktemp("node"))
+    """Install the example; return its folder."""
+    return install_example(tmp_path_factory.mktemp("node"))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def model(wire: WireClient, version: int) -> tuple[Vectors, NDArray[np.bool_]]:
-    """A model as it is sent to who holds none; and of each buffer value whether it is a whole number."""
+    """Fetch a whole model; return it, and for each buffer value whether it belongs to an integer tensor."""
     header, payload = wire.fetch(version)
     parts: dict[int, bytes] = {}
     for packet in header.packets:
@@ -58,7 +58,7 @@ def model(wire: WireClient, version: int) -> tuple[Vectors, NDArray[np.bool_]]:
 
 
 def mean(base: NDArray[Any], updates: Sequence[tuple[int, NDArray[Any]]]) -> NDArray[np.float64]:
-    """FORMATS.md, "Aggregation": in float64, in the order of the clients' names, which is that of the list."""
+    """Aggregate as FORMATS.md says: in float64, in the order of the clients' names, which the list must have."""
     total = np.zeros(len(base))
     for samples, values in updates:
         total = total + values.astype(np.float64) * samples
@@ -66,7 +66,7 @@ def mean(base: NDArray[Any], updates: Sequence[tuple[int, NDArray[Any]]]) -> NDA
 
 
 def deliver(wire: WireClient, command: pb.TrainCmd, size: int) -> tuple[int, NDArray[np.float32]]:
-    """Push an update of the round's own; return its samples and its values."""
+    """Push an update that depends on the round; return its samples and its values."""
     values = np.random.default_rng(command.round).standard_normal(size).astype(np.float32)
     payload = payload_of(values)
     packet = pb.Packet(
@@ -77,17 +77,19 @@ def deliver(wire: WireClient, command: pb.TrainCmd, size: int) -> tuple[int, NDA
 
 
 def begun_uploads(server: Fleet) -> list[Path]:
-    """What the server keeps of uploads that have not ended."""
+    """Return the server's files of unfinished uploads."""
     return [file for file in (server.directory / "state" / "server" / "partial").iterdir() if file.stat().st_size]
 
 
-def assert_mean(before: Vectors, after: Vectors, said: Sequence[Said], other: tuple[int, NDArray[np.float32]]) -> None:
-    """The parameters of a model are those of the one before, plus the mean of what its clients have said."""
-    wanted = mean(before.parameters, [*((each.samples, each.parameters) for each in said), other])
+def assert_mean(
+    before: Vectors, after: Vectors, dumps: Sequence[UpdateDump], other: tuple[int, NDArray[np.float32]]
+) -> None:
+    """Assert that the new parameters are the old ones plus the mean of the clients' updates."""
+    wanted = mean(before.parameters, [*((each.samples, each.parameters) for each in dumps), other])
     assert wanted.astype(np.float32).tobytes() == after.parameters.tobytes()
 
 
-def test_every_example_of_the_wire_formats_is_read_and_written_as_it_stands(place: Path) -> None:
+def test_the_client_reads_and_writes_all_examples_of_the_wire_formats(place: Path) -> None:
     command = ["node", "--test", "--test-reporter=tap", "vectors.test.js"]
     done = subprocess.run(command, cwd=place, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
@@ -99,7 +101,7 @@ def test_every_example_of_the_wire_formats_is_read_and_written_as_it_stands(plac
 
 
 @pytest.mark.slow
-def test_the_model_of_each_round_is_the_mean_of_what_its_clients_say(
+def test_each_model_is_the_previous_one_plus_the_mean_of_its_updates(
     place: Path, server: Fleet, tmp_path: Path
 ) -> None:
     keys = {"model": "user_models:normed", "model_args": {"width": WIDTH}, "min_clients": 3, "evaluate": True}
@@ -121,15 +123,15 @@ def test_the_model_of_each_round_is_the_mean_of_what_its_clients_say(
                 report = pb.EvaluationReport(round=command.round, model_digest=evaluate.model_digest)
                 after, _ = model(wire, evaluate.model_version)
                 wire.commands.ReportEvaluation(report, metadata=wire.metadata, timeout=SECONDS)
-                said = [client.said(command.round) for client in (first, second)]
-                assert_mean(before, after, said, other)
-                buffers = mean(before.buffers, [(each.samples, each.buffers) for each in said])
+                dumps = [client.dumped(command.round) for client in (first, second)]
+                assert_mean(before, after, dumps, other)
+                buffers = mean(before.buffers, [(each.samples, each.buffers) for each in dumps])
                 assert np.where(whole, np.rint(buffers), buffers).tobytes() == after.buffers.tobytes()
-                for client, each in zip((first, second), said, strict=True):
+                for client, each in zip((first, second), dumps, strict=True):
                     assert each.encoding == encoding
                     assert each.carried.tobytes() == left.get(client.name, np.zeros(0, "<f4")).tobytes()
                     left[client.name] = each.left
-                    if encoding not in ("fp32", "uniform"):  # those two owe nothing
+                    if encoding not in ("fp32", "uniform"):  # those two leave no residual
                         target = each.learned + each.carried if len(each.carried) else each.learned
                         assert (target - each.parameters).tobytes() == each.left.tobytes()
                 (state,) = control.rounds(number=command.round)
@@ -148,7 +150,7 @@ def test_models_come_as_deltas_in_every_encoding(place: Path, server: Fleet, tmp
         assert len(re.findall("bytes to add to the model held", node.log)) == 2 * len(NAMES)
 
 
-def test_a_client_killed_in_mid_upload_goes_on_where_it_was(place: Path, server: Fleet, tmp_path: Path) -> None:
+def test_a_client_killed_during_an_upload_resumes_it(place: Path, server: Fleet, tmp_path: Path) -> None:
     with (
         Control(server.control) as control,
         StallingProxy(server.listen) as proxy,
@@ -163,17 +165,17 @@ def test_a_client_killed_in_mid_upload_goes_on_where_it_was(place: Path, server:
         assert proxy.stalled.wait(SECONDS)
         until(lambda: begun_uploads(server))
         node.kill()
-        said = node.forget_said(command.round)
+        dumps = node.take_dump(command.round)
         proxy.resume()
         node.start()
         other = deliver(wire, command, LARGE)
-        after, _ = model(wire, model_of(control, command.round))
-        assert_mean(before, after, [said], other)
-        assert not node.has_said(command.round)
+        after, _ = model(wire, published_version(control, command.round))
+        assert_mean(before, after, [dumps], other)
+        assert not node.has_dumped(command.round)
         assert "go on there" in node.log
 
 
-def test_a_client_killed_before_it_is_told_of_its_acceptance_loses_nothing(
+def test_a_client_killed_before_it_hears_of_its_acceptance_loses_nothing(
     place: Path, server: Fleet, tmp_path: Path
 ) -> None:
     size = 10_000
@@ -193,7 +195,7 @@ def test_a_client_killed_before_it_is_told_of_its_acceptance_loses_nothing(
         assert proxy.stalled.is_set()
         assert "accepted" not in node.log
         node.kill()
-        first = node.forget_said(command.round)
+        first = node.take_dump(command.round)
         proxy.resume()
         node.start()
         other = deliver(wire, command, size)
@@ -201,17 +203,17 @@ def test_a_client_killed_before_it_is_told_of_its_acceptance_loses_nothing(
         after, _ = model(wire, command.model_version)
         assert_mean(before, after, [first], other)
         other = deliver(wire, command, size)
-        last, _ = model(wire, model_of(control, command.round))
-        second = node.said(command.round)
+        last, _ = model(wire, published_version(control, command.round))
+        second = node.dumped(command.round)
         assert_mean(after, last, [second], other)
         assert second.carried.tobytes() == first.left.tobytes()
         assert np.count_nonzero(first.left) > 0
-        assert not node.has_said(command.round - 1)
+        assert not node.has_dumped(command.round - 1)
         events.cancel()
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told of its acceptance", "not told"])
-def test_a_client_whose_folder_was_put_back_sends_nothing_twice(
+def test_a_client_whose_folder_was_reverted_sends_nothing_twice(
     place: Path, server: Fleet, tmp_path: Path, told: bool
 ) -> None:
     with (
@@ -225,35 +227,35 @@ def test_a_client_whose_folder_was_put_back_sends_nothing_twice(
             _, events = run(control, model_args={"size": 10_000}, encoding="int8")
             return next(event.round for event in events if event.kind == "update_accepted")
 
-        def killed() -> None:
+        def kill_client() -> None:
             events = control.events()
             node.kill()
             proxy.resume()
             next(event for event in events if event.kind == "client_lost")
             events.cancel()
 
-        def until_noted(round_: int) -> Said:
-            until(lambda: node.said(round_).name in node.log)
-            return node.said(round_)
+        def until_recorded(round_: int) -> UpdateDump:
+            until(lambda: node.dumped(round_).name in node.log)
+            return node.dumped(round_)
 
         if not told:
             until_watching(control, 1)
             proxy.stall("down", after=5_000)
         first = round_()
         if told:
-            until_noted(first)
-        killed()
+            until_recorded(first)
+        kill_client()
         shutil.copytree(node.state, tmp_path / "copy")
         node.start()
-        assert until_noted(round_()).carried.tobytes() == node.said(first).left.tobytes()
-        killed()
+        assert until_recorded(round_()).carried.tobytes() == node.dumped(first).left.tobytes()
+        kill_client()
         shutil.rmtree(node.state)
         (tmp_path / "copy").rename(node.state)
         node.start()
-        assert len(until_noted(round_()).carried) == 0
+        assert len(until_recorded(round_()).carried) == 0
 
 
-def test_a_round_survives_its_server_and_needs_no_training_twice(place: Path, tmp_path: Path) -> None:
+def test_a_round_survives_its_server_and_no_client_trains_twice(place: Path, tmp_path: Path) -> None:
     with (
         Fleet(tmp_path / "fleet") as fleet,
         StallingProxy(fleet.listen) as proxy,
@@ -270,19 +272,19 @@ def test_a_round_survives_its_server_and_needs_no_training_twice(place: Path, tm
             next(event for event in events if event.kind == "update_accepted" and event.client_id == first.name)
             assert proxy.stalled.wait(SECONDS)
             until(lambda: begun_uploads(fleet))
-            said = [client.forget_said(command.round) for client in (first, second)]
+            dumps = [client.take_dump(command.round) for client in (first, second)]
             fleet.server.kill()
         proxy.resume()
         fleet.start_server()
         with Control(fleet.control) as control, WireClient(fleet.listen, "wire") as wire:
             other = deliver(wire, wire.expect("train"), LARGE)
-            after, _ = model(wire, model_of(control, command.round))
-            assert_mean(before, after, said, other)
-            assert [client.has_said(command.round) for client in (first, second)] == [False, False]
+            after, _ = model(wire, published_version(control, command.round))
+            assert_mean(before, after, dumps, other)
+            assert [client.has_dumped(command.round) for client in (first, second)] == [False, False]
             assert "go on there" in second.log
 
 
-def test_a_newer_process_on_the_same_folder_takes_the_session_over(place: Path, server: Fleet, tmp_path: Path) -> None:
+def test_a_new_process_on_the_same_folder_takes_the_session_over(place: Path, server: Fleet, tmp_path: Path) -> None:
     older = NodeClient(place, server.listen, "node-1", tmp_path)
     older.start()
     until(lambda: "in session" in older.log)

@@ -1,4 +1,4 @@
-"""Stages in processes of their own, over Gloo and over our ring."""
+"""Stages of a pipeline in several processes, over Gloo and over our ring."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from tests.unit.test_pipeline_stage import Recorder, alone, batches, layers, sta
 
 BACKENDS = ("gloo", "fedring")
 STEPS = 4
-NOTICED = 30.0  # seconds, of which a busy machine may take some; a silent stage is waited for twice as long
+NOTICED_WITHIN = 30.0  # seconds; a silent stage is waited for twice as long
 
 
 def schedule_of(name: str, stages: int, workers: int) -> Schedule:
@@ -30,7 +30,7 @@ def schedule_of(name: str, stages: int, workers: int) -> Schedule:
 
 
 def train(rank: int, size: int, *, name: str, stages: int, optimizer: str, credits: int = 2) -> dict[str, Any]:
-    """This rank's part of the training: its losses, and its stages' parameters."""
+    """Train this rank's stages; return its losses, its parameters and its traffic."""
     schedule = schedule_of(name, stages, size)
     parts = layers()
     built = stages_of(parts, schedule, optimizer, recompute=name == "gpipe")
@@ -45,7 +45,7 @@ def train(rank: int, size: int, *, name: str, stages: int, optimizer: str, credi
 
 
 def micro_batches(schedule: Schedule) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """The steps; shapes differ within each."""
+    """Return the micro-batches of each step, whose shapes differ."""
     if schedule.name == "pipedream":
         data = [batches(schedule.micro_batches, size) for size in (4, 6)]
         return [([x for x, _ in run], [y for _, y in run]) for run in data]
@@ -72,7 +72,7 @@ def test_stages_in_processes_train_as_one_process_does(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("versions", Versions)
-def test_pipedream_in_processes_is_pipedream_in_one(versions: Versions, backend: str, tmp_path: Path) -> None:
+def test_pipedream_in_processes_trains_as_in_one_process(versions: Versions, backend: str, tmp_path: Path) -> None:
     body = partial(train, name=str(versions), stages=4, optimizer="momentum", credits=1)
     results = ranks.run(body, 4, tmp_path, backend=backend)
     schedule, parts = schedule_of(versions, 4, 4), layers()
@@ -84,14 +84,14 @@ def test_pipedream_in_processes_is_pipedream_in_one(versions: Versions, backend:
 
 
 def count_frames(rank: int, size: int) -> list[int]:
-    """What this rank sends in each of several runs, where the numbers of micro-batches take turns."""
+    """Return how many frames this rank sends in each of several runs with 3 and 8 micro-batches in turn."""
     schedules = {count: make("1f1b", size, count) for count in (3, 8)}
     stage = stages_of(layers(), schedules[3])[rank]
     transport = GroupTransport(credits=2)
     workers = {count: Worker({rank: stage}, schedule, transport) for count, schedule in schedules.items()}
-    (data,) = batches(1, 19)  # which neither 3 nor 8 divides
+    (data,) = batches(1, 19)  # neither 3 nor 8 divides 19
     moved = torch.zeros(1)
-    while not moved:  # the frames with which ranks of one host agree on a socket are not the pipeline's
+    while not moved:  # until the ranks use their local socket: the frames for that must not be counted
         moved.fill_(total_traffic().socket_frames > 0)
         dist.all_reduce(moved, dist.ReduceOp.MIN)
     frames = []
@@ -103,10 +103,10 @@ def count_frames(rank: int, size: int) -> list[int]:
     return frames
 
 
-def test_once_the_sizes_are_known_a_message_is_one_frame_and_takes_a_receipt_only_if_its_credit_is_needed(
+def test_with_known_sizes_a_message_is_one_frame_and_has_a_receipt_only_if_its_credit_is_needed(
     tmp_path: Path,
 ) -> None:
-    three, eight = 3 + 1, 8 + 6  # messages, and receipts of those that another one follows after two
+    three, eight = 3 + 1, 8 + 6  # messages, and a receipt for each that another one follows after two
     for frames in ranks.run(count_frames, 2, tmp_path):
         assert frames == [three + 3, eight + 8, three, eight, three]
 
@@ -119,7 +119,7 @@ def _compare(results: list[dict[str, Any]], parts: list[torch.nn.Module], stages
 
 
 def train_until_the_end(rank: int, size: int, *, folder: str, victim: int) -> dict[str, Any]:
-    """Trains until a stage dies, which `victim` does in its 3rd step, between a forward and its backward."""
+    """Train until a stage dies: `victim` kills itself in its third step, between a forward and its backward."""
     schedule = make("1f1b", size, 8)
     transport = GroupTransport()
     seen = 0
@@ -140,23 +140,23 @@ def train_until_the_end(rank: int, size: int, *, folder: str, victim: int) -> di
             worker.run(data[0].chunk(8) if rank == 0 else None, data[1].chunk(8) if rank == size - 1 else None)
 
     error = ranks.error_of(body)
-    Path(folder, f"{rank}.told").write_text(str(time.time()))
+    Path(folder, f"{rank}.noticed").write_text(str(time.time()))
     dist.destroy_process_group()
     return error | {"steps": worker.step}
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_when_a_stage_is_killed_every_other_raises_in_time(victim: int, tmp_path: Path) -> None:
+def test_all_other_stages_raise_in_time_when_one_is_killed(victim: int, tmp_path: Path) -> None:
     with pytest.raises(ranks.RankFailed, match=f"rank {victim} ended with -9"):
         ranks.run(partial(train_until_the_end, folder=str(tmp_path), victim=victim), 3, tmp_path)
     died = float((tmp_path / "died").read_text())
     for rank in {0, 1, 2} - {victim}:
-        assert float((tmp_path / f"{rank}.told").read_text()) - died < NOTICED
+        assert float((tmp_path / f"{rank}.noticed").read_text()) - died < NOTICED_WITHIN
         assert '"kind": "PeerLost"' in (tmp_path / f"{rank}.json").read_text()
 
 
 def fail_in_the_middle(rank: int, size: int) -> dict[str, Any]:
-    """The loss of the last stage raises; the others wait for its gradients."""
+    """Run a step in which the loss of the last stage raises, while the others wait for its gradients."""
     schedule = make("1f1b", size, 4)
     worker = Worker({rank: stages_of(layers(), schedule)[rank]}, schedule, GroupTransport())
     ((inputs, targets),) = batches(1)
@@ -164,7 +164,7 @@ def fail_in_the_middle(rank: int, size: int) -> dict[str, Any]:
     return ranks.error_of(lambda: worker.run(inputs.chunk(4) if rank == 0 else None, wrong if rank == 3 else None))
 
 
-def test_a_stage_that_fails_by_itself_is_heard_of_everywhere(tmp_path: Path) -> None:
+def test_all_other_stages_raise_when_one_fails(tmp_path: Path) -> None:
     errors = ranks.run(fail_in_the_middle, 4, tmp_path)
     assert errors[3]["kind"] == "IndexError"
     assert all("rank 3 has aborted" in error["text"] for error in errors[:3]), errors
