@@ -51,9 +51,9 @@ def test_every_query_parses(path: Path, tmp_path: Path) -> None:
     rules = [{"record": f"throw_away_{number}", "expr": text} for number, text in enumerate(expressions(path))]
     file = tmp_path / "rules.yml"
     file.write_text(json.dumps({"groups": [{"name": "throw_away", "rules": rules}]}))  # JSON is YAML
-    said = promtool("check", "rules", file)
-    assert said.returncode == 0, said.stdout
-    assert f"{len(rules)} rules found" in said.stdout
+    result = promtool("check", "rules", file)
+    assert result.returncode == 0, result.stdout
+    assert f"{len(rules)} rules found" in result.stdout
 
 
 def test_the_check_finds_a_query_that_does_not_parse(tmp_path: Path) -> None:

@@ -39,14 +39,14 @@ def check_names(text: str) -> None:
 
 
 def test_promtool_accepts_the_configuration_and_its_rules() -> None:
-    said = promtool("check", "config", FOLDER / "prometheus.yml")
-    assert said.returncode == 0, said.stdout
-    assert f"{len(RULES)} rule files found" in said.stdout
+    result = promtool("check", "config", FOLDER / "prometheus.yml")
+    assert result.returncode == 0, result.stdout
+    assert f"{len(RULES)} rule files found" in result.stdout
 
 
 def test_the_alerts_fire_when_they_should_and_not_before() -> None:
-    said = promtool("test", "rules", FOLDER / "tests" / "alerts.yml")
-    assert said.returncode == 0, said.stdout
+    result = promtool("test", "rules", FOLDER / "tests" / "alerts.yml")
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize("path", RULES, ids=lambda path: path.stem)

@@ -59,8 +59,8 @@ class PreparedState:
         remembered = safetensors.numpy.load_file(self.blob("optimizer_blob"))["momentum_buffer"]
         velocity = remembered * np.float32(MOMENTUM) - (total / samples).astype(np.float32)
         target = base - np.float32(RATE) * velocity
-        owed = np.frombuffer(self.blob("residual_blob").read_bytes(), "<f4")
-        wanted = target.astype(np.float64) + owed - base
+        residual = np.frombuffer(self.blob("residual_blob").read_bytes(), "<f4")
+        wanted = target.astype(np.float64) + residual - base
         step = decode(encode(wanted.astype(np.float32), Encoding("uniform")), name="uniform", length=SIZE)
         moved: Values = np.add(base, step, dtype=np.float32)
         return moved

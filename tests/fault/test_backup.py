@@ -61,8 +61,8 @@ def test_a_server_on_a_backup_of_a_running_server_goes_on_with_its_round(tmp_pat
         assert [event.kind for event in events][-1] == "job_ended"
         digests.append(control.models(limit=1)[0].digest)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["models"], told["rounds"], told["open_round"]) == (2, 2, 2)
+    printed = json.loads(done.stdout)
+    assert (printed["models"], printed["rounds"], printed["open_round"]) == (2, 2, 2)
     shutil.rmtree(state)
     restore(tmp_path / "copy", state)
     with Fleet(tmp_path / "one") as fleet, Control(fleet.control) as control, WireClient(fleet.listen, "b") as b:

@@ -197,9 +197,9 @@ def test_a_round_ends_without_a_damaged_update(fleet: Fleet, control: Control, s
     with a, b:
         flip(update_file(state, "a"))
         deliver(b)
-        told = [event for event in events if event.kind == "blob_damaged"]
-        assert [event.client_id for event in told] == ["a"]
-        assert "what it had learned is lost" in told[0].text
+        damaged = [event for event in events if event.kind == "blob_damaged"]
+        assert [event.client_id for event in damaged] == ["a"]
+        assert "what it had learned is lost" in damaged[0].text
         assert control.job(job_id).state == "completed"
         assert (list(last_round(control).missing), last_round(control).delivered) == (["a"], 1)
         assert np.array_equal(parameters(b, 2), parameters(b, 1) + ONES)

@@ -232,9 +232,9 @@ def test_flctl_says_what_was_restored(made: Path, state: Path) -> None:
     assert (done.returncode, done.stdout) == (Exit.CONFIG, "")
     assert done.stderr.startswith(f"flctl: there is a state in {state}: with --replace")
     done = forks.run("fedring.ctl.main", *words, "--replace", "--output", "json", timeout=60)
-    told = json.loads(done.stdout)
-    assert (told["models"], told["newest_model"], told["rounds"], told["open_round"]) == (2, 2, 2, 2)
-    assert (Path(told["replaced"]).parent, told["finished"]) == (state, False)
+    printed = json.loads(done.stdout)
+    assert (printed["models"], printed["newest_model"], printed["rounds"], printed["open_round"]) == (2, 2, 2, 2)
+    assert (Path(printed["replaced"]).parent, printed["finished"]) == (state, False)
     done = forks.run("fedring.ctl.main", *words, "--replace", timeout=60)
     assert "state of before" in done.stdout
     assert f"{state}/replaced-" in done.stdout

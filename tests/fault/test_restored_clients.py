@@ -203,26 +203,28 @@ def test_a_spooled_update_of_another_model_is_dropped_though_its_round_has_the_s
         assert fleet.clients[0].log.read_text().count("dropped the spooled update of round 2") == 1
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told of its acceptance", "not told"])
-def test_a_client_whose_state_folder_was_reverted_does_not_send_its_residual_twice(tmp_path: Path, told: bool) -> None:
+@pytest.mark.parametrize("informed", [True, False], ids=["told of its acceptance", "not told"])
+def test_a_client_whose_state_folder_was_reverted_does_not_send_its_residual_twice(
+    tmp_path: Path, informed: bool
+) -> None:
     with ResidualFleet(tmp_path) as fleet:
         job_id, folder, client = start_job(fleet, rounds=6), fleet.folders[0], fleet.clients[0]
         for number in (1, 2):
-            if number == 2 and not told:
+            if number == 2 and not informed:
                 fleet.wait_at_gate()
                 fleet.kill(0)
                 client.env["FL_CRASH_AT"] = "client_accepted"
                 start_client(fleet, 0)
             assert fleet.wait_at_gate_in_round(number).round == number
             fleet.let_through()
-        if told:
+        if informed:
             fleet.wait_at_gate()
             fleet.kill(0)
         else:
             assert wait_for(fleet, "the crash", client.wait) == 137
             del client.env["FL_CRASH_AT"]
         shutil.copytree(folder, tmp_path / "older")
-        assert has_spooled_update(tmp_path / "older") is not told
+        assert has_spooled_update(tmp_path / "older") is not informed
         start_client(fleet, 0)
         for number in (3, 4):
             assert fleet.wait_at_gate_in_round(number).round == number
@@ -272,9 +274,9 @@ def test_after_a_revert_clients_evaluate_the_model_of_the_present_state(tmp_path
         models.append(load_model(3, digits_mlp(), state_dir=lost))
         counts = [evaluate(model, test, loss=cross_entropy, device=torch.device("cpu")) for model in models]
         *found, other = [(each.correct, each.total, each.loss_sum) for each in counts]
-        told = [(each.eval_correct, each.eval_total, each.eval_loss_sum) for each in rounds]
-        assert told == [pytest.approx(each) for each in found]
-        assert told[1] != pytest.approx(other)
+        reported = [(each.eval_correct, each.eval_total, each.eval_loss_sum) for each in rounds]
+        assert reported == [pytest.approx(each) for each in found]
+        assert reported[1] != pytest.approx(other)
 
 
 def test_a_client_keeps_its_residual_when_an_epoch_is_undone_while_its_update_is_spooled(tmp_path: Path) -> None:

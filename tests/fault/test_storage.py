@@ -131,7 +131,7 @@ def test_updates_that_cannot_be_stored_are_refused_until_the_disk_works_again(di
     with Control(fleet.control) as control, WireClient(fleet.listen, "a") as client:
         events = control.events()
         job_id = control.start_job(vector_job(model_args={"size": SIZE}, rounds=2)).job_id
-        told = control.follow_job(job_id, events)
+        job_events = control.follow_job(job_id, events)
         command, payload = client.expect("train"), payload_of(ONES)
         disk.fail(fleet)
         with pytest.raises(Refused) as refused:
@@ -150,7 +150,7 @@ def test_updates_that_cannot_be_stored_are_refused_until_the_disk_works_again(di
         assert not reply.accepted.already
         command = client.expect("train")
         client.push(client.header(command, payload), payload)
-        assert [event.kind for event in told].count("round_published") == 2
+        assert [event.kind for event in job_events].count("round_published") == 2
         assert control.job(job_id).state == "completed"
     health.close()
 
@@ -209,8 +209,8 @@ def test_an_aggregation_waits_for_room_on_the_disk_and_loses_nothing(disk: Disk,
     ):
         job_id, events = start_aggregation_without_room(disk, fleet, a, b, control)
         disk.mend(fleet)
-        told = wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id, events)))
-        assert [event.kind for event in told if event.kind.startswith("round_")] == [
+        job_events = wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id, events)))
+        assert [event.kind for event in job_events if event.kind.startswith("round_")] == [
             "round_published",
             "round_evaluated",
         ]
@@ -227,8 +227,8 @@ def test_an_aggregation_that_waits_for_room_can_be_stopped(disk: Disk, fleet: Fl
         job_id, events = start_aggregation_without_room(disk, fleet, a, b, control)
         assert control.stop_job(job_id).round == 1
         disk.mend(fleet)
-        told = wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id, events)))
-        assert [event.kind for event in told if event.kind.startswith("round_")] == ["round_abandoned"]
+        job_events = wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id, events)))
+        assert [event.kind for event in job_events if event.kind.startswith("round_")] == ["round_abandoned"]
         assert control.job(job_id).state == "stopped"
 
 

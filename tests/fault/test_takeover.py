@@ -95,8 +95,8 @@ def test_a_second_client_with_the_same_id_gives_up_and_the_first_goes_on(tmp_pat
             assert second.log.read_text().count("has another session of 'client-0', trying on for 6 s") == 1
             assert "give each client an id of its own" in second.tail()
         job_id = control.start_job({**JOB, "min_clients": 1, "rounds": 1}).job_id
-        told = [event.kind for event in control.follow_job(job_id, events)]
-        assert [kind for kind in told if kind.startswith("client_")] == ["client_refused"]
+        kinds = [event.kind for event in control.follow_job(job_id, events)]
+        assert [kind for kind in kinds if kind.startswith("client_")] == ["client_refused"]
         assert control.job(job_id).state == "completed"
         assert fleet.clients[0].running
 

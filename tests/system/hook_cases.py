@@ -116,15 +116,15 @@ class Training:
         grads = [parameter.grad for parameter in self.model.parameters()]
         return torch.cat([grad.flatten() for grad in grads if grad is not None])
 
-    def owed(self) -> Tensor:
+    def residual(self) -> Tensor:
         """Return this worker's residual, flat; with EF21, its estimate."""
-        return torch.cat([self._owed(name, parameter) for name, parameter in self.model.named_parameters()])
+        return torch.cat([self._residual_of(name, parameter) for name, parameter in self.model.named_parameters()])
 
     def parameters(self) -> Tensor:
         """Return the model's parameters, flat."""
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
 
-    def _owed(self, name: str, parameter: Tensor) -> Tensor:
+    def _residual_of(self, name: str, parameter: Tensor) -> Tensor:
         state, none = self.state, torch.zeros(parameter.numel())
         if isinstance(state, hooks.PowerSGDState):
             return state.error_dict.get(name, none).clone()
@@ -167,11 +167,11 @@ def _measure(case: Case, bucket_mb: float) -> dict[str, Any]:
     digest, off, lost = hashlib.sha256(), 0.0, 0.0
     estimates = getattr(training.state, "feedback", "") == "ef21"
     for number in range(STEPS):
-        before = torch.zeros_like(training.owed()) if estimates else training.owed()
+        before = torch.zeros_like(training.residual()) if estimates else training.residual()
         training.step(number)
         digest.update(training.result().numpy().tobytes())
         wanted, result = mean(training.asked_to_send() + before), training.result()
-        kept = mean(training.owed())
+        kept = mean(training.residual())
         off = max(off, float((result - wanted).norm() / wanted.norm()))
         gap = result - kept if estimates else result + kept - wanted
         lost = max(lost, float(gap.norm() / wanted.norm()))

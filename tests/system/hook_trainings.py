@@ -80,15 +80,15 @@ def resumed(rank: int, size: int) -> dict[str, dict[str, str]]:
 
 def save_checkpoints(rank: int, size: int, *, folder: str) -> dict[str, Any]:
     """Save a checkpoint for each hook after half a training in many buckets; return this worker's residuals."""
-    owed = {}
+    residuals = {}
     for name in RESUMED:
         training = Training(CASES[name], BUCKETS["many"])
         for number in range(STEPS // 2 + 1):
             training.step(number)
         checkpoint = {"model": training.model.state_dict(), "hook": training.state.state_dict()}
         torch.save(checkpoint, f"{folder}/{name} {rank}")
-        owed[name] = training.owed().tolist()
-    return owed
+        residuals[name] = training.residual().tolist()
+    return residuals
 
 
 def resume_checkpoints(rank: int, size: int, *, folder: str) -> dict[str, Any]:
@@ -99,16 +99,16 @@ def resume_checkpoints(rank: int, size: int, *, folder: str) -> dict[str, Any]:
         checkpoint = torch.load(f"{folder}/{name} {rank}", weights_only=True)
         training.model.load_state_dict(checkpoint["model"])
         training.state.load_state_dict(checkpoint["hook"])
-        before = mean(training.owed())
-        own = training.owed().tolist()
+        before = mean(training.residual())
+        own = training.residual().tolist()
         shared = {key: digest(tensor) for key, tensor in training.state.shared().items()}
         training.step(STEPS)
         estimates = getattr(training.state, "feedback", "") == "ef21"
         wanted = mean(training.asked_to_send()) + (0 if estimates else before)
-        kept = mean(training.owed())
+        kept = mean(training.residual())
         gap = training.result() - kept if estimates else training.result() + kept - wanted
         results[name] = {
-            "owed": own,
+            "residual": own,
             "shared": shared,
             "lost": float(gap.norm() / wanted.norm()),
             "digest": digest(training.parameters()),

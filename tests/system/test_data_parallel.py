@@ -63,11 +63,11 @@ def test_two_workers_compute_what_one_process_would(fleet: Fleet, tmp_path: Path
         assert (round_.phase, round_.selected, round_.delivered, list(round_.missing)) == ("published", 2, 2, [])
         assert round_.eval_total == 360  # each worker evaluates its part of the test samples
         for client in round_.clients:
-            told = dict(client.metrics)
-            assert (told["steps"], told["job_steps"]) == (steps, number * steps)
-            assert told["bytes_sent"] > 4 * 4810 * steps
-            assert told["seconds"] >= told["compute_seconds"] > 0
-            assert told["wait_seconds"] > 0
+            report = dict(client.metrics)
+            assert (report["steps"], report["job_steps"]) == (steps, number * steps)
+            assert report["bytes_sent"] > 4 * 4810 * steps
+            assert report["seconds"] >= report["compute_seconds"] > 0
+            assert report["wait_seconds"] > 0
     assert sum(client.upload_bytes > 0 for client in rounds[0].clients) == 1
 
 
@@ -99,8 +99,8 @@ def test_each_way_to_send_gradients_trains(fleet: Fleet, name: str) -> None:
     )  # four ranks are few for a whole bucket; 0.89 was the least in experiments
     assert last.eval_correct / last.eval_total > least
     for client in last.clients:
-        told = dict(client.metrics)
-        assert told["bytes_sent"] / told["steps"] < most * 4 * (75 * hidden + 10)
+        report = dict(client.metrics)
+        assert report["bytes_sent"] / report["steps"] < most * 4 * (75 * hidden + 10)
 
 
 def test_the_demo_shows_the_workers_profile(tmp_path: Path) -> None:

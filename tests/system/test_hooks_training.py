@@ -42,7 +42,7 @@ def test_resuming_from_a_checkpoint_with_other_buckets_changes_no_bit(backend: s
 def test_a_state_can_be_resumed_with_other_buckets_and_another_number_of_workers(
     before: int, after: int, tmp_path: Path
 ) -> None:
-    owed = ranks.run(partial(save_checkpoints, folder=str(tmp_path)), before, tmp_path / "before")
+    residuals = ranks.run(partial(save_checkpoints, folder=str(tmp_path)), before, tmp_path / "before")
     for name in RESUMED:
         for new_rank in range(before, after):  # starts from the state of rank 0
             shutil.copy(tmp_path / f"{name} 0", tmp_path / f"{name} {new_rank}")
@@ -55,11 +55,11 @@ def test_a_state_can_be_resumed_with_other_buckets_and_another_number_of_workers
         assert all(result[name]["lost"] < law for result in results), (name, first["lost"])
         assert bool(first["shared"]) == ("powersgd" in name or "ef21" in name or name == "dgc"), name
         for rank in range(min(before, after)):
-            wanted = torch.tensor(owed[rank][name]) * (after / before)
-            got = torch.tensor(results[rank][name]["owed"])
+            wanted = torch.tensor(residuals[rank][name]) * (after / before)
+            got = torch.tensor(results[rank][name]["residual"])
             assert torch.allclose(got, wanted, rtol=1e-5) != ("ef21" in name), name  # EF21 starts new estimates
         if "ef21" in name:
-            assert all(result[name]["owed"] == first["owed"] for result in results), name
+            assert all(result[name]["residual"] == first["residual"] for result in results), name
 
 
 def test_a_copied_state_asks_for_parameter_names_and_then_works(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 class TestQueue:
     def test_a_second_job_runs_after_the_first(self, control: Control, clients: Clients) -> None:
         (client,) = clients()
-        first, told = run(control, rounds=2)
-        assert any(event.kind == "job_started" for event in told)
+        first, first_events = run(control, rounds=2)
+        assert any(event.kind == "job_started" for event in first_events)
         second, events = run(control, name="later")
         assert (control.job(second).state, control.status().jobs_queued) == ("queued", 1)
         commands = [deliver(client) for _ in range(3)]
@@ -280,10 +280,10 @@ class TestRounds:
     def test_a_barrier_that_stays_closed_abandons_the_round(self, control: Control, clients: Clients) -> None:
         clients()
         job_id, events = run(control, min_clients=2, barrier_timeout_seconds=0.3, max_abandoned=2, rounds=5)
-        told = [event for event in events if event.kind.startswith("round_")]
+        round_events = [event for event in events if event.kind.startswith("round_")]
         first, second = (round_.round for round_ in reversed(control.rounds(job_id=job_id)))
         readiness = "ready=1/2 (min=2, barrier matched)"
-        assert [event.text for event in told] == [
+        assert [event.text for event in round_events] == [
             f"round {first} waits for clients: {readiness}",
             f"round {first} was abandoned: barrier_timeout: {readiness}",
             f"round {second} waits for clients: {readiness}",

@@ -33,10 +33,10 @@ class QuietClient:
         channel = grpc.insecure_channel(address)
         commands = rpc.TrainCmdServiceStub(channel)
         joined = commands.Join(pb.JoinRequest(client_id=client_id, protocol=PROTOCOL))
-        said: queue.Queue[pb.WatchRequest] = queue.Queue()
-        said.put(pb.WatchRequest(matched=True))
+        requests: queue.Queue[pb.WatchRequest] = queue.Queue()
+        requests.put(pb.WatchRequest(matched=True))
         self._metadata = (("fl-session", joined.session_id),)
-        self.events: Iterator[pb.ServerEvent] = commands.Watch(iter(said.get, None), metadata=self._metadata)
+        self.events: Iterator[pb.ServerEvent] = commands.Watch(iter(requests.get, None), metadata=self._metadata)
         self._models = rpc.ModelBlobServiceStub(channel)
 
     def speak(self) -> None:

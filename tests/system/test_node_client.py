@@ -212,9 +212,9 @@ def test_a_client_killed_before_it_hears_of_its_acceptance_loses_nothing(
         events.cancel()
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told of its acceptance", "not told"])
+@pytest.mark.parametrize("informed", [True, False], ids=["told of its acceptance", "not told"])
 def test_a_client_whose_folder_was_reverted_sends_nothing_twice(
-    place: Path, server: Fleet, tmp_path: Path, told: bool
+    place: Path, server: Fleet, tmp_path: Path, informed: bool
 ) -> None:
     with (
         Control(server.control) as control,
@@ -238,11 +238,11 @@ def test_a_client_whose_folder_was_reverted_sends_nothing_twice(
             until(lambda: node.dumped(round_).name in node.log)
             return node.dumped(round_)
 
-        if not told:
+        if not informed:
             until_watching(control, 1)
             proxy.stall("down", after=5_000)
         first = round_()
-        if told:
+        if informed:
             until_recorded(first)
         kill_client()
         shutil.copytree(node.state, tmp_path / "copy")

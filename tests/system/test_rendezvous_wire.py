@@ -130,9 +130,9 @@ def test_a_lost_worker_ends_the_generation_for_the_others(control: Control, clie
     a.join(generation + 1)
     a.train(generation + 1)
     a.deliver()
-    told = [event for event in events if event.kind in ("group_formed", "group_lost", "round_published")]
-    assert [event.kind for event in told] == ["group_formed", "group_lost", "group_formed", "round_published"]
-    assert "lost b" in told[1].text
+    changes = [event for event in events if event.kind in ("group_formed", "group_lost", "round_published")]
+    assert [event.kind for event in changes] == ["group_formed", "group_lost", "group_formed", "round_published"]
+    assert "lost b" in changes[1].text
 
 
 def test_a_worker_whose_session_ends_is_lost(control: Control, clients: Clients) -> None:

@@ -154,18 +154,20 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "deed", "status", "reason"), CALLS, ids=[f"{who}: {what}" for who, what, *_ in CALLS])
+@pytest.mark.parametrize(
+    ("name", "action", "status", "reason"), CALLS, ids=[f"{who}: {what}" for who, what, *_ in CALLS]
+)
 def test_a_caller_is_refused_what_its_identity_does_not_allow(
-    mutual: Site, name: str, deed: str, status: str, reason: str
+    mutual: Site, name: str, action: str, status: str, reason: str
 ) -> None:
-    ann = session(mutual) if "session" in deed else ""
-    bob = mutual.control.create_token("client", "bob").secret if "token" in deed else ""
+    ann = session(mutual) if "session" in action else ""
+    bob = mutual.control.create_token("client", "bob").secret if "token" in action else ""
     before = mutual.counts()
-    address = mutual.fleet.control if deed in ("status", "stop") else mutual.fleet.listen
+    address = mutual.fleet.control if action in ("status", "stop") else mutual.fleet.listen
     with open_sync_channel(address, mutual.pki.tls(name)) as channel:
         operate = ControlServiceStub(channel)
         fetch = ModelBlobServiceStub(channel).FetchModel
-        deeds: dict[str, Any] = {
+        actions: dict[str, Any] = {
             "join as ann": lambda: join(channel, "ann"),
             "join as bob": lambda: join(channel, "bob"),
             "fetch in ann's session": lambda: list(fetch(FetchModelRequest(), metadata=(("fl-session", ann),))),
@@ -174,7 +176,7 @@ def test_a_caller_is_refused_what_its_identity_does_not_allow(
             "join with bob's token": lambda: join(channel, "ann", bob),
             "call nothing": lambda: call(channel, "/fedring.v1.TrainCmdService/Nothing"),
         }
-        code, found = refusal(deeds[deed])
+        code, found = refusal(actions[action])
     assert (code.name, found) == (status, reason)
     after = mutual.counts()
     # On a busy machine, gRPC may repeat a handshake.
@@ -250,14 +252,14 @@ def test_a_revoked_token_ends_the_session_that_it_opened(bearers: Site) -> None:
     with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
         shown = (("authorization", f"Bearer {made.secret}"),)
         session_id = join(channel, "carol", made.secret).session_id
-        said: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()
-        said.put(WatchRequest(matched=True))
+        requests: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()
+        requests.put(WatchRequest(matched=True))
         metadata = (("fl-session", session_id), *shown)
-        watch = TrainCmdServiceStub(channel).Watch(iter(said.get, None), metadata=metadata)
+        watch = TrainCmdServiceStub(channel).Watch(iter(requests.get, None), metadata=metadata)
         assert next(event.client_id for event in events if event.kind == "client_joined") == "carol"
         bearers.control.revoke_token(made.token.token_id)
         assert refusal(lambda: list(watch)) == (grpc.StatusCode.UNAUTHENTICATED, "revoked_token")
-        said.put(None)
+        requests.put(None)
         # so that no round waits for her
         assert next(event.client_id for event in events if event.kind == "client_lost") == "carol"
     events.cancel()
@@ -267,15 +269,15 @@ def test_a_session_ends_when_its_token_expires(bearers: Site) -> None:
     token = keep_token(bearers.fleet, "client", ends=time.time() + 10.0)
     with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
         metadata = (("fl-session", join(channel, "ann", token).session_id), ("authorization", f"Bearer {token}"))
-        said: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()
-        watch = TrainCmdServiceStub(channel).Watch(iter(said.get, None), metadata=metadata, timeout=SECONDS)
+        requests: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()
+        watch = TrainCmdServiceStub(channel).Watch(iter(requests.get, None), metadata=metadata, timeout=SECONDS)
 
         def talk() -> None:
             for _ in watch:
-                said.put(WatchRequest())
+                requests.put(WatchRequest())
 
         assert refusal(talk) == (grpc.StatusCode.UNAUTHENTICATED, "expired_token")
-        said.put(None)
+        requests.put(None)
 
 
 def test_tls_to_a_plaintext_port_fails(server: Fleet, tmp_path: Path) -> None:
