@@ -129,7 +129,8 @@ class Training:
         if isinstance(state, hooks.PowerSGDState):
             return state.error_dict.get(name, none).clone()
         if isinstance(state, hooks.DGCState):
-            return state._memories[name].residual.clone()
+            residual: Tensor = state.state_dict()["residual"][name]
+            return residual.clone()
         if isinstance(state, HookState) and name in state.kept and state.feedback != "none":  # type: ignore[attr-defined]
             return state.kept[name].own.clone()  # type: ignore[attr-defined,no-any-return]
         return none
