@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.conftest import ROOT, missing
-from tests.deploy.stage import PROGRAMS, SECONDS, Running, Stage, run
+from tests.deploy.on_this_host import PROGRAMS, SECONDS, Running, Translator, run
 
 from fedring.daemon.config import load_config
 from fedring.server.config import ServerConfig
@@ -117,22 +117,22 @@ class Containers:
     """Runs each service's command on this host: volumes are folders, and each container has its own paths."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.stage = folder, Stage()
+        self.folder, self.translator = folder, Translator()
 
     def command(self, name: str, *arguments: str) -> list[str]:
         """Return the command that the container would run."""
         service = SERVICES[name]
         words = [*service.get("entrypoint", []), *(arguments or service["command"])]
-        return [self.stage.translate(word, self.paths(name), name) for word in words]
+        return [self.translator.translate(word, self.paths(name), name) for word in words]
 
     def env(self, name: str) -> dict[str, str]:
         """Return the container's environment."""
         given = SERVICES[name].get("environment", {})
-        return {key: self.stage.translate(value, self.paths(name), name) for key, value in given.items()}
+        return {key: self.translator.translate(value, self.paths(name), name) for key, value in given.items()}
 
     def check(self, name: str) -> list[str]:
         """Return the command of the container's health check."""
-        return [self.stage.translate(word, {}, name) for word in SERVICES[name]["healthcheck"]["test"][1:]]
+        return [self.translator.translate(word, {}, name) for word in SERVICES[name]["healthcheck"]["test"][1:]]
 
     def paths(self, name: str) -> dict[str, Path]:
         """Create the container's files and folders; return their places on this host by the container's paths."""
@@ -149,7 +149,7 @@ class Containers:
         for mount in SERVICES[name]["volumes"]:
             if mount["type"] == "bind":
                 text = (DOCKER / mount["source"]).read_text()
-                translated = text if mount["source"].endswith(".sh") else self.stage.translate(text, paths, name)
+                translated = text if mount["source"].endswith(".sh") else self.translator.translate(text, paths, name)
                 paths[mount["target"]].write_text(translated)
         return paths
 

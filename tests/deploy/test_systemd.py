@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
 from tests.conftest import ROOT, missing
-from tests.deploy.stage import PROGRAMS, SECONDS, Running, Stage, run
+from tests.deploy.on_this_host import PROGRAMS, SECONDS, Running, Translator, run
 from tests.deploy.units import UNITS, Unit
 
 from fedring.ctl.handshake import shown_at
@@ -162,11 +162,11 @@ class Host:
     """A machine with both units installed, with a folder as its root; it starts them as root does."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder, self.stage, self._stack = folder, Stage(), stack
+        self.folder, self.translator, self._stack = folder, Translator(), stack
         for below in ("etc", "logs", "data"):
             (folder / below).mkdir()
         for name in ("server.toml", "client.toml"):
-            text = self.stage.translate((UNITS / name).read_text(), {"/var/lib/fedring": folder}, "host")
+            text = self.translator.translate((UNITS / name).read_text(), {"/var/lib/fedring": folder}, "host")
             (folder / "etc" / name).write_text(text)
         done = run(["flctl", "certs", "init", str(folder / "tls"), "--host", "127.0.0.1"])
         assert done.returncode == 0, done.stderr
@@ -176,7 +176,7 @@ class Host:
         """Return the environment of an operator's flctl."""
         tls = {key: str(self.folder / "tls" / f"operator.{key}") for key in ("crt", "key")}
         return {
-            "FLCTL_SERVER": f"127.0.0.1:{self.stage.port('host:8444')}",
+            "FLCTL_SERVER": f"127.0.0.1:{self.translator.port('host:8444')}",
             "FLCTL_TLS_CA": str(self.folder / "tls" / "ca.crt"),
             "FLCTL_TLS_CERT": tls["crt"],
             "FLCTL_TLS_KEY": tls["key"],

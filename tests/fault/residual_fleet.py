@@ -6,6 +6,7 @@ from typing import Any
 
 from fedring.server.backup import back_up
 from fedring.server.restore import restore
+from fedring.v1 import control_pb2 as pb
 from tests.conftest import path_to
 from tests.damage import ask
 from tests.fault.faulty_fleet import FaultyFleet, wait_for
@@ -19,7 +20,7 @@ from tests.fault.residuals import (
     notes_path,
     read_trainings,
 )
-from tests.fleets import Fleet
+from tests.fleets import Control, Fleet, until_watching
 from tests.system.wire import vector_job
 from tests.waiting import until
 
@@ -53,6 +54,20 @@ class ResidualFleet(FaultyFleet):
         for number, client in enumerate(self.clients):
             client.env |= {"FL_TEST_NOTES": str(notes_path(self.folders[number])), "FL_TEST_CLIENT": str(number)}
         self.close_gate()
+
+    def start_job(self, **keys: object) -> int:
+        """Start a job of all clients once they are connected; return its id."""
+        with Control(self.control) as control:
+            until_watching(control, len(self.clients))
+            return control.start_job(residual_job(min_clients=len(self.clients), **keys)).job_id
+
+    def finish_job(self, job_id: int) -> list[pb.Round]:
+        """Wait until the job has completed; return its rounds, oldest first."""
+        with Control(self.control) as control:
+            wait_for(self, "the end of the job", lambda: list(control.follow_job(job_id)))
+            job = control.job(job_id)
+            assert (job.state, job.reason) == ("completed", "")
+            return control.rounds(job_id=job_id)[::-1]
 
     def wait_at_gate(self) -> Training:
         """Return the training in which the first client waits, once it does."""

@@ -57,12 +57,6 @@ class OneClientFleet(ResidualFleet):
             other.push(header, payload)
         return job_id
 
-    def finish_job(self, job_id: int) -> None:
-        """Return when the job has completed."""
-        with Control(self.control) as control:
-            wait_for(self, "the end of the job", lambda: list(control.follow_job(job_id)))
-            assert control.job(job_id).state == "completed"
-
     def crash(self, place: str) -> int:
         """Restart the client, let it be killed at this crash point of a new round, and return the open job's id."""
         self.clients[0].env["FL_CRASH_AT"] = place

@@ -9,9 +9,9 @@ import pytest
 
 from tests.conftest import REPEATED
 from tests.fault.faulty_fleet import wait_for
-from tests.fault.residual_fleet import WAYS, ResidualFleet, residual_job, revert_state, save_state
+from tests.fault.residual_fleet import WAYS, ResidualFleet, revert_state, save_state
 from tests.fault.residuals import SMALL, check_rounds, notes_path, read_trainings
-from tests.fleets import Control, until_watching
+from tests.fleets import Control
 from tests.waiting import until
 
 SEED = int(os.environ.get("FL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
@@ -28,7 +28,7 @@ def test_models_and_residuals_are_right_whoever_is_killed_and_whatever_is_revert
     fleet.remove_gate()
     disturbances: list[str] = []
     with fleet:
-        job_id = start_job(fleet, rounds=100_000)
+        job_id = fleet.start_job(rounds=100_000)
         copies: list[tuple[str, Path]] = []
         lost: list[Path] = []
         for number in range(times):
@@ -52,9 +52,7 @@ def test_models_and_residuals_are_right_whoever_is_killed_and_whatever_is_revert
             until(lambda: control.status().HasField("job"))  # a server that has just started resumes the job soon
             control.stop_job(job_id)
             wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
-            last = start_job(fleet, rounds=1)  # so that the clients empty their spools
-            wait_for(fleet, "the end of the job", lambda: list(control.follow_job(last)))
-            assert control.job(last).state == "completed"
+        fleet.finish_job(fleet.start_job(rounds=1))  # so that the clients empty their spools
         for index in (0, 1):
             fleet.wait_until_known(index)
         fleet.server.kill()
@@ -64,10 +62,3 @@ def test_models_and_residuals_are_right_whoever_is_killed_and_whatever_is_revert
         logs = "".join(each.log.read_text() for each in (fleet.server, *fleet.clients))
         assert "dropped the residual" not in logs
         assert "Traceback" not in logs
-
-
-def start_job(fleet: ResidualFleet, **keys: object) -> int:
-    """Start a job of both clients once they are connected; return its id."""
-    with Control(fleet.control) as control:
-        until_watching(control, 2)
-        return control.start_job(residual_job(min_clients=2, **keys)).job_id

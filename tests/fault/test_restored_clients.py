@@ -15,7 +15,6 @@ from fedring.train import load_model
 from fedring.train.evaluation import evaluate
 from fedring.train.losses import cross_entropy
 from fedring.train.models import digits_mlp
-from fedring.v1 import control_pb2 as pb
 from tests.damage import ask
 from tests.fault.faulty_fleet import wait_for
 from tests.fault.residual_fleet import WAYS, ResidualFleet, residual_job, revert_state, save_state, start_client
@@ -35,29 +34,13 @@ from tests.system.wire import WireClient, payload_of
 from tests.waiting import until
 
 
-def start_job(fleet: ResidualFleet, **keys: object) -> int:
-    """Start a job of all clients once they are connected; return its id."""
-    with Control(fleet.control) as control:
-        until_watching(control, len(fleet.clients))
-        return control.start_job(residual_job(min_clients=len(fleet.clients), **keys)).job_id
-
-
-def finish_job(fleet: ResidualFleet, job_id: int) -> list[pb.Round]:
-    """Wait until the job has completed; return its rounds, oldest first."""
-    with Control(fleet.control) as control:
-        wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
-        job = control.job(job_id)
-        assert (job.state, job.reason) == ("completed", "")
-        return control.rounds(job_id=job_id)[::-1]
-
-
 @pytest.mark.parametrize("size", [SMALL, pytest.param(LARGE, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("way", WAYS)
 def test_clients_that_keep_running_train_at_once_from_the_model_of_the_reverted_state(
     tmp_path: Path, way: str, size: int
 ) -> None:
     with ResidualFleet(tmp_path, clients=2) as fleet:
-        job_id = start_job(fleet, rounds=6, model_args={"size": size})
+        job_id = fleet.start_job(rounds=6, model_args={"size": size})
         for number in (1, 2):
             assert fleet.wait_at_gate().round == number
             fleet.let_through()
@@ -83,7 +66,7 @@ def test_clients_that_keep_running_train_at_once_from_the_model_of_the_reverted_
             fleet.let_through()
             assert fleet.wait_at_gate().round == number
         fleet.let_through()
-        rounds = finish_job(fleet, job_id)
+        rounds = fleet.finish_job(job_id)
         assert [(each.delivered, list(each.missing)) for each in rounds] == [(2, [])] * 6
         for index in (0, 1):
             fleet.wait_until_known(index)
@@ -127,7 +110,7 @@ def test_a_client_does_not_mistake_its_model_for_another_one_with_the_same_versi
             fleet.let_through()
             last = fleet.wait_at_gate()
             fleet.let_through()
-            rounds = finish_job(fleet, job_id)
+            rounds = fleet.finish_job(job_id)
         digests = [digest for (digest,) in ask(fleet.state, "SELECT digest FROM models ORDER BY version")]
         assert last.round == 3
         assert held.base != begun.base
@@ -142,7 +125,7 @@ def test_a_spooled_update_is_accepted_if_the_open_round_starts_from_its_model(
     tmp_path: Path, way: str, client: str
 ) -> None:
     with ResidualFleet(tmp_path) as fleet:
-        job_id = start_job(fleet, rounds=3)
+        job_id = fleet.start_job(rounds=3)
         fleet.wait_at_gate()
         fleet.let_through()
         second = fleet.wait_at_gate()
@@ -158,7 +141,7 @@ def test_a_spooled_update_is_accepted_if_the_open_round_starts_from_its_model(
         third = fleet.wait_at_gate()
         assert (second.number, second.round, third.number, third.round) == (1, 2, 2, 3)
         fleet.let_through()
-        assert [each.delivered for each in finish_job(fleet, job_id)] == [1, 1, 1]
+        assert [each.delivered for each in fleet.finish_job(job_id)] == [1, 1, 1]
         fleet.wait_until_known()
         assert check_rounds(fleet.state, fleet.folders, SMALL) == 3
 
@@ -191,7 +174,7 @@ def test_a_spooled_update_of_another_model_is_dropped_though_its_round_has_the_s
             fleet.let_through()
             third = fleet.wait_at_gate()
             fleet.let_through()
-            finish_job(fleet, job_id)
+            fleet.finish_job(job_id)
         fleet.wait_until_known()
         done = read_trainings(notes_path(fleet.folders[0]))
         accepted = accepted_digests(fleet.state, lost)
@@ -208,7 +191,7 @@ def test_a_client_whose_state_folder_was_reverted_does_not_send_its_residual_twi
     tmp_path: Path, informed: bool
 ) -> None:
     with ResidualFleet(tmp_path) as fleet:
-        job_id, folder, client = start_job(fleet, rounds=6), fleet.folders[0], fleet.clients[0]
+        job_id, folder, client = fleet.start_job(rounds=6), fleet.folders[0], fleet.clients[0]
         for number in (1, 2):
             if number == 2 and not informed:
                 fleet.wait_at_gate()
@@ -240,7 +223,7 @@ def test_a_client_whose_state_folder_was_reverted_does_not_send_its_residual_twi
         fleet.let_through()
         fleet.wait_at_gate()
         fleet.let_through()
-        finish_job(fleet, job_id)
+        fleet.finish_job(job_id)
         fleet.wait_until_known()
         done = read_trainings(notes_path(folder))
         sent, residual = replay(0, done, accepted_digests(fleet.state), SMALL, lost_before=[fifth.number])
@@ -268,7 +251,7 @@ def test_after_a_revert_clients_evaluate_the_model_of_the_present_state(tmp_path
             fleet.let_through()
             assert fleet.wait_at_gate().round == number
         fleet.let_through()
-        rounds = finish_job(fleet, job_id)
+        rounds = fleet.finish_job(job_id)
         test = digits(None, False).test
         models = [load_model(version, digits_mlp(), state_dir=fleet.state) for version in (2, 3, 4)]
         models.append(load_model(3, digits_mlp(), state_dir=lost))
@@ -282,7 +265,7 @@ def test_after_a_revert_clients_evaluate_the_model_of_the_present_state(tmp_path
 def test_a_client_keeps_its_residual_when_an_epoch_is_undone_while_its_update_is_spooled(tmp_path: Path) -> None:
     """A server is restored, then reverted by a copy: an update of the later epoch is accepted in the earlier one."""
     with ResidualFleet(tmp_path) as fleet:
-        job_id = start_job(fleet, rounds=5)
+        job_id = fleet.start_job(rounds=5)
         fleet.wait_at_gate()
         fleet.let_through()
         fleet.wait_at_gate()
@@ -298,7 +281,7 @@ def test_a_client_keeps_its_residual_when_an_epoch_is_undone_while_its_update_is
         for number in (3, 4, 5):
             assert fleet.wait_at_gate().round == number
             fleet.let_through()
-        finish_job(fleet, job_id)
+        fleet.finish_job(job_id)
         fleet.wait_until_known()
         assert ask(fleet.state, "SELECT DISTINCT epoch FROM updates") == [(0,)]
         assert check_rounds(fleet.state, fleet.folders, SMALL) == 5

@@ -37,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for most tests of this file."""
+    """Start one fl-server for most tests of this file."""
     with Fleet(tmp_path_factory.mktemp("fleet"), TRUSTED, env=HERE) as fleet:
         yield fleet
 

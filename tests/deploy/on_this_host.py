@@ -23,7 +23,7 @@ _WEB_PORT = re.compile(r"\bweb_port = (\d+)")
 _ADDRESS = re.compile(r"\b(?P<host>0\.0\.0\.0|127\.0\.0\.1|[a-z][a-z0-9-]*):(?P<port>\d{4,5})\b")
 
 
-class Stage:
+class Translator:
     """Translates paths and ports of a deployment to this host; each machine or container has its own root folder."""
 
     def __init__(self) -> None:
