@@ -90,7 +90,7 @@ def test_a_unit_sees_its_own_key_and_no_other(path: Path) -> None:
     assert "d /etc/fedring/tls 0750 root fedring" in (UNITS / "fedring.tmpfiles").read_text()
 
 
-def test_make_install_puts_all_files_where_systemd_finds_them(analyze: str, tmp_path: Path) -> None:
+def test_make_install_units_puts_all_files_where_systemd_finds_them(analyze: str, tmp_path: Path) -> None:
     options = [f"DESTDIR={tmp_path}", "PREFIX=/srv/fl", "GPU=1"]
     for _ in range(2):  # the second time over existing files
         done = run(["make", "--directory", str(ROOT), "install-units", *options])
@@ -212,7 +212,7 @@ class Host:
 
 
 def freeze(running: Running) -> None:
-    """Stop all threads of the command."""
+    """Freeze the command; return when all its threads have stopped."""
     running.process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, running.process.pid, os.WSTOPPED)
 
