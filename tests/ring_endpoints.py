@@ -11,16 +11,16 @@ import grpc
 import torch
 from torch import Tensor
 
-from fedring.ring import collectives
-from fedring.ring.address import advertised, dial, open_server
-from fedring.ring.endpoint import Endpoint, handler
-from fedring.ring.frames import write
-from fedring.ring.group import Group, group_id
-from fedring.ring.link import GENERATION_KEY, METHOD, PEER_KEY
-from fedring.ring.operation import Operation
+from fedring.ring.engine import collectives
+from fedring.ring.engine.endpoint import Endpoint, handler
+from fedring.ring.engine.group import Group, group_id
+from fedring.ring.engine.operation import Operation
+from fedring.ring.engine.program import Program
+from fedring.ring.engine.reduction import Reduction
 from fedring.ring.options import RingOptions
-from fedring.ring.program import Program
-from fedring.ring.reduction import Reduction
+from fedring.ring.transport.connections import advertised, dial, open_server
+from fedring.ring.transport.frames import write
+from fedring.ring.transport.stream import GENERATION_KEY, METHOD, PEER_KEY
 from fedring.v1 import peer_pb2 as pb
 
 SECONDS = 60.0  # in which what happens soon has happened also on a machine that stands still for a while

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from fedring.ring import collectives
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine import collectives
+from fedring.ring.engine.endpoint import Endpoint
+from fedring.ring.engine.group import Group
+from fedring.ring.engine.reduction import Reduction
 from fedring.ring.errors import RingError
-from fedring.ring.group import Group
 from fedring.ring.options import RingOptions
-from fedring.ring.reduction import Reduction
 
 TIMEOUT = 120.0
 

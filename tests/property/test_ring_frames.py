@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedring.ring.errors import BadFrame
-from fedring.ring.frames import read, write
+from fedring.ring.transport.frames import read, write
 from fedring.v1 import peer_pb2 as pb
 
 U32 = st.integers(0, 2**32 - 1)

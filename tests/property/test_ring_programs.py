@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedring.ring import collectives
+from fedring.ring.engine import collectives
+from fedring.ring.engine.program import Program, Receive, Send
+from fedring.ring.engine.reduction import Reduction
 from fedring.ring.errors import BadFrame
-from fedring.ring.program import Program, Receive, Send
-from fedring.ring.reduction import Reduction
 
 MAX_PAYLOAD, PART, DIRECT = 64, 48, 60  # small, so that small data take every path
 DTYPES = (

@@ -29,8 +29,8 @@ from fedring.ring import (
     allgather_bytes,
     traffic,
 )
-from fedring.ring.futures import deferred
-from fedring.ring.world import World
+from fedring.ring.torch.futures import deferred
+from fedring.ring.torch.world import World
 
 Make = Callable[..., list[RingProcessGroup]]
 WAIT = timedelta(seconds=60)
@@ -180,14 +180,14 @@ def test_a_callbacks_error_is_logged_if_nobody_can_wait_for_it(make: Make) -> No
     (group,) = make(1)
     records: queue.Queue[logging.LogRecord] = queue.Queue()
     handler = QueueHandler(records)
-    logging.getLogger("fedring.ring.futures").addHandler(handler)
+    logging.getLogger("fedring.ring.torch.futures").addHandler(handler)
 
     def fail(done: Any) -> None:
         raise LookupError("from a callback")
 
     group.allreduce(torch.ones(1)).get_future().add_done_callback(fail)
     assert "from a callback" in records.get(timeout=60).getMessage()
-    logging.getLogger("fedring.ring.futures").removeHandler(handler)
+    logging.getLogger("fedring.ring.torch.futures").removeHandler(handler)
 
 
 def test_messages_of_bytes_arrive_in_rank_order(make: Make) -> None:

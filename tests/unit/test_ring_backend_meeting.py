@@ -8,7 +8,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from fedring.ring import PeerLost, RingOptions
-from fedring.ring.meeting import meet
+from fedring.ring.torch.meeting import meet
 
 SHORT, LONG = timedelta(milliseconds=300), timedelta(seconds=60)
 

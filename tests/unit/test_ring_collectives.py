@@ -14,11 +14,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from tests.ring_endpoints import SECONDS, World, allreduce, close, start, world
 
-from fedring.ring import collectives
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine import collectives
+from fedring.ring.engine.endpoint import Endpoint
+from fedring.ring.engine.reduction import Reduction
 from fedring.ring.errors import NotSupported, PeerLost
 from fedring.ring.options import RingOptions
-from fedring.ring.reduction import Reduction
 
 SIZES = [1, 1000, 700_001]  # directly, and in parts around the ring
 DAY = datetime.timedelta(days=1)
@@ -127,7 +127,7 @@ def test_a_peer_of_another_authority_is_refused_in_time_and_with_the_reason(
     tmp_path: Path, trusting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether or not the intruder trusts us, we do not trust it."""
-    monkeypatch.setattr("fedring.ring.link._PROBE", SECONDS)
+    monkeypatch.setattr("fedring.ring.transport.stream._PROBE", SECONDS)
     ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
     ring = World([Endpoint(ours.options()), Endpoint(theirs.options(ours if trusting else None))])
     with pytest.raises(PeerLost, match=r"(?i)certificate|ssl") as raised:

@@ -14,13 +14,13 @@ import torch
 from tests.ring_endpoints import SECONDS, Impostor, World, allreduce, deserted, memory, start, world
 from tests.waiting import until
 
-from fedring.ring import collectives
-from fedring.ring.endpoint import _LEAVE, Endpoint
+from fedring.ring.engine import collectives
+from fedring.ring.engine.endpoint import _LEAVE, Endpoint
+from fedring.ring.engine.group import group_id
+from fedring.ring.engine.operation import Operation
 from fedring.ring.errors import BadFrame, CollectiveTimeout, Mismatch, Overrun, PeerLost, RingError
-from fedring.ring.frames import MAX_PAYLOAD, read
-from fedring.ring.group import group_id
-from fedring.ring.operation import Operation
 from fedring.ring.options import RingOptions
+from fedring.ring.transport.frames import MAX_PAYLOAD, read
 from fedring.rpc.errors import reason_of
 from fedring.v1 import peer_pb2 as pb
 
@@ -276,7 +276,7 @@ def test_mismatched_operations_raise_on_every_rank() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_in_time_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedring.ring.operation._GRACE", SECONDS)
+    monkeypatch.setattr("fedring.ring.engine.operation._GRACE", SECONDS)
     with world(4) as ring:
         late = [allreduce(group, torch.ones(1_000_000), timeout=5) for group in ring.groups[1:]]
         for operation in late:
@@ -287,7 +287,7 @@ def test_a_rank_that_does_not_come_in_time_is_named_on_every_rank(monkeypatch: p
 
 @pytest.mark.slow
 def test_a_neighbour_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedring.ring.link._PROBE", SECONDS)
+    monkeypatch.setattr("fedring.ring.transport.stream._PROBE", SECONDS)
     with deserted() as address:
         pair_world = World([Endpoint()], [address])
         with pytest.raises(PeerLost, match=r"rank 1 did not come within 0.1 s .*refused") as raised:

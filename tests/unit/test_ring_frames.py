@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from fedring.ring.causal import MAX_KEY, Scope, inside, next_key
+from fedring.ring.engine.causal import MAX_KEY, Scope, inside, next_key
 from fedring.ring.errors import BadFrame
-from fedring.ring.frames import MAX_MESSAGE, MAX_PAYLOAD, read, write
+from fedring.ring.transport.frames import MAX_MESSAGE, MAX_PAYLOAD, read, write
 from fedring.v1 import peer_pb2 as pb
 
 MAX_U32 = 2**32 - 1

@@ -10,12 +10,12 @@ import torch
 from tests.pki import Pki
 from tests.ring_endpoints import SECONDS, World, allreduce, close
 
-from fedring.ring import pulse
-from fedring.ring.address import dial
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine.endpoint import Endpoint
 from fedring.ring.errors import PeerLost, RingError
-from fedring.ring.link import GENERATION_KEY, METHOD, PEER_KEY
 from fedring.ring.options import RingOptions
+from fedring.ring.transport import pulse
+from fedring.ring.transport.connections import dial
+from fedring.ring.transport.stream import GENERATION_KEY, METHOD, PEER_KEY
 from fedring.rpc.errors import reason_of
 from fedring.rpc.identity import peer_name
 
@@ -96,7 +96,7 @@ def test_a_stranger_gets_no_pulse(pki: Pki, endpoints: list[Endpoint]) -> None:
 
 @pytest.mark.slow
 def test_who_listens_in_the_place_of_a_member_hears_nothing(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedring.ring.link._PROBE", SECONDS)
+    monkeypatch.setattr("fedring.ring.transport.stream._PROBE", SECONDS)
     ann, carol = Endpoint(options(pki, "ann")), Endpoint(options(pki, "carol"))
     identities = {ann.address: uri("ann"), carol.address: uri("bob")}
     for endpoint in (ann, carol):

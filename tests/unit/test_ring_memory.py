@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedring.ring.collectives import allreduce
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine.collectives import allreduce
+from fedring.ring.engine.endpoint import Endpoint
+from fedring.ring.engine.reduction import Reduction
 from fedring.ring.errors import BadFrame
-from fedring.ring.frames import MAX_PAYLOAD
-from fedring.ring.memory import Inbox, Outbox
 from fedring.ring.options import RingOptions
-from fedring.ring.reduction import Reduction
+from fedring.ring.transport.frames import MAX_PAYLOAD
+from fedring.ring.transport.memory import Inbox, Outbox
 
 
 def test_what_is_put_is_what_is_got() -> None:

@@ -12,9 +12,9 @@ import pytest
 from tests.conftest import missing
 from tests.ring_endpoints import SECONDS
 
-from fedring.ring import nearby
-from fedring.ring.frames import MAX_PAYLOAD
-from fedring.ring.nearby import Door, Inlet, Outlet, prefixed
+from fedring.ring.transport import local as nearby
+from fedring.ring.transport.frames import MAX_PAYLOAD
+from fedring.ring.transport.local import Door, Inlet, Outlet, prefixed
 
 NOBODY = 65534
 KNOCK = """

@@ -13,13 +13,15 @@ import torch
 from tests.ring_endpoints import SECONDS, Impostor, World, allreduce, memory, start, world
 from tests.waiting import until
 
-from fedring.ring import collectives, incoming, nearby
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine import collectives
+from fedring.ring.engine.endpoint import Endpoint
+from fedring.ring.engine.operation import Operation
 from fedring.ring.errors import BadFrame, PeerLost, RingError
-from fedring.ring.frames import MAX_MESSAGE, Frame, read, write
-from fedring.ring.nearby import Inlet, Offer, Outlet, prefixed
-from fedring.ring.operation import Operation
 from fedring.ring.options import RingOptions
+from fedring.ring.transport import local as nearby
+from fedring.ring.transport import receiver as incoming
+from fedring.ring.transport.frames import MAX_MESSAGE, Frame, read, write
+from fedring.ring.transport.local import Inlet, Offer, Outlet, prefixed
 from fedring.v1 import peer_pb2 as pb
 
 GENERATION = 5
@@ -214,7 +216,7 @@ def test_half_a_frame_of_a_rank_that_is_lost_is_none(pair: Neighbours) -> None:
 
 
 def test_a_rank_that_reads_nothing_makes_nobody_wait(pair: Neighbours, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedring.ring.endpoint._FLUSH", SECONDS)
+    monkeypatch.setattr("fedring.ring.engine.endpoint._FLUSH", SECONDS)
     inlet = Inlet(pair.hello.head.socket)
     pair.say(b"", kind=pb.FRAME_KIND_MAPPED)
     pair.hear(pb.FRAME_KIND_MOVED)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from fedring.ring.engine.operation import Operation
+from fedring.ring.engine.program import Program, Receive, Send
 from fedring.ring.errors import BadFrame, Mismatch, PeerLost, RingError
-from fedring.ring.frames import Frame, read, write
-from fedring.ring.operation import Operation
-from fedring.ring.program import Program, Receive, Send
+from fedring.ring.transport.frames import Frame, read, write
 from fedring.v1 import peer_pb2 as pb
 
 WHAT = "exchange of 3 bytes"

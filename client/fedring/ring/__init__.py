@@ -13,14 +13,14 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: a p
 
 import torch.distributed as dist
 
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine.endpoint import Endpoint
 from fedring.ring.errors import CollectiveTimeout, Mismatch, NotSupported, PeerLost, RingError
-from fedring.ring.gathering import BytesGather
-from fedring.ring.link import Traffic
 from fedring.ring.options import RingOptions
-from fedring.ring.process_group import RingProcessGroup
-from fedring.ring.rendezvous import create, join, leave
-from fedring.ring.world import total_traffic, traffic
+from fedring.ring.torch.gathering import BytesGather
+from fedring.ring.torch.process_group import RingProcessGroup
+from fedring.ring.torch.rendezvous import create, join, leave
+from fedring.ring.torch.world import total_traffic, traffic
+from fedring.ring.transport.stream import Traffic
 
 __all__ = [
     "BytesGather",

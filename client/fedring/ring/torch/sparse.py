@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedring.ring.errors import BadFrame, NotSupported
-from fedring.ring.staging import as_bytes
+from fedring.ring.torch.tensors import as_bytes
 
 _INDEX = 8  # bytes
 

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from fedring.ring import arguments, collectives
-from fedring.ring.gathering import BytesGather, gather_bytes
-from fedring.ring.member import Member, storing
-from fedring.ring.messages import Messages, ReceiveFromAny
-from fedring.ring.monitored import monitored_barrier
-from fedring.ring.program import Program
-from fedring.ring.reduction import Reduction
-from fedring.ring.sparse import SparseSum
-from fedring.ring.staging import Staged, as_bytes, check_size, fill, in_host_memory, plain
-from fedring.ring.work import RingWork, together
-from fedring.ring.world import World
+from fedring.ring.engine import collectives
+from fedring.ring.engine.monitored import monitored_barrier
+from fedring.ring.engine.program import Program
+from fedring.ring.engine.reduction import Reduction
+from fedring.ring.torch import arguments
+from fedring.ring.torch.gathering import BytesGather, gather_bytes
+from fedring.ring.torch.member import Member, storing
+from fedring.ring.torch.messages import Messages, ReceiveFromAny
+from fedring.ring.torch.sparse import SparseSum
+from fedring.ring.torch.tensors import Staged, as_bytes, check_size, fill, in_host_memory, plain
+from fedring.ring.torch.work import RingWork, together
+from fedring.ring.torch.world import World
 
 Limit = timedelta | None
 

@@ -1,9 +1,9 @@
 """A barrier whose rank 0 says who has not come, in the words of torch's monitored_barrier."""
 
-from fedring.ring import collectives
+from fedring.ring.engine import collectives
+from fedring.ring.engine.group import Group
+from fedring.ring.engine.operation import Operation
 from fedring.ring.errors import CollectiveTimeout, RingError
-from fedring.ring.group import Group
-from fedring.ring.operation import Operation
 
 _LATER = 5.0  # seconds after which rank 0 is overdue, if it has not said so itself
 

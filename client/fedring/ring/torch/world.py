@@ -4,10 +4,10 @@ import atexit
 import threading
 from collections.abc import Sequence
 
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine.endpoint import Endpoint
+from fedring.ring.engine.group import Group
 from fedring.ring.errors import RingError
-from fedring.ring.group import Group
-from fedring.ring.link import Traffic
+from fedring.ring.transport.stream import Traffic
 
 
 class World:

@@ -9,7 +9,7 @@ sends a copy of what it may overwrite before the receiver can have answered.
 from collections.abc import Generator
 from typing import NamedTuple
 
-Bytes = bytes | memoryview
+from fedring.ring.transport.frames import Bytes
 
 
 class Send(NamedTuple):

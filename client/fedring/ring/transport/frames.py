@@ -14,6 +14,8 @@ from fedring.ring.errors import BadFrame
 from fedring.rpc.varint import read_varint, varint
 from fedring.v1 import peer_pb2 as pb
 
+Bytes = bytes | memoryview
+
 MAX_PAYLOAD = 4 << 20
 MAX_MESSAGE = 8 << 20
 """The limit of peer streams alone; every other stream keeps gRPC's 4 MiB."""

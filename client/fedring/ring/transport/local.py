@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from fedring.ring.errors import BadFrame
-from fedring.ring.frames import MAX_MESSAGE
-from fedring.ring.memory import Outbox
-from fedring.ring.program import Bytes
+from fedring.ring.transport.frames import MAX_MESSAGE, Bytes
+from fedring.ring.transport.memory import Outbox
 from fedring.v1 import peer_pb2 as pb
 
 _PREFIX = struct.Struct(">BI")

@@ -6,9 +6,9 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from fedring.ring.engine.program import Program, Receive, Send
 from fedring.ring.errors import BadFrame, Mismatch, PeerLost, RingError
-from fedring.ring.frames import Frame
-from fedring.ring.program import Program, Receive, Send
+from fedring.ring.transport.frames import Frame
 
 _GRACE = 1.0  # seconds
 

@@ -8,10 +8,10 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine.endpoint import Endpoint
 from fedring.ring.errors import PeerLost
 from fedring.ring.options import RingOptions
-from fedring.ring.world import World
+from fedring.ring.torch.world import World
 
 _DISCARD = 9  # any port: nothing is sent
 

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from fedring.ring.frames import write
-from fedring.ring.memory import SMALLEST, Outbox
-from fedring.ring.nearby import Offer, Outlet, prefixed
-from fedring.ring.program import Bytes
-from fedring.ring.pulse import Pulse
+from fedring.ring.transport.frames import Bytes, write
+from fedring.ring.transport.local import Offer, Outlet, prefixed
+from fedring.ring.transport.memory import SMALLEST, Outbox
+from fedring.ring.transport.pulse import Pulse
 from fedring.rpc.errors import status_of
 from fedring.v1 import peer_pb2 as pb
 

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from fedring.ring import arguments
+from fedring.ring.engine.program import Program
 from fedring.ring.errors import RingError
 from fedring.ring.options import RingOptions
-from fedring.ring.program import Program
-from fedring.ring.staging import Staged
-from fedring.ring.work import RingWork, together
-from fedring.ring.world import World
+from fedring.ring.torch import arguments
+from fedring.ring.torch.tensors import Staged
+from fedring.ring.torch.work import RingWork, together
+from fedring.ring.torch.world import World
 
 _WIRE = {"same": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ProcessGroup: Any = dist.ProcessGroup  # its stub declares overloads that no method written in Python can match

@@ -5,10 +5,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from fedring.ring.errors import BadFrame
-from fedring.ring.frames import Frame, read
-from fedring.ring.link import PREFIX, Traffic
-from fedring.ring.memory import Inbox
-from fedring.ring.nearby import Inlet
+from fedring.ring.transport.frames import Frame, read
+from fedring.ring.transport.local import Inlet
+from fedring.ring.transport.memory import Inbox
+from fedring.ring.transport.stream import PREFIX, Traffic
 from fedring.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)

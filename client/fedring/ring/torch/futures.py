@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from torch.futures import Future
 
-from fedring.ring.causal import Scope, inside
+from fedring.ring.engine.causal import Scope, inside
 
 log = logging.getLogger(__name__)
 

@@ -2,10 +2,10 @@
 
 from datetime import timedelta
 
-from fedring.ring import collectives
-from fedring.ring.futures import RingFuture
-from fedring.ring.group import Group
-from fedring.ring.work import RingWork
+from fedring.ring.engine import collectives
+from fedring.ring.engine.group import Group
+from fedring.ring.torch.futures import RingFuture
+from fedring.ring.torch.work import RingWork
 
 
 class BytesGather:

@@ -9,17 +9,17 @@ from typing import Any, NoReturn
 
 import grpc
 
-from fedring.ring import pulse
-from fedring.ring.address import advertised, dial, is_here, open_server
+from fedring.ring.engine.group import Group
 from fedring.ring.errors import BY_REASON, BadFrame, CollectiveTimeout, Overrun, PeerLost, RingError
-from fedring.ring.frames import Frame
-from fedring.ring.group import Group
-from fedring.ring.guests import Guests
-from fedring.ring.incoming import Incoming
-from fedring.ring.link import GENERATION_KEY, METHOD, PEER_KEY, Link, Outgoing, Traffic, Wait
-from fedring.ring.nearby import Offer
 from fedring.ring.options import RingOptions
-from fedring.ring.pulse import Pulse
+from fedring.ring.transport import pulse
+from fedring.ring.transport.connections import advertised, dial, is_here, open_server
+from fedring.ring.transport.frames import Frame
+from fedring.ring.transport.guests import Guests
+from fedring.ring.transport.local import Offer
+from fedring.ring.transport.pulse import Pulse
+from fedring.ring.transport.receiver import Incoming
+from fedring.ring.transport.stream import GENERATION_KEY, METHOD, PEER_KEY, Link, Outgoing, Traffic, Wait
 from fedring.rpc.errors import REASON_KEY
 from fedring.v1 import peer_pb2 as pb
 

@@ -7,12 +7,12 @@ import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from fedring.ring.causal import MAX_KEY, next_key
+from fedring.ring.engine.causal import MAX_KEY, next_key
+from fedring.ring.engine.operation import Operation
+from fedring.ring.engine.program import Program, Send
 from fedring.ring.errors import Overrun, RingError
-from fedring.ring.frames import Frame
-from fedring.ring.link import Outgoing
-from fedring.ring.operation import Operation
-from fedring.ring.program import Program, Send
+from fedring.ring.transport.frames import Frame
+from fedring.ring.transport.stream import Outgoing
 from fedring.v1 import peer_pb2 as pb
 
 _GRADIENTS = ("allreduce ", "allgather of at most ")  # what such operations are called

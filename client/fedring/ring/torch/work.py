@@ -7,10 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fedring.ring.engine.group import Group
+from fedring.ring.engine.operation import Operation
 from fedring.ring.errors import CollectiveTimeout, RingError
-from fedring.ring.futures import RingFuture, deferred
-from fedring.ring.group import Group
-from fedring.ring.operation import Operation
+from fedring.ring.torch.futures import RingFuture, deferred
 
 
 class RingWork(dist.Work):

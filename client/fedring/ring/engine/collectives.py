@@ -8,10 +8,10 @@ all, so that all ranks end with the same bits.
 
 from collections.abc import Generator, Iterator, Sequence
 
+from fedring.ring.engine.program import Program, Receive, Send
+from fedring.ring.engine.reduction import Reduction
 from fedring.ring.errors import BadFrame
-from fedring.ring.frames import MAX_PAYLOAD
-from fedring.ring.program import Bytes, Program, Receive, Send
-from fedring.ring.reduction import Reduction
+from fedring.ring.transport.frames import MAX_PAYLOAD, Bytes
 
 DIRECT_BYTES = 256 << 10
 """Data of at most this many bytes in all, at each rank, go directly to every rank."""

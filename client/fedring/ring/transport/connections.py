@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 
 from fedring.ring.errors import RingError
-from fedring.ring.frames import MAX_MESSAGE
 from fedring.ring.options import RingOptions
+from fedring.ring.transport.frames import MAX_MESSAGE
 
 _MAX_STREAMS = 1024
 _FRAMES = [("grpc.http2.ping_timeout_ms", 2**31 - 1)]  # data on a slow line keep pings waiting: the pulse's count

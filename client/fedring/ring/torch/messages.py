@@ -8,15 +8,15 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from fedring.ring import collectives
+from fedring.ring.engine import collectives
+from fedring.ring.engine.group import Group
+from fedring.ring.engine.operation import Operation
+from fedring.ring.engine.program import Program, Receive, Send
 from fedring.ring.errors import CollectiveTimeout
-from fedring.ring.frames import Frame
-from fedring.ring.futures import RingFuture, deferred
-from fedring.ring.group import Group
-from fedring.ring.operation import Operation
-from fedring.ring.program import Program, Receive, Send
-from fedring.ring.staging import Staged
-from fedring.ring.work import RingWork
+from fedring.ring.torch.futures import RingFuture, deferred
+from fedring.ring.torch.tensors import Staged
+from fedring.ring.torch.work import RingWork
+from fedring.ring.transport.frames import Frame
 from fedring.v1 import peer_pb2 as pb
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine.endpoint import Endpoint
 from fedring.ring.errors import RingError
-from fedring.ring.meeting import meet
 from fedring.ring.options import RingOptions
-from fedring.ring.process_group import RingProcessGroup
-from fedring.ring.world import World, current, set_current
+from fedring.ring.torch.meeting import meet
+from fedring.ring.torch.process_group import RingProcessGroup
+from fedring.ring.torch.world import World, current, set_current
 
 _COLLECTIVE = timedelta(minutes=30)  # torch's own default
 

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedring.ring.errors import BadFrame
-from fedring.ring.frames import MAX_PAYLOAD
-from fedring.ring.program import Bytes
+from fedring.ring.transport.frames import MAX_PAYLOAD, Bytes
 
 SMALLEST = 32 << 10
 """Payloads of fewer bytes are sooner there in their frames."""

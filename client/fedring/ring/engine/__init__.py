@@ -1,0 +1,1 @@
+"""The ring's engine."""
