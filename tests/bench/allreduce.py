@@ -36,8 +36,7 @@ def main() -> None:
     parser.add_argument("--sizes", default=_SIZES)
     parser.add_argument("--repeats", type=int, default=200, help="at most this many of a size")
     parser.add_argument("--tls", action="store_true", help="mutual TLS")
-    parser.add_argument("--unix", action="store_true", help="Unix sockets between the ranks")
-    parser.add_argument("--streams-only", action="store_true", help="no shared memory; always so with --rate")
+    parser.add_argument("--streams-only", action="store_true", help="gRPC streams alone; always so with --rate")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--store", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -62,8 +61,7 @@ def main() -> None:
                     **security,
                     "GLOO_SOCKET_IFNAME": host.interface,
                     "FEDRING_RING_LISTEN": f"{host.address}:0",
-                    "FEDRING_RING_UNIX_SOCKETS": str(args.unix).lower(),
-                    "FEDRING_RING_SHARED_MEMORY": str(not (args.streams_only or args.rate)).lower(),
+                    "FEDRING_RING_LOCAL_TRANSPORT": str(not (args.streams_only or args.rate)).lower(),
                 },
             )
             for rank, host in enumerate(hosts)
@@ -89,7 +87,7 @@ def _measure(args: argparse.Namespace) -> None:
         repeats = max(5, min(args.repeats, _TOTAL // size // args.ranks))
         facts = _alternate(ways, torch.empty(size // 4), repeats)
         if args.rank == 0:
-            network_name = args.rate or ("unix sockets" if args.unix else "loopback")
+            network_name = args.rate or "loopback"
             if not args.rate and not args.streams_only:
                 network_name += " and shared memory"
             facts["ratio"] = round(facts["fedring_ms"] / facts["gloo_ms"], 3)

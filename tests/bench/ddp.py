@@ -62,7 +62,7 @@ def main() -> None:
                     **os.environ,
                     "GLOO_SOCKET_IFNAME": host.interface,
                     "FEDRING_RING_LISTEN": f"{host.address}:0",
-                    "FEDRING_RING_SHARED_MEMORY": "false",  # the hosts are to be apart
+                    "FEDRING_RING_LOCAL_TRANSPORT": "false",  # the hosts are to be apart
                 },
             )
             for rank, host in enumerate(hosts)

@@ -46,7 +46,7 @@ def main() -> None:
 def settle(endpoint: Endpoint, group: Group) -> None:
     """All ranks send over their sockets, if they may."""
     while (
-        endpoint.options.shared_memory and allreduce(group, 1, float(endpoint.traffic.socket_frames > 0)) < group.size
+        endpoint.options.local_transport and allreduce(group, 1, float(endpoint.traffic.socket_frames > 0)) < group.size
     ):
         pass
 
