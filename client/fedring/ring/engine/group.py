@@ -130,6 +130,7 @@ class Group:
     def arrived(self, peer: str, frame: Frame) -> None:
         """Give a frame to its operation, or keep it until the operation starts."""
         source, key = self._ranks[peer], frame.head.key
+        fits = True
         with self._lock:
             operation = self._running.get(key)
             if operation is None:
@@ -137,7 +138,7 @@ class Group:
                 self._arrival.notify_all()
         if operation is not None:
             operation.arrived(source, frame)
-        elif not fits:
+        if not fits:
             self._links.fail(
                 Overrun(
                     f"more than max_early_bytes={self._max_early} have come for operations that rank {self.rank} has "
