@@ -1,4 +1,4 @@
-"""The collectives without a network: any order in which sends arrive, and any delay of them, gives the same bits."""
+"""The collectives without a network: they give the same bits in any order and with any delay of what is sent."""
 
 import random
 from collections import deque
@@ -39,7 +39,7 @@ LENGTHS = st.lists(st.integers(0, 20) | st.integers(0, 300), min_size=1, max_siz
 
 @contextmanager
 def small_limits() -> Iterator[None]:
-    """Few bytes are many."""
+    """Lower the limits, so that small data take every path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "MAX_PAYLOAD", MAX_PAYLOAD)
         patch.setattr(collectives, "PART_BYTES", PART)
@@ -49,7 +49,7 @@ def small_limits() -> Iterator[None]:
 
 
 class Simulation:
-    """Runs programs to their ends; a Send is copied when it is delivered, as late as the order of events allows."""
+    """Runs the programs of all ranks. A Send is copied when it is delivered, as late as the order of events allows."""
 
     def __init__(self, programs: Sequence[Program], seed: int) -> None:
         self._programs = programs
@@ -59,16 +59,16 @@ class Simulation:
         self._waiting: list[Receive | None] = [None] * len(programs)
 
     def run(self) -> None:
-        """Every program has ended, and nothing is left over."""
+        """Run every program to its end, and check that nothing is left over."""
         for rank in range(len(self._programs)):
             self._advance(rank, None)
         while senders := [rank for rank, outbox in enumerate(self._outboxes) if outbox]:
             self._deliver(self._random.choice(senders))
-        assert self._waiting == [None] * len(self._programs), "a program waits in vain"
-        assert not any(self._inboxes), "a program was sent what it does not ask for"
+        assert self._waiting == [None] * len(self._programs), "a program waits for what is never sent"
+        assert not any(self._inboxes), "something was sent that no program asks for"
 
     def _deliver(self, rank: int) -> None:
-        """Some frame of a rank arrives; those to one peer stay in order."""
+        """Deliver some frame of a rank. Those to one peer stay in order."""
         targets = sorted({send.to for send in self._outboxes[rank]})
         to = self._random.choice(targets)
         send = next(send for send in self._outboxes[rank] if send.to == to)
@@ -113,7 +113,7 @@ def memory(tensor: Tensor) -> memoryview:
 
 
 def inputs(size: int, count: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """Small whole numbers, so that no order of additions rounds."""
+    """Return tensors of small whole numbers, so that sums are exact in any order."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, 3, (count,), generator=generator).to(dtype) for _ in range(size)]
 
@@ -163,7 +163,7 @@ def test_allreduce_of_numbers_that_round_ends_with_the_same_bits_everywhere(
 
 @pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("count", [5, 500])
-def test_a_half_wire_carries_what_half_precision_holds(wire: torch.dtype, count: int) -> None:
+def test_values_that_half_precision_holds_are_sent_exactly(wire: torch.dtype, count: int) -> None:
     tensors = inputs(3, count, torch.float32, 0)
     wanted = reduced("sum", tensors)
     reduction = Reduction("sum", torch.float32, wire)
@@ -173,7 +173,7 @@ def test_a_half_wire_carries_what_half_precision_holds(wire: torch.dtype, count:
 
 
 @given(LENGTHS, SEEDS)
-def test_reduce_scatter_leaves_each_rank_its_cut(lengths: list[int], seed: int) -> None:
+def test_reduce_scatter_leaves_each_rank_its_part(lengths: list[int], seed: int) -> None:
     size = len(lengths)
     cuts = [sum(lengths[:rank]) for rank in range(size + 1)]
     tensors = inputs(size, cuts[-1], torch.float32, seed)
@@ -281,7 +281,7 @@ def test_nobody_passes_a_barrier_before_all_have_come(size: int, seed: int) -> N
 
 
 @pytest.mark.parametrize("size", [17, 20])
-def test_more_ranks_than_talk_directly_take_the_ring(size: int) -> None:
+def test_groups_of_many_ranks_use_the_ring_for_small_data_too(size: int) -> None:
     tensors = inputs(size, 3, torch.float32, 0)
     wanted = reduced("sum", tensors)
     reduction = Reduction("sum", torch.float32)

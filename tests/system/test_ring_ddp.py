@@ -1,4 +1,4 @@
-"""DistributedDataParallel over the ring: the same replicas on every rank, and the same as on one process."""
+"""DistributedDataParallel over the ring: equal replicas on every rank, and equal to a training on one process."""
 
 from functools import partial
 from pathlib import Path

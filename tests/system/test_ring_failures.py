@@ -1,4 +1,4 @@
-"""Mistakes and failures over the ring: every rank raises, in time, and says who is to blame."""
+"""Mistakes and failures over the ring: every rank raises in time, and its error names the rank at fault."""
 
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.system.ring_scripts import failures, ranks
     ],
     ids=lambda body: body.__name__,
 )
-def test_ranks_that_run_different_collectives_all_hear_of_it(body: ranks.Body, tmp_path: Path) -> None:
+def test_all_ranks_raise_if_they_run_different_collectives(body: ranks.Body, tmp_path: Path) -> None:
     errors = ranks.run(body, 3, tmp_path)
     assert [error["kind"] for error in errors] == ["Mismatch"] * 3, errors
 
@@ -43,7 +43,7 @@ def test_a_timeout_names_the_rank_that_is_late(body: ranks.Body, late: int | Non
 
 
 @pytest.mark.parametrize(("name_all", "names"), [(False, "Rank 1"), (True, "Ranks 1, 3")])
-def test_a_monitored_barrier_says_who_has_not_come(name_all: bool, names: str, tmp_path: Path) -> None:
+def test_a_monitored_barrier_names_the_ranks_that_have_not_come(name_all: bool, names: str, tmp_path: Path) -> None:
     body = partial(failures.a_monitored_barrier_that_some_do_not_reach, name_all=name_all)
     errors = ranks.run(body, 4, tmp_path)
     assert [error["kind"] for error in errors] == ["CollectiveTimeout"] * 4, errors
@@ -53,13 +53,13 @@ def test_a_monitored_barrier_says_who_has_not_come(name_all: bool, names: str, t
     assert names in errors[2]["text"]
 
 
-def test_a_monitored_barrier_says_who_has_left(tmp_path: Path) -> None:
+def test_a_monitored_barrier_names_a_rank_that_has_left(tmp_path: Path) -> None:
     error, _ = ranks.run(failures.a_monitored_barrier_that_a_rank_has_left, 2, tmp_path)
     assert (error["kind"], error["rank"]) == ("PeerLost", 1)
     assert "Rank 1 failed to pass monitoredBarrier: rank 1 has left" in error["text"]
 
 
-def test_an_error_in_a_callback_reaches_whoever_waits(tmp_path: Path) -> None:
+def test_an_error_in_a_callback_reaches_those_who_wait(tmp_path: Path) -> None:
     errors = ranks.run(failures.a_failing_callback, 2, tmp_path)
     assert [error["kind"] for error in errors] == ["IndexError"] * 2, errors
 
@@ -70,7 +70,7 @@ def test_an_error_in_a_hook_reaches_the_training_loop(tmp_path: Path) -> None:
         assert (error["kind"], error["text"]) == ("LookupError", "the hook has failed"), errors
 
 
-@pytest.mark.parametrize("hook", [False, True], ids=["as it is", "with a hook"])
+@pytest.mark.parametrize("hook", [False, True], ids=["without a hook", "with a hook"])
 def test_a_failed_group_ends_ddps_backward(hook: bool, tmp_path: Path) -> None:
     errors = ranks.run(partial(failures.failing_backward, hook=hook), 3, tmp_path)
     for rank in (0, 2):
@@ -78,7 +78,7 @@ def test_a_failed_group_ends_ddps_backward(hook: bool, tmp_path: Path) -> None:
         assert "rank 1 has aborted" in errors[rank]["text"], errors
 
 
-def test_what_is_not_supported_is_said_and_the_group_lives_on(tmp_path: Path) -> None:
+def test_what_is_not_supported_is_an_error_and_the_group_can_still_be_used(tmp_path: Path) -> None:
     for errors in ranks.run(failures.what_is_not_supported, 2, tmp_path):
         *refusals, after = errors
         assert [error["kind"] for error in refusals] == ["NotSupported"] * 5, errors

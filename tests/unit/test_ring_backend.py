@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.waiting import until
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
@@ -188,6 +189,20 @@ def test_a_callbacks_error_is_logged_if_nobody_can_wait_for_it(make: Make) -> No
     group.allreduce(torch.ones(1)).get_future().add_done_callback(fail)
     assert "from a callback" in records.get(timeout=60).getMessage()
     logging.getLogger("fedring.ring.torch.work").removeHandler(handler)
+
+
+def test_exchanges_of_gradients_are_counted_and_other_operations_are_not(make: Make) -> None:
+    groups = make(2)
+    operations: list[Callable[[RingProcessGroup], Any]] = [
+        lambda group: group.allreduce(torch.ones(2)),
+        lambda group: group.broadcast(torch.ones(2), 0),
+        lambda group: group.allgather_bytes(b"gradient"),
+        lambda group: group.barrier(),
+    ]
+    for operation in operations:
+        for work in [operation(group) for group in groups]:
+            work.wait()
+    until(lambda: all(group.world.endpoint.traffic.exchanges == 2 for group in groups))
 
 
 def test_messages_of_bytes_arrive_in_rank_order(make: Make) -> None:

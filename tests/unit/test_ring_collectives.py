@@ -1,6 +1,7 @@
 """Collectives over links of every kind: streams with and without TLS, the local transport, and checksums."""
 
 import datetime
+import gc
 import ipaddress
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from pydantic import ValidationError
 from tests.ring_endpoints import SECONDS, World, allreduce, close, start, world
+from tests.waiting import until
 
 from fedring.ring.engine import collectives
 from fedring.ring.engine.endpoint import Endpoint
@@ -153,3 +155,22 @@ def test_a_port_that_is_taken_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="cannot listen"):
         Endpoint(RingOptions(listen=endpoint.address.partition(";")[0]))
     endpoint.close()
+
+
+def test_generations_leave_neither_threads_nor_files_behind() -> None:
+    def generation(number: int) -> None:
+        with world(3, generation=number) as ring:
+            tensors = [torch.ones(20_000) for _ in range(3)]
+            for operation in [allreduce(group, one) for group, one in zip(ring.groups, tensors, strict=True)]:
+                assert operation.wait(SECONDS)
+
+    def held() -> tuple[int, int]:
+        gc.collect()  # gRPC's objects refer to each other
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+    for number in range(3):
+        generation(number)
+    before = held()
+    for number in range(20):
+        generation(number)
+    until(lambda: held()[0] <= before[0] and held()[1] <= before[1] + 3)

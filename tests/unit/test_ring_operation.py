@@ -1,4 +1,4 @@
-"""An operation ends once, whoever ends it, and its error says why."""
+"""An operation ends once, on whatever thread, and its error says why."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""DistributedDataParallel as it is in torch, over whatever the default group is; and the same on one process."""
+"""Trainings with torch's DistributedDataParallel over the default group, and the same trainings on one process."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ STEPS, BATCH = 6, 4  # per rank
 
 
 class Net(nn.Module):
-    """Two layers and two heads, of which a batch uses one; with `norm`, a BatchNorm between."""
+    """Two layers and two heads, of which a batch uses one; with `norm`, there is a BatchNorm between the layers."""
 
     def __init__(self, *, norm: bool = False, width: int = 16) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 class Plan(NamedTuple):
-    """How to train."""
+    """The settings of a training."""
 
     bucket_mb: float = 25.0
     accumulate: int = 1  # batches per step
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a rank ends with."""
+    """What a training ends with on one rank."""
 
     parameters: list[float]
     digest: str
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Inputs [BATCH, 6] and classes [BATCH]."""
+    """Return inputs [BATCH, 6] and classes [BATCH]."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(BATCH, 6, generator=generator), torch.randint(0, 3, (BATCH,), generator=generator)
 
@@ -83,7 +83,10 @@ def train(rank: int, size: int, *, plan: Plan) -> Outcome:
 
 
 def train_words(rank: int, size: int, *, alone: bool = False) -> list[float]:
-    """The parameters of a model with a sparse gradient, trained by all ranks together, or by each for all."""
+    """Train a model with a sparse gradient, and return its parameters.
+
+    All ranks train it together, or, with `alone`, this process trains on the batches of all.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
     trained = model if alone else DistributedDataParallel(model)
@@ -99,7 +102,7 @@ def train_words(rank: int, size: int, *, alone: bool = False) -> list[float]:
 
 
 def train_alone(ranks: Iterable[int], plan: Plan) -> Outcome:
-    """What the ranks would end with if each of their steps were one batch on one process."""
+    """Train on the batches of all ranks on one process, where each step takes all of them."""
     ranks = list(ranks)
     model = _net(plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -113,7 +116,7 @@ def train_alone(ranks: Iterable[int], plan: Plan) -> Outcome:
 
 
 def train_often(rank: int, size: int, *, plan: Plan, times: int) -> list[str]:
-    """The digests of the parameters after each of several trainings."""
+    """Train several times, and return the digests of the parameters after each training."""
     return [train(rank, size, plan=plan).digest for _ in range(times)]
 
 
@@ -157,7 +160,7 @@ def _register(model: DistributedDataParallel, hook: str) -> None:
 
 
 def _alternate(groups: list[dist.ProcessGroup], bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The buckets take turns on two groups."""
+    """Reduce the buckets on two groups by turns."""
     group = groups[bucket.index() % 2]
     buffer = bucket.buffer().div_(group.size())
     work: Any = dist.all_reduce(buffer, group=group, async_op=True)

@@ -1,4 +1,4 @@
-"""A DistributedDataParallel script as anybody writes it; only the backend's name is ours. Prints one line of JSON."""
+"""A usual DistributedDataParallel script, but for the backend's name. It prints one line of JSON."""
 
 import hashlib
 import json

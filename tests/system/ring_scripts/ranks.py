@@ -1,4 +1,4 @@
-"""Runs a function as the ranks of a group, each in a process of its own."""
+"""Run a function as the ranks of a group, each in a process of its own."""
 
 import faulthandler
 import json
@@ -13,20 +13,28 @@ from typing import Any
 
 from tests import forks
 
-_SECONDS = 220  # for all of a run; then each process says where it hangs
-_PATIENCE = 60.0  # for ranks that a busy machine keeps waiting
+_SECONDS = 220  # for a whole run; after that each process prints where it hangs
+_PATIENCE = 60.0  # seconds, enough for ranks on a busy machine
 
-Body = Callable[[int, int], Any]  # of the rank and the number of ranks; what it returns must be JSON
+Body = Callable[[int, int], Any]  # takes the rank and the number of ranks; returns what JSON can hold
 
 
 class RankFailed(AssertionError):
-    """A rank has raised, hung or died; the text says how each ended."""
+    """A rank has raised, hung or died. The text says how each rank ended."""
 
 
 def run(body: Body, size: int, folder: Path, *, backend: str = "fedring", timeout: float = _PATIENCE) -> list[Any]:
-    """What `body` returned on each rank; RankFailed if one has raised or hung.
+    """Run `body` on each rank, and return what it returned there.
 
-    `body` is a module's function, or a partial of one; it finds the default group ready, unless `backend` is empty.
+    Args:
+        body: A module's function, or a partial of one. It finds the default group ready, unless `backend` is empty.
+        size: The number of ranks.
+        folder: Where the ranks meet, and write results and errors.
+        backend: The backend of the default group; "" = there is no default group.
+        timeout: The default group's timeout, in seconds.
+
+    Raises:
+        RankFailed: A rank has raised, hung or died.
     """
     folder.mkdir(parents=True, exist_ok=True)
     codes = forks.call_all(
@@ -40,10 +48,10 @@ def run(body: Body, size: int, folder: Path, *, backend: str = "fedring", timeou
 
 
 def error_of(body: Callable[[], Any]) -> dict[str, Any]:
-    """The error that `body` raises, as JSON: its kind, its text, and the rank that it names."""
+    """Run `body`, and return the error that it raises as JSON: its kind, its text, and the rank that it names."""
     try:
         body()
-    except Exception as error:  # noqa: BLE001  # whatever it is, the test looks at it
+    except Exception as error:  # noqa: BLE001  # the test checks whatever it is
         return {"kind": type(error).__name__, "text": str(error), "rank": getattr(error, "rank", None)}
     return {"kind": "", "text": "", "rank": None}
 
@@ -56,20 +64,22 @@ def _rank(body: Body, rank: int, size: int, folder: Path, *, backend: str, timeo
     with (folder / f"{rank}.err").open("w") as errors:
         faulthandler.dump_traceback_later(_SECONDS, exit=True, file=errors)
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", ".torch.distributed.* deprecated", FutureWarning)  # torch, of what we test
+        warnings.filterwarnings(
+            "ignore", ".torch.distributed.* deprecated", FutureWarning
+        )  # torch's, of what is tested
         torch.set_num_threads(1)
         try:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("FEDRING_RING_LOST_AFTER_SECONDS", str(_PATIENCE))
             failed = error_of(partial(_enter, backend, rank, size, folder, timeout)) if backend else {"kind": ""}
-            # a rank that is still entering hears of the failure that a quicker one has caused by then
+            # A rank that is still entering notices a failure that a faster one has caused by then.
             result = failed if failed["kind"] else body(rank, size)
-            _come_to_the_end(rank, size, folder)
+            _leave_together(rank, size, folder)
             (folder / f"{rank}.json").write_text(json.dumps(result))
-        except BaseException:  # noqa: BLE001  # the test shows it
+        except BaseException:  # noqa: BLE001  # the test prints it
             traceback.print_exc(file=errors)
             errors.flush()
-            os._exit(1)  # at once: the others hear of it, and nothing waits for them
+            os._exit(1)  # at once: the other ranks notice it, and nothing here waits for them
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -81,20 +91,20 @@ def _enter(backend: str, rank: int, size: int, folder: Path, timeout: float) -> 
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
 
 
-def _come_to_the_end(rank: int, size: int, folder: Path) -> None:
-    """The group is left, by all who are still in it at once: nobody leaves faster than the news of a failure spread."""
+def _leave_together(rank: int, size: int, folder: Path) -> None:
+    """Leave the group when all ranks do, so that no rank leaves before a failure has reached it."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
     ends = FileStore(str(folder / "ends"), size)
-    ends.set(str(rank), "here")
+    ends.set(str(rank), "arrived")
     if dist.is_initialized():
         ends.wait([str(other) for other in range(size)], timedelta(seconds=_PATIENCE))
         dist.destroy_process_group()
 
 
 def sum_of_ones(rank: int, size: int, *, init_method: str) -> float:
-    """How many ranks meet there."""
+    """Add ones over the ranks that meet at `init_method`, and return the sum."""
     import torch
     import torch.distributed as dist
 

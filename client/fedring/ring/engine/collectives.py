@@ -156,14 +156,14 @@ def all_to_all(rank: int, size: int, outputs: Sequence[memoryview], inputs: Sequ
 
 
 def barrier(rank: int, size: int) -> Program:
-    """Wait for all: at the end, every rank has come here."""
+    """Wait for all: at the end, every rank has reached the barrier."""
     if size <= DIRECT_RANKS:
         for to in _others(rank, size):
             yield Send(to, b"")
         for source in _others(rank, size):
             yield Receive(source, 0)
         return
-    for lap in range(2):  # after the first lap all have come, after the second all know it
+    for lap in range(2):  # after the first lap all have arrived, after the second all know it
         if rank == 0:
             yield Send(1, b"", lap)
             yield Receive(size - 1, 0, lap)

@@ -34,8 +34,8 @@ _SWITCH = 0.0005  # seconds
 class Endpoint:
     """A worker's links to its peers, in one generation.
 
-    It listens at once; `address` is what peers dial. The first error ends it, on every rank: `failure`. Whoever makes
-    it closes it.
+    It listens at once; `address` is what peers dial. The first error ends it, on every rank: `failure`. The caller that
+    makes it closes it.
 
     Args:
         options: The worker's options; None = the defaults and the environment.
@@ -150,7 +150,7 @@ class Endpoint:
                 self._lost(peer, "its stream has ended")
 
     def has_left(self, peer: str) -> bool:
-        """Return whether nothing more will come from the peer, which has said so."""
+        """Return whether the peer has left in order, so that nothing more will come from it."""
         return peer in self._left
 
     def waited(self, peer: str, seconds: float) -> None:
@@ -167,7 +167,7 @@ class Endpoint:
             self.traffic.exchange_seconds += seconds
 
     def fail(self, error: RingError) -> None:
-        """End the generation: every operation here raises the error, and every peer is told once."""
+        """End the generation: every operation of this worker raises the error, and every peer gets it once."""
         with self._changed:
             if self.failure or self._closed.is_set():
                 return
@@ -324,7 +324,7 @@ class Endpoint:
             link.cut()
 
     def _blame(self, peer: str, error: BadFrame) -> None:
-        """End the generation with a member's fault. A stranger's fault ends only its stream."""
+        """End the generation with a member's fault. The fault of a peer outside of all groups ends only its stream."""
         if self._is_stranger(peer):
             self.traffic.dropped_frames += 1
             log.warning("the stream of %s, which is in no group here, was cut: %s", peer, error)

@@ -15,14 +15,16 @@ from fedring.ring.transport.frames import Frame
 from fedring.ring.transport.interface import Outgoing
 from fedring.v1 import peer_pb2 as pb
 
-_LATER = 5.0  # seconds after which rank 0 of a monitored barrier is overdue, if it has not said so itself
+_LATER = 5.0  # seconds by which rank 0 of a monitored barrier is overdue later than it waits, as it raises itself
 
 Key = TypeVar("Key")
 Sender = TypeVar("Sender")
 
 
 class EarlyFrames(Generic[Key, Sender]):
-    """Frames for what does not exist here yet, each with its sender, by the key that will ask for them. No locks.
+    """Frames of operations or groups that do not exist yet, each with its sender, by the key that will ask for them.
+
+    It has no lock.
 
     Args:
         limit: The most bytes that they may take together.
@@ -61,7 +63,7 @@ class Links(Protocol):
         """End the generation."""
 
     def has_left(self, peer: str) -> bool:
-        """Return whether nothing more will come from the peer, which has said so."""
+        """Return whether the peer has left in order, so that nothing more will come from it."""
         ...
 
     def waited(self, peer: str, seconds: float) -> None:
@@ -222,7 +224,7 @@ class Group:
         return next((operation for operation in self._operations() if operation.is_overdue(now)), None)
 
     def monitored_barrier(self, seconds: float, *, name_all: bool) -> None:
-        """Wait until all ranks have come here. Errors are in the words of torch's monitored_barrier.
+        """Wait until all ranks have reached the barrier. Errors have the words of torch's monitored_barrier.
 
         Args:
             seconds: How long rank 0 waits for the others.

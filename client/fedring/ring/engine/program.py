@@ -102,7 +102,7 @@ class Stepper:
                 )
             self.waiting = None
         try:
-            step = self._program.send(answer)  # type: ignore[arg-type]  # None, as said above
+            step = self._program.send(answer)  # type: ignore[arg-type]  # None first, see above
         except StopIteration:
             self.ended = True
             return None
@@ -113,5 +113,5 @@ class Stepper:
 
     def without_frames(self, ranks: Iterable[int]) -> list[int]:
         """Return those of `ranks` that have sent nothing that the program has not taken yet."""
-        heard = {source for source, _, _ in self._inbox}
-        return [rank for rank in ranks if rank not in heard]
+        senders = {source for source, _, _ in self._inbox}
+        return [rank for rank in ranks if rank not in senders]

@@ -200,11 +200,11 @@ class RingProcessGroup(Member):
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> RingWork:
-        """Return a work that ends once all ranks have come here."""
+        """Return a work that ends once all ranks have reached the barrier."""
         return self.start("barrier", collectives.barrier(*self.place), results=[], seconds=self.seconds(opts, timeout))
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have come here.
+        """Wait until all ranks have reached the barrier.
 
         Raises:
             CollectiveTimeout: Rank 0's error names the first rank that has not come in time, or all of them.

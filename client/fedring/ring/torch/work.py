@@ -33,7 +33,7 @@ class RingWork(dist.Work):
         group: The group in which they run.
         operations: The operations.
         results: What `result` returns: the tensors that hold what came.
-        finish: Called once when all have ended, by the first who asks: it stores what came in the tensors.
+        finish: Called once after all have ended, by the first caller that asks: it stores what came in the tensors.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class RingFuture(Future[Any]):
         """End the future with what `function` returns or raises."""
         try:
             result = function()
-        except BaseException as error:  # noqa: BLE001  # whoever waits gets it
+        except BaseException as error:  # noqa: BLE001  # raised again for those who wait
             result = Failure(error)
         self.set_result(result)
 

@@ -1,4 +1,4 @@
-"""Addresses of workers, and the gRPC channels that lead there.
+"""Addresses of workers, the gRPC channels that lead there, and the pulse that tells whether a worker still lives.
 
 An address is "host:port", or "host:port;host id;", where workers with the same host id share a kernel and a user: they
 can use the local transport. What follows the second semicolon is not used.

@@ -59,7 +59,8 @@ class Transport(Protocol):
     """
 
     def open(self, hello: pb.Head) -> None:
-        """Send HELLO as the first frame, and begin to connect. Whoever made the link calls this once, before all else.
+        """Send HELLO as the first frame, and begin to connect. The maker of the link calls this once, before all other
+        methods.
 
         The link adds to HELLO what it offers to a peer of the same host.
         """
@@ -100,7 +101,7 @@ class Transport(Protocol):
         ...
 
     def cut(self) -> None:
-        """End the stream at once, whatever is still to be sent. Whoever waits for the peer to read is woken."""
+        """End the stream at once, whatever is still to be sent. Wake the threads that wait for the peer to read."""
 
     def close(self) -> None:
         """Cut the stream, and release its connections, its socket and its memory. Do nothing if called again."""

@@ -184,7 +184,7 @@ class _ThreadPerStream(ThreadPoolExecutor):
         def run() -> None:
             try:
                 future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001  # handed to the caller who waits, as executors do
+            except BaseException as error:  # noqa: BLE001  # handed to the caller that waits, as executors do
                 future.set_exception(error)
 
         threading.Thread(target=run, name="ring-stream", daemon=True).start()
