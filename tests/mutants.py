@@ -136,7 +136,7 @@ MUTANTS = {
         "tests/unit/test_train_group.py",
     ),
     "demo's table": Mutant(
-        "client/fedring/ctl/demo.py",
+        "client/fedring/ctl/bench/demo.py",
         '        "sent/worker>",\n',
         '        "sent>",\n',
         "tests/system/test_data_parallel.py",
@@ -161,8 +161,8 @@ MUTANTS = {
     ),
     "spans": Mutant(
         "common/fedring/daemon/tracing.py",
-        "self._texts.extract({KEY: parent})",
-        "self._texts.extract({})",
+        "_TEXTS.extract({KEY: parent})",
+        "_TEXTS.extract({})",
         "tests/system/test_tracing.py",
     ),
     # Neither, in the other folders.
@@ -273,12 +273,12 @@ MUTANTS = {
     ),
     "epoch of an update": Mutant(
         "server/fedring/server/service/uploads.py",
-        "epoch=self._coordinator.facts.store.epoch,",
-        "epoch=header.epoch,",
+        "Upload(session.client_id, self._facts.store.epoch)",
+        "Upload(session.client_id, 0)",
         "tests/fault/test_error_feedback.py",
     ),
     "expired sessions": Mutant(
-        "server/fedring/server/service/downloads.py",
+        "server/fedring/server/service/commands.py",
         'raise Unauthenticated("the token of this session has expired", reason="expired_token")',
         "pass",
         "tests/system/test_security.py",
@@ -311,14 +311,14 @@ MUTANTS = {
         "tests/fault/test_state.py",
     ),
     "time that is left": Mutant(
-        "server/fedring/server/round/coordinator.py",
-        "        self.handle(rd.Resumed(resumed, RECOVERY_SECONDS, elapsed))\n",
-        "        self.handle(rd.Resumed(resumed, RECOVERY_SECONDS, 0.0))\n",
+        "server/fedring/server/round/runner.py",
+        "        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, elapsed))\n",
+        "        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, 0.0))\n",
         "tests/fault/test_deadlines.py",
     ),
     "time without a disk": Mutant(
         "server/fedring/server/operator/readiness.py",
-        "                _give_time_back(coordinator, storage.since)\n",
+        "                parts.rounds.give_time_back(storage.since)\n",
         "",
         "tests/fault/test_storage.py",
     ),

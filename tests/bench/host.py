@@ -1,7 +1,7 @@
-"""Many clients in one process and thread: python -m tests.bench.host SERVER FOLDER FIRST COUNT SIZE.
+"""Many clients in one process and one thread: python -m tests.bench.host SERVER FOLDER FIRST COUNT SIZE.
 
-They are fl-client's parts, put together for one event loop. As fl-client itself is, with a thread for its user's code,
-fifty in a process spend more of the processor's time on waking each other than on their work.
+They consist of the parts of fl-client, but share one event loop. Fifty real clients in one process, each with a thread
+for its user's code, would spend more processor time on waking each other than on their work.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from fedring.train.state import fill, read_vectors, schema_of
 
 
 class HostedClient:
-    """Returns every model with one value changed: what is the same model again, nobody sends."""
+    """A client that returns every model with one value changed: an unchanged model would not be sent."""
 
     def __init__(self, server: str, folder: Path, name: str, size: int) -> None:
         folder.mkdir(parents=True)
@@ -69,7 +69,7 @@ class HostedClient:
 
 
 async def host(server: str, folder: Path, numbers: range, size: int) -> None:
-    """Be these clients, for ever."""
+    """Run these clients until the process ends."""
     clients = [HostedClient(server, folder / str(number), f"client-{number:03}", size) for number in numbers]
     async with asyncio.TaskGroup() as tasks:
         for client in clients:
@@ -77,7 +77,7 @@ async def host(server: str, folder: Path, numbers: range, size: int) -> None:
 
 
 def main() -> None:
-    """Host the clients; ended by SIGTERM."""
+    """Run the clients that the command line names, until SIGTERM."""
     server, folder, first, count, size = sys.argv[1:]
     torch.set_num_threads(1)
     asyncio.run(host(server, Path(folder), range(int(first), int(first) + int(count)), int(size)))

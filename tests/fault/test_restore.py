@@ -231,7 +231,7 @@ def test_flctl_says_what_was_restored(made: Path, state: Path) -> None:
     assert (told["models"], told["newest_model"], told["rounds"], told["open_round"]) == (2, 2, 2, 2)
     assert (Path(told["replaced"]).parent, told["finished"]) == (state, False)
     done = forks.run("fedring.ctl.main", *words, "--replace", timeout=60)
-    assert "state of before" in done.stdout
+    assert "earlier state" in done.stdout
     assert f"{state}/replaced-" in done.stdout
 
 

@@ -17,8 +17,8 @@ from cryptography import x509
 
 from fedring.ctl.access import Access
 from fedring.ctl.failure import Failure
-from fedring.ctl.health import check_health
 from fedring.ctl.main import main
+from fedring.ctl.operate.port_health import check_health
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.contract import PROTOCOL

@@ -1,4 +1,4 @@
-"""A coordinator with a real store and real blobs, whose threads a test can hold up; and clients that are here."""
+"""The parts of a server with a real store and real blobs, whose threads a test can hold up, and its clients."""
 
 import asyncio
 import time
@@ -19,19 +19,16 @@ from fedring.rpc.identity import IDENTITY, LOCAL
 from fedring.rpc.streams import METER, Meter
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
+from fedring.server.parts import assemble
 from fedring.server.recovery import reload
-from fedring.server.round import machine as rd
-from fedring.server.round.coordinator import Coordinator
-from fedring.server.round.jobs import Jobs
+from fedring.server.round.events import Joined
 from fedring.server.round.sessions import Session, Sessions
 from fedring.server.service import uploads
 from fedring.server.state.blobs import FileBlobs, FilePartial, Partial, StorageError
 from fedring.server.state.facts import Facts
 from fedring.server.state.interfaces import Acceptance
-from fedring.server.state.journal import Journal
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow, lay_out
 from fedring.server.state.store import SqlStore
-from fedring.server.update.acceptance import Acceptor
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
@@ -107,7 +104,7 @@ class Call:
 
 
 class Host:
-    """A coordinator, its jobs, and clients that are here."""
+    """The parts of a server, and clients in session."""
 
     def __init__(self, root: Path) -> None:
         self.gate = Gate()
@@ -117,20 +114,19 @@ class Host:
         self.facts = Facts(self.store, self.blobs, threads=1)
         models = GatedModels(self.blobs, self.facts.pool, self.config, self.store.run_id)
         models.gate = self.gate
-        self.coordinator = Coordinator(self.facts, models, Sessions(10), Journal(), self.config)
-        self.jobs = Jobs(self.coordinator)
-        self.acceptor = Acceptor(self.coordinator)
-        self.uploads = uploads.ClientUpdateService(self.coordinator, self.acceptor, self.config)
+        self.parts = parts = assemble(self.config, self.facts, models, Sessions(10))
+        self.rounds, self.sessions, self.journal, self.jobs = parts.rounds, parts.sessions, parts.journal, parts.jobs
+        self.uploads = uploads.ClientUpdateService(parts, self.config)
         self._names = iter(range(1000))
 
     def join(self, client: str) -> Session:
         IDENTITY.set(LOCAL)
-        older = self.coordinator.sessions.get(client)
+        older = self.sessions.get(client)
         request = pb.JoinRequest(client_id=client, resume_secret=older.secret if older else "")
-        session = self.coordinator.sessions.join(request, "test")
-        self.coordinator.handle(rd.Joined(client))
+        session = self.sessions.join(request, "test")
+        self.rounds.handle(Joined(client))
         session.matched = True
-        self.coordinator.matched(client)
+        self.rounds.matched(client)
         return session
 
     async def command(self, session: Session) -> pb.TrainCmd:
@@ -201,12 +197,12 @@ class Host:
 
     def offer(self, update: tuple[FilePartial, UpdateRow]) -> "asyncio.Task[bool]":
         partial, row = update
-        return asyncio.get_running_loop().create_task(self.acceptor.accept(partial, row))
+        return asyncio.get_running_loop().create_task(self.parts.acceptor.accept(partial, row))
 
     async def ended(self, job_id: int) -> str:
         """The state in which the job ended."""
         async with asyncio.timeout(60):
-            async for event in self.coordinator.journal.follow(1):
+            async for event in self.journal.follow(1):
                 if event.kind == "job_ended" and event.job_id == job_id:
                     break
         row = await self.facts.db(self.store.job, job_id)
@@ -218,9 +214,9 @@ class Host:
 async def running(root: Path) -> AsyncIterator[Host]:
     """A host that does what is due, and whose parts all live to the end."""
     host = Host(root)
-    await reload(host.coordinator, keep_models=10)
+    await reload(host.parts, keep_models=10)
     async with asyncio.TaskGroup() as tasks:
-        parts = (host.coordinator.run(), host.acceptor.run(), host.jobs.run())
+        parts = (host.parts.acceptor.run(), host.jobs.run())
         tasks_of_host = [tasks.create_task(part) for part in parts]
         yield host
         assert not any(task.done() for task in tasks_of_host)

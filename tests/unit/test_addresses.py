@@ -87,4 +87,4 @@ def test_flctl_takes_no_such_address_from_the_environment(
 
 def test_flctl_asks_at_a_unix_socket(flctl: Call) -> None:
     code, _, err = flctl("health", "--at", "unix:/does/not/exist")
-    assert (code, err.count("nobody answers at unix:/does/not/exist")) == (Exit.UNAVAILABLE, 1)
+    assert (code, err.count("no answer from unix:/does/not/exist")) == (Exit.UNAVAILABLE, 1)
