@@ -148,7 +148,7 @@ MUTANTS = {
         "tests/system/test_examples.py",
     ),
     "aborted groups": Mutant(
-        "client/fedring/ring/member.py",
+        "client/fedring/ring/torch/member.py",
         'f"rank {self.ring.rank} has aborted the group"',
         '"a rank has aborted the group"',
         "tests/system/test_ring_failures.py",

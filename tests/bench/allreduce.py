@@ -39,17 +39,13 @@ def main() -> None:
     parser.add_argument("--sizes", default=_SIZES, help="bytes of the tensors, separated by commas")
     parser.add_argument("--repeats", type=int, default=200, help="most operations of one size")
     parser.add_argument("--tls", action="store_true", help="use mutual TLS")
-    parser.add_argument("--unix", action="store_true", help="use Unix sockets between the ranks")
-    parser.add_argument("--streams-only", action="store_true", help="use no shared memory; always so with --rate")
+    parser.add_argument("--streams-only", action="store_true", help="use gRPC streams only; always so with --rate")
     add_rank_options(parser)
     args = parser.parse_args()
     if args.rank >= 0:
         _measure(args)
         return
-    env = {
-        "FEDRING_RING_UNIX_SOCKETS": str(args.unix).lower(),
-        "FEDRING_RING_SHARED_MEMORY": str(not (args.streams_only or args.rate)).lower(),
-    }
+    env = {"FEDRING_RING_LOCAL_TRANSPORT": str(not (args.streams_only or args.rate)).lower()}
     with tempfile.TemporaryDirectory() as folder, network(args.ranks, args.rate) as hosts:
         run_ranks("tests.bench.allreduce", hosts, env | (_write_certificates(Path(folder)) if args.tls else {}))
 
@@ -68,7 +64,7 @@ def _write_certificates(folder: Path) -> dict[str, str]:
 
 def _measure(args: argparse.Namespace) -> None:
     gloo, ring = join_groups(args, args.ranks)
-    network_name = args.rate or ("unix sockets" if args.unix else "loopback")
+    network_name = args.rate or "loopback"
     if not args.rate and not args.streams_only:
         network_name += " and shared memory"
     for size in map(int, args.sizes.split(",")):

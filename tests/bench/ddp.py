@@ -51,7 +51,7 @@ def main() -> None:
         return
     with network(args.workers, args.rate) as hosts:
         # Without shared memory, since the workers stand for processes on different hosts.
-        run_ranks("tests.bench.ddp", hosts, {"FEDRING_RING_SHARED_MEMORY": "false"})
+        run_ranks("tests.bench.ddp", hosts, {"FEDRING_RING_LOCAL_TRANSPORT": "false"})
 
 
 def _work(args: argparse.Namespace) -> None:

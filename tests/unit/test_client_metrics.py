@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from fedring.client.metrics import RESULTS, ClientMetrics
-from fedring.ring.link import Traffic, Wait
+from fedring.ring.transport.interface import Traffic, Wait
 from fedring.workers.usage import Usage
 
 WORKERS = 4

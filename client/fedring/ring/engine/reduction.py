@@ -1,4 +1,4 @@
-"""Reductions of bytes that hold numbers: what `allreduce` does to the parts that arrive."""
+"""Reductions of bytes that hold numbers: what collectives do to the parts that arrive. No I/O."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,11 +42,20 @@ _DTYPES: dict[torch.dtype, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """An operator on values of one dtype."""
+    """An operator on values of one dtype.
 
-    op: str  # a key of _NUMPY
+    Attributes:
+        op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
+        dtype: The values' dtype in memory.
+        wire: A half dtype in which float32 values are sent; they are added as float32. None = as they are.
+
+    Raises:
+        NotSupported: The operator does not exist for the dtype.
+    """
+
+    op: str
     dtype: torch.dtype
-    wire: torch.dtype | None = None  # float32 values travel as this half type, and are added as float32
+    wire: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         floating = self.dtype.is_floating_point
@@ -66,7 +75,7 @@ class Reduction:
         return (self.wire or self.dtype).itemsize
 
     def combine(self, target: memoryview, data: memoryview) -> None:
-        """`target` (bytes of dtype) takes in `data` (bytes of the wire's dtype): target = op(target, data)."""
+        """Reduce `data` (bytes of the wire's dtype) into `target` (bytes of dtype): target = op(target, data)."""
         if self.wire is None and self.dtype not in _HALF:
             kind = _DTYPES[self.dtype]
             values = np.frombuffer(target, kind)
@@ -77,7 +86,7 @@ class Reduction:
         _TORCH[self.op](into, _tensor(data, self.wire or self.dtype).to(self.dtype), out=into)
 
     def finish(self, target: memoryview, size: int) -> None:
-        """A sum of `size` ranks becomes what was asked for, and what the wire's dtype can hold."""
+        """Make `target`, a sum of `size` ranks, the mean if that is wanted, and round it to what the wire can carry."""
         if self.op == "avg":
             _in_place(target, self.dtype).div_(size)
         if self.wire is not None:
@@ -85,13 +94,13 @@ class Reduction:
             values.copy_(values.to(self.wire))
 
     def outgoing(self, source: memoryview) -> bytes | memoryview:
-        """`source` (bytes of dtype) as it travels."""
+        """Return `source` (bytes of dtype) as it is sent."""
         if self.wire is None:
             return source
         return _in_place(source, self.dtype).to(self.wire).view(torch.uint8).numpy().data
 
     def store(self, target: memoryview, data: memoryview) -> None:
-        """`target` (bytes of dtype) holds the values of `data` (bytes of the wire's dtype)."""
+        """Copy the values of `data` (bytes of the wire's dtype) to `target` (bytes of dtype)."""
         if self.wire is None:
             target[:] = data
         else:
@@ -99,10 +108,10 @@ class Reduction:
 
 
 def _in_place(memory: memoryview, dtype: torch.dtype) -> Tensor:
-    """The values in `memory`, of which there may be none (which torch.frombuffer refuses)."""
+    """Return the values in `memory`, which share it. There may be none, which torch.frombuffer refuses."""
     return torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
 
 
 def _tensor(data: memoryview, dtype: torch.dtype) -> Tensor:
-    """The values in read-only `data`, copied: torch has no tensors that must not be written."""
+    """Return a copy of the values in read-only `data`: torch has no read-only tensors."""
     return _in_place(memoryview(bytearray(data)), dtype)

@@ -1,39 +1,43 @@
-"""The collectives, as programs of one rank (see program.py). No I/O.
+"""The collectives, as programs of one rank (see `program`). No I/O.
 
-Ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations") move
-2 (n - 1) / n of the data per rank, in parts: while one is added, the next is on its way. Small data go directly to
-every rank: more bytes, but one step. Either way each value is reduced in one order on one rank, or in rank order on
-all, so that all ranks end with the same bits.
+Ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations") move 2
+(n - 1) / n of the data per rank, in parts: while one is added, the next is on its way. Small data go directly to every
+rank: more bytes, but one step. Either way each value is reduced in one order on one rank, or in rank order on all, so
+that all ranks end with the same bits.
+
+In all programs `rank` is this rank in the group, `size` the number of ranks, and memoryviews are of bytes. Where a
+docstring says what holds "at the end", that is when the program has ended on this rank.
 """
 
 from collections.abc import Generator, Iterator, Sequence
 
+from fedring.ring.engine.program import Program, Receive, Send
+from fedring.ring.engine.reduction import Reduction
 from fedring.ring.errors import BadFrame
-from fedring.ring.frames import MAX_PAYLOAD
-from fedring.ring.program import Bytes, Program, Receive, Send
-from fedring.ring.reduction import Reduction
+from fedring.ring.transport.frames import MAX_PAYLOAD, Bytes
 
 DIRECT_BYTES = 256 << 10
-"""Data of at most this many bytes in all, at each rank, go directly to every rank."""
+"""Data go directly to every rank if each rank sends at most this many bytes in all."""
 DIRECT_BYTES_OF_TWO = 1 << 20
-"""Two ranks do so with more: beyond this it is faster to add one part while the next is on its way."""
+"""Two ranks send more directly: beyond this it is faster to add one part while the next is on its way."""
 DIRECT_RANKS = 16
-"""With more ranks than this nothing goes directly to all: each would need a stream to each."""
+"""With more ranks than this nothing goes directly to all: every rank would need a stream to every other."""
 PART_BYTES = 1 << 20
-"""Smallest part of what is sent in one step: each costs 0.3 ms of work, and what comes last is added after the end."""
+"""Bytes of the smallest part of what is sent in one step. Each part costs 0.3 ms of work, but the last one is added
+when nothing is on its way any more, so that large parts cost time, too."""
 
 _SIZE = 8  # bytes of a length, little endian
 
 
 def is_direct(size: int, total: int) -> bool:
-    """Whether `total` bytes, that a group of `size` exchanges, go directly from each rank to each."""
+    """Return whether `total` bytes, which a group of `size` ranks exchanges, go directly from each rank to each."""
     if size == 2:  # no more bytes than in two steps of half the size
         return total <= DIRECT_BYTES_OF_TWO
     return size <= DIRECT_RANKS and total * (size - 1) <= DIRECT_BYTES
 
 
 def allreduce(rank: int, size: int, data: memoryview, reduction: Reduction) -> Program:
-    """Afterwards `data` holds the reduction over all ranks' `data`."""
+    """Reduce the data: at the end, `data` holds the reduction over all ranks' `data`."""
     if is_direct(size, len(data)):
         yield from _allreduce_direct(rank, size, data, reduction)
     else:
@@ -43,12 +47,15 @@ def allreduce(rank: int, size: int, data: memoryview, reduction: Reduction) -> P
 
 
 def reduce_scatter(rank: int, size: int, data: memoryview, reduction: Reduction, cuts: Sequence[int]) -> Program:
-    """Afterwards the values of `data` in [cuts[rank], cuts[rank + 1]) are reduced over all ranks; the others spoilt."""
+    """Reduce the data in parts: at the end, the values of `data` in [cuts[rank], cuts[rank + 1]) are reduced.
+
+    The other values are overwritten.
+    """
     yield from _reduce_scatter(rank, size, data, reduction, cuts)
 
 
 def reduce(rank: int, size: int, data: memoryview, reduction: Reduction, root: int) -> Program:
-    """Afterwards the root's `data` hold the reduction over all ranks' `data`; the others' are spoilt."""
+    """Reduce the data to the root: at the end, its `data` holds the reduction. Those of other ranks are overwritten."""
     cuts = even_cuts(len(data) // reduction.itemsize, size)
     yield from _reduce_scatter(rank, size, data, reduction, cuts)
     chunks = [_chunk(data, reduction, cuts, index) for index in range(size)]
@@ -63,7 +70,7 @@ def reduce(rank: int, size: int, data: memoryview, reduction: Reduction, root: i
 
 
 def allgather(rank: int, size: int, outputs: Sequence[memoryview]) -> Program:
-    """Afterwards `outputs[r]`, which rank r has filled, is equal on all ranks; their lengths are known to all."""
+    """Gather on all ranks: at the end, `outputs[r]` is what rank r had in it. All ranks know all lengths."""
     if is_direct(size, sum(map(len, outputs))):
         for to in _others(rank, size):
             yield Send(to, outputs[rank])
@@ -81,9 +88,9 @@ def allgather(rank: int, size: int, outputs: Sequence[memoryview]) -> Program:
 
 
 def allgather_bytes(rank: int, size: int, outputs: list[memoryview], limit: int) -> Program:
-    """Afterwards `outputs[r]` is the message of rank r, each of another length, at most `limit` bytes.
+    """Gather messages on all ranks: at the end, `outputs[r]` is the message of rank r, of at most `limit` bytes.
 
-    Only the own one is there before. No rank knows the others' lengths: the first part of a message says it.
+    At first only `outputs[rank]` is there. No rank knows the others' lengths: the first part of a message tells it.
     """
     if is_direct(size, limit):
         for to in _others(rank, size):
@@ -99,7 +106,7 @@ def allgather_bytes(rank: int, size: int, outputs: list[memoryview], limit: int)
 
 
 def broadcast(rank: int, size: int, data: memoryview, root: int) -> Program:
-    """Afterwards `data` is the root's on every rank."""
+    """Copy the root's data: at the end, `data` is the root's on every rank."""
     if is_direct(size, len(data)):
         if rank != root:
             data[:] = yield Receive(root, len(data))
@@ -116,7 +123,7 @@ def broadcast(rank: int, size: int, data: memoryview, root: int) -> Program:
 
 
 def gather(rank: int, outputs: Sequence[memoryview], mine: memoryview, root: int) -> Program:
-    """Afterwards the root's `outputs[r]` is rank r's `mine`; the other ranks have no outputs."""
+    """Gather on the root: at the end, its `outputs[r]` is rank r's `mine`. Other ranks have no outputs."""
     if rank != root:
         yield from _send(root, mine, tag=0)
         return
@@ -128,7 +135,7 @@ def gather(rank: int, outputs: Sequence[memoryview], mine: memoryview, root: int
 
 
 def scatter(rank: int, inputs: Sequence[memoryview], mine: memoryview, root: int) -> Program:
-    """Afterwards `mine` is the root's `inputs[rank]`; the other ranks have no inputs."""
+    """Scatter from the root: at the end, `mine` is its `inputs[rank]`. Other ranks have no inputs."""
     if rank != root:
         yield from _receive(root, mine, tag=0)
         return
@@ -140,7 +147,7 @@ def scatter(rank: int, inputs: Sequence[memoryview], mine: memoryview, root: int
 
 
 def all_to_all(rank: int, size: int, outputs: Sequence[memoryview], inputs: Sequence[memoryview]) -> Program:
-    """Afterwards `outputs[r]` is what rank r had as `inputs[rank]`."""
+    """Exchange parts: at the end, `outputs[r]` is what rank r had as `inputs[rank]`."""
     for to in _others(rank, size):
         yield from _send(to, inputs[to], tag=0)
     outputs[rank][:] = inputs[rank]
@@ -149,14 +156,14 @@ def all_to_all(rank: int, size: int, outputs: Sequence[memoryview], inputs: Sequ
 
 
 def barrier(rank: int, size: int) -> Program:
-    """Afterwards every rank has come here."""
+    """Wait for all: at the end, every rank has reached the barrier."""
     if size <= DIRECT_RANKS:
         for to in _others(rank, size):
             yield Send(to, b"")
         for source in _others(rank, size):
             yield Receive(source, 0)
         return
-    for lap in range(2):  # once round: all have come; twice: all know it
+    for lap in range(2):  # after the first lap all have arrived, after the second all know it
         if rank == 0:
             yield Send(1, b"", lap)
             yield Receive(size - 1, 0, lap)
@@ -166,7 +173,7 @@ def barrier(rank: int, size: int) -> Program:
 
 
 def monitored_barrier(rank: int, size: int) -> Program:
-    """Afterwards every rank has come here; rank 0 hears from all others, in their order, before it lets them go."""
+    """Wait for all: rank 0 waits for the other ranks, in their order, before it lets them go."""
     if rank:
         yield Send(0, b"")
         yield Receive(0, 0, tag=1)
@@ -178,31 +185,33 @@ def monitored_barrier(rank: int, size: int) -> Program:
 
 
 def send(to: int, data: memoryview) -> Program:
-    """Afterwards `data` is on its way to a rank."""
+    """Send `data` to a rank."""
     yield from _send(to, data, tag=0)
 
 
 def receive(source: int, data: memoryview) -> Program:
-    """Afterwards `data` is what the rank sent."""
+    """Receive `data` from a rank."""
     yield from _receive(source, data, tag=0)
 
 
 def even_cuts(count: int, size: int) -> list[int]:
-    """Where `count` values are cut for `size` ranks: size + 1 places."""
+    """Return where `count` values are cut for `size` ranks: size + 1 places."""
     return [index * count // size for index in range(size + 1)]
 
 
 def parts(count: int, width: int) -> Iterator[tuple[int, int, int]]:
-    """`count` values of `width` bytes on the wire, cut: each part's number, its first value, and its end."""
+    """Cut `count` values of `width` bytes on the wire. Return each part's number, its first value, and its end."""
     total = count * width
     most = min(max(PART_BYTES, total // 6), MAX_PAYLOAD)
     number = -(-total // (most - most % width))
-    step = max(1, -(-count // max(1, number)))  # so that no small part is left, which costs as much work as others
+    step = max(
+        1, -(-count // max(1, number))
+    )  # so that no small part is left, which would cost as much work as the others
     return ((part, begin, min(begin + step, count)) for part, begin in enumerate(range(0, count, step)))
 
 
 def _allreduce_direct(rank: int, size: int, data: memoryview, reduction: Reduction) -> Program:
-    mine = bytes(reduction.outgoing(data))  # a copy: `data` may change before it has left
+    mine = bytes(reduction.outgoing(data))  # a copy: `data` may change before it is sent
     for to in _others(rank, size):
         yield Send(to, mine)
     came: dict[int, Bytes] = {rank: mine}
@@ -217,11 +226,12 @@ def _allreduce_direct(rank: int, size: int, data: memoryview, reduction: Reducti
 def _reduce_scatter(
     rank: int, size: int, data: memoryview, reduction: Reduction, cuts: Sequence[int], *, spread: bool = False
 ) -> Program:
-    """Afterwards rank r's chunk r of `data` is reduced over all ranks, and finished.
+    """Reduce the data in parts: at the end, this rank's chunk of `data` is reduced and finished.
 
-    To be spread, each part goes on at once, so that no line is idle between this and the allgather.
+    With `spread`, each part is sent on as soon as it is reduced, so that no line is idle between this and the
+    allgather.
     """
-    if size == 1:  # there is nobody to send to
+    if size == 1:  # there is no other rank
         reduction.finish(data, size)
         return
     first = _chunk(data, reduction, cuts, (rank - 1) % size)
@@ -242,7 +252,7 @@ def _reduce_scatter(
 
 
 def _allgather_reduced(rank: int, size: int, data: memoryview, reduction: Reduction, cuts: Sequence[int]) -> Program:
-    """Afterwards every chunk of `data` is that of the rank which reduced it, and has sent it already."""
+    """Gather the chunks, each from the rank that has reduced it and has sent it already."""
     width = reduction.itemsize
     for step in range(size - 1):
         chunk = _chunk(data, reduction, cuts, (rank - step - 1) % size)
@@ -258,7 +268,7 @@ def _chunk(data: memoryview, reduction: Reduction, cuts: Sequence[int], index: i
 
 
 def _others(rank: int, size: int) -> list[int]:
-    """All ranks but this one, the next one first, so that not all send to one rank at once."""
+    """Return all other ranks, the next one first, so that not all send to one rank at once."""
     return [(rank + distance) % size for distance in range(1, size)]
 
 
@@ -289,7 +299,7 @@ def _send_message(to: int, message: memoryview, *, tag: int) -> Program:
 def _receive_message(
     source: int, limit: int, *, tag: int, forward_to: int | None = None
 ) -> Generator[Send | Receive, memoryview, memoryview]:
-    """What `_send_message` sent, passed on as it comes."""
+    """Receive and return what `_send_message` sends. Send it on to a rank as it comes, if one is given."""
     came = yield Receive(source, -1, tag, 0)
     total = int.from_bytes(came[:_SIZE], "little")
     if len(came) < _SIZE or total > limit or len(came) != _SIZE + min(total, MAX_PAYLOAD - _SIZE):

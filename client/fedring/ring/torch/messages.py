@@ -1,4 +1,4 @@
-"""Messages from rank to rank: the n-th with a tag from one rank to another is the n-th that is received."""
+"""Messages of tensors from rank to rank, and of bytes from every rank to every rank."""
 
 import itertools
 import threading
@@ -8,20 +8,22 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from fedring.ring import collectives
+from fedring.ring.engine import collectives
+from fedring.ring.engine.group import Group
+from fedring.ring.engine.operation import Kind, Operation
+from fedring.ring.engine.program import Program, Receive, Send
 from fedring.ring.errors import CollectiveTimeout
-from fedring.ring.frames import Frame
-from fedring.ring.futures import RingFuture, deferred
-from fedring.ring.group import Group
-from fedring.ring.operation import Operation
-from fedring.ring.program import Program, Receive, Send
-from fedring.ring.staging import Staged
-from fedring.ring.work import RingWork
+from fedring.ring.torch.tensors import Staged
+from fedring.ring.torch.work import RingFuture, RingWork, deferred
+from fedring.ring.transport.frames import Frame
 from fedring.v1 import peer_pb2 as pb
 
 
 class Messages:
-    """A rank's messages; they have keys of their own, since not all ranks take part."""
+    """A rank's messages: the n-th that one rank sends to another with a tag is the n-th that the other receives.
+
+    They have keys of their own, since not all ranks take part in them.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -30,26 +32,36 @@ class Messages:
         self._lock = threading.Lock()
 
     def send(self, staged: Staged, to: int, tag: int, *, timeout: float) -> Operation:
-        """The values are on their way."""
+        """Start to send values to a rank."""
         with self._lock:
             key = _key(self.group.rank, to, tag, self._sent[to, tag])
             self._sent[to, tag] += 1
         data = staged.data
-        program = collectives.send(to, data) if len(data) else _signal(to)
+        program = collectives.send(to, data) if len(data) else _send_nothing(to)
         if to == self.group.rank:
-            self._loop_back(_what(staged), program, key)
-            key, program = f"{key}!", _nothing()
+            self._deliver_here(_what(staged), program, key)
+            key, program = f"{key}!", _no_program()
         return self.group.start(_what(staged), program, timeout=timeout, key=key)
 
     def receive(self, staged: Staged, source: int, tag: int, *, timeout: float) -> Operation:
-        """The next message with the tag from a rank is what `staged` will hold."""
+        """Start to receive the next message with the tag from a rank, into `staged`."""
         with self._lock:
             key = _key(source, self.group.rank, tag, self._received[source, tag])
             self._received[source, tag] += 1
         return self._receive(staged, source, key, timeout=timeout)
 
     def receive_any(self, staged: Staged, tag: int, *, patience: float, timeout: float) -> tuple[int, Operation] | None:
-        """The rank whose message with the tag comes first, and its receipt; None if none comes within `patience`."""
+        """Start to receive the message with the tag that comes first from any other rank.
+
+        Args:
+            staged: What the message is received into.
+            tag: The tag.
+            patience: Seconds to wait until a message begins to come.
+            timeout: Seconds that the operation may take after that.
+
+        Returns:
+            The rank that sends it and the operation that receives it, or None if no message has begun to come.
+        """
         me = self.group.rank
         others = [rank for rank in range(self.group.size) if rank != me]
         while True:
@@ -67,11 +79,11 @@ class Messages:
 
     def _receive(self, staged: Staged, source: int, key: str, *, timeout: float) -> Operation:
         data = staged.data
-        program = collectives.receive(source, data) if len(data) else _signalled(source)
+        program = collectives.receive(source, data) if len(data) else _receive_nothing(source)
         return self.group.start(_what(staged), program, timeout=timeout, key=key)
 
-    def _loop_back(self, what: str, program: Program, key: str) -> None:
-        """What the program sends to its own rank has come there."""
+    def _deliver_here(self, what: str, program: Program, key: str) -> None:
+        """Give this rank the frames that a program sends to it."""
         me = self.group.rank
         for step in program:
             if isinstance(step, Send):
@@ -80,7 +92,7 @@ class Messages:
 
 
 class ReceiveFromAny(RingWork):
-    """The receipt of a message from whichever rank; which one is decided when somebody waits for it."""
+    """The receipt of a message from whichever rank. Which one is decided when somebody waits for it."""
 
     _numbers = itertools.count()
 
@@ -92,24 +104,29 @@ class ReceiveFromAny(RingWork):
         self._source = -1
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """True once a message has come; raises the RingError that the group ended with."""
+        """Wait until a message has come; 0 = as long as the group's timeout says. Return True.
+
+        Raises:
+            CollectiveTimeout: No rank has sent one in time. That ends the generation.
+            RingError: What the generation ended with.
+        """
         seconds = timeout.total_seconds() or self._timeout
         if not self._matched(seconds):
             raise self.failed(CollectiveTimeout(f"no rank has sent a message with tag {self._tag} in {seconds:g} s"))
         return super().wait(timeout)
 
     def is_completed(self) -> bool:
-        """Whether a message has come, or none will."""
+        """Return whether a message has come, or none will."""
         return self._matched(0) and super().is_completed()
 
     def source_rank(self) -> int:
-        """The rank whose message it was, in the group."""
+        """Return the rank in the group whose message came."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> RingFuture:
-        """A future of the tensors."""
+        """Return a future of the tensors."""
         with self._lock:
             if self._future is None:
                 self._future, complete = deferred(f"any{next(self._numbers)}", self._value)
@@ -126,6 +143,58 @@ class ReceiveFromAny(RingWork):
             return bool(self.operations)
 
 
+class BytesGather:
+    """Every rank's message on its way to every rank, while the caller does something else.
+
+    `wait` and `collect` are separate, so that waiting can be measured alone.
+    """
+
+    def __init__(self, work: RingWork, messages: list[memoryview]) -> None:
+        self._work = work
+        self._messages = messages
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait until all messages have come; None = as long as the group's timeout says.
+
+        Raises:
+            RingError: What kept them from coming.
+        """
+        self._work.wait(timedelta(seconds=timeout_seconds or 0))
+
+    def collect(self) -> list[memoryview]:
+        """Return the messages in the order of ranks, once all have come."""
+        self.wait()
+        return self._messages
+
+    @property
+    def future(self) -> RingFuture:
+        """A future of the messages in the order of ranks."""
+        return self._work.get_future()
+
+
+def gather_bytes(group: Group, payload: bytes | memoryview, *, limit: int, timeout: float) -> BytesGather:
+    """Start to send a message to every rank, and to receive every other rank's.
+
+    Args:
+        group: The group.
+        payload: This rank's message.
+        limit: The most bytes of a message, equal on all ranks.
+        timeout: Seconds that it may take.
+
+    Raises:
+        ValueError: The message is larger than the limit.
+    """
+    mine = memoryview(payload).cast("B")
+    if len(mine) > limit:
+        raise ValueError(f"a message of {len(mine)} bytes is larger than the limit of {limit}")
+    messages = [memoryview(b"")] * group.size
+    messages[group.rank] = mine
+    program = collectives.allgather_bytes(group.rank, group.size, messages, limit)
+    what = f"allgather of at most {limit} bytes"
+    operation = group.start(what, program, kind=Kind.GRADIENTS, timeout=timeout)
+    return BytesGather(RingWork(group, [operation], messages), messages)
+
+
 def _what(staged: Staged) -> str:
     return f"message {staged.dtype} [{staged.flat.numel()}]"
 
@@ -134,13 +203,13 @@ def _key(source: int, to: int, tag: int, number: int) -> str:
     return f"{source}>{to}#{tag}.{number}"
 
 
-def _nothing() -> Program:
+def _no_program() -> Program:
     yield from ()
 
 
-def _signal(to: int) -> Program:
+def _send_nothing(to: int) -> Program:
     yield Send(to, b"")
 
 
-def _signalled(source: int) -> Program:
+def _receive_nothing(source: int) -> Program:
     yield Receive(source, 0)

@@ -9,20 +9,33 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from fedring.ring import arguments
+from fedring.ring.engine.operation import Kind
+from fedring.ring.engine.program import Program
 from fedring.ring.errors import RingError
 from fedring.ring.options import RingOptions
-from fedring.ring.program import Program
-from fedring.ring.staging import Staged
-from fedring.ring.work import RingWork, together
-from fedring.ring.world import World
+from fedring.ring.torch.tensors import seconds_of
+from fedring.ring.torch.work import RingWork, together
+from fedring.ring.torch.world import World
 
 _WIRE = {"same": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ProcessGroup: Any = dist.ProcessGroup  # its stub declares overloads that no method written in Python can match
 
 
 class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
-    """A rank of a group of a world; `ring` is the side of it that torch knows nothing of."""
+    """A rank of a group.
+
+    Args:
+        world: The world whose ranks form the group.
+        store: The store that torch made the group with.
+        ranks: The group's ranks in the world; their places in it are their ranks in the group.
+        name: The group's name, equal on all ranks.
+        timeout: How long a collective may take, by default.
+
+    Attributes:
+        ring: This rank's side of the group, of which torch knows nothing.
+        place: This rank in the group, and the number of ranks.
+        wire: The dtype in which allreduces send float32 values; None = as they are.
+    """
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
@@ -37,19 +50,19 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         self._timeout = timeout
         self._coalesced: list[RingWork] | None = None
 
-    def use(self, options: RingOptions) -> None:
-        """The group follows the options that each group may have for itself."""
+    def use_options(self, options: RingOptions) -> None:
+        """Follow those of the options that each group may have for itself."""
         self.wire = _WIRE[options.wire_dtype]
 
     def getBackendName(self) -> str:  # torch's C++ code asks for it
-        """What DDP logs."""
+        """Return the backend's name, which DDP logs."""
         return "fedring"
 
     name = _get_backend_name = getBackendName
 
     @property
     def group_name(self) -> str:
-        """Equal on all ranks."""
+        """The group's name, equal on all ranks."""
         return self._name
 
     @property
@@ -58,7 +71,7 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         return self._description
 
     def get_group_store(self) -> Store:
-        """The store of torch's that the group was made with."""
+        """Return the store that torch made the group with."""
         return self._store
 
     def _set_group_name(self, name: str) -> None:
@@ -71,17 +84,17 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """What starts from now on may take this long."""
+        """Set how long collectives that start from now on may take."""
         self._timeout = timeout
 
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """The group is no more; the last one of a world leaves it in order."""
+        """Leave the group; with the last group of a world, leave the peers in order."""
         self.world.leave(self.ring)
 
     def abort(self) -> None:
-        """The generation has failed, on every rank; the group is no more."""
+        """Fail the generation on every rank, and leave the group."""
         self.ring.fail(RingError(f"rank {self.ring.rank} has aborted the group"))
         self.shutdown()
 
@@ -92,9 +105,9 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         works, self._coalesced = self._coalesced or [], None
         return together(self.ring, works)
 
-    def limit(self, opts: Any = None, timeout: timedelta | None = None) -> float:
-        """How long a collective may take, in seconds."""
-        return arguments.seconds(opts, timeout, self._timeout)
+    def seconds(self, opts: Any = None, timeout: timedelta | None = None) -> float:
+        """Return how long a collective may take, in seconds, given torch's arguments."""
+        return seconds_of(opts, timeout, self._timeout)
 
     def start(
         self,
@@ -102,31 +115,30 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         program: Program,
         *,
         results: list[Tensor],
-        limit: float,
+        seconds: float,
         finish: Callable[[], None] | None = None,
+        kind: Kind = Kind.OTHER,
     ) -> RingWork:
-        """The program runs; `finish` is called once after it."""
-        operation = self.ring.start(what, program, timeout=limit)
-        return self.kept(RingWork(self.ring, [operation], results, finish=finish))
+        """Start a program, and return its work.
 
-    def kept(self, work: RingWork) -> RingWork:
-        """`work`, which a block that coalesces will wait for."""
+        Args:
+            what: What the operation is, equal on all ranks; part of the protocol.
+            program: This rank's program.
+            results: The tensors that hold what came.
+            seconds: How long the operation may take.
+            finish: Called once after it.
+            kind: What the operation is for.
+        """
+        operation = self.ring.start(what, program, kind=kind, timeout=seconds)
+        return self.coalesced(RingWork(self.ring, [operation], results, finish=finish))
+
+    def coalesced(self, work: RingWork) -> RingWork:
+        """Return `work`, and have a block that coalesces wait for it."""
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
     def check_count(self, what: str, tensors: Sequence[Any]) -> None:
-        """There is one for each rank."""
+        """Raise ValueError unless there is one for each rank."""
         if len(tensors) != self.ring.size:
             raise ValueError(f"there are {len(tensors)} {what} for {self.ring.size} ranks")
-
-
-def storing(staged: Sequence[Staged]) -> Callable[[], None] | None:
-    """What stores the values in the tensors; None if they are there already."""
-    apart = [one for one in staged if one.apart]
-
-    def store() -> None:
-        for one in apart:
-            one.store()
-
-    return store if apart else None

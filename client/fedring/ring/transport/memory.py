@@ -1,8 +1,8 @@
-"""Payloads between ranks of one host: in memory that both see, while frames say where.
+"""Payloads between ranks of one host: in memory that both processes map, while frames say where.
 
-The sender owns an anonymous file: a page of flags, one a slot, then the slots. It takes a slot whose flag is 0 and
-sets it; the receiver clears it once nothing refers to the payload. Nobody waits: without a free slot a payload
-travels in its frame. The file is sealed against a change of its size, and vanishes with its two processes.
+The sender owns an anonymous file: a page of flags, one for each slot, then the slots. It takes a slot whose flag is 0
+and sets the flag; the receiver clears it once nothing refers to the payload. Nobody waits: without a free slot a
+payload travels in its frame. The file is sealed against a change of its size, and vanishes with its two processes.
 """
 
 import fcntl
@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedring.ring.errors import BadFrame
-from fedring.ring.frames import MAX_PAYLOAD
-from fedring.ring.program import Bytes
+from fedring.ring.transport.frames import MAX_PAYLOAD, Bytes
 
-SMALLEST = 32 << 10
-"""Payloads of fewer bytes are sooner there in their frames."""
+MIN_SHARED_BYTES = 32 << 10
+"""Payloads of fewer bytes arrive sooner in their frames."""
 
 _SLOTS = 8
 _PAGE = 4096
@@ -30,7 +29,7 @@ _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)  
 
 
 class Outbox:
-    """The sender's side; `name` tells the receiver where it is."""
+    """The sender's side of the memory. `name` tells the receiver where it is."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -40,7 +39,7 @@ class Outbox:
         self.name = f"{os.getpid()}:{self._file}"
 
     def put(self, payload: Bytes) -> int | None:
-        """The slot that holds a copy of `payload` now; None if all are taken."""
+        """Copy 1 to MAX_PAYLOAD bytes into a free slot. Return the slot, or None if all slots are taken."""
         free = np.flatnonzero(self._bytes[:_SLOTS] == 0)
         if len(free) == 0:
             return None
@@ -51,34 +50,43 @@ class Outbox:
         return slot
 
     def close(self) -> None:
-        """The name leads nowhere any more; who has it mapped keeps it."""
+        """Close the file, so that nobody else can map it. A receiver that has mapped it keeps it."""
         os.close(self._file)
 
 
 class Inbox:
-    """The receiver's side; BadFrame unless `name` leads to an outbox, OSError if this process may not see it."""
+    """The receiver's side of the memory that `name` leads to.
+
+    Raises:
+        BadFrame: The name is not that of an outbox.
+        OSError: This process may not open it.
+    """
 
     def __init__(self, name: str) -> None:
         process, _, number = name.partition(":")
         if not (process.isdecimal() and number.isdecimal()):
-            raise BadFrame(f"{name[:40]!r} names no shared memory")
+            raise BadFrame(f"{name[:40]!r} does not name shared memory")
         path = Path("/proc", process, "fd", number)
         if not str(path.readlink()).startswith(f"/memfd:{_NAME}"):  # before anything is opened
-            raise BadFrame(f"{path} is no shared memory of a worker")
+            raise BadFrame(f"{path} is not the shared memory of a worker")
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             status = os.fstat(file)
             sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS == _SEALS
             if not (stat.S_ISREG(status.st_mode) and status.st_size == _SIZE and sealed):
-                raise BadFrame(f"{path} is no shared memory of a worker")
+                raise BadFrame(f"{path} is not the shared memory of a worker")
             self._bytes = _mapped(file)
         finally:
             os.close(file)
 
     def get(self, slot: int, length: int) -> memoryview:
-        """The payload in a slot; the slot is free again once nothing refers to it."""
+        """Return a slot's payload, read-only. The slot is free again once nothing refers to the payload.
+
+        Raises:
+            BadFrame: There is no such slot, or its length cannot be `length`.
+        """
         if slot >= _SLOTS or not 0 < length <= MAX_PAYLOAD:
-            raise BadFrame(f"there are no {length} bytes in slot {slot}")
+            raise BadFrame(f"slot {slot} cannot hold {length} bytes: there are {_SLOTS} slots of {MAX_PAYLOAD} bytes")
         start = _PAGE + slot * MAX_PAYLOAD
         payload = self._bytes[start : start + length]
         payload.flags.writeable = False

@@ -4,14 +4,14 @@ import atexit
 import threading
 from collections.abc import Sequence
 
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine.endpoint import Endpoint
+from fedring.ring.engine.group import Group
 from fedring.ring.errors import RingError
-from fedring.ring.group import Group
-from fedring.ring.link import Traffic
+from fedring.ring.transport.interface import Traffic
 
 
 class World:
-    """An endpoint and the addresses of all ranks; closed with the last of its groups."""
+    """An endpoint, and the addresses of all ranks. It is closed with the last of its groups."""
 
     def __init__(self, endpoint: Endpoint, members: Sequence[str]) -> None:
         self.endpoint = endpoint
@@ -20,17 +20,21 @@ class World:
         self._groups: list[Group] = []
 
     def enter(self, name: str, ranks: Sequence[int]) -> Group:
-        """This worker's side of a group of ranks of the world."""
+        """Enter a group of ranks of this world, this worker's among them.
+
+        Raises:
+            RingError: This worker is none of the ranks, or `Endpoint.group` refuses.
+        """
         members = [self.members[rank] for rank in ranks]
         if self.endpoint.address not in members:
-            raise RingError(f"this worker is none of the ranks {list(ranks)}")
+            raise RingError(f"this worker, {self.endpoint.address}, is none of the ranks {list(ranks)}")
         group = self.endpoint.group(name, rank=members.index(self.endpoint.address), members=members)
         with self._lock:
             self._groups.append(group)
         return group
 
     def leave(self, group: Group) -> None:
-        """The group is no more."""
+        """Leave a group, and with the last one the world."""
         with self._lock:
             if group not in self._groups:
                 return
@@ -41,7 +45,7 @@ class World:
             self.close()
 
     def close(self) -> None:
-        """The worker has left its peers, in order unless the generation had failed."""
+        """Leave all peers, in order unless the generation has failed."""
         self.endpoint.close()
         _forget(self)
 
@@ -53,7 +57,7 @@ _before = Traffic()  # of all before it
 
 
 def set_current(world: World) -> None:
-    """Subgroups belong to `world` until it is closed."""
+    """Make `world` that of the default group, to which subgroups belong until it is closed."""
     global _current
     with _lock:
         _current = world
@@ -61,24 +65,24 @@ def set_current(world: World) -> None:
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """Whoever forgets destroy_process_group leaves in order, too; gRPC alone would take seconds to give up."""
+    """Leave in order if destroy_process_group was forgotten: gRPC alone would take seconds to give up."""
     if _current is not None:
         _current.close()
 
 
 def current() -> World | None:
-    """The world of the default group."""
+    """Return the world of the default group."""
     return _current
 
 
 def traffic() -> Traffic:
-    """What has gone over the streams of the default group and its subgroups, or over those of the last one."""
+    """Return the counters of the default group and its subgroups, or of the last ones that were there."""
     world = _current
     return world.endpoint.traffic if world is not None else _past
 
 
 def total_traffic() -> Traffic:
-    """What has gone over the streams of all default groups of this process, and of their subgroups."""
+    """Return the counters of all default groups of this process and of their subgroups, added."""
     with _lock:
         ended = _before + _past
         return ended + _current.endpoint.traffic if _current is not None else ended
