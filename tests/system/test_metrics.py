@@ -177,7 +177,7 @@ def test_refused_callers_are_counted_and_certificates_dated(tmp_path: Path) -> N
     with Fleet(tmp_path, {**told, "tls": pki.table("server")}, [{**told, "tls": pki.table("client-0")}]) as fleet:
         with Control(fleet.control, channel=open_sync_channel(fleet.control, mine)) as control:
             for _ in range(2):
-                with pytest.raises(Failure, match="no operator"):
+                with pytest.raises(Failure, match="not an operator"):
                     control.status()
         with open_sync_channel(fleet.listen, pki.trust()) as nobody, pytest.raises(grpc.RpcError):
             TrainCmdServiceStub(nobody).Join(JoinRequest(client_id="client-0", protocol=PROTOCOL), timeout=PATIENCE)
