@@ -33,7 +33,7 @@ from fedring.codec.digest import name_of, update_name
 from fedring.codec.gradient import decode_gradient
 from fedring.rpc.contract import PROTOCOL
 from fedring.server.model.aggregate import Plan, aggregate, store_model
-from fedring.server.model.mean import Contribution
+from fedring.server.model.contributions import Contribution
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import lay_out

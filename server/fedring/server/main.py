@@ -48,7 +48,7 @@ from fedring.server.service.downloads import ModelBlobService
 from fedring.server.service.uploads import ClientUpdateService, add_update_service
 from fedring.server.service.workers import RendezvousService
 from fedring.server.startup_checks import check
-from fedring.server.state.blobs import FsyncFailed, StorageError, StorageFailed
+from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.train.errors import SeamError
 from fedring.v1 import (
     control_pb2,

@@ -4,7 +4,6 @@ A metric is counted where something happens, or read when Prometheus asks.
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -140,8 +139,8 @@ class Metrics:
         self._queue.set_function(lambda: facts.waiting)
         self._fsync.set_function(lambda: facts.commit_seconds)
         self._failing.set_function(lambda: bool(facts.storage.fault))
-        self._disk_free.set_function(partial(_disk, facts, "f_bavail"))
-        self._disk_size.set_function(partial(_disk, facts, "f_blocks"))
+        self._disk_free.set_function(partial(_disk, facts, "free"))
+        self._disk_size.set_function(partial(_disk, facts, "total"))
 
     def moved(self, before: Round | None, after: Round | None, now: float) -> None:
         """Count a change of the round in progress.
@@ -221,12 +220,9 @@ def _clients(state: Callable[[], State], name: str) -> int:
 
 
 def _disk(facts: Facts, field: str) -> float:
-    """Return one of statvfs's counts of blocks in bytes, for the state folder; NaN if the folder cannot be asked."""
-    try:
-        disk = os.statvfs(facts.blobs.root)
-    except OSError:
-        return nan
-    return float(getattr(disk, field) * disk.f_frsize)
+    """Return a field of the state folder's DiskSpace; NaN if it cannot be found out."""
+    space = facts.blobs.disk_space()
+    return float(getattr(space, field)) if space else nan
 
 
 class RoundTrace:

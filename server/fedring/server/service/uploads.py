@@ -23,8 +23,9 @@ from fedring.rpc.streams import METER, TimedStream, write
 from fedring.server.config import ServerConfig
 from fedring.server.parts import Parts
 from fedring.server.round.sessions import Session
-from fedring.server.state.blobs import FilePartial, MemoryPartial, StorageError
-from fedring.server.update.acceptance import Partial
+from fedring.server.state.blobs import MemoryPartial
+from fedring.server.state.failures import StorageError
+from fedring.server.state.interfaces import Partial
 from fedring.server.update.admission import check_payload
 from fedring.server.update.upload import (
     Accept,
@@ -190,7 +191,7 @@ class ClientUpdateService:
                 case AskRound(run_id, number):
                     open_ = self._rounds.deliverable(run_id, number, client)
                     call.run_id, call.round = run_id, number
-                    schema = self._models.schema_of(open_.base)
+                    schema = self._models.versions.schema_of(open_.base)
                     return Terms(open_.base.digest, open_.command.max_update_bytes, schema)
                 case Open():
                     return Opened(await self._open(client, effect, call, stack))
@@ -278,7 +279,7 @@ class ClientUpdateService:
         return Admitted(norm, time.time(), partial.read(0, partial.size) if small else b"")
 
     def _discard(self, call: "_Call") -> None:
-        if isinstance(call.partial, FilePartial):
+        if not isinstance(call.partial, MemoryPartial):
             self._facts.blobs.abort(call.partial)
 
     @asynccontextmanager
