@@ -181,7 +181,7 @@ def test_the_metrics_count_refused_callers_and_show_when_certificates_expire(tmp
     ) as fleet:
         with Control(fleet.control, channel=open_sync_channel(fleet.control, mine)) as control:
             for _ in range(2):
-                with pytest.raises(Failure, match="no operator"):
+                with pytest.raises(Failure, match="not an operator"):
                     control.status()
         with open_sync_channel(fleet.listen, pki.trust()) as nobody, pytest.raises(grpc.RpcError):
             TrainCmdServiceStub(nobody).Join(JoinRequest(client_id="client-0", protocol=PROTOCOL), timeout=PATIENCE)

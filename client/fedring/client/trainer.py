@@ -197,7 +197,7 @@ class DeclaredTrainer:
         )
         if shared:
             part = Split(split.train, part.test, split.classes)
-        log.info("loaded %s samples (partition_count=%s)", _size(part.train), config.partition_count)
+        log.info("loaded %s samples of the data set (partition_count=%s)", _size(part.train), config.partition_count)
         return part
 
 
