@@ -32,6 +32,31 @@ BREACHES = {
         "import fedring.server.round.events",
         {"the server's rooms import downwards only"},
     ),
+    "a room of the server opens the database": (
+        "server/fedring/server/parts.py",
+        "import sqlite3",
+        {"only the state knows its database, and where its files lie"},
+    ),
+    "a room of the client imports one above it": (
+        "client/fedring/client/session/inbox.py",
+        "import fedring.client.transfer.fetch",
+        {"the client's rooms import downwards only"},
+    ),
+    "a module of training imports one above it": (
+        "common/fedring/train/plan.py",
+        "import fedring.train.batches",
+        {"fedring.train imports downwards only"},
+    ),
+    "a module of workers imports one above it": (
+        "client/fedring/workers/usage.py",
+        "import fedring.workers.checkpoint",
+        {"fedring.workers imports downwards only"},
+    ),
+    "a module of pipelines imports one above it": (
+        "client/fedring/pipeline/search.py",
+        "import fedring.pipeline.worker",
+        {"fedring.pipeline imports downwards only"},
+    ),
     "two modules import each other": (
         "common/fedring/codec/errors.py",
         "import fedring.codec.payload",

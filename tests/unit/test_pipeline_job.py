@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from fedring.client.grouped import parse_table
+from fedring.client.group.round import parse_table
 from fedring.ctl.bench.presets import Dataset, Mode, preset_job
 from fedring.ctl.operate.job_control import job_of
 from fedring.schedules.schedule import ScheduleError

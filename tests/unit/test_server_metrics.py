@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fedring.codec
-import fedring.server.model.mean
+import fedring.server.model.aggregate
 import fedring.server.service.uploads
 import fedring.server.update.admission
 from fedring.codec.errors import CodecError
@@ -71,7 +71,9 @@ def words_of(path: Path, *, argument: int | None, keyword: str, errors: str) -> 
 def test_the_reasons_of_refusals_are_a_closed_set() -> None:
     folder = Path(fedring.codec.__file__).parent
     files = [path for path in folder.glob("*.py") if path.stem != "gradient"]  # which is no update's
-    files += [Path(module.__file__ or "") for module in (fedring.server.update.admission, fedring.server.model.mean)]
+    files += [
+        Path(module.__file__ or "") for module in (fedring.server.update.admission, fedring.server.model.aggregate)
+    ]
     found = {word for path in files for word in words_of(path, argument=0, keyword="", errors="CodecError")}
     admit = Path(fedring.server.update.admission.__file__)
     found |= set(words_of(admit, argument=None, keyword="reason", errors="BadUpdate"))

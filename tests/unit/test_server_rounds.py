@@ -90,7 +90,7 @@ async def test_a_deadline_that_falls_into_an_acceptance_counts_it(host: Host) ->
 
 
 async def test_a_stop_while_the_round_is_being_opened_ends_it(host: Host) -> None:
-    host.gate.close("fitting")
+    host.gate.close("first model")
     job, _ = await host.jobs.start(spec(rounds=3), "")
     await host.gate.reached()
     assert await host.jobs.stop(job.job_id) == (job.job_id, 0)
