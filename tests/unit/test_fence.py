@@ -47,6 +47,21 @@ BREACHES = {
         "import fedring.ring.engine.operation",
         {"the ring's rooms import downwards only"},
     ),
+    "a module of training imports one above it": (
+        "common/fedring/train/plan.py",
+        "import fedring.train.batches",
+        {"fedring.train imports downwards only"},
+    ),
+    "a module of workers imports one above it": (
+        "client/fedring/workers/usage.py",
+        "import fedring.workers.checkpoint",
+        {"fedring.workers imports downwards only"},
+    ),
+    "a module of pipelines imports one above it": (
+        "client/fedring/pipeline/search.py",
+        "import fedring.pipeline.worker",
+        {"fedring.pipeline imports downwards only"},
+    ),
     "two modules import each other": (
         "common/fedring/codec/errors.py",
         "import fedring.codec.payload",

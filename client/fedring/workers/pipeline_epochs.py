@@ -30,7 +30,7 @@ from fedring.train.loop import Loss, OptimizerFactory, seeded
 from fedring.train.pipeline_table import CREDITS, Pipeline
 from fedring.train.plan import Plan
 from fedring.train.tally import Tally
-from fedring.workers.checkpoint import Copy, copy_out, gather, place_of
+from fedring.workers.checkpoint import StageCopy, copy_stage, make_checkpoint, stage_tensors
 from fedring.workers.cutting import cut_model
 from fedring.workers.replica import Progress, Replica, broadcast, digest_of, equal_on_all
 from fedring.workers.shards import World, count_steps, epoch_order, micro_batches, shares
@@ -129,7 +129,7 @@ class PipelineTraining:
         self._pipeline_group, self._stage_group = _groups(table)
         self._transport = GroupTransport(self._pipeline_group, credits=CREDITS)
         self._workers: dict[int, Worker] = {}  # by the micro-batches of a run
-        self._build(self._agree())
+        self._build(self._agree_with_rank_0())
 
     def run(self) -> dict[str, float]:
         """Train the rest of the round, together with all other members, and leave the result in every replica.
@@ -148,10 +148,10 @@ class PipelineTraining:
                 self._epoch(now)
                 now.epoch, now.taken = now.epoch + 1, 0
         if now != self.replica.progress:
-            self._keep(now)
+            self._make_checkpoint(now)
         return means_over_workers(self._tally)
 
-    def _agree(self) -> list[int]:
+    def _agree_with_rank_0(self) -> list[int]:
         """Take over rank 0's number of micro-batches, and return its counts of layers, which it may have measured."""
         values = torch.tensor([self.micro_batches, *self.setup.counts])
         broadcast(values, 0)
@@ -162,13 +162,13 @@ class PipelineTraining:
         """Cut the model, and make this worker's own stages ready to train from the checkpoint."""
         setup, table, plan = self.setup, self.setup.table, self.setup.plan
         cut = cut_model(self.replica.model, table, counts, setup.trusted)
-        self._places = [place_of(stage) for stage in cut]
+        self._stage_tensors = [stage_tensors(stage) for stage in cut]
         mine = range(self._index, table.stages, table.width)
-        self._copies = {n: copy_out(cut[n], self.replica, plan, setup.optimizer, setup.device) for n in mine}
+        self._copies = {n: copy_stage(cut[n], self.replica, plan, setup.optimizer, setup.device) for n in mine}
         self._stages = {number: self._stage(number, copy) for number, copy in self._copies.items()}
         self.profile.stage = mine[0]
 
-    def _stage(self, number: int, copy: Copy) -> Stage:
+    def _stage(self, number: int, copy: StageCopy) -> Stage:
         table = self.setup.table
         dtype = getattr(torch, table.compute_dtype)
         stash = WeightStashing(
@@ -209,7 +209,7 @@ class PipelineTraining:
         while now.taken < len(order):
             self._run(order, now, self.micro_batches)
             if every and now.steps // every > self.replica.progress.steps // every:
-                self._keep(now)
+                self._make_checkpoint(now)
 
     def _run(self, order: Tensor, now: Progress, count: int) -> None:
         """Run the schedule once, with `count` micro-batches, or with fewer if the epoch ends before."""
@@ -251,7 +251,7 @@ class PipelineTraining:
             self._workers[count] = Worker(self._stages, self.setup.table.schedule_of(count), self._transport)
         return self._workers[count]
 
-    def _keep(self, now: Progress) -> None:
+    def _make_checkpoint(self, now: Progress) -> None:
         """Make the present stages the newest checkpoint, on every worker."""
         began, table, sent = time.perf_counter(), self.setup.table, self.watcher.bytes_sent()
         if self._stage_group is not None:
@@ -259,7 +259,7 @@ class PipelineTraining:
             if not equal_on_all(digest, self._stage_group):
                 raise Diverged(f"the replicas of a stage differ after step {now.steps} of the job")
         owners = [stage % table.width for stage in range(table.stages)]  # the ranks of the first pipeline
-        gather(self.replica, self._places, owners, self._copies, now)
+        make_checkpoint(self.replica, self._stage_tensors, owners, self._copies, now)
         seconds = time.perf_counter() - began
         self.profile.checkpoint_seconds += seconds
         self.usage += Usage(seconds=seconds, bytes_sent=self.watcher.bytes_sent() - sent)
