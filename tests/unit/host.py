@@ -13,10 +13,10 @@ from tests.unit.gate import Gate
 
 from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of, update_name
-from fedring.rpc.chunks import Piece
+from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.contract import SESSION_KEY
 from fedring.rpc.identity import IDENTITY, LOCAL
-from fedring.rpc.streams import METER, Meter
+from fedring.rpc.streams import METER, CallMeter
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.models import Models
@@ -178,7 +178,7 @@ class Host:
 
         The payload may be damaged on its way, and fields of the header may be others than they should be.
         """
-        METER.set(Meter())
+        METER.set(CallMeter())
         payload = encode(values, Encoding(name))
         packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=name, bytes=len(payload))
         packet.num_samples = 1
@@ -190,11 +190,11 @@ class Host:
         digest = name_of(payload)
         offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
 
-        async def messages() -> AsyncIterator[pb.ClientUpdate | Piece]:
+        async def messages() -> AsyncIterator[pb.ClientUpdate | ReceivedChunk]:
             yield pb.ClientUpdate(offer=offer)
             if after is not None:
                 await after.wait()
-            yield Piece(0, memoryview(damage(payload)))
+            yield ReceivedChunk(0, memoryview(damage(payload)))
 
         return [reply async for reply in self.uploads.PushUpdate(messages(), Call(session))][-1]
 

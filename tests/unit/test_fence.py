@@ -37,6 +37,11 @@ BREACHES = {
         "import sqlite3",
         {"only the state knows its database, and where its files lie"},
     ),
+    "a room of the client imports one above it": (
+        "client/fedring/client/session/inbox.py",
+        "import fedring.client.transfer.fetch",
+        {"the client's rooms import downwards only"},
+    ),
     "two modules import each other": (
         "common/fedring/codec/errors.py",
         "import fedring.codec.payload",

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from tests.unit import plain_formats as plain
 
 import vectors as script
-from fedring.client.download import Download
-from fedring.client.held import Model
+from fedring.client.transfer.download import Download, HeldModel
 from fedring.codec import (
     NAMES,
     CodecError,
@@ -233,7 +232,7 @@ def test_a_client_adds_up_the_packets_of_a_model_so(example: dict[str, Any]) -> 
     entries = (Entry("w", (sizes[0],), "float32", "parameter"), Entry("m", (sizes[1],), "float64", "buffer"))
     schema = Schema(entries)
     vectors = Vectors(floats(held["parameters"]), floats(held["buffers"], np.float64)) if held else None
-    download = Download(result["digest"], schema, Model("", schema, vectors) if vectors else None)
+    download = Download(result["digest"], schema, HeldModel("", schema, vectors) if vectors else None)
     payload = b"".join(bytes.fromhex(packet["encoded"]) for packet in example["packets"])
     header = pb.ModelHeader(
         schema_hash=schema.hash,
@@ -242,7 +241,7 @@ def test_a_client_adds_up_the_packets_of_a_model_so(example: dict[str, Any]) -> 
         model_digest=result["digest"],
     )
     if held:  # any model is the one that is held, as long as both sides call it so
-        download._base = Model("held", schema, vectors)  # type: ignore[arg-type]  # it is there
+        download._base = HeldModel("held", schema, vectors)  # type: ignore[arg-type]  # it is there
         header.base_digest = "held"
     download.begin(header)
     download.add(pb.Chunk(data=payload))

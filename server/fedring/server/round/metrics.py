@@ -19,7 +19,7 @@ from fedring.codec.errors import CodecError
 from fedring.daemon.metrics import Registry
 from fedring.daemon.tracing import start_span, traceparent_of
 from fedring.rpc.errors import FedringError
-from fedring.rpc.metrics import Calls
+from fedring.rpc.metrics import CallMetrics
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Presence, Round, State
 from fedring.server.round.guard_metrics import GuardMetrics
@@ -67,7 +67,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = Registry()
         files = (federation_pb2, rendezvous_pb2, control_pb2, health_pb2, reflection_pb2)
-        self.calls = Calls("server", registry, [file.DESCRIPTOR for file in files])
+        self.calls = CallMetrics("server", registry, [file.DESCRIPTOR for file in files])
         self.guard = GuardMetrics()
         registry.register(self.guard)
         self._began = 0.0  # the training of the round in progress, monotonic

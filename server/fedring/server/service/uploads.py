@@ -10,8 +10,8 @@ import grpc
 from grpc import aio
 
 from fedring.codec.errors import CodecError
-from fedring.rpc.boundary import sound_message
-from fedring.rpc.chunks import Piece, part_parser, serialize
+from fedring.rpc.boundary import require_message
+from fedring.rpc.chunks import ReceivedChunk, part_parser, serialize
 from fedring.rpc.errors import (
     BadRequest,
     FedringError,
@@ -19,7 +19,7 @@ from fedring.rpc.errors import (
     Overloaded,
     UnknownRound,
 )
-from fedring.rpc.streams import METER, Paced, write
+from fedring.rpc.streams import METER, TimedStream, write
 from fedring.server.config import ServerConfig
 from fedring.server.parts import Parts
 from fedring.server.round.sessions import Session
@@ -89,11 +89,11 @@ class ClientUpdateService:
         self._uploads: dict[str, asyncio.Task[Any]] = {}
 
     async def PushUpdate(
-        self, request_iterator: AsyncIterator[pb.ClientUpdate | Piece], context: Any
+        self, request_iterator: AsyncIterator[pb.ClientUpdate | ReceivedChunk], context: Any
     ) -> AsyncIterator[pb.UpdateReply]:
         session = self._sessions.of(context)
         with self._counted(session, 0) as count:
-            messages = Paced(request_iterator, self._config.no_progress_seconds)
+            messages = TimedStream(request_iterator, self._config.no_progress_seconds)
             first = await anext(messages, None)
             if not isinstance(first, pb.ClientUpdate) or not first.HasField("offer"):
                 raise BadRequest("the first message must be an offer")
@@ -128,7 +128,7 @@ class ClientUpdateService:
                 raise Gone("the session was closed")
             session.hear()
             with self._counted(session, seen):
-                update = sound_message(request)
+                update = require_message(request)
                 async with aclosing(self._push(session, Offered(update.offer, update.payload))) as replies:
                     reply = await anext(replies)
             await write(context, reply.accepted, self._config.no_progress_seconds)
@@ -156,7 +156,7 @@ class ClientUpdateService:
             count()
 
     async def _push(
-        self, session: Session, offered: Event, messages: AsyncIterator[pb.ClientUpdate | Piece] | None = None
+        self, session: Session, offered: Event, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk] | None = None
     ) -> AsyncGenerator[pb.UpdateReply, None]:
         """Perform what an upload asks for until it is done, and yield what the client is to be told.
 
@@ -250,7 +250,7 @@ class ClientUpdateService:
         if message is None:
             return Ended()
         self._rounds.deliverable(call.run_id, call.round, client)  # an upload does not outlive its round
-        chunk = message if isinstance(message, Piece) else message.chunk
+        chunk = message if isinstance(message, ReceivedChunk) else message.chunk
         return Chunk(chunk.offset, chunk.data)
 
     async def _write(self, partial: Partial, data: bytes | memoryview) -> None:
@@ -303,7 +303,7 @@ class ClientUpdateService:
 class _Call:
     """What one call keeps of its upload."""
 
-    def __init__(self, messages: AsyncIterator[pb.ClientUpdate | Piece] | None) -> None:
+    def __init__(self, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk] | None) -> None:
         self.messages = messages
         self.partial: Partial = MemoryPartial()
         self.undo = ExitStack()  # closes the partial
