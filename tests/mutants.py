@@ -288,7 +288,7 @@ MUTANTS = {
     ),
     "proof of a download": Mutant(
         "server/fedring/server/service/downloads.py",
-        "                        download.verify()\n",
+        "                        download.check()\n",
         "                        pass\n",
         "tests/fault/test_damage.py",
     ),

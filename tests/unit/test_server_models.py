@@ -243,7 +243,7 @@ def test_a_model_that_is_named_by_sha256_is_sent_and_continued(line: Line) -> No
     with line.models.downloads.open(line.request(1)) as download:
         assert download.header.model_digest == old.digest
         download.read(0, download.header.total_bytes)
-        download.verify()
+        download.check()
     new = line.next(spec())
     assert new.digest == line.values(new).digest()  # by BLAKE3
     assert (new.base_version, new.base_digest) == (1, old.digest)
@@ -255,7 +255,7 @@ def test_a_model_that_is_named_by_sha256_is_sent_and_continued(line: Line) -> No
     with line.models.downloads.open(line.request(1)) as download:
         download.read(0, download.header.total_bytes)
         with pytest.raises(DamagedModel, match="model 1 is damaged"):
-            download.verify()
+            download.check()
     assert line.models.versions.damaged([old, new]) == [old]
 
 

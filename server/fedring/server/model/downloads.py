@@ -34,7 +34,7 @@ class Download:
         header: what is sent first.
         pieces: what the payload consists of, in order.
         files: what must be closed.
-        verify: returns if no file was damaged, else raises DamagedModel, or Unavailable for a delta. It must be called
+        check: returns if no file was damaged, else raises DamagedModel, or Unavailable for a delta. It must be called
             when everything has been read, and before the caller gets the last bytes. It may take long if the payload
             was not read from its start: not for the event loop then.
     """
@@ -42,7 +42,7 @@ class Download:
     header: pb.ModelHeader
     pieces: Sequence[Piece]
     files: ExitStack
-    verify: Callable[[], None]
+    check: Callable[[], None]
 
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes of the payload at `offset`.
@@ -60,7 +60,7 @@ class Download:
                     size -= len(parts[-1])
                 offset = max(0, offset - length)
         except StorageError:
-            self.verify()  # raises an error that names the model
+            self.check()  # raises an error that names the model
             raise
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -92,7 +92,7 @@ class Downloads:
         row = self._versions.find(request.digest, request.version)
         with ExitStack() as files:
             deltas = self._deltas_between(request.held_digest, row)
-            packets, pieces, verify = self._as_deltas(deltas, files) if deltas else self._in_full(row, files)
+            packets, pieces, check = self._as_deltas(deltas, files) if deltas else self._in_full(row, files)
             base = request.held_digest if deltas else ""
             header = pb.ModelHeader(
                 run_id=self._run_id,
@@ -105,7 +105,7 @@ class Downloads:
                 payload_name=name_of(f"{row.digest} {base}".encode()),
                 model_digest=row.digest,
             )
-            return Download(header, pieces, files.pop_all(), verify)
+            return Download(header, pieces, files.pop_all(), check)
 
     def small(self, row: ModelRow, job: Job) -> pb.SmallModel | None:
         """Return a version in one message; None if it is too large for that, or if the job sends deltas.
@@ -118,7 +118,7 @@ class Downloads:
             return None
         with self.open(pb.FetchModelRequest(version=row.version)) as download:
             model = pb.SmallModel(header=download.header, payload=download.read(0, download.header.total_bytes))
-            download.verify()
+            download.check()
         return model if model.ByteSize() <= SMALL_BYTES else None
 
     def _deltas_between(self, held: str, row: ModelRow) -> list[ModelRow]:
@@ -149,12 +149,12 @@ class Downloads:
                 raise self._without_delta(row, error) from error
             readers.append(CheckedReader(blob.read, blob.size, row.delta_blob))
 
-        def verify() -> None:
+        def check() -> None:
             for row, reader in zip(rows, readers, strict=True):
                 for damage in find_damage([reader]):
                     raise self._without_delta(row, damage)
 
-        return packets, [(reader.size, reader.read) for reader in readers], verify
+        return packets, [(reader.size, reader.read) for reader in readers], check
 
     def _in_full(self, row: ModelRow, files: ExitStack) -> _Parts:
         schema = self._versions.schema_of(row)
@@ -174,7 +174,7 @@ class Downloads:
 
         checked = CheckedReader(values, end, row.digest)
 
-        def verify() -> None:
+        def check() -> None:
             for damage in find_damage([checked]):
                 raise self._versions.damage_of(row, DamagedBlob(row.blob, damage.what))
 
@@ -189,7 +189,7 @@ class Downloads:
                 size = len(head) + stop - start
                 packets.append(pb.Packet(vector=vector, kind=pb.KIND_WEIGHTS, encoding=name, bytes=size))
                 pieces += [(len(head), _reader_of(head)), (stop - start, _shifted(checked.read, start))]
-        return packets, pieces, verify
+        return packets, pieces, check
 
     def _without_delta(self, row: ModelRow, error: StorageError) -> Exception:
         """Send the version in full from now on; return the error of the caller that was to get its delta."""

@@ -28,7 +28,7 @@ from fedring.train.state import read_vectors, schema_of
 
 
 class ModelMaker:
-    """Makes the models of a run, and seals their blobs. All methods but `surely_fits` may take long.
+    """Makes the models of a run, and seals their blobs. All methods but `is_known_to_fit` may take long.
 
     Args:
         blobs: takes the models.
@@ -43,7 +43,7 @@ class ModelMaker:
         self._versions = versions
         self._built: dict[str, Schema] = {}  # by what a job says about its model
 
-    def surely_fits(self, row: ModelRow, job: Job) -> bool:
+    def is_known_to_fit(self, row: ModelRow, job: Job) -> bool:
         """Return whether a version is known to be of the job's kind, without building the job's model."""
         built = self._built.get(_kind(job))
         return built is not None and built.hash.hex() == row.schema_hash

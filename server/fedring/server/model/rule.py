@@ -49,9 +49,11 @@ class FirstWalk(Protocol):
         model: [clients] for squared norms, [clients, clients] for a Gram matrix. They are added up in the order of
         the tiles.
         """
+        ...
 
     def scalars(self, clients: Sequence[ClientVector], total: NDArray[np.float64]) -> Scalars:
         """Return the number of each client, from the sum of what `measure` returned."""
+        ...
 
 
 class Rule(Protocol):
@@ -60,6 +62,7 @@ class Rule(Protocol):
     @property
     def first_walk(self) -> FirstWalk | None:
         """The walk before the one that combines; None if each range can be combined by itself."""
+        ...
 
     def combine(self, tile: Tile, scalars: Scalars) -> NDArray[np.float64]:
         """Return the delta of one range, which is added to the base.
@@ -76,3 +79,4 @@ class Rule(Protocol):
             A new array, [tile.stop - tile.start], which the caller may overwrite. A value that is not finite ends
             the aggregation with an error.
         """
+        ...

@@ -31,7 +31,7 @@ async def base_of(facts: Facts, models: Models, latest: ModelRow | None, job: Jo
         models.versions.remember(wanted)  # a model that was damaged when the server started is not known yet
         await facts.heavy(models.maker.check_fits, wanted, spec)
         return wanted
-    if latest is not None and models.maker.surely_fits(latest, spec):
+    if latest is not None and models.maker.is_known_to_fit(latest, spec):
         return latest
     model = await facts.heavy(models.maker.first, spec, latest, await facts.db(facts.store.next_version))
     if model is not latest:

@@ -57,9 +57,9 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
                     if offset + CHUNK_BYTES >= total:
                         # What was read from the start of the payload is digested already; reading the rest takes long.
                         if start:
-                            await self._parts.facts.work(download.verify)
+                            await self._parts.facts.work(download.check)
                         else:
-                            download.verify()
+                            download.check()
                     yield message
         except DamagedModel as error:
             await self._parts.runner.damaged(error)

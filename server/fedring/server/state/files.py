@@ -27,10 +27,10 @@ def write_durably(path: Path, data: bytes) -> None:
     """Write a whole file and sync it. Its name is durable once its folder has been synced, too."""
     with create(path) as file:
         file.write(data)
-        finish(file)
+        make_durable(file)
 
 
-def finish(file: Any) -> None:
+def make_durable(file: Any) -> None:
     """Make all that was written to an open file durable."""
     file.flush()
     os.fsync(file.fileno())

@@ -20,7 +20,7 @@ from fedring.codec.digest import Digest, is_called, is_name
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.server.state.database import MIGRATIONS
-from fedring.server.state.files import BLOBS, FACTS, create, finish
+from fedring.server.state.files import BLOBS, FACTS, create, make_durable
 
 FORMAT = 1
 MANIFEST = "backup.json"
@@ -214,7 +214,7 @@ def copy_blob(source: Path, target: Path, blob: NamedBlob, tell: Callable[[int],
             if digest.name != blob.digest:
                 short = blob.size is not None and copied < blob.size
                 raise blob.damage("has been cut short" if short else "does not hold what was written to it")
-            finish(copy)
+            make_durable(copy)
         except BaseException:
             target.unlink(missing_ok=True)
             raise

@@ -29,7 +29,7 @@ from fedring.server.state.backup.contents import (
     read_contents,
 )
 from fedring.server.state.database import EPOCH, StoreError, epoch_in
-from fedring.server.state.files import BLOBS, FACTS, STATE_ID, create, finish, sync
+from fedring.server.state.files import BLOBS, FACTS, STATE_ID, create, make_durable, sync
 
 _ORIGIN = "restored_from"  # in the table `meta`: the manifest's digest of the database that was restored
 
@@ -179,4 +179,4 @@ def _copy(source: Path, target: Path) -> None:
         raise BackupError(f"{source} is missing: use another backup") from error
     with file, create(target) as copy:
         shutil.copyfileobj(file, copy)
-        finish(copy)
+        make_durable(copy)
