@@ -1,7 +1,7 @@
-"""Write vectors.json, on which every implementation must agree, and with it the examples of FORMATS.md.
+"""Write vectors.json, on which every implementation must agree, and the examples of FORMATS.md.
 
-Run `python protos/vectors.py` after a change. The encodings are this library's own. Digests and the bytes of headers
-are made here, by what the documents say; tests/unit/test_vectors.py reads everything once more, without any of it.
+Run `python protos/vectors.py` after a change. fedring's codecs make the encodings. Digests and the bytes of headers are
+computed here, from what the documents say. tests/unit/test_vectors.py checks everything again without this code.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from vector_cases import (
 
 ROOT = Path(__file__).parent
 TARGET, DOCUMENT = ROOT / "vectors.json", ROOT / "FORMATS.md"
-CHOICE = ("packed", "uniform")  # what is compressed
+CHOICE = ("packed", "uniform")  # the compressed encodings, for which a writer has a choice
 TAKES = {
     "int8": ("chunk",),
     "fp32_sparse": ("keep_ratio",),
@@ -46,16 +46,16 @@ TAKES = {
     "packed": ("keep_ratio", "chunk"),
     "uniform": ("chunk", "step"),
 }
-"""The parameters of each encoding that has any."""
+"""The parameters of each encoding that has parameters."""
 
-_LIST, _LINE = 64, 100  # the longest vector that is stated as a list, the longest text that is put on one line
+_LIST, _LINE = 64, 100  # the longest vector that is written as a list, the longest text that is put on one line
 _BLOCK = re.compile(r"^```example\n(.*)\n(?:.*\n)*?```$", re.MULTILINE)
 
 Json = dict[str, Any]
 
 
 def render() -> Json:
-    """All that vectors.json says."""
+    """Return the content of vectors.json."""
     return {
         "about": ABOUT,
         "protocol": 2,
@@ -76,12 +76,12 @@ def render() -> Json:
 
 
 def name_of(*parts: bytes) -> str:
-    """The name of the parts, one after the other (FORMATS.md, "Names")."""
+    """Return the name of the concatenated parts (FORMATS.md, "Names")."""
     return f"blake3-{blake3(b''.join(parts)).hexdigest()}"
 
 
 def message(fields: Sequence[tuple[int, int | float | str | bytes]]) -> bytes:
-    """Protobuf: of each field its number and a varint (int), a double (float), or text, bytes or another message."""
+    """Return a protobuf message of (number, value) fields. An int is a varint, a float a double, others are bytes."""
     out = b""
     for number, value in fields:
         if isinstance(value, int):
@@ -100,7 +100,7 @@ def _varint(value: int) -> bytes:
 
 def _named(size: int) -> Json:
     data = bytes(i % 251 for i in range(size))
-    return {"shows": f"{size} bytes that count from 0 to 250 again and again", "size": size, "name": name_of(data)}
+    return {"shows": f"{size} bytes that count from 0 to 250 repeatedly", "size": size, "name": name_of(data)}
 
 
 def _schema(text: str) -> Json:
@@ -119,7 +119,7 @@ def _model(parameters: Sequence[float], buffers: Sequence[float]) -> Json:
 
 
 def _updates() -> Iterator[Json]:
-    """One update, and another one of which the header says the same in other bytes."""
+    """Yield one update, and another one whose header says the same in different bytes."""
     schema = parse_schema(SCHEMAS[0].encode())
     parts = [
         encode(_f32([0.5, -1, 0, 0, 2, 0, 0, 0, 0, 0.25]), Encoding("fp16")),
@@ -148,7 +148,7 @@ def _updates() -> Iterator[Json]:
     }
     for shows, fields in (
         ("an update", before + after),
-        ("the same header in other bytes, which is another update", after + before),
+        ("the same header in different bytes, which is a different update", after + before),
     ):
         header, payload_digest = message(fields), name_of(payload)
         yield {
@@ -188,7 +188,7 @@ def _f32(values: Sequence[float]) -> NDArray[np.float32]:
 
 
 def _stated(vector: NDArray[Any]) -> Any:
-    """The vector as the file states it."""
+    """Return the vector as the file writes it."""
     if vector.size <= _LIST:
         return [float(value) for value in vector]
     places = np.flatnonzero(vector).tolist()
@@ -196,7 +196,7 @@ def _stated(vector: NDArray[Any]) -> Any:
 
 
 def _written(packets: Packets) -> tuple[list[Json], list[NDArray[Any]]]:
-    """The packets as the file states them, and what is read from each."""
+    """Return the packets as the file writes them, and the values that a reader gets from each."""
     told, values = [], []
     for vector, kind, encoding, given in packets:
         name = encoding.name if encoding else BUFFERS
@@ -304,7 +304,7 @@ def _gradients(shows: str, tensors: Sequence[_Tensor]) -> Json:
 
 
 def dump(value: Any, margin: str = "") -> str:
-    """JSON for people: what is short, or a list of numbers, stands on one line."""
+    """Return JSON for people: short values and lists of numbers are on one line."""
     text, inner = json.dumps(value), margin + "  "
     if len(text) <= _LINE or not isinstance(value, dict | list):
         return text
@@ -317,7 +317,7 @@ def dump(value: Any, margin: str = "") -> str:
 
 
 def blocks(vectors: Json) -> dict[str, str]:
-    """The examples for FORMATS.md by their first line, as they stand between the fences."""
+    """Return the examples for FORMATS.md by their first line, as they appear between the fences."""
     found = {each["shows"]: _lines(each) for each in vectors["encodings"]}
     for each in vectors["gradients"]:
         found[f"gradient: {each['shows']}"] = f"hex: {_spaced(each['encoded'])}\n"
@@ -346,7 +346,7 @@ def _spaced(digits: str) -> str:
 
 
 def with_examples(document: str, vectors: Json) -> str:
-    """The document with the examples as `vectors` states them."""
+    """Return the document with the examples of `vectors`."""
     known = blocks(vectors)
     return _BLOCK.sub(lambda found: f"```example\n{found[1]}\n{known[found[1]]}```", document)
 

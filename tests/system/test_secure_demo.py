@@ -48,5 +48,5 @@ def test_one_command_makes_certificates_and_trains_with_mutual_tls(tmp_path: Pat
 def test_it_touches_nothing_that_is_there(tmp_path: Path) -> None:
     done = quickstart(tmp_path)
     assert done.returncode == 1
-    assert "is there already" in done.stderr
+    assert "exists already" in done.stderr
     assert list(tmp_path.iterdir()) == []

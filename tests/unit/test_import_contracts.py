@@ -43,7 +43,7 @@ BREACHES = {
 def contracts(folder: Path) -> dict[str, bool]:
     """Run import-linter in the folder, and return the name of each contract and whether it is kept."""
     linter = Path(sys.executable).with_name("lint-imports")
-    command = [linter, "--no-cache", "--config", folder / "pyproject.toml"]
+    command = [str(linter), "--no-cache", "--config", str(folder / "pyproject.toml")]
     output = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
     return {name: verdict == "KEPT" for name, verdict in re.findall(r"^(.+?) (KEPT|BROKEN)", output, re.M)}
 

@@ -202,7 +202,7 @@ def test_the_number_of_low_bits_is_chosen_as_the_document_says() -> None:
                 found.setdefault(example["shows"].partition(": ")[2], []).append(data[24])
     assert found == {
         "": [0, 0],
-        "of two distances the larger is the median": [3, 3],  # 64 is 7 bits long
+        "the larger of two distances is the median": [3, 3],  # 64 is 7 bits long
         "a gap that is bridged": [0, 0],
         "12 low bits, the most": [12, 12],  # 65536 is 17 bits long
     }
