@@ -48,16 +48,13 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.evaluations: queue.Queue[pb.EvaluationReport] = queue.Queue()
         self.fetches: queue.Queue[pb.FetchModelRequest] = queue.Queue()
         self.accepted: queue.Queue[tuple[pb.UpdateHeader, bytes]] = queue.Queue()
-        self.offers: queue.Queue[pb.UpdateOffer] = (
-            queue.Queue()
-        )  # the offers of all updates, whether they were accepted or not
+        self.offers: queue.Queue[pb.UpdateOffer] = queue.Queue()  # of accepted and of refused updates
         self.ways: list[tuple[str, str]] = []  # the name of the call and the client's address, for each offer
         self.last_accepted: pb.LastAccepted | None = None  # the last accepted update in replies to Join
         self.small_calls = 0  # calls of PushSmallUpdates
         self.resumed: list[int] = []  # the offsets at which uploads were resumed
-        self.models: dict[
-            int, list[tuple[pb.ModelHeader, bytes]]
-        ] = {}  # by version; the difference to another version comes first, if there is one
+        # By version. If there is a difference to another version, it comes first.
+        self.models: dict[int, list[tuple[pb.ModelHeader, bytes]]] = {}
         self.on_join: Callable[[], FedringError | None] = lambda: None
         self.on_header: Callable[[pb.UpdateHeader], FedringError | None] = lambda header: None
         self.on_bytes: Callable[[int], FedringError | None] = lambda received: None

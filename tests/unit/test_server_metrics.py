@@ -57,7 +57,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 def words_of(path: Path, *, argument: int | None, keyword: str, errors: str) -> Iterator[str]:
-    """What the file's code gives to errors of that ending as a reason."""
+    """Yield the reasons that a file gives to errors whose class names have this ending."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith(errors)):
             continue
@@ -68,7 +68,7 @@ def words_of(path: Path, *, argument: int | None, keyword: str, errors: str) -> 
                 yield word.value
 
 
-def test_the_reasons_of_refusals_are_a_closed_set() -> None:
+def test_every_reason_for_a_refusal_has_a_series() -> None:
     folder = Path(fedring.codec.__file__).parent
     files = [path for path in folder.glob("*.py") if path.stem != "gradient"]  # which is no update's
     files += [Path(module.__file__ or "") for module in (fedring.server.update.admission, fedring.server.model.mean)]

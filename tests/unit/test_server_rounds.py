@@ -235,9 +235,8 @@ async def test_an_update_must_start_from_the_model_of_its_round_but_may_have_ano
     assert host.facts.last_accepted == {}
     reply = await host.push(session, command, ONES, epoch=77)  # as if it was spooled before the server was restored
     assert not reply.accepted.already
-    assert (
-        host.facts.last_accepted["a"].epoch == host.store.epoch == 0
-    )  # the server's own, so that later updates are newer
+    # The server counts the update in its own epoch, so that later updates are newer.
+    assert host.facts.last_accepted["a"].epoch == host.store.epoch == 0
 
 
 async def test_an_update_is_identified_by_its_header_and_its_payload_together(host: Host) -> None:
