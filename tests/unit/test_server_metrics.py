@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 import fedring.codec
-import fedring.server.model.mean
-import fedring.server.service.uploads
-import fedring.server.update.admission
+import fedring.server
 from fedring.codec.errors import CodecError
 from fedring.rpc import errors
 from fedring.rpc.auth import REASONS
@@ -37,11 +35,10 @@ from fedring.server.round.events import (
     State,
 )
 from fedring.server.round.metrics import REJECTIONS, Metrics
-from fedring.server.state import blobs, database
 from fedring.server.state.rows import UpdateRow
 
 OTHERS = {"bad_schema", "unknown_model", "unknown_job", "unknown_token"}  # no upload is refused for these reasons
-OTHERS |= {"other_job", "unknown_method", "unreadable", "unknown_client", "client_is_here"}
+OTHERS |= {"other_job", "unknown_method", "unreadable", "unknown_client", "client_is_here", "bad_model", "wrong_state"}
 OTHERS |= {"no_session", "superseded", "gone", "stalled", "unavailable", "damaged"}  # after these, the upload continues
 
 
@@ -56,30 +53,25 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
     return found
 
 
-def words_of(path: Path, *, argument: int | None, keyword: str, errors: str) -> Iterator[str]:
-    """Yield the reasons that a file gives to errors whose class names have this ending."""
+def reasons_in(path: Path) -> Iterator[str]:
+    """Yield the reasons of the errors that a file creates: an argument `reason`, or the first one of some errors."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith(errors)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
             continue
-        given = [k.value for k in node.keywords if k.arg == keyword]
-        given += node.args[argument : argument + 1] if argument is not None else []
+        given = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+        given += node.args[:1] if node.func.id.endswith(("CodecError", "StorageError")) else []
         for word in (each for value in given for each in ast.walk(value)):
             if isinstance(word, ast.Constant) and isinstance(word.value, str):
                 yield word.value
 
 
 def test_every_reason_for_a_refusal_has_a_series() -> None:
-    folder = Path(fedring.codec.__file__).parent
-    files = [path for path in folder.glob("*.py") if path.stem != "gradient"]  # which is no update's
-    files += [Path(module.__file__ or "") for module in (fedring.server.update.admission, fedring.server.model.mean)]
-    found = {word for path in files for word in words_of(path, argument=0, keyword="", errors="CodecError")}
-    admit = Path(fedring.server.update.admission.__file__)
-    found |= set(words_of(admit, argument=None, keyword="reason", errors="BadUpdate"))
-    uploads = Path(fedring.server.service.uploads.__file__)
-    found |= set(words_of(uploads, argument=None, keyword="reason", errors=""))
-    found |= set(words_of(uploads, argument=0, keyword="", errors="CodecError"))
-    for module in (blobs, database):
-        found |= set(words_of(Path(module.__file__ or ""), argument=0, keyword="", errors="StorageError"))
+    codec, server = (Path(package.__path__[0]) for package in (fedring.codec, fedring.server))
+    files = [path for path in codec.glob("*.py") if path.stem != "gradient"]  # gradients are not updates
+    files += [path for room in ("update", "model", "state") for path in (server / room).glob("*.py")]
+    files += [server / "service" / "uploads.py", server / "round" / "eligibility.py"]
+    found = {reason for path in files for reason in reasons_in(path)}
+    assert {"bad_indices", "bad_chunk", "non_finite", "missing_blob", "not_selected"} <= found
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FedringError)]
     found |= {kind.reason for kind in kinds}
     assert found - OTHERS - set(REASONS) - set(REJECTIONS) == set()
