@@ -235,7 +235,8 @@ def test_a_client_adds_up_the_packets_of_a_model(example: dict[str, Any]) -> Non
     entries = (Entry("w", (sizes[0],), "float32", "parameter"), Entry("m", (sizes[1],), "float64", "buffer"))
     schema = Schema(entries)
     vectors = Vectors(floats(held["parameters"]), floats(held["buffers"], np.float64)) if held else None
-    download = Download(result["digest"], schema, Model("", schema, vectors) if vectors else None)
+    # The example does not state the digest of the model that the client holds, so any name will do.
+    download = Download(result["digest"], schema, Model("held", schema, vectors) if vectors else None)
     payload = b"".join(bytes.fromhex(packet["encoded"]) for packet in example["packets"])
     header = pb.ModelHeader(
         schema_hash=schema.hash,
@@ -243,8 +244,7 @@ def test_a_client_adds_up_the_packets_of_a_model(example: dict[str, Any]) -> Non
         total_bytes=len(payload),
         model_digest=result["digest"],
     )
-    if held:  # the example does not state the digest of the held model, so any name will do
-        download._base = Model("held", schema, vectors)  # type: ignore[arg-type]  # it is there
+    if held:
         header.base_digest = "held"
     download.begin(header)
     download.add(pb.Chunk(data=payload))
