@@ -55,7 +55,7 @@ def test_a_header_may_be_serialised_as_another_language_does_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "damage",
     [
         lambda made: setattr(made, "name", name_of(b"another")),
         lambda made: setattr(made, "name", ""),
@@ -80,10 +80,10 @@ def test_a_header_may_be_serialised_as_another_language_does_it() -> None:
     ],
 )
 def test_an_offer_that_does_not_match_its_name_is_refused_as_damaged(
-    spoil: Callable[[pb.UpdateOffer], object],
+    damage: Callable[[pb.UpdateOffer], object],
 ) -> None:
     made = offer(header().SerializeToString())
-    spoil(made)
+    damage(made)
     with pytest.raises(DamagedOnTheWay, match="send it again") as caught:
         open_offer(made)
     assert (caught.value.status, caught.value.reason) == (StatusCode.DATA_LOSS, "digest_mismatch")
@@ -160,9 +160,9 @@ BAD: dict[str, tuple[str, Callable[[pb.UpdateHeader], object]]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_an_invalid_header_is_refused_before_the_payload(case: str) -> None:
-    reason, spoil = BAD[case]
+    reason, damage = BAD[case]
     made = header()
-    spoil(made)
+    damage(made)
     with pytest.raises(CodecError) as caught:
         check_header(made, SCHEMA)
     assert caught.value.reason == reason
