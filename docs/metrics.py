@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prometheus_client.core import Metric
 
-from fedring.client.metrics import Metrics as ClientMetrics
+from fedring.client.metrics import ClientMetrics
 from fedring.daemon.metrics import Registry
 from fedring.server.round.metrics import Metrics as ServerMetrics
 

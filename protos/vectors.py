@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 from fedring.codec import BUFFERS, Encoding, Schema, decode, encode, encode_buffers, parse_schema
 from fedring.codec.gradient import Part, encode_gradient
 from fedring.codec.precision import Precision, to_words
-from fedring.server.model import mean
+from fedring.server.model.aggregate import next_buffers, next_parameters, whole_numbers
+from fedring.server.model.contributions import Contribution, open_vectors
+from fedring.server.model.mean import Mean
+from fedring.server.model.rule import Tile
 from fedring.server.state.rows import lay_out
 from vector_cases import (
     ABOUT,
@@ -237,7 +240,7 @@ def _aggregation() -> Json:
         stated, _ = _written(packets)
         data = b"".join(bytes.fromhex(packet["encoded"]) for packet in stated)
         sizes: list[Any] = [(p["vector"], p["kind"], p["encoding"], len(p["encoded"]) // 2) for p in stated]
-        contributions.append(mean.Contribution(client, samples, lay_out(sizes), _reader(data)))
+        contributions.append(Contribution(client, samples, lay_out(sizes), _reader(data)))
         told.append({"client_id": client, "num_samples": samples, "packets": stated})
     return {
         "shows": "weights, two packets that add up, and a lossy delta; updates are not listed in the order of addition",
@@ -254,15 +257,15 @@ def _reader(data: bytes) -> Callable[[int, int], bytes]:
 
 def _mean(
     schema: Schema,
-    updates: Sequence[mean.Contribution],
+    updates: Sequence[Contribution],
     parameters: NDArray[np.float32],
     buffers: NDArray[np.float64],
 ) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
     first, second = len(parameters), len(buffers)
-    delta = mean.mean_delta(parameters, mean.open_sources(updates, "parameters", first), 0, first)
-    change = mean.mean_delta(buffers, mean.open_sources(updates, "buffers", second), 0, second)
-    whole = mean.whole_numbers(schema, 0, second)
-    return mean.moved_parameters(parameters, delta), mean.moved_buffers(buffers, change, whole)
+    delta = Mean().combine(Tile(0, first, parameters, open_vectors(updates, "parameters", first)), {})
+    change = Mean().combine(Tile(0, second, buffers, open_vectors(updates, "buffers", second)), {})
+    whole = whole_numbers(schema, 0, second)
+    return next_parameters(parameters, delta), next_buffers(buffers, change, whole)
 
 
 def _gradient(precision: Precision) -> Json:

@@ -18,7 +18,7 @@ import numpy as np
 from fedring.codec import Encoding, Entry, Schema, Vectors, encode
 from fedring.ctl.bench.runner import time_call
 from fedring.server.model.aggregate import Plan, aggregate, store_model
-from fedring.server.model.mean import Contribution
+from fedring.server.model.contributions import Contribution
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.checked import CheckedReader, Room, find_damage
@@ -52,7 +52,7 @@ def _inputs(blobs: FileBlobs, clients: int) -> tuple[str, list[str]]:
     for client in range(clients):
         partial = blobs.open_partial(f"client-{client}")
         partial.write(encode(np.roll(values, client), Encoding("fp32")))
-        updates.append(blobs.seal(partial))
+        updates.append(blobs.seal_many([partial])[0])
     return base, updates
 
 

@@ -15,15 +15,15 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 import torch
 
 from fedring.client.config import ClientConfig
-from fedring.client.connection import Connection
 from fedring.client.errors import RoundOver
-from fedring.client.inbox import Assignment
-from fedring.client.metrics import Metrics
-from fedring.client.models import Models
-from fedring.client.session import Session
-from fedring.client.spool import Spool
-from fedring.client.update import Work, make_update
-from fedring.client.upload import Upload
+from fedring.client.metrics import ClientMetrics
+from fedring.client.session.connection import Connection
+from fedring.client.session.inbox import Assignment
+from fedring.client.session.watch import ClientSession
+from fedring.client.transfer.fetch import ModelFetcher
+from fedring.client.transfer.spool import Spool
+from fedring.client.transfer.update import TrainingReport, make_update
+from fedring.client.transfer.upload import Upload
 from fedring.daemon.config import load_config
 from fedring.rpc.health import Health
 from fedring.train.models import vector
@@ -37,9 +37,11 @@ class HostedClient:
         folder.mkdir(parents=True)
         config = load_config(ClientConfig, flags={"server": server, "client_id": name, "state_dir": folder}).config
         self._name = name
-        self._connection = Connection(config, Metrics())
-        self._session = Session(self._connection, Health(reflection=False), evaluates=False, tell=lambda state: None)
-        self._models = Models(self._connection, self._session.advance)
+        self._connection = Connection(config, ClientMetrics())
+        self._session = ClientSession(
+            self._connection, Health(reflection=False), evaluates=False, tell=lambda state: None
+        )
+        self._models = ModelFetcher(self._connection, self._session.advance)
         self._spool = Spool(folder)
         self._model = vector(size)
         self._schema = schema_of(self._model)
@@ -58,13 +60,13 @@ class HostedClient:
         command = work.command
         base = self._models.at_hand(command, self._schema)
         if base is None:
-            base = await self._models.fetch(command.model_digest, self._schema, lambda: work.ended)
+            base = await self._models.fetch(command.model_digest, self._schema, lambda: work.stop_reason)
         fill(self._model, self._schema, base.vectors)
         trained = read_vectors(self._model)
         trained.parameters[0] += 1
-        update = make_update(command, self._name, base, trained, Work(samples=1), None)
+        update = make_update(command, self._name, base, trained, TrainingReport(samples=1), None)
         spooled = self._spool.write(update.offer, update.parts, update.residual)
-        await Upload(self._connection, spooled, lambda: work.ended, self._session.advance).run(work.deadline)
+        await Upload(self._connection, spooled, lambda: work.stop_reason, self._session.advance).run(work.deadline)
         self._spool.accept(spooled)
 
 

@@ -13,20 +13,22 @@ from tests.unit.gate import Gate
 
 from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of, update_name
-from fedring.rpc.chunks import Piece
+from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.contract import SESSION_KEY
 from fedring.rpc.identity import IDENTITY, LOCAL
-from fedring.rpc.streams import METER, Meter
+from fedring.rpc.streams import METER, CallMeter
 from fedring.server.config import ServerConfig
+from fedring.server.model.making import ModelMaker
 from fedring.server.model.models import Models
 from fedring.server.parts import assemble
 from fedring.server.recovery import reload
 from fedring.server.round.events import Joined
 from fedring.server.round.sessions import Session, Sessions
 from fedring.server.service import uploads
-from fedring.server.state.blobs import FileBlobs, FilePartial, Partial, StorageError
+from fedring.server.state.blobs import FileBlobs, FilePartial
 from fedring.server.state.facts import Facts
-from fedring.server.state.interfaces import Acceptance
+from fedring.server.state.failures import StorageError
+from fedring.server.state.interfaces import Acceptance, Partial
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow, lay_out
 from fedring.server.state.store import SqlStore
 from fedring.train.job import Job
@@ -58,14 +60,14 @@ class GatedStore(SqlStore):
         return super().accept_updates(rows)
 
 
-class GatedModels(Models):
-    """Models that take their time to be built."""
+class GatedMaker(ModelMaker):
+    """A maker whose first models can be held up."""
 
     gate: Gate
 
-    def fitting(self, latest: ModelRow | None, job: Job, version: int) -> ModelRow:
-        self.gate.pass_("fitting")
-        return super().fitting(latest, job, version)
+    def first(self, job: Job, latest: ModelRow | None, version: int) -> ModelRow:
+        self.gate.pass_("first model")
+        return super().first(job, latest, version)
 
 
 class FullBlobs(FileBlobs):
@@ -113,8 +115,9 @@ class Host:
         self.blobs.gate = self.gate
         self.config = ServerConfig.model_validate({"state_dir": root})
         self.facts = Facts(self.store, self.blobs, threads=1)
-        models = GatedModels(self.blobs, self.facts.pool, self.config, self.store.run_id)
-        models.gate = self.gate
+        models = Models(self.blobs, self.facts.pool, self.config, self.store.run_id)
+        models.maker = maker = GatedMaker(self.blobs, self.facts.pool, self.config, self.store.run_id, models.versions)
+        maker.gate = self.gate
         self.parts = parts = assemble(self.config, self.facts, models, Sessions(10))
         self.rounds, self.sessions, self.journal, self.jobs = parts.rounds, parts.sessions, parts.journal, parts.jobs
         self.uploads = uploads.ClientUpdateService(parts, self.config)
@@ -187,7 +190,7 @@ class Host:
         Returns:
             The last reply of the service.
         """
-        METER.set(Meter())
+        METER.set(CallMeter())
         payload = encode(values, Encoding(name))
         packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=name, bytes=len(payload))
         packet.num_samples = 1
@@ -199,11 +202,11 @@ class Host:
         digest = name_of(payload)
         offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
 
-        async def messages() -> AsyncIterator[pb.ClientUpdate | Piece]:
+        async def messages() -> AsyncIterator[pb.ClientUpdate | ReceivedChunk]:
             yield pb.ClientUpdate(offer=offer)
             if after is not None:
                 await after.wait()
-            yield Piece(0, memoryview(damage(payload)))
+            yield ReceivedChunk(0, memoryview(damage(payload)))
 
         return [reply async for reply in self.uploads.PushUpdate(messages(), Call(session))][-1]
 

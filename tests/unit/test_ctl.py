@@ -18,7 +18,7 @@ from fedring.daemon.exits import Exit
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import (
     BadRequest,
-    ClientIsHere,
+    ClientInUse,
     FedringError,
     NoSuchJob,
     NotAllowed,
@@ -185,7 +185,7 @@ def test_a_client_that_is_forgotten_is_named(server: Server, flctl: Call) -> Non
     assert flctl("clients", "forget", "bob")[:2] == (0, "bob is forgotten, with 3 updates\n")
     forgotten = json.loads(flctl("clients", "forget", "bob", "--output", "json")[1])
     assert forgotten == {"client_id": "bob", "updates": 3}
-    server.script.refuse = [ClientIsHere("bob is in session: stop its fl-client first")]
+    server.script.refuse = [ClientInUse("bob is in session: stop its fl-client first")]
     code, out, err = flctl("clients", "forget", "bob")
     assert (code, out, err) == (Exit.FAILED, "", "flctl: bob is in session: stop its fl-client first\n")
     code, out, err = flctl("clients", "--server", "127.0.0.1:1", "forget", "bob")  # not clear which verb gets --server

@@ -32,6 +32,16 @@ BREACHES = {
         "import fedring.server.round.events",
         {"the server's rooms import downwards only"},
     ),
+    "a room of the server opens the database": (
+        "server/fedring/server/parts.py",
+        "import sqlite3",
+        {"only the state knows its database, and where its files lie"},
+    ),
+    "a room of the client imports one above it": (
+        "client/fedring/client/session/inbox.py",
+        "import fedring.client.transfer.fetch",
+        {"the client's rooms import downwards only"},
+    ),
     "two modules import each other": (
         "common/fedring/codec/errors.py",
         "import fedring.codec.payload",

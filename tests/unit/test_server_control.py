@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.unit.host import Host, running, spec
 
-from fedring.rpc.errors import ClientIsHere, NoSuchClient
+from fedring.rpc.errors import ClientInUse, NoSuchClient
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.operator import control as control_module
@@ -111,11 +111,11 @@ async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp
         _, row = update = host.update(command, "a")
         await host.offer(update)
         assert host.facts.last_accepted["a"].name == row.name
-        with pytest.raises(ClientIsHere, match="a is in session: stop its fl-client first"):
+        with pytest.raises(ClientInUse, match="a is in session: stop its fl-client first"):
             await control.ForgetClient(request, None)
         host.sessions.drop(sessions["a"])
         host.rounds.handle(Left("a"))
-        with pytest.raises(ClientIsHere, match=f"an update of a is in round {command.round}: wait until"):
+        with pytest.raises(ClientInUse, match=f"an update of a is in round {command.round}: wait until"):
             await control.ForgetClient(request, None)
         await host.offer(host.update(command, "b"))
         assert await host.ended(job.job_id) == "completed"

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import reduce
 from math import inf
 
-from tests.unit.test_store import a_model
+from tests.unit.rows import a_model
 
 from fedring.server.round.events import Abandoned, Event, Joined, Matched, Opened, Rules, Started, State
 from fedring.server.round.machine import apply

@@ -90,7 +90,7 @@ async def test_an_update_that_is_being_accepted_at_the_deadline_counts(host: Hos
 
 
 async def test_a_stop_while_the_round_is_being_opened_ends_it(host: Host) -> None:
-    host.gate.close("fitting")
+    host.gate.close("first model")
     job, _ = await host.jobs.start(spec(rounds=3), "")
     await host.gate.reached()
     assert await host.jobs.stop(job.job_id) == (job.job_id, 0)

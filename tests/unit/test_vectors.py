@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from tests.unit import plain_formats as plain
 
 import vectors as script
-from fedring.client.download import Download
-from fedring.client.held import Model
+from fedring.client.transfer.download import Download, HeldModel
 from fedring.codec import (
     NAMES,
     CodecError,
@@ -34,7 +33,7 @@ from fedring.codec.digest import name_of, update_name
 from fedring.codec.gradient import decode_gradient
 from fedring.rpc.contract import PROTOCOL
 from fedring.server.model.aggregate import Plan, aggregate, store_model
-from fedring.server.model.mean import Contribution
+from fedring.server.model.contributions import Contribution
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import lay_out
@@ -236,7 +235,7 @@ def test_a_client_adds_up_the_packets_of_a_model(example: dict[str, Any]) -> Non
     schema = Schema(entries)
     vectors = Vectors(floats(held["parameters"]), floats(held["buffers"], np.float64)) if held else None
     # The example does not state the digest of the model that the client holds, so any name will do.
-    download = Download(result["digest"], schema, Model("held", schema, vectors) if vectors else None)
+    download = Download(result["digest"], schema, HeldModel("held", schema, vectors) if vectors else None)
     payload = b"".join(bytes.fromhex(packet["encoded"]) for packet in example["packets"])
     header = pb.ModelHeader(
         schema_hash=schema.hash,

@@ -9,7 +9,7 @@ from grpc import aio
 
 from fedring.daemon.audit import AuditLog
 from fedring.daemon.config import ConfigError
-from fedring.rpc.auth import Auth, Door, Tally
+from fedring.rpc.auth import Auth, AuthCounts, PortPolicy
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.tls import check_tls, server_credentials
 from fedring.server.config import ServerConfig
@@ -25,13 +25,13 @@ class Security:
     def __init__(self, config: ServerConfig, facts: Facts, stack: ExitStack) -> None:
         self._config = config
         self.tokens = Tokens(facts)
-        self.tally = Tally()
+        self.tally = AuthCounts()
         check_tls(config.tls)
         warn_of_insecurity(config)
         audit = AuditLog(config.state_dir / "audit.jsonl")
         stack.callback(audit.close)
-        self.public = Auth(self._door(config.listen, local=not config.tokens), audit, self.tally)
-        self.control = Auth(self._door(config.control_listen, local=True), audit, self.tally)
+        self.public = Auth(self._policy(config.listen, local=not config.tokens), audit, self.tally)
+        self.control = Auth(self._policy(config.control_listen, local=True), audit, self.tally)
 
     def bind(self, server: aio.Server, address: str) -> str:
         """Bind a server to an address. Returns the address with its port; ConfigError if that cannot be done."""
@@ -49,13 +49,13 @@ class Security:
             os.umask(others)
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
-    def _door(self, address: str, *, local: bool) -> Door:
+    def _policy(self, address: str, *, local: bool) -> PortPolicy:
         """Return what callers of a port must show; with `local`, nothing if they call from this host in plaintext."""
         encrypted = encrypts(address, self._config.tls)
         exposed = not encrypted and not is_loopback(address)
         asks = self._config.tls.ca is not None or self._config.tokens
         unix = address.startswith("unix:")
-        return Door(
+        return PortPolicy(
             open=unix or (not encrypted and local) or exposed or not asks,
             exposed=exposed,
             encrypted=encrypted,

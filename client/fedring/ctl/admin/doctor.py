@@ -72,7 +72,7 @@ def _examine_server(config: ServerConfig) -> Iterator[Check]:
 
 
 def _examine_client(config: ClientConfig, job: Job) -> Iterator[Check]:
-    from fedring.client.checks import check_names  # imports torch
+    from fedring.client.startup_checks import check_names  # imports torch
 
     certificates = list(doctor_checks.check_certificates(config.tls))
     yield from certificates

@@ -15,7 +15,7 @@ from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, duration, print_json, print_table, size, stderr_console
 
 if TYPE_CHECKING:
-    from fedring.server.state.snapshot import Manifest
+    from fedring.server.state.backup.contents import Manifest
 
 StateDir = Annotated[Path, typer.Option("--state-dir", metavar="DIR", help="State folder of the server, on its host.")]
 DEFAULT_STATE_DIR = Path("fl-server-state")  # as in fl-server's configuration
@@ -33,7 +33,7 @@ def backup(
     Every byte of the copy is checked.
     Protect it as you protect a key, since it holds what all clients have sent.
     """
-    from fedring.server.state.backup import back_up  # imports the database, which most verbs do not need
+    from fedring.server.state.backup.create import back_up  # imports the database, which most verbs do not need
 
     began = time.monotonic()
     with _sentences(), _bar("backup") as tell:
@@ -54,7 +54,7 @@ def restore(
     Every byte of the backup is checked before anything is changed.
     If the restore is interrupted, fl-server does not start until you have repeated it.
     """
-    from fedring.server.state.restore import restore as restore_state
+    from fedring.server.state.backup.restore import restore as restore_state
 
     began = time.monotonic()
     with _sentences(), _bar("restore") as tell:
@@ -101,7 +101,7 @@ def _report(title: str, more: dict[str, Any], manifest: "Manifest", seconds: flo
 
 @contextmanager
 def _sentences() -> Iterator[None]:
-    from fedring.server.state.snapshot import BackupError
+    from fedring.server.state.backup.contents import BackupError
 
     try:
         yield
