@@ -32,7 +32,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDRING_RING_LOST_AFTER_SECONDS", str(SECONDS))
 
 
-class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.ClientUpdateServiceServicer):
+class ScriptedServer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.ClientUpdateServiceServicer):
     """A server that answers as the test says, and records the requests that it receives."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.fetches: queue.Queue[pb.FetchModelRequest] = queue.Queue()
         self.accepted: queue.Queue[tuple[pb.UpdateHeader, bytes]] = queue.Queue()
         self.offers: queue.Queue[pb.UpdateOffer] = queue.Queue()  # of accepted and of refused updates
-        self.ways: list[tuple[str, str]] = []  # the name of the call and the client's address, for each offer
+        self.upload_calls: list[tuple[str, str]] = []  # the name of the call and the client's address, for each offer
         self.last_accepted: pb.LastAccepted | None = None  # the last accepted update in replies to Join
         self.small_calls = 0  # calls of PushSmallUpdates
         self.resumed: list[int] = []  # the offsets at which uploads were resumed
@@ -60,7 +60,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.on_bytes: Callable[[int], FedringError | None] = lambda received: None
         self.on_payload: Callable[[bytearray], object] = lambda payload: None  # may damage it
         self.on_accepted: Callable[[], FedringError | None] = lambda: None
-        self.on_piece: Callable[[int], FedringError | None] = lambda offset: None
+        self.on_chunk: Callable[[int], FedringError | None] = lambda offset: None
         self.on_evaluation: Callable[[], FedringError | None] = lambda: None
         self._sessions = 0
         self._outbox: asyncio.Queue[pb.ServerEvent | FedringError]
@@ -70,7 +70,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
     def start(self) -> None:
         """Listen, on the same port each time."""
         started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), name="peer")
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), name="scripted server")
         self._thread.start()
         started.wait()
 
@@ -130,11 +130,11 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
             model_version=version, model_digest=header.model_digest, schema_hash=header.schema_hash, **given
         )
 
-    def take(self, offer: pb.UpdateOffer) -> None:
+    def mark_accepted(self, offer: pb.UpdateOffer) -> None:
         """Treat this update as accepted from now on."""
         self._taken.add(offer.name)
 
-    def small(self, version: int) -> pb.SmallModel:
+    def small_model(self, version: int) -> pb.SmallModel:
         """Return a published model in the form in which a command carries it."""
         header, payload = self.models[version][-1]
         return pb.SmallModel(header=header, payload=payload)
@@ -190,7 +190,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         yield pb.ModelBlob(header=header)
         start = request.offset if request.payload_name == header.payload_name else 0
         for offset in range(start, len(payload), PIECE):
-            if error := self.on_piece(offset):
+            if error := self.on_chunk(offset):
                 raise error
             yield pb.ModelBlob(chunk=pb.Chunk(offset=offset, data=payload[offset : offset + PIECE]))
 
@@ -234,7 +234,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
     def _open(self, offer: pb.UpdateOffer, call: str, context: Any) -> pb.UpdateHeader:
         """Return the header of an offered update, or raise the error with which the test refuses it."""
         self.offers.put(offer)
-        self.ways.append((call, context.peer()))
+        self.upload_calls.append((call, context.peer()))
         if update_name(offer.header, offer.payload_digest) != offer.name:
             raise DamagedOnTheWay("the header does not match the name")
         header = pb.UpdateHeader.FromString(offer.header)
@@ -302,18 +302,18 @@ def _offer(
 
 
 @pytest.fixture
-def peer() -> Iterator[Peer]:
+def server() -> Iterator[ScriptedServer]:
     """Yield a scripted fl-server that listens."""
-    peer = Peer()
-    peer.start()
-    yield peer
-    peer.close()
+    server = ScriptedServer()
+    server.start()
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def settings(peer: Peer, tmp_path: Path) -> dict[str, Any]:
+def settings(server: ScriptedServer, tmp_path: Path) -> dict[str, Any]:
     """Return the arguments with which `connect` reaches the scripted server."""
-    return {"server": f"127.0.0.1:{peer.port}", "client_id": "alice", "state_dir": tmp_path / "state"}
+    return {"server": f"127.0.0.1:{server.port}", "client_id": "alice", "state_dir": tmp_path / "state"}
 
 
 @pytest.fixture
