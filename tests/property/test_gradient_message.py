@@ -1,4 +1,4 @@
-"""Decoding inverts encoding, and no bytes raise anything but CodecError."""
+"""Decoding inverts encoding, and any other bytes raise nothing but CodecError."""
 
 import contextlib
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ FLOATS = st.floats(-(2.0**120), 2.0**120, width=32) | st.floats(-4, 4, width=32)
 
 @st.composite
 def parts(draw: st.DrawFn) -> tuple[Part, int]:
-    """A part, and the size of its tensor."""
+    """Draw a part, and the size of its tensor."""
     size = draw(st.integers(0, 50) | st.integers(1, 1_000_000))
     precision = draw(st.sampled_from(PRECISIONS))
     if size <= 50 and draw(st.booleans()):
@@ -50,7 +50,7 @@ def test_decode_inverts_encode(bucket: list[tuple[Part, int]]) -> None:
 
 
 @given(st.lists(FLOATS, max_size=40), st.sampled_from(PRECISIONS))
-def test_what_rounding_takes_away_is_kept_by_one_subtraction(values: list[float], precision: Precision) -> None:
+def test_the_residual_of_rounding_is_exact(values: list[float], precision: Precision) -> None:
     exact = np.array(values, np.float32)
     words = to_words(exact, precision)
     rest = exact - words.values
@@ -59,7 +59,7 @@ def test_what_rounding_takes_away_is_kept_by_one_subtraction(values: list[float]
 
 
 @given(st.lists(st.integers(0, 2**31), max_size=30), st.integers(20, 31))
-def test_gaps_come_back(gaps: list[int], bits: int) -> None:
+def test_decoding_returns_the_encoded_gaps(gaps: list[int], bits: int) -> None:
     values = np.array(gaps, np.int64)
     data = pack_gaps(values, bits)
     assert len(data) == coded_size(values, bits)
@@ -68,7 +68,7 @@ def test_gaps_come_back(gaps: list[int], bits: int) -> None:
 
 
 def survives(data: bytes, sizes: list[int]) -> None:
-    """`data` is refused with CodecError, or says what a message may say."""
+    """Assert that `data` raises CodecError or decodes to a valid message."""
     with contextlib.suppress(CodecError):
         for entries, size in zip(decode_gradient(data, sizes=sizes), sizes, strict=True):
             assert np.isfinite(entries.values).all()
@@ -82,7 +82,7 @@ def survives(data: bytes, sizes: list[int]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(BUCKETS, st.data())
-def test_flipped_bits_raise_nothing_else(bucket: list[tuple[Part, int]], data: st.DataObject) -> None:
+def test_flipped_bits_raise_nothing_but_codec_errors(bucket: list[tuple[Part, int]], data: st.DataObject) -> None:
     message, sizes = written(bucket)
     changed = bytearray(message)
     for place in data.draw(st.lists(st.integers(0, 8 * len(changed) - 1), max_size=4)):
@@ -91,7 +91,7 @@ def test_flipped_bits_raise_nothing_else(bucket: list[tuple[Part, int]], data: s
 
 
 @given(BUCKETS, st.binary(max_size=80))
-def test_random_bodies_raise_nothing_else(bucket: list[tuple[Part, int]], body: bytes) -> None:
+def test_random_bodies_raise_nothing_but_codec_errors(bucket: list[tuple[Part, int]], body: bytes) -> None:
     message, sizes = written(bucket)
     survives(body, sizes)
     table = 12 + 12 * len(sizes)

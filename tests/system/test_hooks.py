@@ -7,14 +7,14 @@ import pytest
 from tests.system.hook_cases import BUCKETS, CASES, matrix
 from tests.system.ring_scripts import ranks
 
-LOSSLESS_LAW = 1e-5  # what float32 rounds away
-HALF_LAW = 1e-2  # and what a wrapper's 16 bits do
+LOSSLESS_LAW = 1e-5  # error of float32
+HALF_LAW = 1e-2  # error of a wrapper's 16 bits
 FORGETFUL = {"fp16", "bf16", "fp16(allreduce)", "bf16(allreduce)", "int8 without feedback"}
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("backend", ["gloo", "fedring"])
-def test_every_hook_keeps_replicas_equal_and_near_to_the_mean_and_loses_nothing(
+def test_every_hook_keeps_replicas_equal_and_near_the_mean_and_loses_no_gradient(
     backend: str, size: int, tmp_path: Path
 ) -> None:
     results = ranks.run(matrix, size, tmp_path, backend=backend)
