@@ -1,4 +1,4 @@
-"""The parts of a server with a real store and real blobs, whose threads a test can hold up, and its clients."""
+"""A server without sockets: its parts, with a real store and real blobs, and clients in session."""
 
 import asyncio
 import time
@@ -39,12 +39,13 @@ ONES = np.ones(SIZE, np.float32)
 
 
 def spec(**keys: Any) -> Job:
+    """Return a job that trains a vector of `SIZE` values, with these keys."""
     fixed = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "evaluate": False, "min_clients": 1}
     return Job.model_validate({**fixed, **keys})
 
 
 class GatedStore(SqlStore):
-    """A store whose transactions can be held up."""
+    """A store whose transactions a test can hold up."""
 
     def __init__(self, path: Path, gate: Gate) -> None:
         super().__init__(f"sqlite:///{path}")
@@ -70,7 +71,7 @@ class GatedMaker(ModelMaker):
 
 
 class FullBlobs(FileBlobs):
-    """Blobs on a disk that may be full, or slow."""
+    """Blobs on a disk that is full or slow when a test says so."""
 
     full = False
     gate: Gate
@@ -93,7 +94,7 @@ class FullBlobs(FileBlobs):
 
 
 class Call:
-    """What of a call's context is looked at."""
+    """The part of a call's context that the services read."""
 
     def __init__(self, session: Session) -> None:
         self._session_id = session.session_id
@@ -102,11 +103,11 @@ class Call:
         return ((SESSION_KEY, self._session_id),)
 
     def add_done_callback(self, callback: object) -> None:
-        """It ends with the test."""
+        """Do nothing: the call lasts until the test ends."""
 
 
 class Host:
-    """The parts of a server, and clients in session."""
+    """The parts of a server, and what its clients do. A test can hold up the server's threads at its `gate`."""
 
     def __init__(self, root: Path) -> None:
         self.gate = Gate()
@@ -123,6 +124,7 @@ class Host:
         self._names = iter(range(1000))
 
     def join(self, client: str) -> Session:
+        """Return a session of the client, which is ready to train. An older session of the client ends."""
         IDENTITY.set(LOCAL)
         older = self.sessions.get(client)
         request = pb.JoinRequest(client_id=client, resume_secret=older.secret if older else "")
@@ -133,7 +135,7 @@ class Host:
         return session
 
     async def command(self, session: Session) -> pb.TrainCmd:
-        """The client's next command."""
+        """Return the next command to train that the client receives."""
         async with asyncio.timeout(60):
             while True:
                 event = pb.ServerEvent.FromString(await session.outbox.get())
@@ -143,7 +145,7 @@ class Host:
     def update(
         self, command: pb.TrainCmd, client: str, values: NDArray[np.float32] = ONES
     ) -> tuple[FilePartial, UpdateRow]:
-        """An update, received and checked."""
+        """Return an update that was received and checked: its file, and its row for the store."""
         payload = encode(values, Encoding("fp32"))
         partial = self.blobs.open_partial(f"update-{next(self._names)}")
         partial.write(payload)
@@ -174,9 +176,19 @@ class Host:
         damage: Callable[[bytes], bytes] = lambda payload: payload,
         **changes: Any,
     ) -> pb.UpdateReply:
-        """The last reply to an update that goes the whole way; its payload follows its offer `after` the event.
+        """Upload an update through the upload service.
 
-        The payload may be damaged on its way, and fields of the header may be others than they should be.
+        Args:
+            session: The session of the client.
+            command: The command that the update answers.
+            values: The parameters of the update, float32, as many as the model has.
+            name: The encoding.
+            after: The payload is sent when this event is set; None = immediately after the offer.
+            damage: Changes the payload in transit.
+            changes: Fields of the header that differ from what they should be.
+
+        Returns:
+            The last reply of the service.
         """
         METER.set(CallMeter())
         payload = encode(values, Encoding(name))
@@ -199,11 +211,12 @@ class Host:
         return [reply async for reply in self.uploads.PushUpdate(messages(), Call(session))][-1]
 
     def offer(self, update: tuple[FilePartial, UpdateRow]) -> "asyncio.Task[bool]":
+        """Start to accept an update. The task returns whether it had been accepted before."""
         partial, row = update
         return asyncio.get_running_loop().create_task(self.parts.acceptor.accept(partial, row))
 
     async def ended(self, job_id: int) -> str:
-        """The state in which the job ended."""
+        """Wait for the end of a job, and return the state in which it ended."""
         async with asyncio.timeout(60):
             async for event in self.journal.follow(1):
                 if event.kind == "job_ended" and event.job_id == job_id:
@@ -215,15 +228,14 @@ class Host:
 
 @asynccontextmanager
 async def running(root: Path) -> AsyncIterator[Host]:
-    """A host that does what is due, and whose parts all live to the end."""
+    """Yield a host that accepts updates and runs jobs. At the end, both must still be running."""
     host = Host(root)
     await reload(host.parts, keep_models=10)
     async with asyncio.TaskGroup() as tasks:
-        parts = (host.parts.acceptor.run(), host.jobs.run())
-        tasks_of_host = [tasks.create_task(part) for part in parts]
+        background = [tasks.create_task(part) for part in (host.parts.acceptor.run(), host.jobs.run())]
         yield host
-        assert not any(task.done() for task in tasks_of_host)
+        assert not any(task.done() for task in background)
         host.gate.open()
-        for task in tasks_of_host:
+        for task in background:
             task.cancel()
     host.facts.close()

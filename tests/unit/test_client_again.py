@@ -20,28 +20,28 @@ from fedring.rpc.errors import UnknownRound
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
 SECONDS = 60.0
 MINE = name_of(b"my update")
 
 
 def test_a_round_whose_deadline_passed_at_the_client_is_trained_when_the_server_asks_again(
-    peer: "Peer", settings: dict[str, Any]
+    server: "ScriptedServer", settings: dict[str, Any]
 ) -> None:
     """The deadline of a round does not advance while the server is down, but the client's clock goes on."""
     model, tasks = nn.Linear(4, 2), list[Task]()
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        command = peer.command(model, round_=3, deadline_seconds=0.01)
-        peer.train(command)
+        server.joins.get(timeout=SECONDS)
+        command = server.command(model, round_=3, deadline_seconds=0.01)
+        server.train(command)
         first = next(federation)
         until(lambda: first.cancelled)
         waiting = threading.Thread(target=lambda: tasks.append(next(federation)), daemon=True)
         waiting.start()
         until(lambda: not federation.ids)  # the round has ended for the client
         command.deadline_seconds = 600
-        peer.train(command)
+        server.train(command)
         waiting.join(SECONDS)
         (second,) = tasks
         assert (second.round, second.cancelled) == (3, False)
@@ -50,14 +50,14 @@ def test_a_round_whose_deadline_passed_at_the_client_is_trained_when_the_server_
 
 
 def test_a_worker_whose_group_was_lost_during_the_delivery_trains_with_the_next_group(
-    peer: "Peer", settings: dict[str, Any]
+    server: "ScriptedServer", settings: dict[str, Any]
 ) -> None:
     model = nn.Linear(4, 2)
     errors = [UnknownRound("the group has ended", reason="not_a_worker")]
-    peer.on_header = lambda header: errors.pop() if errors else None
+    server.on_header = lambda header: errors.pop() if errors else None
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=3))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=3))
         first = next(federation)
         first.load_into(model)
         with pytest.raises(RoundOver, match="not_a_worker"):
@@ -66,7 +66,7 @@ def test_a_worker_whose_group_was_lost_during_the_delivery_trains_with_the_next_
         assert (second.round, second is first) == (3, False)
         second.load_into(model)
         second.submit(model, samples=1)
-    assert peer.accepted.get_nowait()[0].round == 3
+    assert server.accepted.get_nowait()[0].round == 3
 
 
 @pytest.mark.parametrize(

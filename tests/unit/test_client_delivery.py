@@ -22,7 +22,7 @@ from fedring.rpc.errors import BadUpdate, FedringError, NoSession, OtherUpdate, 
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
 SECONDS = 60.0
 RUN, HASH = "run-1", b"h" * 32
@@ -32,7 +32,7 @@ OLD, NEW = np.full(4, 1.0, np.float32), np.full(4, 2.0, np.float32)  # residuals
 
 
 @pytest.fixture
-def link(peer: "Peer", settings: dict[str, Any]) -> Iterator[ServerLink]:
+def link(server: "ScriptedServer", settings: dict[str, Any]) -> Iterator[ServerLink]:
     """A session with the scripted server, which sends no command."""
     link = ServerLink(ClientConfig(**settings), ClientMetrics(), evaluates=False, tell=lambda sentence: None)
     link.call(lambda: link.connection.wait_for_new_session(""))  # until there is a session
@@ -98,21 +98,21 @@ def assert_gone(spool: Spool, residual: Residual) -> None:
     np.testing.assert_array_equal(residual_on_disk(spool), residual)
 
 
-def test_a_round_is_trained_if_no_update_is_spooled(peer: "Peer", link: ServerLink, tmp_path: Path) -> None:
+def test_a_round_is_trained_if_no_update_is_spooled(server: "ScriptedServer", link: ServerLink, tmp_path: Path) -> None:
     assert not Delivery(link, Spool(tmp_path)).settle(assignment())
-    assert peer.ways == []
+    assert server.upload_calls == []
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_the_spooled_update_of_the_current_round_is_sent_even_in_another_epoch(
-    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery, epoch: int
+    server: "ScriptedServer", link: ServerLink, spool: Spool, delivery: Delivery, epoch: int
 ) -> None:
     pending = spool.pending()
     assert pending is not None
     this = assignment(epoch=epoch)
     assert delivery.settle(this)
-    assert peer.accepted.get_nowait() == (pending.header, PAYLOAD)
-    assert peer.offers.get_nowait() == pending.offer  # exactly the spooled bytes
+    assert server.accepted.get_nowait() == (pending.header, PAYLOAD)
+    assert server.offers.get_nowait() == pending.offer  # exactly the spooled bytes
     assert (this.accepted_name, this.undelivered) == (pending.offer.name, False)
     assert link.connection.last_accepted == pb.LastAccepted(epoch=1, round=7, name=pending.offer.name)
     assert_gone(spool, NEW)
@@ -121,15 +121,15 @@ def test_the_spooled_update_of_the_current_round_is_sent_even_in_another_epoch(
 @pytest.mark.parametrize("error", [Unavailable("gone"), Overloaded("later")])
 @pytest.mark.parametrize("fields", [{"round": 8}, {"model_digest": OTHER_BASE}, {}], ids=["next", "restored", "same"])
 def test_the_update_is_kept_and_nothing_is_trained_while_the_server_does_not_answer(
-    peer: "Peer", spool: Spool, delivery: Delivery, fields: dict[str, Any], error: FedringError
+    server: "ScriptedServer", spool: Spool, delivery: Delivery, fields: dict[str, Any], error: FedringError
 ) -> None:
-    peer.on_header = lambda header: error
+    server.on_header = lambda header: error
     this = assignment(0.0, **fields)  # The deadline has passed, so the server is asked only once.
     assert delivery.settle(this)
     assert (this.undelivered, this.end_reason, this.accepted_name) == (True, "", "")
-    assert len(peer.ways) == 1
+    assert len(server.upload_calls) == 1
     assert_kept(spool)
-    peer.on_header = lambda header: None
+    server.on_header = lambda header: None
     again = assignment(**fields)  # The server asks for the round again, and now it answers.
     assert delivery.settle(again) == (not fields)
     assert_gone(spool, OLD if fields else NEW)
@@ -137,28 +137,28 @@ def test_the_update_is_kept_and_nothing_is_trained_while_the_server_does_not_ans
 
 @pytest.mark.parametrize("fields", [{"round": 8}, {"model_digest": OTHER_BASE}], ids=["next", "restored"])
 def test_a_client_that_is_closed_while_it_asks_about_an_update_keeps_it(
-    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery, fields: dict[str, Any]
+    server: "ScriptedServer", link: ServerLink, spool: Spool, delivery: Delivery, fields: dict[str, Any]
 ) -> None:
     def close(header: pb.UpdateHeader) -> FedringError:
         link.close()
         link.join()
         return Unavailable("too late")
 
-    peer.on_header = close
+    server.on_header = close
     with pytest.raises(FederationClosed):
         delivery.settle(assignment(**fields))
     assert_kept(spool)
 
 
 def test_a_client_that_is_closed_while_it_sends_an_update_keeps_it(
-    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery
+    server: "ScriptedServer", link: ServerLink, spool: Spool, delivery: Delivery
 ) -> None:
     def close(header: pb.UpdateHeader) -> FedringError:
         link.close()
         link.join()
         return Unavailable("too late")
 
-    peer.on_header = close
+    server.on_header = close
     assert delivery.settle(assignment())
     assert_kept(spool)
 
@@ -175,13 +175,18 @@ def test_a_client_that_is_closed_while_it_sends_an_update_keeps_it(
     ids=lambda error: error.reason if error else "resume",
 )
 def test_an_update_of_another_round_or_model_is_dropped_after_asking_the_server_and_the_round_is_trained(
-    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery, fields: dict[str, Any], error: FedringError | None
+    server: "ScriptedServer",
+    link: ServerLink,
+    spool: Spool,
+    delivery: Delivery,
+    fields: dict[str, Any],
+    error: FedringError | None,
 ) -> None:
-    peer.on_header = lambda header: error
+    server.on_header = lambda header: error
     this = assignment(**fields)
     assert not delivery.settle(this)
-    assert [call for call, _ in peer.ways] == ["PushUpdate"]
-    assert peer.accepted.empty()  # no byte of the payload was sent
+    assert [call for call, _ in server.upload_calls] == ["PushUpdate"]
+    assert server.accepted.empty()  # no byte of the payload was sent
     assert (this.undelivered, this.accepted_name, this.failure) == (False, "", None)
     assert link.connection.last_accepted == pb.LastAccepted()
     assert_gone(spool, OLD)
@@ -189,11 +194,11 @@ def test_an_update_of_another_round_or_model_is_dropped_after_asking_the_server_
 
 @pytest.mark.parametrize("fields", [{"round": 8}, {"model_digest": OTHER_BASE}], ids=["next", "restored"])
 def test_an_update_whose_acceptance_was_not_heard_leaves_its_residual_and_the_round_is_trained(
-    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery, fields: dict[str, Any]
+    server: "ScriptedServer", link: ServerLink, spool: Spool, delivery: Delivery, fields: dict[str, Any]
 ) -> None:
     pending = spool.pending()
     assert pending is not None
-    peer.take(pending.offer)
+    server.mark_accepted(pending.offer)
     this = assignment(**fields)
     assert not delivery.settle(this)
     assert this.accepted_name == ""
@@ -202,36 +207,36 @@ def test_an_update_whose_acceptance_was_not_heard_leaves_its_residual_and_the_ro
     np.testing.assert_array_equal(spool.residual(RUN, HASH, link.connection.last_accepted), NEW)
 
 
-def join_again(peer: "Peer", link: ServerLink, last: pb.LastAccepted) -> None:
+def join_again(server: "ScriptedServer", link: ServerLink, last: pb.LastAccepted) -> None:
     """Begin a new session, whose Join names the newest update that the server has accepted."""
     session_id = link.connection.session.session_id
-    peer.last_accepted = last
-    peer.send(NoSession("join again"))
+    server.last_accepted = last
+    server.send(NoSession("join again"))
     link.call(lambda: link.connection.wait_for_new_session(session_id))
 
 
 @pytest.mark.parametrize("fields", [{"round": 8}, {"model_digest": OTHER_BASE}], ids=["next", "restored"])
 def test_the_server_is_not_asked_about_the_update_that_its_join_reply_names_as_accepted(
-    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery, fields: dict[str, Any]
+    server: "ScriptedServer", link: ServerLink, spool: Spool, delivery: Delivery, fields: dict[str, Any]
 ) -> None:
     pending = spool.pending()
     assert pending is not None
     last = pb.LastAccepted(epoch=1, round=7, name=pending.offer.name)
-    join_again(peer, link, last)
+    join_again(server, link, last)
     assert not delivery.settle(assignment(**fields))
-    assert peer.ways == []
+    assert server.upload_calls == []
     assert link.connection.last_accepted == last
     assert_gone(spool, NEW)
 
 
 def test_a_join_reply_that_names_another_update_says_nothing_about_the_spooled_one(
-    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery
+    server: "ScriptedServer", link: ServerLink, spool: Spool, delivery: Delivery
 ) -> None:
     last = pb.LastAccepted(epoch=1, round=7, name=name_of(b"another"))
-    join_again(peer, link, last)
-    peer.on_header = lambda header: OtherUpdate("has another one")
+    join_again(server, link, last)
+    server.on_header = lambda header: OtherUpdate("has another one")
     assert not delivery.settle(assignment(round=8))
-    assert len(peer.ways) == 1
+    assert len(server.upload_calls) == 1
     assert link.connection.last_accepted == last
     assert Spool(spool.folder).pending() is None
     assert spool.residual(RUN, HASH, last) is None  # the residual of round 6 was sent along in round 7
@@ -239,21 +244,23 @@ def test_a_join_reply_that_names_another_update_says_nothing_about_the_spooled_o
 
 @pytest.mark.parametrize("known", [True, False])
 def test_an_update_of_protocol_1_in_the_spool_counts_as_accepted_if_the_server_names_it(
-    peer: "Peer", link: ServerLink, spool: Spool, delivery: Delivery, known: bool
+    server: "ScriptedServer", link: ServerLink, spool: Spool, delivery: Delivery, known: bool
 ) -> None:
     header = pb.UpdateHeader(run_id=RUN, round=7, schema_hash=HASH, total_bytes=6).SerializeToString()
     old = struct.pack("<2sBBI", b"SP", 1, 1, len(header)) + header + PAYLOAD
     (spool.folder / "update").write_bytes(old)
     name = hashlib.sha256(PAYLOAD).hexdigest()
     if known:
-        join_again(peer, link, pb.LastAccepted(round=7, name=name))
+        join_again(server, link, pb.LastAccepted(round=7, name=name))
     assert not delivery.settle(assignment(round=8))
-    assert len(peer.ways) == (0 if known else 1)
-    assert peer.accepted.empty()
+    assert len(server.upload_calls) == (0 if known else 1)
+    assert server.accepted.empty()
     assert_gone(spool, NEW if known else OLD)
 
 
-def test_the_server_is_not_asked_about_an_update_of_another_run(peer: "Peer", spool: Spool, delivery: Delivery) -> None:
+def test_the_server_is_not_asked_about_an_update_of_another_run(
+    server: "ScriptedServer", spool: Spool, delivery: Delivery
+) -> None:
     assert not delivery.settle(assignment(run_id="run-2"))
-    assert peer.ways == []
+    assert server.upload_calls == []
     assert_gone(spool, OLD)

@@ -22,7 +22,7 @@ from fedring.train.models import digits_mlp
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
 SECONDS = 120.0  # torch loads slowly on a busy machine
 
@@ -88,7 +88,7 @@ def started(settings: dict[str, Any], *arguments: str) -> Iterator[Fork]:
 
 
 @pytest.mark.programs
-def test_the_daemon_trains_and_exits_cleanly_on_sigterm(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_the_daemon_trains_and_exits_cleanly_on_sigterm(server: "ScriptedServer", settings: dict[str, Any]) -> None:
     job: dict[str, Any] = {
         "mode": "federated",
         "model": "fedring.train.models:digits_mlp",
@@ -96,12 +96,12 @@ def test_the_daemon_trains_and_exits_cleanly_on_sigterm(peer: "Peer", settings: 
     }
     job |= {"loss": "fedring.train.losses:cross_entropy", "optimizer": "fedring.train.optimizers:sgd"}
     with started(settings, "threads=1") as process:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(digits_mlp(), round_=1, job=pb.JobSpec(**job)))
-        assert peer.accepted.get(timeout=SECONDS)[0].client_id == "alice"
-        long = peer.command(digits_mlp(), round_=2, epochs=1_000_000, lr=1e-6, job=pb.JobSpec(**job))
-        peer.train(long)
-        while peer.reports.get(timeout=SECONDS).activity != pb.ACTIVITY_TRAINING:
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(digits_mlp(), round_=1, job=pb.JobSpec(**job)))
+        assert server.accepted.get(timeout=SECONDS)[0].client_id == "alice"
+        long = server.command(digits_mlp(), round_=2, epochs=1_000_000, lr=1e-6, job=pb.JobSpec(**job))
+        server.train(long)
+        while server.reports.get(timeout=SECONDS).activity != pb.ACTIVITY_TRAINING:
             pass
         process.send_signal(signal.SIGTERM)
         errors, _ = process.communicate(timeout=SECONDS)
@@ -113,14 +113,14 @@ def test_the_daemon_trains_and_exits_cleanly_on_sigterm(peer: "Peer", settings: 
 
 
 @pytest.mark.programs
-def test_the_daemon_exits_with_78_when_it_is_refused(peer: "Peer", settings: dict[str, Any]) -> None:
-    peer.on_join = lambda: BadRequest("install another version", reason="wrong_protocol")
+def test_the_daemon_exits_with_78_when_it_is_refused(server: "ScriptedServer", settings: dict[str, Any]) -> None:
+    server.on_join = lambda: BadRequest("install another version", reason="wrong_protocol")
     with started(settings) as process:
         errors, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == Exit.CONFIG
     assert "wrong_protocol" in errors
     with pytest.raises(queue.Empty):
-        peer.accepted.get_nowait()
+        server.accepted.get_nowait()
 
 
 @pytest.mark.parametrize(

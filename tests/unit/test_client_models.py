@@ -19,7 +19,7 @@ from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
 SECONDS = 60.0
 NAME = name_of(b"a model")
@@ -31,127 +31,129 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(50, 40), nn.BatchNorm1d(40))
 
 
-def test_a_broken_download_resumes_where_it_broke(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+def test_a_broken_download_resumes_where_it_broke(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
     breaks: dict[int, FedringError] = {2000: Unavailable("the cable"), 5000: Unavailable("again")}
-    peer.on_piece = lambda offset: breaks.pop(offset, None)
+    server.on_chunk = lambda offset: breaks.pop(offset, None)
     wanted = read_vectors(model).digest()
     mine = nn.Sequential(nn.Linear(50, 40), nn.BatchNorm1d(40))
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model))
         next(federation).load_into(mine)
     assert read_vectors(mine).digest() == wanted
-    assert [peer.fetches.get_nowait().offset for _ in range(3)] == [0, 2000, 5000]
+    assert [server.fetches.get_nowait().offset for _ in range(3)] == [0, 2000, 5000]
 
 
 def test_a_model_that_the_client_holds_is_not_fetched_again(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
         for round_ in (1, 2):
-            peer.train(peer.command(model, round_=round_))
+            server.train(server.command(model, round_=round_))
             task = next(federation)
             task.load_into(model)
             task.submit(model, samples=1)
-    assert peer.fetches.qsize() == 1
+    assert server.fetches.qsize() == 1
 
 
 def test_another_model_with_the_same_version_number_is_fetched_and_used(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     """A server does this if it was restored and has trained since then."""
     first, schema = read_vectors(model), schema_of(model)
     second = Vectors(first.parameters + 1, first.buffers)
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
         for values in (first, second):
-            peer.publish(1, schema, values)
-            peer.train(peer.command(model, round_=7, model_version=1))
+            server.publish(1, schema, values)
+            server.train(server.command(model, round_=7, model_version=1))
             task = next(federation)
             task.load_into(model)
             np.testing.assert_array_equal(read_vectors(model).parameters, values.parameters)
             if values is first:
                 task.submit(model, samples=1)
-                peer.last_accepted = None  # The restored server has forgotten the update.
+                server.last_accepted = None  # The restored server has forgotten the update.
         task.submit(model, samples=1)
-    assert [peer.fetches.get_nowait().digest for _ in range(2)] == [first.digest(), second.digest()]
-    bases = [peer.accepted.get_nowait()[0].base_digest for _ in range(2)]
+    assert [server.fetches.get_nowait().digest for _ in range(2)] == [first.digest(), second.digest()]
+    bases = [server.accepted.get_nowait()[0].base_digest for _ in range(2)]
     assert bases == [first.digest(), second.digest()]
 
 
 def test_the_same_model_with_another_version_number_is_not_fetched_again(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     values, schema = read_vectors(model), schema_of(model)
     for version in (1, 2):
-        peer.publish(version, schema, values)
+        server.publish(version, schema, values)
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
         for round_ in (1, 2):
-            peer.train(peer.command(model, round_=round_, model_version=round_))
+            server.train(server.command(model, round_=round_, model_version=round_))
             task = next(federation)
             task.load_into(model)
             task.submit(model, samples=1)
-    assert peer.fetches.qsize() == 1
+    assert server.fetches.qsize() == 1
 
 
-def command_with_model(peer: "Peer", model: nn.Module) -> pb.TrainCmd:
+def command_with_model(server: "ScriptedServer", model: nn.Module) -> pb.TrainCmd:
     """Return a command that carries the model."""
-    command = peer.command(model)
-    command.model.CopyFrom(peer.small(1))
+    command = server.command(model)
+    command.model.CopyFrom(server.small_model(1))
     return command
 
 
 def test_a_model_that_comes_with_its_command_is_not_fetched(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     mine = nn.Sequential(nn.Linear(50, 40), nn.BatchNorm1d(40))
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(command_with_model(peer, model))
+        server.joins.get(timeout=SECONDS)
+        server.train(command_with_model(server, model))
         next(federation).load_into(mine)
     assert read_vectors(mine).digest() == read_vectors(model).digest()
-    assert peer.fetches.qsize() == 0
+    assert server.fetches.qsize() == 0
 
 
 def test_a_model_that_was_damaged_within_its_command_is_fetched(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     mine = nn.Sequential(nn.Linear(50, 40), nn.BatchNorm1d(40))
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        command = command_with_model(peer, model)
+        server.joins.get(timeout=SECONDS)
+        command = command_with_model(server, model)
         command.model.payload = command.model.payload[:-1] + b"?"
-        peer.train(command)
+        server.train(command)
         next(federation).load_into(mine)
     assert read_vectors(mine).digest() == read_vectors(model).digest()
-    assert peer.fetches.qsize() == 1
+    assert server.fetches.qsize() == 1
 
 
 def test_a_model_that_comes_with_its_command_must_have_the_right_schema(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(command_with_model(peer, model))
+        server.joins.get(timeout=SECONDS)
+        server.train(command_with_model(server, model))
         with pytest.raises(WrongModel, match=r"0\.weight"):
             next(federation).load_into(nn.Sequential(nn.Linear(50, 41)))
 
 
 def test_a_difference_from_the_held_model_leads_to_the_same_bytes(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     first, schema = read_vectors(model), schema_of(model)
     step = Vectors(np.full_like(first.parameters, 0.1), np.full_like(first.buffers, 0.1))
     second = Vectors(first.parameters + step.parameters, first.buffers + step.buffers)
-    peer.publish(1, schema, first)
-    peer.publish(2, schema, second, step=(1, step))
+    server.publish(1, schema, first)
+    server.publish(2, schema, second, step=(1, step))
     rounded = np.round(second.buffers[-1])  # the count of batches is an integer
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
         for round_ in (1, 2):
-            peer.train(peer.command(model, round_=round_, model_version=round_))
+            server.train(server.command(model, round_=round_, model_version=round_))
             task = next(federation)
             task.load_into(model)
             if round_ == 1:
@@ -159,13 +161,13 @@ def test_a_difference_from_the_held_model_leads_to_the_same_bytes(
     got = read_vectors(model)
     np.testing.assert_array_equal(got.parameters, second.parameters)
     assert got.buffers[-1] == rounded
-    requests = [peer.fetches.get_nowait() for _ in range(2)]
+    requests = [server.fetches.get_nowait() for _ in range(2)]
     assert [request.digest for request in requests] == [first.digest(), second.digest()]
     assert [request.held_digest for request in requests] == ["", first.digest()]
 
 
 def test_a_large_model_is_made_outside_of_the_sessions_thread_however_short_the_difference(
-    peer: "Peer", settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    server: "ScriptedServer", settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, finished = nn.Linear(1000, 600), []
     finish = Download.finish
@@ -180,15 +182,15 @@ def test_a_large_model_is_made_outside_of_the_sessions_thread_however_short_the_
     change[7] = 1.0
     payload = encode(change, Encoding("uniform"))
     step = Vectors(decode(payload, name="uniform", length=change.size).astype(np.float32), values.buffers)
-    peer.publish(1, schema, values)
-    peer.publish(2, schema, Vectors(values.parameters + step.parameters, values.buffers), step=(1, step))
-    header = peer.models[2][0][0]
+    server.publish(1, schema, values)
+    server.publish(2, schema, Vectors(values.parameters + step.parameters, values.buffers), step=(1, step))
+    header = server.models[2][0][0]
     header.packets[0].encoding, header.packets[0].bytes, header.total_bytes = "uniform", len(payload), len(payload)
-    peer.models[2][0] = header, payload
+    server.models[2][0] = header, payload
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
         for round_ in (1, 2):
-            peer.train(peer.command(model, round_=round_, model_version=round_))
+            server.train(server.command(model, round_=round_, model_version=round_))
             task = next(federation)
             task.load_into(model)
             if round_ == 1:
@@ -198,46 +200,48 @@ def test_a_large_model_is_made_outside_of_the_sessions_thread_however_short_the_
 
 
 def test_after_a_difference_that_leads_to_another_model_the_model_is_fetched_in_full(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, caplog: pytest.LogCaptureFixture
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, schema = read_vectors(model), schema_of(model)
     second = Vectors(first.parameters * 2, first.buffers)
-    peer.publish(1, schema, first)
-    peer.publish(2, schema, second, step=(1, second))
+    server.publish(1, schema, first)
+    server.publish(2, schema, second, step=(1, second))
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
         for round_ in (1, 2):
-            peer.train(peer.command(model, round_=round_, model_version=round_))
+            server.train(server.command(model, round_=round_, model_version=round_))
             task = next(federation)
             task.load_into(model)
             if round_ == 1:
                 task.submit(model, samples=1)
     np.testing.assert_array_equal(read_vectors(model).parameters, second.parameters)
-    assert [peer.fetches.get_nowait().held_digest for _ in range(3)] == ["", first.digest(), ""]
+    assert [server.fetches.get_nowait().held_digest for _ in range(3)] == ["", first.digest(), ""]
     assert "in full" in caplog.text
 
 
 def test_a_model_that_the_server_does_not_have_ends_the_task(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
-    peer.on_piece = lambda offset: UnknownModel("model 1 is not kept")
+    server.on_chunk = lambda offset: UnknownModel("model 1 is not kept")
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model))
         with pytest.raises(RoundOver, match="unknown_model"):
             next(federation).load_into(model)
 
 
-def test_a_round_that_ends_stops_its_download(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+def test_a_round_that_ends_stops_its_download(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
     def end(offset: int) -> FedringError | None:
         return Unavailable("never") if offset >= 1000 else None
 
-    peer.on_piece = end
+    server.on_chunk = end
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model))
         task = next(federation)
-        peer.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=1, reason="stopped")))
+        server.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=1, reason="stopped")))
         with pytest.raises(RoundOver, match="stopped"):
             task.load_into(model)
 

@@ -11,7 +11,7 @@ from fedring.client import connect
 from fedring.client.session.resume_secret import ResumeSecret
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
 SECONDS = 60.0
 ONE, OTHER = "0123456789abcdef" * 2, "f" * 32
@@ -68,15 +68,15 @@ def test_a_client_that_cannot_write_its_secret_still_uses_it(tmp_path: Path, cap
 
 
 def test_a_client_shows_the_secret_that_it_was_given_even_after_a_restart(
-    peer: "Peer", settings: dict[str, Any]
+    server: "ScriptedServer", settings: dict[str, Any]
 ) -> None:
-    peer.secret = ONE
+    server.secret = ONE
     with connect(**settings):
-        assert peer.joins.get(timeout=SECONDS).resume_secret == ""
-        while not peer.reports.get(timeout=SECONDS).matched:
+        assert server.joins.get(timeout=SECONDS).resume_secret == ""
+        while not server.reports.get(timeout=SECONDS).matched:
             pass
-        peer.stop()
-        peer.start()
-        assert peer.joins.get(timeout=SECONDS).resume_secret == ONE
+        server.stop()
+        server.start()
+        assert server.joins.get(timeout=SECONDS).resume_secret == ONE
     with connect(**settings):
-        assert peer.joins.get(timeout=SECONDS).resume_secret == ONE
+        assert server.joins.get(timeout=SECONDS).resume_secret == ONE

@@ -19,7 +19,7 @@ from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
 SECONDS = 60.0
 JOB: dict[str, Any] = {
@@ -86,13 +86,15 @@ def job(**fields: Any) -> pb.JobSpec:
     return pb.JobSpec(**JOB | fields)
 
 
-def test_a_declared_job_is_trained_and_evaluated(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+def test_a_declared_job_is_trained_and_evaluated(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
     with client(settings, partition_index=1, partition_count=4):
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, job=job(), epochs=3))
-        header, _ = peer.accepted.get(timeout=SECONDS)
-        peer.send(pb.ServerEvent(evaluate=peer.evaluation(1, job=job(), round=1)))
-        report = peer.evaluations.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, job=job(), epochs=3))
+        header, _ = server.accepted.get(timeout=SECONDS)
+        server.send(pb.ServerEvent(evaluate=server.evaluation(1, job=job(), round=1)))
+        report = server.evaluations.get(timeout=SECONDS)
     assert header.packets[0].num_samples in (359, 360)
     assert 0 < header.metrics["accuracy"] <= 1
     assert header.train_seconds > 0
@@ -100,20 +102,20 @@ def test_a_declared_job_is_trained_and_evaluated(peer: "Peer", settings: dict[st
 
 
 def test_names_in_the_configuration_take_precedence_and_are_trusted(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, module: ModuleType
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, module: ModuleType
 ) -> None:
     def my_trainer(model: nn.Module, samples: Any, plan: Any) -> int:
         return 17
 
     with client(settings, trainer=plug_in(module, my_trainer)):
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, job=job()))
-        header, _ = peer.accepted.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, job=job()))
+        header, _ = server.accepted.get(timeout=SECONDS)
     assert header.packets[0].num_samples == 17
 
 
 def test_data_and_model_stay_loaded_from_job_to_job(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, module: ModuleType
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, module: ModuleType
 ) -> None:
     loads = []
 
@@ -124,10 +126,10 @@ def test_data_and_model_stay_loaded_from_job_to_job(
         return digits()
 
     with client(settings, data=plug_in(module, my_data)):
-        peer.joins.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
         for round_, number in ((1, 1), (2, 1), (3, 2)):
-            peer.train(peer.command(model, round_=round_, job=job(job_id=number, name=f"job {number}")))
-            peer.accepted.get(timeout=SECONDS)
+            server.train(server.command(model, round_=round_, job=job(job_id=number, name=f"job {number}")))
+            server.accepted.get(timeout=SECONDS)
     assert len(loads) == 1
 
 
@@ -147,7 +149,7 @@ def broken(*arguments: Any) -> Any:
     ],
 )
 def test_a_job_that_fails_is_reported_and_the_next_one_is_trained(
-    peer: "Peer",
+    server: "ScriptedServer",
     settings: dict[str, Any],
     model: nn.Module,
     module: ModuleType,
@@ -156,33 +158,35 @@ def test_a_job_that_fails_is_reported_and_the_next_one_is_trained(
 ) -> None:
     plug_in(module, broken)
     with client(settings, trusted=["fedring", "my_project"]):
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=1, job=job(**fields)))
-        failure = peer.failures.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=2, job=job()))
-        assert peer.accepted.get(timeout=SECONDS)[0].round == 2
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=1, job=job(**fields)))
+        failure = server.failures.get(timeout=SECONDS)
+        server.train(server.command(model, round_=2, job=job()))
+        assert server.accepted.get(timeout=SECONDS)[0].round == 2
     assert (failure.round, failure.reason) == (1, reason)
 
 
-def test_a_model_with_another_schema_is_reported(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_model_with_another_schema_is_reported(server: "ScriptedServer", settings: dict[str, Any]) -> None:
     other = nn.Linear(64, 10)
-    peer.publish(1, schema_of(other), read_vectors(other))
+    server.publish(1, schema_of(other), read_vectors(other))
     with client(settings):
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(other, job=job()))
-        assert peer.failures.get(timeout=SECONDS).reason == "wrong_schema"
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(other, job=job()))
+        assert server.failures.get(timeout=SECONDS).reason == "wrong_schema"
 
 
-def test_a_model_that_cannot_be_evaluated_is_reported_without_counts(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_model_that_cannot_be_evaluated_is_reported_without_counts(
+    server: "ScriptedServer", settings: dict[str, Any]
+) -> None:
     with client(settings):
-        peer.joins.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
         command = pb.EvaluateCmd(job=job(data="os:getcwd"), round=1, model_version=1, deadline_seconds=600)
-        peer.send(pb.ServerEvent(evaluate=command))
-        assert peer.evaluations.get(timeout=SECONDS).total == 0
+        server.send(pb.ServerEvent(evaluate=command))
+        assert server.evaluations.get(timeout=SECONDS).total == 0
 
 
 def test_a_round_that_ends_stops_the_training(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, module: ModuleType
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, module: ModuleType
 ) -> None:
     training = threading.Event()
 
@@ -191,9 +195,9 @@ def test_a_round_that_ends_stops_the_training(
         return outputs.square().mean()
 
     with client(settings, loss=plug_in(module, endless_loss)):
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=1, job=job(), epochs=1_000_000, lr=1e-6))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=1, job=job(), epochs=1_000_000, lr=1e-6))
         assert training.wait(SECONDS)
-        peer.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=1, reason="stopped")))
-        peer.train(peer.command(model, round_=2, job=job()))
-        assert peer.accepted.get(timeout=SECONDS)[0].round == 2
+        server.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=1, reason="stopped")))
+        server.train(server.command(model, round_=2, job=job()))
+        assert server.accepted.get(timeout=SECONDS)[0].round == 2

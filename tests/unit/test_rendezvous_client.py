@@ -20,7 +20,7 @@ from fedring.train.errors import SeamError
 from fedring.v1 import rendezvous_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
 SECONDS = 60.0
 
@@ -32,32 +32,32 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def task(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> Iterator[Task]:
+def task(server: "ScriptedServer", settings: dict[str, Any], model: nn.Module) -> Iterator[Task]:
     """The task of a data-parallel round, before any training."""
-    command = peer.command(model, round_=3)
+    command = server.command(model, round_=3)
     command.job.mode = "data_parallel"
     command.job.data_parallel = '{"hook": "fp16"}'
     config = load_config(ClientConfig, flags=settings).config
     with Federation(config, modes=("data_parallel",)) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(command)
+        server.joins.get(timeout=SECONDS)
+        server.train(command)
         yield next(federation)
 
 
 def test_a_users_own_loop_never_gets_a_round_that_needs_a_group(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
-    grouped = peer.command(model, round_=1)
+    grouped = server.command(model, round_=1)
     grouped.job.mode = "data_parallel"
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(grouped)
+        server.joins.get(timeout=SECONDS)
+        server.train(grouped)
         tasks: queue.Queue[Task] = queue.Queue()
         taker = threading.Thread(target=lambda: tasks.put(next(federation)))
         taker.start()
-        failure = peer.failures.get(timeout=SECONDS)
+        failure = server.failures.get(timeout=SECONDS)
         assert (failure.round, failure.reason) == (1, "unknown_mode")
-        peer.train(peer.command(model, round_=2))
+        server.train(server.command(model, round_=2))
         assert tasks.get(timeout=SECONDS).round == 2
         taker.join()
 
@@ -74,11 +74,11 @@ def test_a_table_that_this_client_does_not_understand_is_refused(task: Task) -> 
         table_of(task)
 
 
-def test_a_worker_that_does_not_deliver_has_not_failed(task: Task, peer: "Peer") -> None:
+def test_a_worker_that_does_not_deliver_has_not_failed(task: Task, server: "ScriptedServer") -> None:
     task.stand_aside(0.1)
     assert task.done
     task.fail("last", "a failure that is reported after all others")
-    assert peer.failures.get(timeout=SECONDS).reason == "last"
+    assert server.failures.get(timeout=SECONDS).reason == "last"
 
 
 def test_the_round_ends_here_if_the_server_has_no_rendezvous(task: Task) -> None:

@@ -1,4 +1,4 @@
-"""Admission: an offer is what its name says; its header is judged before any byte of payload; then all is read."""
+"""Admission of an update: its offer must match its name; its header is checked before its payload is received."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,19 +35,19 @@ def header(*packets: pb.Packet) -> pb.UpdateHeader:
 
 
 def offer(sent: bytes, digest: str = name_of(b"a payload")) -> pb.UpdateOffer:
-    """An offer that is what its name says."""
+    """Return an offer that matches its name."""
     return pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
 
 
-def test_an_offer_gives_its_header_and_its_names() -> None:
+def test_an_opened_offer_has_the_header_and_the_names_that_were_sent() -> None:
     made = offer(header().SerializeToString())
     offered = open_offer(made)
     assert (offered.header, offered.digest, offered.name) == (header(), made.payload_digest, made.name)
 
 
-def test_a_header_is_taken_as_another_language_writes_it() -> None:
+def test_a_header_may_be_serialised_as_another_language_does_it() -> None:
     sent = header().SerializeToString()
-    other = sent[34:] + b"\xf8\x07\x01" + sent[:34]  # the hash of the schema last, and a field of a later version
+    other = sent[34:] + b"\xf8\x07\x01" + sent[:34]  # the schema's hash comes last, after a field of a later version
     opened = open_offer(offer(other))
     assert other != sent
     assert opened.name == update_name(other, opened.digest)
@@ -55,7 +55,7 @@ def test_a_header_is_taken_as_another_language_writes_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "damage",
     [
         lambda made: setattr(made, "name", name_of(b"another")),
         lambda made: setattr(made, "name", ""),
@@ -67,19 +67,29 @@ def test_a_header_is_taken_as_another_language_writes_it() -> None:
         lambda made: setattr(made, "payload_digest", ""),
         lambda made: made.Clear(),
     ],
-    ids=["name", "no name", "half a name", "loud name", "longer header", "no header", "digest", "no digest", "nothing"],
+    ids=[
+        "name",
+        "no name",
+        "name without prefix",
+        "name in capitals",
+        "longer header",
+        "no header",
+        "digest",
+        "no digest",
+        "nothing",
+    ],
 )
-def test_an_offer_that_is_not_what_its_name_says_was_damaged_on_its_way(
-    spoil: Callable[[pb.UpdateOffer], object],
+def test_an_offer_that_does_not_match_its_name_is_refused_as_damaged(
+    damage: Callable[[pb.UpdateOffer], object],
 ) -> None:
     made = offer(header().SerializeToString())
-    spoil(made)
+    damage(made)
     with pytest.raises(DamagedOnTheWay, match="send it again") as caught:
         open_offer(made)
     assert (caught.value.status, caught.value.reason) == (StatusCode.DATA_LOSS, "digest_mismatch")
 
 
-def test_a_header_may_have_so_many_bytes_and_no_more() -> None:
+def test_a_header_may_be_max_header_bytes_long_and_no_longer() -> None:
     bare = len(pb.UpdateHeader(client_id="x" * MAX_HEADER_BYTES).SerializeToString()) - MAX_HEADER_BYTES
     longest = pb.UpdateHeader(client_id="x" * (MAX_HEADER_BYTES - bare)).SerializeToString()
     assert len(longest) == MAX_HEADER_BYTES
@@ -89,20 +99,20 @@ def test_a_header_may_have_so_many_bytes_and_no_more() -> None:
     assert caught.value.reason == "bad_header"
 
 
-def test_a_header_that_is_too_long_is_refused_whatever_its_name() -> None:
+def test_a_header_that_is_too_long_is_refused_before_its_name_is_checked() -> None:
     with pytest.raises(BadUpdate, match="at most") as caught:
         open_offer(pb.UpdateOffer(header=bytes(MAX_HEADER_BYTES + 1)))
     assert caught.value.reason == "bad_header"
 
 
 @pytest.mark.parametrize("sent", [b"\x0a", b"\xff" * 20, b"not a header", b"\x0a\x02\xff\xfe"])
-def test_what_is_no_header_is_refused_for_good(sent: bytes) -> None:
+def test_bytes_that_are_not_a_header_are_refused_as_invalid(sent: bytes) -> None:
     with pytest.raises(BadUpdate, match="is not an UpdateHeader") as caught:
         open_offer(offer(sent))
     assert (caught.value.status, caught.value.reason) == (StatusCode.INVALID_ARGUMENT, "bad_header")
 
 
-def test_a_good_header_passes_and_says_where_the_packets_lie() -> None:
+def test_a_valid_header_passes_and_gives_the_offsets_of_its_packets() -> None:
     buffers = packet(vector=pb.VECTOR_BUFFERS, kind=pb.KIND_WEIGHTS, encoding="fp64", bytes=40)
     made = header(packet(), packet(encoding="sq8", bytes=10), buffers)
     made.metrics["loss"] = 0.5
@@ -118,9 +128,9 @@ BAD: dict[str, tuple[str, Callable[[pb.UpdateHeader], object]]] = {
     "another schema": ("wrong_schema", lambda h: h.ClearField("schema_hash")),
     "no packets": ("bad_packets", lambda h: h.ClearField("packets")),
     "17 packets": ("bad_packets", lambda h: h.packets.extend([packet()] * 16)),
-    "a vector without a name": ("bad_packets", lambda h: h.packets.append(pb.Packet(bytes=1, num_samples=1))),
+    "a packet without a vector": ("bad_packets", lambda h: h.packets.append(pb.Packet(bytes=1, num_samples=1))),
     "an empty packet": ("bad_packets", lambda h: setattr(h.packets[0], "bytes", 0)),
-    "another sum": ("bad_packets", lambda h: setattr(h, "total_bytes", 91)),
+    "another total": ("bad_packets", lambda h: setattr(h, "total_bytes", 91)),
     "only buffers": (
         "bad_packets",
         lambda h: h.packets[0].MergeFrom(pb.Packet(vector=pb.VECTOR_BUFFERS, encoding="fp64")),
@@ -131,28 +141,28 @@ BAD: dict[str, tuple[str, Callable[[pb.UpdateHeader], object]]] = {
         lambda h: h.packets[0].MergeFrom(packet(kind=pb.KIND_WEIGHTS, encoding="packed")),
     ),
     "an unknown encoding": ("unknown_encoding", lambda h: setattr(h.packets[0], "encoding", "pickle")),
-    "exact parameters": ("unknown_encoding", lambda h: setattr(h.packets[0], "encoding", "fp64")),
-    "lossy buffers": ("unknown_encoding", lambda h: h.packets.append(packet(vector=pb.VECTOR_BUFFERS))),
+    "parameters as fp64": ("unknown_encoding", lambda h: setattr(h.packets[0], "encoding", "fp64")),
+    "buffers as fp32": ("unknown_encoding", lambda h: h.packets.append(packet(vector=pb.VECTOR_BUFFERS))),
     "no samples": ("bad_samples", lambda h: setattr(h.packets[0], "num_samples", 0)),
     "too many samples": ("bad_samples", lambda h: setattr(h.packets[0], "num_samples", MAX_SAMPLES + 1)),
     "an epoch that no database holds": ("bad_epoch", lambda h: setattr(h, "epoch", 2**63)),
-    "no duration": ("bad_metrics", lambda h: setattr(h, "train_seconds", float("nan"))),
+    "a duration that is not a number": ("bad_metrics", lambda h: setattr(h, "train_seconds", float("nan"))),
     "a negative duration": ("bad_metrics", lambda h: setattr(h, "train_seconds", -1.0)),
-    "ages": ("bad_metrics", lambda h: setattr(h, "train_seconds", 1e308)),
-    "more than 30 days": ("bad_metrics", lambda h: setattr(h, "train_seconds", 30 * 86400 + 1.0)),
-    "a metric that has no sum": ("bad_metrics", lambda h: h.metrics.update({"loss": -1e308})),
-    "a metric that is no number": ("bad_metrics", lambda h: h.metrics.update({"loss": float("nan")})),
+    "a duration of 1e308 s": ("bad_metrics", lambda h: setattr(h, "train_seconds", 1e308)),
+    "a duration of more than 30 days": ("bad_metrics", lambda h: setattr(h, "train_seconds", 30 * 86400 + 1.0)),
+    "a metric whose sum could overflow": ("bad_metrics", lambda h: h.metrics.update({"loss": -1e308})),
+    "a metric that is not a number": ("bad_metrics", lambda h: h.metrics.update({"loss": float("nan")})),
     "an infinite metric": ("bad_metrics", lambda h: h.metrics.update({"loss": float("inf")})),
-    "a strange metric": ("bad_metrics", lambda h: h.metrics.update({"a b": 1.0})),
+    "a metric with a space in its name": ("bad_metrics", lambda h: h.metrics.update({"a b": 1.0})),
     "33 metrics": ("bad_metrics", lambda h: h.metrics.update({f"m{i}": 1.0 for i in range(33)})),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_header_is_refused_before_the_payload(case: str) -> None:
-    reason, spoil = BAD[case]
+def test_an_invalid_header_is_refused_before_the_payload(case: str) -> None:
+    reason, damage = BAD[case]
     made = header()
-    spoil(made)
+    damage(made)
     with pytest.raises(CodecError) as caught:
         check_header(made, SCHEMA)
     assert caught.value.reason == reason
@@ -183,13 +193,13 @@ def reader_of(data: bytes) -> Reader:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_norm_is_that_of_the_parameters(name: str) -> None:
+def test_the_norm_is_computed_from_the_parameters_alone(name: str) -> None:
     norm = check_payload(*payload((name, VALUES), buffers=np.full(3, 1e6)), SCHEMA)
     kept = VALUES if name not in ("fp32_sparse", "sq8", "packed") else np.sort(np.abs(VALUES))[-30:]
     assert norm == pytest.approx(float(np.linalg.norm(kept)), rel=0.15 if name == "uniform" else 0.01)
 
 
-def test_packets_add_up_in_the_norm() -> None:
+def test_the_norm_is_computed_from_the_sum_of_the_packets() -> None:
     norm = check_payload(*payload(("fp32", VALUES), ("fp32", -VALUES)), SCHEMA)
     assert norm == 0.0
 
@@ -202,7 +212,7 @@ def test_the_norm_covers_every_tile() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [0, 299])
-def test_what_is_not_finite_is_refused_wherever_it_hides(value: float, place: int) -> None:
+def test_a_value_that_is_not_finite_is_refused_at_every_place(value: float, place: int) -> None:
     data = bytearray(encode(VALUES, Encoding("fp32")))
     end = len(data) - 4 * (299 - place)
     data[end - 4 : end] = np.float32(value).tobytes()
@@ -218,13 +228,13 @@ def test_a_buffer_that_could_overflow_a_sum_is_refused() -> None:
     assert caught.value.reason == "out_of_range"
 
 
-def test_a_packet_of_another_length_is_refused() -> None:
+def test_a_packet_with_too_few_values_is_refused() -> None:
     with pytest.raises(CodecError):
         check_payload(*payload(("fp32", VALUES[:-1])), SCHEMA)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_cut_payload_is_refused(name: str) -> None:
+def test_a_truncated_payload_is_refused(name: str) -> None:
     read, packets = payload((name, VALUES))
     data = read(0, packets[0].bytes)
     for size in range(1, len(data), 7):

@@ -1,4 +1,4 @@
-"""What both daemons say of a command line, an environment or a value that is wrong: the same, and what to do."""
+"""Errors of a command line, an environment or a value: both daemons use the same words, and say what to do."""
 
 import pytest
 from typer import Typer
@@ -15,6 +15,7 @@ DAEMONS = [pytest.param(fl_server, id="server"), pytest.param(fl_client, id="cli
 
 
 def refused(app: Typer, *arguments: str) -> str:
+    """Return the sentence with which a daemon refuses these arguments."""
     result = CliRunner().invoke(app, ["--check-config", *arguments])
     assert result.exit_code == Exit.CONFIG
     name, _, sentence = result.output.partition(": ")
@@ -24,7 +25,7 @@ def refused(app: Typer, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("app", DAEMONS)
-def test_a_word_that_is_neither_a_file_nor_a_key_is_called_that(app: Typer) -> None:
+def test_an_argument_that_is_neither_a_file_nor_a_key_is_named(app: Typer) -> None:
     neither = "is neither a configuration file (.toml, .json) nor key=value"
     assert refused(app, "insecure") == f"'insecure' {neither}"
     assert refused(app, "a.toml", "threads=1", "b.json").endswith("these are 2: a.toml, b.json")
@@ -42,7 +43,7 @@ def test_a_word_that_is_neither_a_file_nor_a_key_is_called_that(app: Typer) -> N
         (fl_client, "FEDRING_CLIENT_TLS", 'a table such as {"key": "value"}'),
     ],
 )
-def test_a_variable_that_must_be_json_and_is_not_is_named(
+def test_a_variable_that_must_be_json_but_is_not_is_named(
     monkeypatch: pytest.MonkeyPatch, app: Typer, name: str, wanted: str
 ) -> None:
     for text in ("FEDRING_SERVER_JOB__MODEL", "FEDRING_CLIENT_MODEL"):
@@ -51,7 +52,7 @@ def test_a_variable_that_must_be_json_and_is_not_is_named(
     assert refused(app) == f"environment variable {name} must be JSON, {wanted}"
 
 
-def test_a_variable_may_be_json_or_text_where_the_key_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_may_be_json_or_text_if_its_key_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDRING_SERVER_TRUSTED", '["my_project"]')
     monkeypatch.setenv("FEDRING_SERVER_JOB__MODEL_ARGS", '{"hidden": 128}')
     monkeypatch.setenv("FEDRING_SERVER_JOB__MODEL_ARGS__NAME", "wide")
@@ -62,12 +63,12 @@ def test_a_variable_may_be_json_or_text_where_the_key_may(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["fedring_server_listn", "Fedring_Server_Listn", "FEDRING_SERVER_LISTN"])
-def test_a_misspelt_variable_is_refused_in_whatever_case(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_misspelt_variable_is_refused_in_upper_and_lower_case(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "127.0.0.1:9000")
     assert refused(fl_server) == f"unknown key 'listn' in environment variable {name}; did you mean 'listen'?"
 
 
-def test_a_variable_is_read_in_whatever_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_may_be_in_lower_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("fedring_server_listen", "127.0.0.1:9000")
     assert load_config(ServerConfig).config.listen == "127.0.0.1:9000"
 
@@ -97,19 +98,19 @@ def test_a_variable_is_read_in_whatever_case(monkeypatch: pytest.MonkeyPatch) ->
         ("job.pipeline.cut={}", 'job.pipeline.cut (from override): must be text or a list, such as ["a", "b"]'),
     ],
 )
-def test_a_wrong_value_is_told_what_its_key_must_be(override: str, sentence: str) -> None:
+def test_the_error_of_a_wrong_value_says_what_the_value_must_be(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         load_config(ServerConfig, overrides=[override])
     assert str(refusal.value).startswith(sentence)
     assert "Input should" not in str(refusal.value)
 
 
-def test_a_pattern_is_told_in_the_words_of_its_description() -> None:
+def test_the_error_of_a_pattern_shows_its_description_and_not_the_pattern() -> None:
     with pytest.raises(ConfigError, match=r"must be a stable name, .*: 1 to 128 of A-Z a-z 0-9") as refusal:
         load_config(ClientConfig, flags={"client_id": "ward 7"})
     assert "^" not in str(refusal.value)
 
 
-def test_several_faults_are_counted_by_their_keys() -> None:
+def test_one_error_is_shown_and_the_others_are_counted_by_their_keys() -> None:
     with pytest.raises(ConfigError, match=r"^threads \(from override\): .*; and 1 more$"):
         load_config(ServerConfig, overrides=["threads=0", "job.pipeline.micro_batches=x"])

@@ -1,4 +1,4 @@
-"""The contracts of import-linter hold, and each is noticed when it is broken."""
+"""The contracts of import-linter are kept, and a breach of each of them is found."""
 
 import re
 import shutil
@@ -71,7 +71,7 @@ BREACHES = {
 
 
 def contracts(folder: Path) -> dict[str, bool]:
-    """Run import-linter in the folder. Returns each contract's name, and whether it is kept."""
+    """Run import-linter in the folder, and return the name of each contract and whether it is kept."""
     linter = Path(sys.executable).with_name("lint-imports")
     command = [str(linter), "--no-cache", "--config", str(folder / "pyproject.toml")]
     output = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
@@ -80,7 +80,8 @@ def contracts(folder: Path) -> dict[str, bool]:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fence")
+    """Return a folder with a copy of the sources, which a test may change."""
+    folder = tmp_path_factory.mktemp("contracts")
     for name in SOURCES:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     paths = [str(folder / name) for name in SOURCES]
@@ -92,16 +93,16 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.programs
 @pytest.mark.parametrize("breach", BREACHES)
-def test_a_breach_is_noticed(copy: Path, breach: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_breach_is_found(copy: Path, breach: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(copy))
     path, line, broken = BREACHES[breach]
     module = copy / path
-    sound = module.read_text()
-    module.write_text(f"{sound}\n{line}\n")
+    original = module.read_text()
+    module.write_text(f"{original}\n{line}\n")
     try:
         found = contracts(copy)
     finally:
-        module.write_text(sound)
+        module.write_text(original)
     assert found
     assert broken <= {name for name, kept in found.items() if not kept}
 
