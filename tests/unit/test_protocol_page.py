@@ -16,11 +16,11 @@ from fedring.client.transfer.download import MAX_PACKETS as MOST_MODEL_PACKETS
 from fedring.client.transfer.upload import DAMAGE_REASONS, MOST_TRIES
 from fedring.codec.schema import MAX_ENTRIES, MAX_TENSORS
 from fedring.rpc import errors
-from fedring.rpc.auth import REASONS
 from fedring.rpc.boundary import MOST_LETTERS
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import MAX_FIGURE, MAX_HEADER_BYTES, PROTOCOL, SMALL_BYTES
 from fedring.server.config import ServerConfig
+from fedring.server.guard.auth import REASONS
 from fedring.server.round.metrics import REJECTIONS
 from fedring.server.round.sessions import MOST_CALLS, OUTBOX
 from fedring.server.update.admission import MAX_BUFFER, MAX_METRICS, MAX_NORM, MAX_PACKETS

@@ -7,8 +7,8 @@ import pytest
 
 from fedring.daemon.config import ConfigError, Loaded, describe, load_config
 from fedring.server.config import ServerConfig
+from fedring.server.guard.ports import warn_of_insecurity
 from fedring.server.main import load
-from fedring.server.security import warn_of_insecurity
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import fedring.codec
 import fedring.server
 from fedring.codec.errors import CodecError
 from fedring.rpc import errors
-from fedring.rpc.auth import REASONS
 from fedring.rpc.errors import FedringError, OtherUpdate, Stalled, Unavailable
+from fedring.server.guard.auth import REASONS
 from fedring.server.round import machine as rd
 from fedring.server.round.events import (
     Abandoned,

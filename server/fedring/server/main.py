@@ -31,9 +31,9 @@ from fedring.rpc.channel import make_server
 from fedring.rpc.errors import Unavailable
 from fedring.rpc.health import Health, health_port
 from fedring.rpc.metrics import CountCalls
-from fedring.rpc.spans import TraceCalls
 from fedring.rpc.tls import ends_at
 from fedring.server.config import ServerConfig
+from fedring.server.guard.ports import Security
 from fedring.server.operator.control import ControlService
 from fedring.server.operator.readiness import look_after_storage
 from fedring.server.operator.tokens import TokenService
@@ -42,9 +42,9 @@ from fedring.server.parts import Parts
 from fedring.server.recovery import recover
 from fedring.server.round.replacements import look_after_groups
 from fedring.server.round.runner import keep_time
-from fedring.server.security import Security
 from fedring.server.service.commands import TrainCmdService
 from fedring.server.service.downloads import ModelBlobService
+from fedring.server.service.spans import TraceCalls
 from fedring.server.service.uploads import ClientUpdateService, add_update_service
 from fedring.server.service.workers import RendezvousService
 from fedring.server.startup_checks import check

@@ -7,12 +7,12 @@ from stat import S_IRWXG, S_IRWXO
 
 from grpc import aio
 
-from fedring.daemon.audit import AuditLog
 from fedring.daemon.config import ConfigError
-from fedring.rpc.auth import Auth, AuthCounts, PortPolicy
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.tls import check_tls, server_credentials
 from fedring.server.config import ServerConfig
+from fedring.server.guard.audit import AuditLog
+from fedring.server.guard.auth import Auth, AuthCounts, PortPolicy
 from fedring.server.operator.tokens import Tokens
 from fedring.server.state.facts import Facts
 
