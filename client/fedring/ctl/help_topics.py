@@ -10,14 +10,14 @@ from fedring.daemon.exits import Exit
 
 EXIT_CODES: Mapping[Exit, str] = {
     Exit.OK: "it worked",
-    Exit.FAILED: "the operation failed: the job failed or was stopped, a port does not serve, doctor found something, "
-    "a state or a backup is damaged",
+    Exit.FAILED: "the operation failed: a job failed or was stopped, a port does not serve, doctor found a problem, "
+    "or a state folder or a backup is damaged",
     Exit.USAGE: "the command line is wrong, or names something that the server refuses or does not have",
     Exit.UNAVAILABLE: "fl-server cannot be reached",
-    Exit.TRY_AGAIN: "not now; the same call may work later",
-    Exit.NOT_ALLOWED: "you may not do this",
-    Exit.CONFIG: "a configuration or job file, or what it names, is wrong; "
-    "a state folder is in use, or not what a verb needs",
+    Exit.TRY_AGAIN: "not possible now; the same call may work later",
+    Exit.NOT_ALLOWED: "you are not allowed to do this",
+    Exit.CONFIG: "a configuration or job file, or something that it names, is wrong; "
+    "or a state folder is in use, or is not what the verb needs",
 }
 _INTERRUPTED = 130
 

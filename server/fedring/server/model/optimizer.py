@@ -1,4 +1,4 @@
-"""Server optimizers: torch.optim on the pseudo-gradient (Reddi et al. 2021, algorithm 2).
+"""Server optimizers: torch.optim on the pseudo-gradient (Reddi et al. 2021, algorithm 1).
 
 The combined delta of the clients, negated, is the gradient of one flat parameter. This equals stepping tensor by tensor
 only for optimizers that treat each value by itself.
