@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 
 from fedring.codec import CodecError
-from fedring.ddp import DGC, DGCState, DGCStepper, Profile, exchange
+from fedring.ddp import DGC, DGCSGD, DGCState, DGCStepper, Profile, exchange
 from fedring.ddp.profile import Meter
 
 CONFIG = DGC(ratio=0.01, warmup_epochs=0, min_numel_to_compress=100)
@@ -63,6 +64,45 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(group: dist.ProcessGro
     assert restored.state.step == 3
     for seed in range(3, 6):
         assert all(map(torch.equal, step(net, straight, seed), step(again, restored, seed)))
+
+
+def test_a_state_that_was_pickled_goes_on_as_if_nothing_had_happened(
+    group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    straight, again = model(), model()
+    state = state_of(straight, group)
+    stepper, optimizer = DGCStepper(state), DGCSGD(straight.parameters(), lr=0.1)
+
+    def train(net: nn.Module, stepper: DGCStepper, optimizer: DGCSGD, seeds: range) -> None:
+        for seed in seeds:
+            step(net, stepper, seed)
+            optimizer.step()
+
+    state.start_epoch(2)
+    train(straight, stepper, optimizer, range(3))
+    restored = pickle.loads(pickle.dumps(state))  # noqa: S301  # of our own making
+    assert "not serializable and excluded" in caplog.text
+    assert "set to the default group" in caplog.text
+    again.load_state_dict(straight.state_dict())
+    with pytest.raises(ValueError, match=r"bind\(model\.named_parameters\(\)\)"):
+        restored.name_of(again[0].weight)  # type: ignore[index]  # a Sequential
+    optimizer_again = DGCSGD(again.parameters(), lr=0.1)
+    optimizer_again.load_state_dict(optimizer.state_dict())
+    restored.process_group = group
+    restored.bind(again.named_parameters(), optimizer=optimizer_again)
+    assert (restored.step, restored.epoch, restored.config) == (3, 2, CONFIG)
+    train(straight, stepper, optimizer, range(3, 6))
+    train(again, DGCStepper(restored), optimizer_again, range(3, 6))
+    assert all(map(torch.equal, straight.parameters(), again.parameters()))
+
+
+def test_a_pickled_state_is_bound_to_its_own_model_and_to_a_fitting_optimizer_only(group: dist.ProcessGroup) -> None:
+    net = model()
+    restored = pickle.loads(pickle.dumps(state_of(net, group)))  # noqa: S301  # of our own making
+    with pytest.raises(ValueError, match=r"1200 entries of 0\.weight, not 12"):
+        restored.bind(nn.Sequential(nn.Linear(4, 3)).named_parameters())
+    with pytest.raises(ValueError, match="momentum would act twice"):
+        restored.bind(net.named_parameters(), optimizer=torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
 
 
 def test_the_warm_up_goes_on_where_it_was(group: dist.ProcessGroup) -> None:
@@ -221,6 +261,31 @@ def test_a_wait_is_what_neither_computing_nor_decompressing_fills(monkeypatch: p
     assert meter.total == Profile(1, 30, 5.0, 5.0, 1.0, 2.0)
     assert meter.end_window() == meter.total
     assert meter.end_window() == Profile()
+
+
+def test_a_wait_in_the_thread_that_compresses_is_no_compression(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 2.0, 5.0, 6.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    meter = Meter()
+    with meter.working(), meter.waiting(bytes_sent=7):  # from 1.0 to 6.0, of which it waits from 2.0 to 5.0
+        pass
+    meter.end_step()
+    assert meter.total == Profile(1, 7, 3.0, 3.0, 2.0, 0.0)
+
+
+def test_where_torch_does_everything_the_wait_is_from_the_last_bucket_to_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter([1.0, 2.0, 4.5])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    meter = Meter()
+    meter.end_step()
+    assert meter.total == Profile()  # nothing was exchanged
+    meter.last_bucket_left()
+    meter.forget_step()  # it failed
+    meter.last_bucket_left()
+    meter.end_step()
+    assert meter.total == Profile(1, 0, 2.5, 2.5)
 
 
 def test_means_are_per_step() -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
-from fedring.ddp import hooks
-from fedring.ddp.hooks.state import HookState
+from fedring.ddp import DGC, hooks
 from fedring.ddp.local_sgd import LocalSGD
+from fedring.ddp.state import HookState
 
 Make = Callable[..., HookState]
 
@@ -62,9 +62,14 @@ def test_a_state_without_names_says_why_it_has_no_state_dict(kind: str) -> None:
         state.load_state_dict({})
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+WITH_DGC: dict[str, tuple[Make, Any]] = MAKERS | {
+    "dgc": (lambda **names: hooks.DGCState(None, DGC(ratio=0.1), **names), hooks.dgc_hook),
+}
+
+
+@pytest.mark.parametrize("kind", WITH_DGC)
 def test_a_state_dict_survives_a_file_of_tensors_and_plain_values(kind: str) -> None:
-    make, hook = MAKERS[kind]
+    make, hook = WITH_DGC[kind]
     net = model()
     state = make(named_parameters=net.named_parameters())
     train(net, state, hook, steps=4)
@@ -77,9 +82,9 @@ def test_a_state_dict_survives_a_file_of_tensors_and_plain_values(kind: str) -> 
     assert "weight" in str(state.state_dict())
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", WITH_DGC)
 def test_a_state_of_another_kind_or_of_another_model_is_refused(kind: str) -> None:
-    make, hook = MAKERS[kind]
+    make, hook = WITH_DGC[kind]
     net = model()
     state = make(named_parameters=net.named_parameters())
     train(net, state, hook, steps=4)
@@ -91,9 +96,9 @@ def test_a_state_of_another_kind_or_of_another_model_is_refused(kind: str) -> No
         other.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", WITH_DGC)
 def test_a_state_is_copied_whole_without_its_group_and_says_so(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    make, hook = MAKERS[kind]
+    make, hook = WITH_DGC[kind]
     net = model()
     state = make(named_parameters=net.named_parameters())
     state.process_group = dist.group.WORLD

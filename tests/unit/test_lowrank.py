@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fedring.compress.correction import Correction, Feedback, result_of, settle, target_of
-from fedring.compress.levels import dequantise, quantise
 from fedring.compress.lowrank import as_matrix, left_factor, orthonormalise, product, right_factor, worth_factoring
+from fedring.ddp.hooks.int8 import dequantise, quantise
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -11,14 +11,14 @@ from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
 from fedring.client.grouped import parse_table, peer_options, plan_of, take_part
-from fedring.client.hooks import Compressed, make_hook
+from fedring.client.hooks import JobHook, make_hook
 from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
 from fedring.train.loop import Loss, OptimizerFactory
 from fedring.train.parallel import DataParallel
 from fedring.workers.group import Course, GroupTraining
 from fedring.workers.replica import Replica, synchronize
-from fedring.workers.usage import Hook, Usage
+from fedring.workers.usage import Usage
 from fedring.workers.watcher import Watcher
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Standing:
     """What a worker keeps from round to round of one job."""
 
     replica: Replica
-    hook: Hook
+    hook: JobHook
     workers: int = 0  # in its newest group; 0 = it was in none yet
 
 
@@ -70,11 +70,10 @@ class DataParallelTrainer:
             plan = plan_of(task)
             hook = make_hook(table, plan, model.named_parameters(), self._trusted)
             # DGC corrects momentum before it sends: an optimizer's own would act once more.
-            momentum = 0.0 if table.hook == "dgc" else plan.momentum
+            momentum = 0.0 if table.hook_name == "dgc" else plan.momentum
             parameters = [p for p in model.parameters() if p.requires_grad]
             replica = Replica(model, optimizer(parameters, plan.lr, momentum))
-            if isinstance(hook, Compressed):
-                replica.shared = hook.shared
+            replica.shared = hook.shared
             self._standing, self._key = Standing(replica, hook), key
         return self._standing
 
@@ -102,11 +101,9 @@ class Replicated:
     def enter(self, generation: int, *, workers: int) -> None:
         """This worker is where the one with most steps was, and what it owes is scaled to the group's size."""
         standing, hook = self.standing, self.standing.hook
-        if isinstance(hook, Compressed):
-            hook.leave()
+        hook.leave()
         source = synchronize(standing.replica)
-        if isinstance(hook, Compressed):
-            hook.enter(standing.workers, self.steps)
+        hook.enter(standing.workers, self.steps)
         log.info(
             "generation %d: %d workers, from step %d of the job, which rank %d had",
             generation,

@@ -16,6 +16,7 @@ from fedring.ctl.paths import make_folder
 from fedring.ctl.presets import Dataset, Mode, check_data_root, preset_job
 from fedring.ctl.progress import people_display
 from fedring.daemon.exits import Exit
+from fedring.train.hooks import split_hooks
 from fedring.train.parallel import HOOKS
 
 _KEYS = {"batch_size": 64, "epochs": 1, "lr": 0.05, "momentum": 0.9, "seed": 0}
@@ -35,7 +36,7 @@ def data_parallel(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Train once per hook, and compare bytes, accuracy, and the longest and mean communication of a step."""
-    names = [name.strip() for name in hooks.split(",") if name.strip()]
+    names = split_hooks(hooks)
     if not names or len(set(names)) != len(names):
         raise Failure("--hooks needs names, each once, separated by commas", Exit.USAGE)
     keys = {**preset_job(dataset, Mode.DATA_PARALLEL), **_KEYS, "rounds": epochs, "subset_size": subset}

@@ -126,7 +126,7 @@ class GroupTraining:
                 (loss * (len(labels) / samples)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             tally.add(loss, outputs, labels)
         self.hook.end_step()
-        if self.course.table.clip is not None and self.course.table.hook != "dgc":  # which clips before it sends
+        if self.course.table.clip is not None and self.course.table.hook_name != "dgc":  # which clips before it sends
             nn.utils.clip_grad_norm_(self.replica.model.parameters(), self.course.table.clip)
         optimizer.step()
 

@@ -1,15 +1,11 @@
 """Where the time and the bytes of data-parallel steps go."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
-
-HookFunction = Callable[[Any, GradBucket], Future[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +59,3 @@ class Hook(Protocol):
     def usage(self) -> Usage:
         """What waiting and compressing have taken so far, and nothing else."""
         ...
-
-
-class TimedHook:
-    """A communication hook and its waits: from the last bucket's departure to the arrival of all."""
-
-    def __init__(self, function: HookFunction, state: Any = None) -> None:
-        self.state = state
-        self._function = function
-        self._wait_seconds = self._longest = 0.0
-        self._idle_since: float | None = None
-
-    def function(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
-        """What the hook does."""
-        future = self._function(state, bucket)
-        if bucket.is_last():
-            self._idle_since = time.perf_counter()
-        return future
-
-    def start_epoch(self, epoch: int) -> None:
-        """No epoch differs from another."""
-
-    def end_step(self) -> None:
-        """The step's gradients are all exchanged."""
-        if self._idle_since is not None:
-            waited = time.perf_counter() - self._idle_since
-            self._wait_seconds += waited
-            self._longest = max(self._longest, waited)
-            self._idle_since = None
-
-    def usage(self) -> Usage:
-        """The sum of the waits."""
-        return Usage(wait_seconds=self._wait_seconds, longest_wait_seconds=self._longest)
