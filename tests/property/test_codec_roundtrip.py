@@ -1,4 +1,4 @@
-"""Every encoding is an inverse pair in its own sense, for any vector."""
+"""What decoding gives back after encoding, for every encoding and any vector."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -19,13 +19,13 @@ quick = settings(max_examples=60, deadline=None)
 
 
 def through(vector: NDArray[np.float32], encoding: Encoding) -> NDArray[np.float64]:
-    """What a receiver makes of `vector`."""
+    """Encode `vector`, and return what a receiver decodes."""
     payload = encode(vector, encoding)
     return decode(payload, name=encoding.name, length=vector.size).astype(np.float64)
 
 
 def peaks(vector: NDArray[np.float32], chunk: int) -> NDArray[np.float64]:
-    """For each value the largest magnitude in its chunk."""
+    """Return for each value the largest magnitude in its chunk."""
     found = np.zeros(vector.size)
     for start in range(0, vector.size, chunk):
         found[start : start + chunk] = np.abs(vector[start : start + chunk]).max()
@@ -67,7 +67,7 @@ def test_int8_is_within_half_a_scale(vector: NDArray[np.float32], chunk: int) ->
 
 @quick
 @given(VECTORS, RATIOS)
-def test_fp32_sparse_is_exact_where_it_keeps(vector: NDArray[np.float32], ratio: float) -> None:
+def test_fp32_sparse_is_exact_in_the_entries_it_keeps(vector: NDArray[np.float32], ratio: float) -> None:
     decoded = through(vector, Encoding("fp32_sparse", keep_ratio=ratio))
     kept = largest(vector, max(1, int(np.ceil(ratio * vector.size))))
     expected = np.zeros(vector.size)
@@ -77,7 +77,7 @@ def test_fp32_sparse_is_exact_where_it_keeps(vector: NDArray[np.float32], ratio:
 
 @quick
 @given(VECTORS, RATIOS, CHUNKS, st.sampled_from(["sq8", "packed"]))
-def test_quantised_sparse_is_within_half_a_scale_where_it_keeps(
+def test_quantised_sparse_is_within_half_a_scale_in_the_entries_it_keeps(
     vector: NDArray[np.float32], ratio: float, chunk: int, name: str
 ) -> None:
     decoded = through(vector, Encoding(name, chunk=chunk, keep_ratio=ratio))

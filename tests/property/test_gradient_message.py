@@ -1,4 +1,4 @@
-"""Decoding inverts encoding, and no bytes raise anything but CodecError."""
+"""Gradient messages: decoding inverts encoding, and any bytes raise nothing but CodecError."""
 
 import contextlib
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ FLOATS = st.floats(-(2.0**120), 2.0**120, width=32) | st.floats(-4, 4, width=32)
 
 @st.composite
 def parts(draw: st.DrawFn) -> tuple[Part, int]:
-    """A part, and the size of its tensor."""
+    """Draw a part, and the size of its tensor."""
     size = draw(st.integers(0, 50) | st.integers(1, 1_000_000))
     precision = draw(st.sampled_from(PRECISIONS))
     if size <= 50 and draw(st.booleans()):
@@ -50,7 +50,7 @@ def test_decode_inverts_encode(bucket: list[tuple[Part, int]]) -> None:
 
 
 @given(st.lists(FLOATS, max_size=40), st.sampled_from(PRECISIONS))
-def test_what_rounding_takes_away_is_kept_by_one_subtraction(values: list[float], precision: Precision) -> None:
+def test_one_subtraction_keeps_the_rounding_error(values: list[float], precision: Precision) -> None:
     exact = np.array(values, np.float32)
     words = to_words(exact, precision)
     rest = exact - words.values
@@ -59,7 +59,7 @@ def test_what_rounding_takes_away_is_kept_by_one_subtraction(values: list[float]
 
 
 @given(st.lists(st.integers(0, 2**31), max_size=30), st.integers(20, 31))
-def test_gaps_come_back(gaps: list[int], bits: int) -> None:
+def test_unpack_gaps_inverts_pack_gaps(gaps: list[int], bits: int) -> None:
     values = np.array(gaps, np.int64)
     data = pack_gaps(values, bits)
     assert len(data) == coded_size(values, bits)
@@ -67,8 +67,8 @@ def test_gaps_come_back(gaps: list[int], bits: int) -> None:
     assert unpack_gaps(memoryview(data), len(gaps), bits=bits, size=size).tolist() == gaps
 
 
-def survives(data: bytes, sizes: list[int]) -> None:
-    """`data` is refused with CodecError, or says what a message may say."""
+def check_decode(data: bytes, sizes: list[int]) -> None:
+    """Check that `data` is refused with CodecError, or decodes to something that encode_gradient could have written."""
     with contextlib.suppress(CodecError):
         for entries, size in zip(decode_gradient(data, sizes=sizes), sizes, strict=True):
             assert np.isfinite(entries.values).all()
@@ -82,19 +82,19 @@ def survives(data: bytes, sizes: list[int]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(BUCKETS, st.data())
-def test_flipped_bits_raise_nothing_else(bucket: list[tuple[Part, int]], data: st.DataObject) -> None:
+def test_flipped_bits_in_messages_raise_only_codec_errors(bucket: list[tuple[Part, int]], data: st.DataObject) -> None:
     message, sizes = written(bucket)
     changed = bytearray(message)
     for place in data.draw(st.lists(st.integers(0, 8 * len(changed) - 1), max_size=4)):
         changed[place // 8] ^= 1 << place % 8
-    survives(bytes(changed), sizes)
+    check_decode(bytes(changed), sizes)
 
 
 @given(BUCKETS, st.binary(max_size=80))
-def test_random_bodies_raise_nothing_else(bucket: list[tuple[Part, int]], body: bytes) -> None:
+def test_random_bodies_of_messages_raise_only_codec_errors(bucket: list[tuple[Part, int]], body: bytes) -> None:
     message, sizes = written(bucket)
-    survives(body, sizes)
+    check_decode(body, sizes)
     table = 12 + 12 * len(sizes)
-    survives(message[:12] + body, sizes)
-    survives(message[:table] + body, sizes)
-    survives(message[:table] + body[: len(message) - table].ljust(len(message) - table, b"\xaa"), sizes)
+    check_decode(message[:12] + body, sizes)
+    check_decode(message[:table] + body, sizes)
+    check_decode(message[:table] + body[: len(message) - table].ljust(len(message) - table, b"\xaa"), sizes)

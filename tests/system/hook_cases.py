@@ -1,4 +1,4 @@
-"""Every hook, on a small model, on real ranks; run by test_hooks.py in processes of their own."""
+"""Every hook with a small model on real ranks; test_hooks.py runs this in separate processes."""
 
 import hashlib
 from collections.abc import Callable
@@ -22,7 +22,7 @@ BUCKETS = {"one": 25.0, "many": 0.0005}  # MiB
 
 
 class Case(NamedTuple):
-    """A hook, and how far its result may be from the mean of all that there was to send, relative to that."""
+    """A hook, and how far its result may be from the mean of all that there was to send, relative to that mean."""
 
     hook: Any
     make: Callable[[nn.Module], Any] = lambda model: None
@@ -71,20 +71,20 @@ CASES = {
 
 
 class Net(nn.Module):
-    """Two matrices of one shape, one of another, and vectors."""
+    """A model of two matrices of one shape, a matrix of another shape, and vectors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 12))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits [batch, 12] of inputs [batch, 24]."""
+        """Return logits [batch, 12] for inputs [batch, 24]."""
         logits: Tensor = self.body(inputs)
         return logits
 
 
 class Training:
-    """A model under a hook, and what the hook was asked to send."""
+    """A model that is trained with a hook, and the gradients that the hook was asked to send."""
 
     def __init__(self, case: Case, bucket_mb: float) -> None:
         torch.manual_seed(7)
@@ -100,7 +100,7 @@ class Training:
         self.optimizer = kind(self.model.parameters(), lr=0.1)
 
     def step(self, number: int) -> None:
-        """The gradients of a step are exchanged, and the model has moved."""
+        """Take a step: exchange the gradients, and update the model."""
         generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
         inputs, classes = torch.randn(8, 24, generator=generator), torch.randint(0, 12, (8,), generator=generator)
         self.optimizer.zero_grad()
@@ -108,20 +108,20 @@ class Training:
         self.optimizer.step()
 
     def asked_to_send(self) -> Tensor:
-        """This worker's gradients, flat."""
+        """Return this worker's gradients, flat."""
         return torch.cat([self.asked[name] for name, _ in self.model.named_parameters()])
 
     def result(self) -> Tensor:
-        """The gradients that the model was trained with, flat."""
+        """Return the gradients that the model was trained with, flat."""
         grads = [parameter.grad for parameter in self.model.parameters()]
         return torch.cat([grad.flatten() for grad in grads if grad is not None])
 
     def owed(self) -> Tensor:
-        """What this worker has left out so far, flat; with EF21 its estimate."""
+        """Return what this worker has left out so far, flat; with EF21 its estimate."""
         return torch.cat([self._owed(name, parameter) for name, parameter in self.model.named_parameters()])
 
     def parameters(self) -> Tensor:
-        """The model's parameters, flat."""
+        """Return the model's parameters, flat."""
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
 
     def _owed(self, name: str, parameter: Tensor) -> Tensor:
@@ -143,16 +143,16 @@ class Training:
 
 
 def mean(tensor: Tensor) -> Tensor:
-    """The mean over all ranks, in float64."""
+    """Return the mean over all ranks, in float64."""
     total = tensor.to(torch.float64, copy=True)
     dist.all_reduce(total)
     return total / dist.get_world_size()
 
 
 def matrix(rank: int, size: int) -> dict[str, dict[str, Any]]:
-    """Of each hook and kind of buckets: the digest of all steps' gradients, and how far they are from what is right.
+    """Train with each hook in few and in many buckets; return the digest of all gradients, and how far off they are.
 
-    `off` is the largest distance, over the steps, of the result from the mean of all that there was to send; `lost` is
+    `off` is the largest distance, over the steps, of the result from the mean of all that there was to send. `lost` is
     what neither the result nor the workers' memories hold of it. Both are relative. `sent` are the bytes of a step.
     """
     return {

@@ -1,4 +1,4 @@
-"""Trainings with hooks that are compared with others; run by test_hooks_training.py in processes of their own."""
+"""Trainings with hooks that are compared with others; test_hooks_training.py runs them in separate processes."""
 
 import copy
 import hashlib
@@ -37,7 +37,7 @@ LOCAL_STEPS = 3
 
 
 def beside_torch(rank: int, size: int, *, buckets: str) -> dict[str, dict[str, float]]:
-    """How far training with our PowerSGD ends from training with torch's, and from training without."""
+    """Measure how far training with our PowerSGD ends from training with torch's, and from training with none."""
     dense = _trained(Case(hooks.allreduce_hook), buckets)
     ends = {}
     for name, some in POWER_OPTIONS.items():
@@ -53,7 +53,7 @@ def beside_torch(rank: int, size: int, *, buckets: str) -> dict[str, dict[str, f
 
 
 def stopped(rank: int, size: int) -> dict[str, dict[str, str]]:
-    """Digests of parameters after a training, and after one that was stopped and went on in other buckets."""
+    """Return digests of parameters after a training, and after one that was stopped and resumed in other buckets."""
     results = {}
     for name in RESUMED:
         buckets = "one" if name == "batched powersgd" else "many"  # which approximates whole buckets
@@ -79,7 +79,7 @@ def stopped(rank: int, size: int) -> dict[str, dict[str, str]]:
 
 
 def saved(rank: int, size: int, *, folder: str) -> dict[str, Any]:
-    """Of each hook, a checkpoint in the folder after half a training in many buckets; and what this worker owes."""
+    """Write a checkpoint of each hook after half a training in many buckets; return what this worker owes."""
     owed = {}
     for name in RESUMED:
         training = Training(CASES[name], BUCKETS["many"])
@@ -92,7 +92,7 @@ def saved(rank: int, size: int, *, folder: str) -> dict[str, Any]:
 
 
 def loaded(rank: int, size: int, *, folder: str) -> dict[str, Any]:
-    """The checkpoints of as many workers as there are now, and how training goes on in one bucket."""
+    """Load as many workers' checkpoints as there are workers now, and continue the training in one bucket."""
     results = {}
     for name in RESUMED:
         training = Training(CASES[name], BUCKETS["one"])
@@ -117,7 +117,7 @@ def loaded(rank: int, size: int, *, folder: str) -> dict[str, Any]:
 
 
 def loaded_whole(rank: int, size: int) -> dict[str, Any]:
-    """A training that goes on with a copy of its state as an object, without its group."""
+    """Continue a training with a copy of its state as an object, which has no group and no names."""
     straight, other = Training(CASES["powersgd"], BUCKETS["many"]), Training(CASES["powersgd"], BUCKETS["many"])
     error = ""
     for number in range(STEPS):
@@ -134,7 +134,7 @@ def loaded_whole(rank: int, size: int) -> dict[str, Any]:
 
 
 def locally(rank: int, size: int) -> dict[str, Any]:
-    """Local steps and exchanges: with plain means, with DiLoCo's optimizer, compressed, and stopped and resumed."""
+    """Train with local steps: with plain means, with DiLoCo's optimizer, compressed, and stopped and resumed."""
     plain = _Local(lambda anchors: torch.optim.SGD(anchors, lr=1.0))
     apart, wanted = [], torch.empty(0)
     for number in range(2 * LOCAL_STEPS):
@@ -160,12 +160,12 @@ def locally(rank: int, size: int) -> dict[str, Any]:
         "apart before": apart,
         "digests": [digest(one.parameters()) for one in (plain, outer, int8)],
         "resumed": torch.equal(straight.parameters(), int8.parameters()),
-        "compressed": float((outer.parameters() - int8.parameters()).norm() / outer.way()),
+        "compressed": float((outer.parameters() - int8.parameters()).norm() / outer.distance()),
     }
 
 
 def digest(values: Tensor) -> str:
-    """A name of the bits of `values`."""
+    """Return a digest of the bits of `values`."""
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
@@ -177,7 +177,7 @@ def _trained(case: Case, buckets: str) -> Tensor:
 
 
 def _first_bucket(training: Training) -> Any:
-    """Something like a bucket of the model's first parameter."""
+    """Return an object like a bucket with the model's first parameter."""
 
     class Bucket:
         def parameters(self) -> list[Tensor]:
@@ -190,10 +190,10 @@ def _first_bucket(training: Training) -> Any:
 
 
 class _Local:
-    """A model with local steps of its own."""
+    """A model that is trained with local steps."""
 
     def __init__(self, outer: OuterOptimizer | None = None, *, compression: bool = False) -> None:
-        torch.manual_seed(dist.get_rank())  # unequal, until the helper makes them equal
+        torch.manual_seed(dist.get_rank())  # different on each worker, until LocalSGD makes them equal
         self.model = Net()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         state = hooks.Int8State(None, chunk=64, named_parameters=self.model.named_parameters()) if compression else None
@@ -224,5 +224,5 @@ class _Local:
     def parameters(self) -> Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
 
-    def way(self) -> float:
+    def distance(self) -> float:
         return float((self.parameters() - self._start).norm())

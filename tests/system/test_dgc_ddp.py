@@ -1,4 +1,4 @@
-"""Compressed training over real groups of real processes."""
+"""Training with deep gradient compression in groups of real processes, on two backends."""
 
 import importlib.util
 import os
@@ -24,14 +24,14 @@ from fedring.train.models import digits_mlp
 from tests import forks
 
 BACKENDS = ["gloo", "fedring"]
-SECONDS = 200.0  # no process takes nearly as long
+SECONDS = 200.0  # much longer than any process takes
 BATCH = 32
 CONFIG = DGC(ratio=0.01, warmup_epochs=3, min_numel_to_compress=100)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which worker this is."""
+    """The rank of this worker, and the folder that all workers share."""
 
     rank: int
     world: int
@@ -43,7 +43,7 @@ Scenario = Callable[[Place], dict[str, Any]]
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    """The name of a backend, which is there."""
+    """Return the name of a backend; skip if it is missing."""
     name = str(request.param)
     if name == "fedring" and importlib.util.find_spec("fedring.ring") is None:
         pytest.skip("fedring.ring is missing")
@@ -51,7 +51,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def run(scenario: Scenario, *, world: int, backend: str, folder: Path) -> list[dict[str, Any]]:
-    """What `scenario` returns on each rank."""
+    """Run `scenario` on each rank, and return its results."""
     folder.mkdir(exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
     calls = [partial(_worker, scenario, Place(rank, world, folder), backend) for rank in range(world)]
@@ -77,7 +77,7 @@ def model(seed: int = 0) -> nn.Module:
 
 
 def batches(place: Place, epoch: int) -> list[tuple[Tensor, Tensor]]:
-    """This worker's share of an epoch: the same number of batches on each rank."""
+    """Return this worker's batches of an epoch, as many as on each other rank."""
     train = digits().train
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch))  # type: ignore[arg-type]
     order = order[: len(order) // (BATCH * place.world) * BATCH * place.world]
@@ -104,7 +104,7 @@ def parameters(net: nn.Module) -> list[Tensor]:
 def compressed(
     config: DGC, *, bucket_cap_mb: float = 0.01, lr: float = 0.1, seed: int = 0
 ) -> tuple[DistributedDataParallel, DGCSGD, DGCState]:
-    """A model in several buckets under compression."""
+    """Return a model in several buckets, with its optimizer and the state of compression."""
     net = model(seed)
     optimizer = DGCSGD(net.parameters(), lr)
     state = DGCState(None, config, named_parameters=net.named_parameters(), optimizer=optimizer)
@@ -117,7 +117,7 @@ SEEDS = range(3)
 
 
 def dense_and_compressed(place: Place) -> dict[str, Any]:
-    """Four epochs from each seed, with all of the gradient and with a hundredth from the first step on."""
+    """Train four epochs from each seed, with the whole gradient, and with a hundredth of it from the first step on."""
     runs = [_dense_and_compressed(place, seed) for seed in SEEDS]
     return {key: [run[key] for run in runs] for key in runs[0]}
 
@@ -160,7 +160,7 @@ def test_a_hundredth_of_the_gradient_trains_nearly_as_well_as_all_of_it(backend:
 
 
 def straight_and_half(place: Place) -> dict[str, Any]:
-    """Two epochs at once; and one, with its state."""
+    """Train two epochs, and save the state after the first."""
     ddp, optimizer, state = compressed(CONFIG)
     result: dict[str, Any] = {}
     for epoch in range(2):
@@ -174,7 +174,7 @@ def straight_and_half(place: Place) -> dict[str, Any]:
 
 
 def second_half(place: Place) -> dict[str, Any]:
-    """The second epoch, from what was saved, in one bucket, and by the loop without DistributedDataParallel."""
+    """Train the second epoch from what was saved, in one bucket, and in a loop without DistributedDataParallel."""
     result = {}
     for kind in ("hook", "stepper"):
         saved = torch.load(place.folder / f"half-{place.rank}", weights_only=True)
@@ -196,7 +196,7 @@ def second_half(place: Place) -> dict[str, Any]:
     return result
 
 
-def test_stopping_and_going_on_in_other_buckets_changes_no_bit(backend: str, tmp_path: Path) -> None:
+def test_resuming_in_other_buckets_changes_no_bit(backend: str, tmp_path: Path) -> None:
     straight = run(straight_and_half, world=2, backend=backend, folder=tmp_path)
     resumed = run(second_half, world=2, backend=backend, folder=tmp_path)
     assert not torch.equal(straight[0]["after_0"][0], straight[0]["after_1"][0])
@@ -206,7 +206,7 @@ def test_stopping_and_going_on_in_other_buckets_changes_no_bit(backend: str, tmp
 
 
 def as_dense(place: Place) -> dict[str, Any]:
-    """Three steps of plain DistributedDataParallel, and three that send every entry."""
+    """Take three steps with plain DistributedDataParallel, and three that send every entry."""
     everything = DGC(ratio=1, warmup_epochs=0, momentum=0.9, masking=False, precision="fp32")
     dense = model()
     ddp = DistributedDataParallel(dense)
@@ -217,14 +217,14 @@ def as_dense(place: Place) -> dict[str, Any]:
     return {"dense": parameters(dense), "sparse": parameters(sparse)}
 
 
-def test_three_workers_that_send_everything_do_as_plain_ddp_does(backend: str, tmp_path: Path) -> None:
+def test_three_workers_that_send_everything_equal_plain_ddp(backend: str, tmp_path: Path) -> None:
     for result in run(as_dense, world=3, backend=backend, folder=tmp_path):
         for dense, sparse in zip(result["dense"], result["sparse"], strict=True):
             assert torch.allclose(dense, sparse, atol=1e-6)
 
 
 def one_worker_fails(place: Place) -> dict[str, Any]:
-    """A step in which the second worker's gradient is not finite; and messages of all sizes."""
+    """Take a step in which the second worker's gradient is not finite, and exchange messages of different sizes."""
     group = dist.group.WORLD
     assert group is not None
     mine = bytes([place.rank]) * place.rank
@@ -235,12 +235,12 @@ def one_worker_fails(place: Place) -> dict[str, Any]:
         some[0][0].fill_(float("nan"))
     try:
         train(ddp, optimizer, some)
-    except (RuntimeError, CodecError) as error:  # the C++ code of gloo turns one into the other
+    except (RuntimeError, CodecError) as error:  # gloo's C++ code turns a CodecError into a RuntimeError
         result["error"] = str(error)
     return result
 
 
-def test_every_worker_refuses_a_step_in_which_one_has_no_finite_gradient(backend: str, tmp_path: Path) -> None:
+def test_every_worker_refuses_a_step_in_which_one_gradient_is_not_finite(backend: str, tmp_path: Path) -> None:
     for result in run(one_worker_fails, world=3, backend=backend, folder=tmp_path):
         assert result["messages"] == [[], [1], [2, 2]]
         assert "non_finite: from rank 1" in result["error"]

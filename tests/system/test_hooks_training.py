@@ -12,7 +12,7 @@ from tests.system.ring_scripts import ranks
 
 
 @pytest.mark.parametrize(("backend", "size", "buckets"), [("gloo", 3, "one"), ("fedring", 2, "many")])
-def test_power_sgd_does_as_torchs_does_where_that_works(backend: str, size: int, buckets: str, tmp_path: Path) -> None:
+def test_power_sgd_gives_the_results_of_torchs(backend: str, size: int, buckets: str, tmp_path: Path) -> None:
     for ends in ranks.run(partial(beside_torch, buckets=buckets), size, tmp_path, backend=backend):
         for name, end in ends.items():
             assert end["apart"] < 1e-5, name
@@ -20,7 +20,7 @@ def test_power_sgd_does_as_torchs_does_where_that_works(backend: str, size: int,
 
 
 @pytest.mark.parametrize("backend", ["gloo", "fedring"])
-def test_stopping_and_going_on_in_other_buckets_changes_no_bit(backend: str, tmp_path: Path) -> None:
+def test_resuming_in_other_buckets_changes_no_bit(backend: str, tmp_path: Path) -> None:
     results = ranks.run(stopped, 2, tmp_path, backend=backend)
     for name in RESUMED:
         for result in results:
@@ -29,13 +29,13 @@ def test_stopping_and_going_on_in_other_buckets_changes_no_bit(backend: str, tmp
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
-def test_a_state_goes_on_among_another_number_of_workers_in_other_buckets(
+def test_a_state_can_be_resumed_by_another_number_of_workers_in_other_buckets(
     before: int, after: int, tmp_path: Path
 ) -> None:
     owed = ranks.run(partial(saved, folder=str(tmp_path)), before, tmp_path / "before")
     for name in RESUMED:
-        for newcomer in range(before, after):  # which begins where rank 0 was
-            shutil.copy(tmp_path / f"{name} 0", tmp_path / f"{name} {newcomer}")
+        for rank in range(before, after):  # it begins with the checkpoint of rank 0
+            shutil.copy(tmp_path / f"{name} 0", tmp_path / f"{name} {rank}")
     results = ranks.run(partial(loaded, folder=str(tmp_path)), after, tmp_path / "after")
     for name in RESUMED:
         first = results[0][name]
@@ -47,19 +47,21 @@ def test_a_state_goes_on_among_another_number_of_workers_in_other_buckets(
         for rank in range(min(before, after)):
             wanted = torch.tensor(owed[rank][name]) * (after / before)
             got = torch.tensor(results[rank][name]["owed"])
-            assert torch.allclose(got, wanted, rtol=1e-5) != ("ef21" in name), name  # whose estimates begin anew
+            assert torch.allclose(got, wanted, rtol=1e-5) != ("ef21" in name), (
+                name
+            )  # its estimates begin at the shared one
         if "ef21" in name:
             assert all(result[name]["owed"] == first["owed"] for result in results), name
 
 
-def test_a_state_loaded_as_an_object_asks_for_its_names_and_goes_on(tmp_path: Path) -> None:
+def test_a_state_loaded_as_an_object_must_be_bound_and_then_continues(tmp_path: Path) -> None:
     for result in ranks.run(loaded_whole, 2, tmp_path):
         assert "bind(model.named_parameters())" in result["error"]
         assert result["equal"]
 
 
 @pytest.mark.parametrize(("backend", "size"), [("gloo", 3), ("fedring", 2)])
-def test_local_steps_end_in_equal_workers(backend: str, size: int, tmp_path: Path) -> None:
+def test_workers_are_equal_after_local_steps(backend: str, size: int, tmp_path: Path) -> None:
     first, *others = ranks.run(locally, size, tmp_path, backend=backend)
     assert first["far from the mean"] < 1e-6
     assert all(first["apart before"])

@@ -26,7 +26,7 @@ OTHER_DEFAULTS = {"start_powerSGD_iter": 2}  # where scripts have torch's 1000
 
 
 def parameters_of(name: str) -> dict[str, Any]:
-    """The parameters of the hook's state with their defaults, but for the group and the names."""
+    """Return the parameters of the hook's state with their defaults, except for the group and the names."""
     if name == "dgc":
         return {field.name: field.default for field in fields(DGC)}
     if name not in STATES:
@@ -88,7 +88,7 @@ def test_parameters_reach_the_state() -> None:
         ("dgc(nesterov=true,momentum=0)", "hook dgc: nesterov needs a momentum above 0"),
     ],
 )
-def test_what_there_is_not_is_refused_with_what_there_is(text: str, sentence: str) -> None:
+def test_unknown_names_and_values_are_refused_with_those_that_exist(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=r"hook") as refused:
         hook_by_name(text, [])
     assert sentence in str(refused.value)
@@ -128,12 +128,12 @@ def test_a_state_refuses_the_same_values_as_the_list(name: str, wrong: dict[str,
         DGC(**wrong) if name == "dgc" else STATES[name](None, **wrong)
 
 
-def test_commas_in_parentheses_separate_no_hooks() -> None:
+def test_commas_in_parentheses_do_not_separate_hooks() -> None:
     assert split_hooks("none, topk(ratio=0.1,feedback=ef21) ,,dgc") == ["none", "topk(ratio=0.1,feedback=ef21)", "dgc"]
     assert split_hooks("") == []
 
 
-def test_a_hook_without_a_memory_has_a_state_all_the_same() -> None:
+def test_a_hook_without_a_memory_has_a_state_too() -> None:
     state, _ = hook_by_name("none", nn.Linear(2, 2).named_parameters())
     assert (state.owed(), state.shared(), state.residual_norm, state.ratio) == ({}, {}, 0.0, 1.0)
     state.undo()
