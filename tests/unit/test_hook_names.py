@@ -101,6 +101,8 @@ def test_unknown_names_and_values_are_refused_with_those_that_exist(text: str, s
         ("int8", {"chunk": 6}),
         ("topk", {"ratio": 0.0}),
         ("topk", {"ratio": 1.5}),
+        ("topk", {"precision": "fp8"}),
+        ("topk", {"feedback": "most"}),
         ("powersgd", {"matrix_approximation_rank": 0}),
         ("powersgd", {"start_powerSGD_iter": 1}),
         *(

@@ -37,13 +37,13 @@ def job(**keys: Any) -> Job:
     [
         ({"mu": 0.1}, "trainer and mu belong"),
         ({"trainer": "mine:train"}, "trainer and mu belong"),
-        ({"data_parallel": {"hook": "zip"}}, "there is no hook 'zip': choose from none, fp16, bf16, int8, topk"),
+        ({"data_parallel": {"hook": "zip"}}, "cannot name the hook 'zip': choose from none, fp16, bf16, int8, topk"),
         (
             {"data_parallel": {"hook": "powersgd", "feedback": "ef21"}},
             "powersgd takes the feedback ef or none",
         ),
         ({"data_parallel": {"hook": "powersgd", "start_iteration": 1}}, "start_iteration"),
-        ({"data_parallel": {"hook": "noop"}}, "a job cannot name it"),
+        ({"data_parallel": {"hook": "noop"}}, "a job cannot name the hook 'noop'"),
         (
             {"data_parallel": {"hook": "topk(rati=0.1)"}},
             "topk has no parameter 'rati': it takes ratio, precision, ",

@@ -25,7 +25,7 @@ from fedring.train.losses import cross_entropy
 from fedring.train.seam import build_model, resolve
 
 _TRUSTED = ("fedring", "torchvision")
-_WARM = 5  # steps before the clock runs: DDP makes its buckets anew, PowerSGD begins, kernels are found
+_WARM = 5  # steps before measuring: DDP rebuilds its buckets, PowerSGD begins, kernels are chosen
 _LR = 0.001
 _PAST_WARM_UP = 1000  # epoch
 _METER = ("wait_seconds", "compress_seconds", "decompress_seconds")

@@ -62,5 +62,5 @@ class Names:
             shape = tuple(parameter.shape)
             raise ValueError(
                 f"a parameter of shape {shape} is not among the named_parameters of the hook's state; "
-                "a state that was loaded as an object is bound anew with bind(model.named_parameters())"
+                "after loading a state as an object, call bind(model.named_parameters())"
             ) from None

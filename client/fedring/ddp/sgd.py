@@ -46,7 +46,7 @@ class DGCSGD(Optimizer):
         """Move every parameter against its gradient, as it was received, and its weight decay.
 
         Args:
-            closure: As torch's optimizers take it: computes the loss anew.
+            closure: As torch's optimizers take it: computes the loss again.
 
         Returns:
             The loss of `closure`, if there is one.

@@ -2,7 +2,7 @@
 
 All ranks must start collectives in the same order. Callbacks of futures start them in the order in which messages
 happen to arrive, which is why torch's PowerSGD with several buckets hangs on Gloo. Here the thread that calls the hook
-starts all of them: the first collective of a bucket at once, while the backward pass goes on, and all later ones when
+starts all of them: the first collective of a bucket at once, while the backward pass continues, and all later ones when
 the step's last bucket has come, those of all buckets together. So a step waits for as many round trips as one bucket.
 """
 

@@ -89,8 +89,11 @@ class DataParallel(BaseModel):
         """
         if _NAME.fullmatch(self.hook):
             return None
-        if self.hook_name == "noop":
-            raise ValueError("the hook noop leaves workers with different parameters: a job cannot name it")
+        if self.hook_name not in HOOKS:
+            raise ValueError(
+                f"a job cannot name the hook {self.hook_name!r}: choose from {', '.join(HOOKS)}, or name your own as "
+                "module:attribute"
+            )
         ratio = {} if self.ratio is None else {"ratio": self.ratio}
         powersgd = {
             "matrix_approximation_rank": self.rank,
@@ -114,10 +117,7 @@ class DataParallel(BaseModel):
 
     @model_validator(mode="after")
     def _known_hook(self) -> Self:
-        try:
-            self.chosen_hook(momentum=_ANY_MOMENTUM)
-        except ValueError as error:
-            raise ValueError(f"{error}; a hook of your own is written as module:attribute") from None
+        self.chosen_hook(momentum=_ANY_MOMENTUM)
         if self.feedback == "ef21" and self.hook_name in ("powersgd", "batched_powersgd"):
             raise ValueError(f"{self.hook_name} takes the feedback ef or none, not ef21")
         return self

@@ -4,6 +4,7 @@ Unlike in DGC there is no momentum correction and no warm-up: any optimizer may 
 """
 
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,8 @@ class TopKState(CorrectedState):
         super().__init__(process_group, feedback=feedback, named_parameters=named_parameters)
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio must be above 0 and at most 1, not {ratio}")
+        if precision not in get_args(Precision):
+            raise ValueError(f"precision is one of {', '.join(get_args(Precision))}, not {precision!r}")
         self.ratio = ratio
         self.precision: Precision = precision
 
