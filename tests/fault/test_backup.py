@@ -14,10 +14,10 @@ import pytest
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
-from fedring.server.state import backup as module
-from fedring.server.state.backup import back_up
-from fedring.server.state.restore import restore
-from fedring.server.state.snapshot import _NAMED, BackupError, Contents, read_contents
+from fedring.server.state.backup import create as module
+from fedring.server.state.backup.contents import NAMED_BLOBS, BackupError, Contents, read_contents
+from fedring.server.state.backup.create import back_up
+from fedring.server.state.backup.restore import restore
 from fedring.server.state.store import SqlStore
 from fedring.server.state.tables import METADATA
 from tests import forks
@@ -228,7 +228,7 @@ def test_a_backup_takes_what_only_the_log_of_the_database_holds(state: Path, tmp
     ("target", "words"),
     [
         ("full", "is not empty"),
-        ("file", "is no folder"),
+        ("file", "is not a folder"),
         ("none/copy", "there is no folder"),
         ("state/copy", "lies in the state folder"),
     ],
@@ -251,7 +251,7 @@ def test_what_is_no_state_is_not_backed_up(state: Path, tmp_path: Path) -> None:
         back_up(state, tmp_path / "copy")
     ask(state, "PRAGMA user_version = 4")
     (state / "blobs" / "state_id").write_text("0" * 32)
-    with pytest.raises(ConfigError, match="of different states"):
+    with pytest.raises(ConfigError, match="belong to different states"):
         back_up(state, tmp_path / "copy")
     assert names(tmp_path) == ["state"]
 
@@ -272,7 +272,7 @@ def test_flctl_says_what_is_in_a_backup(state: Path, tmp_path: Path) -> None:
 def test_every_column_that_names_a_blob_is_known() -> None:
     columns = [column.name for table in METADATA.tables.values() for column in table.c if column.name.endswith("blob")]
     assert len(columns) == 5
-    assert all(f"{column} != ''" in _NAMED for column in columns)
+    assert all(f"{column} != ''" in NAMED_BLOBS for column in columns)
 
 
 def test_a_backup_names_what_the_store_names(state: Path, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fedring.server.round.machine import Phase, Round, Rules, sample
+from fedring.server.round.events import Phase, Round, Rules
+from fedring.server.round.machine import sample
 from fedring.v1 import control_pb2 as pb
 from fedring.workers.shards import count_steps
 from tests.conftest import REPEATED, path_to

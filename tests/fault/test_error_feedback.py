@@ -173,7 +173,8 @@ def test_while_a_server_is_frozen_the_client_that_asks_it_keeps_its_update(tmp_p
                 client.send(signal.SIGTERM)
                 assert patiently(fleet, "the client's end", client.wait) == 0
             else:
-                until(lambda: "does not say whether it has the spooled update of round 2" in client.log.read_text())
+                sentence = "does not say whether it has accepted the spooled update of round 2"
+                until(lambda: sentence in client.log.read_text())
             assert (fleet.folder / "update").read_bytes() == spooled
             np.testing.assert_array_equal(owed_by(fleet.folder, SMALL), owed)
             assert len(trainings(notes_of(fleet.folder))) == 2

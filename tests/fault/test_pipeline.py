@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from fedring.data import digits
-from fedring.server.round.machine import Phase, Round, Rules, sample
+from fedring.server.round.events import Phase, Round, Rules
+from fedring.server.round.machine import sample
 from fedring.train.files import load_model
 from fedring.train.seam import build_model
 from fedring.workers.shards import World, count_steps, epoch_order, shares

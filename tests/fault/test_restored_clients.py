@@ -240,7 +240,7 @@ def test_what_a_client_owed_by_a_folder_that_was_put_back_is_not_sent_twice(tmp_
         sent, owed = replay(0, done, accepted_in(fleet.state), SMALL, lost_before=[fifth.number])
         assert [each.training.round for each in sent] == [1, 2, 3, 4, 5, 6]
         np.testing.assert_array_equal(owed_by(folder, SMALL), owed)
-        words = "dropped the residual of round 2: one of round 4 was accepted since"
+        words = "dropped the residual of round 2: an update of round 4 was accepted since"
         assert client.log.read_text().count("dropped") == 1
         assert client.log.read_text().count(words) == 1
 

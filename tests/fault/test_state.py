@@ -90,9 +90,9 @@ def exchange_blobs(state: Path, other: Path) -> None:
     [
         (lose_facts, "facts.sqlite is missing or empty"),
         (empty_facts, "facts.sqlite is missing or empty"),
-        (exchange_facts, "of different states"),
-        (lose_blobs, "blobs/ is missing or of another state"),
-        (exchange_blobs, "of different states"),
+        (exchange_facts, "belong to different states"),
+        (lose_blobs, "blobs/ is missing or belongs to another state"),
+        (exchange_blobs, "belong to different states"),
     ],
 )
 def test_parts_of_two_states_are_not_one(
@@ -150,7 +150,7 @@ def test_a_state_of_before_is_adopted_once(state: Path, tmp_path: Path) -> None:
         fleet.restart_server()
         train(fleet)
     ask(state, "DELETE FROM meta WHERE name = 'state_id'")
-    assert "of different states" in refused(tmp_path)
+    assert "belong to different states" in refused(tmp_path)
 
 
 def test_a_state_of_before_without_its_database_is_not_swept(state: Path, tmp_path: Path) -> None:

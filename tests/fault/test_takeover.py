@@ -95,7 +95,7 @@ def test_a_second_client_of_the_same_id_gives_up_and_the_first_goes_on(tmp_path:
         events = control.events()
         with another(fleet) as second:
             assert second.wait(SECONDS) == Exit.CONFIG
-            assert second.log.read_text().count("has another session of 'client-0', trying on for 6 s") == 1
+            assert second.log.read_text().count("has another session of 'client-0'; trying for 6 s") == 1
             assert "give each client an id of its own" in second.tail()
         job_id = control.start_job({**JOB, "min_clients": 1, "rounds": 1}).job_id
         told = [event.kind for event in control.follow_job(job_id, events)]

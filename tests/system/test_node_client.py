@@ -259,7 +259,7 @@ def test_a_client_killed_in_mid_upload_goes_on_where_it_was(place: Path, server:
         after, _ = model(wire, model_of(control, command.round))
         assert_mean(before, after, [said], other)
         assert not node.has_said(command.round)
-        assert "go on there" in node.log
+        assert "continuing there" in node.log
 
 
 def test_a_client_killed_before_it_is_told_of_its_acceptance_loses_nothing(
@@ -368,7 +368,7 @@ def test_a_round_survives_its_server_and_needs_no_training_twice(place: Path, tm
             after, _ = model(wire, model_of(control, command.round))
             assert_mean(before, after, said, other)
             assert [client.has_said(command.round) for client in (first, second)] == [False, False]
-            assert "go on there" in second.log
+            assert "continuing there" in second.log
 
 
 def test_a_newer_process_on_the_same_folder_takes_the_session_over(place: Path, server: Fleet, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from cryptography import x509
 
 from fedring.ctl.access import Access
 from fedring.ctl.failure import Failure
-from fedring.ctl.health import check_health
 from fedring.ctl.main import main
+from fedring.ctl.operate.port_health import check_health
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.contract import PROTOCOL
@@ -309,7 +309,7 @@ def test_flctl_shows_who_its_user_is(mutual: Site, capsys: pytest.CaptureFixture
     assert "--tls-ca" in capsys.readouterr().err
     ann = [part.replace("operator", "ann") for part in options]
     assert main(["stop", "--server", mutual.fleet.control, *ann]) == Exit.NOT_ALLOWED
-    assert "fedring://client/ann is no operator" in capsys.readouterr().err
+    assert "fedring://client/ann is not an operator" in capsys.readouterr().err
 
 
 def test_a_new_certificate_is_shown_without_a_restart(mutual: Site) -> None:

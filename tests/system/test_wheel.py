@@ -22,7 +22,7 @@ from tests.conftest import ROOT, missing
 SOURCES = ("server", "client", "common", "protos", "pyproject.toml", "README.md", "LICENSE")
 PARTS = (
     *("client", "codec", "compress", "ctl", "daemon", "data", "ddp", "pipeline"),
-    *("ring", "rpc", "server", "train", "v1", "vision", "web"),
+    *("ring", "rpc", "schedules", "server", "train", "v1", "vision", "web", "workers"),
 )
 
 pytestmark = pytest.mark.timeout(1200)
@@ -72,7 +72,7 @@ def test_the_wheel_holds_the_program_its_data_and_no_tests(wheel: Path) -> None:
         assert needed in names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"fedring"}
     assert {name.split("/")[1] for name in names if name.startswith("fedring/")} - {*PARTS} <= {"version.py"}
-    assert [name for name in names if "test" in name and name != "fedring/server/testset.py"] == []
+    assert [name for name in names if "test" in name and name != "fedring/server/model/testset.py"] == []
     assert "fedring/__init__.py" not in names
 
 

@@ -1,4 +1,4 @@
-"""One member of a gloo group; test_train_group.py runs each in a process of its own."""
+"""One member of a gloo group; test_train_group.py runs each member in its own process."""
 
 import json
 import warnings
@@ -50,8 +50,8 @@ def train(replica: Replica, where: Course, watcher: Watcher | None = None) -> Gr
     return training
 
 
-def told(replica: Replica, training: GroupTraining, **more: Any) -> dict[str, Any]:
-    """What a test wants to know."""
+def facts_of(replica: Replica, training: GroupTraining, **more: Any) -> dict[str, Any]:
+    """Return what the tests compare."""
     buffers = [float(buffer.double().sum()) for buffer in replica.model.buffers()]
     return {
         "digest": replica.digest().hex(),
@@ -69,14 +69,14 @@ def told(replica: Replica, training: GroupTraining, **more: Any) -> dict[str, An
 
 
 def plain(rank: int, **table: Any) -> dict[str, Any]:
-    """Two epochs from equal beginnings."""
+    """Train two epochs; all members begin with the same model."""
     replica = replica_of(net(), 0.0 if table.get("hook") == "dgc" else 0.9)
     where = course(Plan(epochs=2, batch_size=8, seed=5, momentum=0.9), **table)
-    return told(replica, train(replica, where), equal=all_equal(replica))
+    return facts_of(replica, train(replica, where), equal=all_equal(replica))
 
 
 def newcomer(rank: int) -> dict[str, Any]:
-    """All but rank 0 begin with another model, without momentum, in the middle of what rank 0 has done."""
+    """Train an epoch that rank 0 has begun; the others join with another model and without momentum."""
     model = net()
     replica = replica_of(model)
     if rank == 0:
@@ -92,26 +92,26 @@ def newcomer(rank: int) -> dict[str, Any]:
     source = synchronize(replica)
     again = synchronize(replica)
     training = train(replica, course(Plan(epochs=1, batch_size=8, seed=5)))
-    return told(replica, training, source=source, again=again, equal=all_equal(replica))
+    return facts_of(replica, training, source=source, again=again, equal=all_equal(replica))
 
 
 def newcomer_to(rank: int, hook: str, **table: Any) -> dict[str, Any]:
-    """Rank 1 is replaced after an epoch by one that knows nothing; what all share is compared after each."""
+    """Train two epochs; between them a new member without any state replaces rank 1."""
     where = course(Plan(epochs=1, batch_size=8, seed=5), hook=hook, start_iteration=2, ratio=0.2, **table)
-    replica, lasting = _member(where)
-    lasting.enter(0, 0)
-    GroupTraining(replica, where, lasting).run()
+    replica, hook_state = _member(where)
+    hook_state.enter(0, 0)
+    GroupTraining(replica, where, hook_state).run()
     if rank == 1:
-        replica, lasting = _member(where)
-    lasting.leave()
+        replica, hook_state = _member(where)
+    hook_state.leave()
     source = synchronize(replica)
-    lasting.enter(0 if rank == 1 else 2, replica.progress.steps)
+    hook_state.enter(0 if rank == 1 else 2, replica.progress.steps)
     replica.begin_round()
-    training = GroupTraining(replica, where, lasting)
+    training = GroupTraining(replica, where, hook_state)
     training.run()
-    lasting.leave()
+    hook_state.leave()
     shared = {name: tensor.double().sum().item() for name, tensor in replica.shared.items()}
-    return told(replica, training, source=source, equal=all_equal(replica), shared=shared)
+    return facts_of(replica, training, source=source, equal=all_equal(replica), shared=shared)
 
 
 def _member(where: Course) -> tuple[Replica, JobHook]:
@@ -139,18 +139,18 @@ SCENARIOS: dict[str, Any] = {
 
 
 def own_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A user's hook: the sum in the place of the mean."""
+    """A hook of the user's, which returns the sum instead of the mean."""
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
     future: torch.futures.Future[Any] = work.get_future()
     return future.then(lambda done: done.value()[0])
 
 
 def main(rank: int, size: int, folder: Path) -> None:
-    """Play all scenarios, and leave what they tell in FOLDER/RANK.json."""
+    """Run all scenarios, and write their results to FOLDER/RANK.json."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    told_of = {name: play(rank) for name, play in SCENARIOS.items()}
+    results = {name: run(rank) for name, run in SCENARIOS.items()}
     dist.barrier()
     dist.destroy_process_group()
-    (folder / f"{rank}.json").write_text(json.dumps(told_of))
+    (folder / f"{rank}.json").write_text(json.dumps(results))

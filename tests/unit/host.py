@@ -1,4 +1,4 @@
-"""A coordinator with a real store and real blobs, whose threads a test can hold up; and clients that are here."""
+"""The parts of a server with a real store and real blobs, whose threads a test can hold up, and its clients."""
 
 import asyncio
 import time
@@ -13,25 +13,24 @@ from tests.unit.gate import Gate
 
 from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of, update_name
-from fedring.rpc.chunks import Piece
+from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.contract import SESSION_KEY
 from fedring.rpc.identity import IDENTITY, LOCAL
-from fedring.rpc.streams import METER, Meter
+from fedring.rpc.streams import METER, CallMeter
 from fedring.server.config import ServerConfig
+from fedring.server.model.making import ModelMaker
 from fedring.server.model.models import Models
+from fedring.server.parts import assemble
 from fedring.server.recovery import reload
-from fedring.server.round import machine as rd
-from fedring.server.round.coordinator import Coordinator
-from fedring.server.round.jobs import Jobs
+from fedring.server.round.events import Joined
 from fedring.server.round.sessions import Session, Sessions
 from fedring.server.service import uploads
-from fedring.server.state.blobs import FileBlobs, FilePartial, Partial, StorageError
+from fedring.server.state.blobs import FileBlobs, FilePartial
 from fedring.server.state.facts import Facts
-from fedring.server.state.interfaces import Acceptance
-from fedring.server.state.journal import Journal
+from fedring.server.state.failures import StorageError
+from fedring.server.state.interfaces import Acceptance, Partial
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow, lay_out
 from fedring.server.state.store import SqlStore
-from fedring.server.update.acceptance import Acceptor
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
@@ -60,14 +59,14 @@ class GatedStore(SqlStore):
         return super().accept_updates(rows)
 
 
-class GatedModels(Models):
-    """Models that take their time to be built."""
+class GatedMaker(ModelMaker):
+    """A maker whose first models can be held up."""
 
     gate: Gate
 
-    def fitting(self, latest: ModelRow | None, job: Job, version: int) -> ModelRow:
-        self.gate.pass_("fitting")
-        return super().fitting(latest, job, version)
+    def first(self, job: Job, latest: ModelRow | None, version: int) -> ModelRow:
+        self.gate.pass_("first model")
+        return super().first(job, latest, version)
 
 
 class FullBlobs(FileBlobs):
@@ -107,7 +106,7 @@ class Call:
 
 
 class Host:
-    """A coordinator, its jobs, and clients that are here."""
+    """The parts of a server, and clients in session."""
 
     def __init__(self, root: Path) -> None:
         self.gate = Gate()
@@ -115,22 +114,22 @@ class Host:
         self.blobs.gate = self.gate
         self.config = ServerConfig.model_validate({"state_dir": root})
         self.facts = Facts(self.store, self.blobs, threads=1)
-        models = GatedModels(self.blobs, self.facts.pool, self.config, self.store.run_id)
-        models.gate = self.gate
-        self.coordinator = Coordinator(self.facts, models, Sessions(10), Journal(), self.config)
-        self.jobs = Jobs(self.coordinator)
-        self.acceptor = Acceptor(self.coordinator)
-        self.uploads = uploads.ClientUpdateService(self.coordinator, self.acceptor, self.config)
+        models = Models(self.blobs, self.facts.pool, self.config, self.store.run_id)
+        models.maker = maker = GatedMaker(self.blobs, self.facts.pool, self.config, self.store.run_id, models.versions)
+        maker.gate = self.gate
+        self.parts = parts = assemble(self.config, self.facts, models, Sessions(10))
+        self.rounds, self.sessions, self.journal, self.jobs = parts.rounds, parts.sessions, parts.journal, parts.jobs
+        self.uploads = uploads.ClientUpdateService(parts, self.config)
         self._names = iter(range(1000))
 
     def join(self, client: str) -> Session:
         IDENTITY.set(LOCAL)
-        older = self.coordinator.sessions.get(client)
+        older = self.sessions.get(client)
         request = pb.JoinRequest(client_id=client, resume_secret=older.secret if older else "")
-        session = self.coordinator.sessions.join(request, "test")
-        self.coordinator.handle(rd.Joined(client))
+        session = self.sessions.join(request, "test")
+        self.rounds.handle(Joined(client))
         session.matched = True
-        self.coordinator.matched(client)
+        self.rounds.matched(client)
         return session
 
     async def command(self, session: Session) -> pb.TrainCmd:
@@ -179,7 +178,7 @@ class Host:
 
         The payload may be damaged on its way, and fields of the header may be others than they should be.
         """
-        METER.set(Meter())
+        METER.set(CallMeter())
         payload = encode(values, Encoding(name))
         packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=name, bytes=len(payload))
         packet.num_samples = 1
@@ -191,22 +190,22 @@ class Host:
         digest = name_of(payload)
         offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
 
-        async def messages() -> AsyncIterator[pb.ClientUpdate | Piece]:
+        async def messages() -> AsyncIterator[pb.ClientUpdate | ReceivedChunk]:
             yield pb.ClientUpdate(offer=offer)
             if after is not None:
                 await after.wait()
-            yield Piece(0, memoryview(damage(payload)))
+            yield ReceivedChunk(0, memoryview(damage(payload)))
 
         return [reply async for reply in self.uploads.PushUpdate(messages(), Call(session))][-1]
 
     def offer(self, update: tuple[FilePartial, UpdateRow]) -> "asyncio.Task[bool]":
         partial, row = update
-        return asyncio.get_running_loop().create_task(self.acceptor.accept(partial, row))
+        return asyncio.get_running_loop().create_task(self.parts.acceptor.accept(partial, row))
 
     async def ended(self, job_id: int) -> str:
         """The state in which the job ended."""
         async with asyncio.timeout(60):
-            async for event in self.coordinator.journal.follow(1):
+            async for event in self.journal.follow(1):
                 if event.kind == "job_ended" and event.job_id == job_id:
                     break
         row = await self.facts.db(self.store.job, job_id)
@@ -218,9 +217,9 @@ class Host:
 async def running(root: Path) -> AsyncIterator[Host]:
     """A host that does what is due, and whose parts all live to the end."""
     host = Host(root)
-    await reload(host.coordinator, keep_models=10)
+    await reload(host.parts, keep_models=10)
     async with asyncio.TaskGroup() as tasks:
-        parts = (host.coordinator.run(), host.acceptor.run(), host.jobs.run())
+        parts = (host.parts.acceptor.run(), host.jobs.run())
         tasks_of_host = [tasks.create_task(part) for part in parts]
         yield host
         assert not any(task.done() for task in tasks_of_host)

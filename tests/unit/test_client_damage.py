@@ -1,4 +1,4 @@
-"""Updates whose bytes are damaged, on their way or where they wait: sent again, three times at most."""
+"""Updates whose bytes are damaged, on the way or in the spool: they are sent at most three times."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,8 +10,8 @@ from tests.unit.test_client_upload import SECONDS, leave_behind, take_part
 from torch import nn
 
 from fedring.client import UpdateRefused, connect
-from fedring.client.connection import Connection
-from fedring.client.spool import Spool
+from fedring.client.session.connection import Connection
+from fedring.client.transfer.spool import Spool
 from fedring.codec import decode
 from fedring.rpc.errors import BadRequest, DamagedOnTheWay, FedringError, Overloaded
 
@@ -24,7 +24,7 @@ DAMAGED: list[FedringError] = [
     BadRequest("no offer"),
     BadRequest("the stream ended", reason="truncated"),
 ]
-SHAPES = {"small": (50, 40), "large": (200, 100)}  # of models whose updates come in one message, and in chunks
+SHAPES = {"small": (50, 40), "large": (200, 100)}  # models whose updates are sent in one message, or in chunks
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def reopened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Each time that a connection is opened anew."""
+    """One entry for each time that a connection is opened."""
     times: list[str] = []
     reopen = Connection.reopen
 
@@ -49,7 +49,7 @@ def reopened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("error", DAMAGED, ids=lambda error: error.reason)
 @pytest.mark.parametrize("tries", [2, 3])
 @pytest.mark.parametrize("size", SHAPES)
-def test_an_update_that_was_damaged_on_its_way_is_sent_again_in_another_way(
+def test_an_update_that_was_damaged_on_the_way_is_sent_again_in_another_way(
     peer: "Peer",
     settings: dict[str, Any],
     reopened: list[str],
@@ -70,10 +70,10 @@ def test_an_update_that_was_damaged_on_its_way_is_sent_again_in_another_way(
     first = "PushSmallUpdates" if size == "small" else "PushUpdate"
     assert calls == (first, *["PushUpdate"] * (tries - 1), first)
     assert len(set(addresses[:2])) == 1
-    assert len(set(addresses)) == tries - 1, "the third goes over a connection of its own, and so do all after it"
+    assert len(set(addresses)) == tries - 1, "the third try and everything after it use a new connection"
     offers = [peer.offers.get_nowait() for _ in range(tries)]
-    assert offers == offers[:1] * tries, "each time the same bytes"
-    assert peer.joins.empty(), "the session goes on"
+    assert offers == offers[:1] * tries, "the same bytes are sent each time"
+    assert peer.joins.empty(), "the session continues"
 
 
 @pytest.mark.parametrize("error", DAMAGED, ids=lambda error: error.reason)
@@ -101,7 +101,7 @@ def test_an_update_that_was_damaged_three_times_is_refused(
     assert [peer.accepted.get_nowait()[0].round for _ in range(2)] == [1, 3]
 
 
-def test_what_may_pass_does_not_count_among_the_tries(
+def test_a_temporary_refusal_does_not_count_as_a_try(
     peer: "Peer", settings: dict[str, Any], model: nn.Module, reopened: list[str]
 ) -> None:
     damage, busy = DamagedOnTheWay("another"), Overloaded("later")
@@ -116,7 +116,7 @@ def test_what_may_pass_does_not_count_among_the_tries(
 
 
 @pytest.mark.parametrize("size", SHAPES)
-def test_a_bit_that_flips_on_the_way_costs_no_round(peer: "Peer", settings: dict[str, Any], size: str) -> None:
+def test_a_bit_that_flips_on_the_way_does_not_cost_the_round(peer: "Peer", settings: dict[str, Any], size: str) -> None:
     model, flips = nn.Linear(*SHAPES[size]), [100, 7]
     peer.on_payload = lambda payload: flips and payload.__setitem__(flips[0], payload[flips.pop()] ^ 1)
     with connect(**settings) as federation:
@@ -128,7 +128,7 @@ def test_a_bit_that_flips_on_the_way_costs_no_round(peer: "Peer", settings: dict
 
 
 @pytest.mark.parametrize("what", ["the end of the payload", "its middle", "the header", "its name"])
-def test_an_update_that_was_damaged_in_the_spool_is_trained_again(
+def test_a_round_whose_update_was_damaged_in_the_spool_is_trained_again(
     peer: "Peer", settings: dict[str, Any], model: nn.Module, what: str
 ) -> None:
     state = leave_behind(peer, settings, model, accepted=False)
@@ -143,6 +143,6 @@ def test_an_update_that_was_damaged_in_the_spool_is_trained_again(
         task = executor.submit(next, federation)
         assert task.result(SECONDS).round == 1
         assert peer.failures.empty()
-    assert len(peer.ways) == ("payload" in what or "middle" in what)  # a damaged offer is not even sent
+    assert len(peer.ways) == ("payload" in what or "middle" in what)  # An update whose offer is damaged is not sent.
     assert (Spool(state).pending(), (state / "update.residual").exists()) == (None, False)
     assert peer.accepted.empty()

@@ -1,4 +1,4 @@
-"""The way in: tasks out of a federation, updates back."""
+"""The public interface: tasks come out of a federation, and updates go back."""
 
 import logging
 import os
@@ -33,7 +33,7 @@ def model() -> nn.Module:
 
 
 def add(model: nn.Module, value: float) -> None:
-    """A training that one can check."""
+    """Train the model in a way that a test can check."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(value)
@@ -70,11 +70,11 @@ def test_a_round_goes_from_the_command_to_the_accepted_update(
     np.testing.assert_array_equal(buffers, start.buffers)
 
 
-def test_a_client_counts_as_matched_only_after_the_servers_heartbeat(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_client_reports_matched_only_after_a_heartbeat_of_the_server(peer: "Peer", settings: dict[str, Any]) -> None:
     with connect(**settings):
         assert not peer.reports.get(timeout=SECONDS).matched
         while not peer.reports.get(timeout=SECONDS).matched:
-            pass  # the heartbeat is still on its way
+            pass  # The heartbeat is still on its way.
 
 
 def test_a_model_is_evaluated_by_the_users_function(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
@@ -97,7 +97,7 @@ def test_a_model_is_evaluated_by_the_users_function(peer: "Peer", settings: dict
     assert seen == [wanted]
 
 
-def test_a_loss_that_is_no_number_is_no_score(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+def test_a_loss_that_is_not_a_number_is_not_reported(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
     peer.publish(3, schema_of(model), read_vectors(model))
     with connect(**settings, model=model, evaluate=lambda _: (1, 10, float("nan"))) as federation:
         peer.joins.get(timeout=SECONDS)
@@ -118,7 +118,7 @@ def test_a_client_that_cannot_evaluate_says_so_without_being_iterated(peer: "Pee
 
 
 @pytest.mark.parametrize("reason", ["round_closed", "unknown_round"])
-def test_a_report_that_comes_too_late_is_told_once_and_troubles_nobody(
+def test_a_report_that_comes_too_late_is_logged_once_and_changes_nothing(
     peer: "Peer", settings: dict[str, Any], model: nn.Module, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer.publish(3, schema_of(model), read_vectors(model))
@@ -128,15 +128,15 @@ def test_a_report_that_comes_too_late_is_told_once_and_troubles_nobody(
         peer.joins.get(timeout=SECONDS)
         peer.send(pb.ServerEvent(evaluate=peer.evaluation(3)))
         peer.train(peer.command(model, model_version=3))
-        assert next(federation).round == 1  # the next round is trained as if nothing had been
+        assert next(federation).round == 1  # The error does not disturb the next round.
     assert peer.evaluations.get_nowait().total == 10
     assert peer.evaluations.empty()
-    (record,) = [record for record in caplog.records if "was not taken" in record.getMessage()]
+    (record,) = [record for record in caplog.records if "did not take" in record.getMessage()]
     assert record.levelno == logging.INFO
     assert reason in record.getMessage()
 
 
-def test_a_loss_beyond_what_a_server_adds_up_is_no_score(
+def test_a_loss_that_is_too_large_for_the_server_is_not_reported(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     peer.publish(3, schema_of(model), read_vectors(model))
@@ -149,11 +149,11 @@ def test_a_loss_beyond_what_a_server_adds_up_is_no_score(
         task.submit(model, samples=1, metrics={"loss": 1e300, "speed": 2.0})
     assert peer.evaluations.get_nowait().total == 0
     header, _ = peer.accepted.get_nowait()
-    assert dict(header.metrics) == {"speed": 2.0}  # what a server would refuse is left out
+    assert dict(header.metrics) == {"speed": 2.0}  # A metric that a server would refuse is left out.
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), 1e308])
-def test_seconds_that_no_training_takes_are_told_to_the_caller(
+def test_impossible_training_seconds_raise_an_error(
     peer: "Peer", settings: dict[str, Any], model: nn.Module, seconds: float
 ) -> None:
     with connect(**settings) as federation:
@@ -165,7 +165,7 @@ def test_seconds_that_no_training_takes_are_told_to_the_caller(
             task.submit(model, samples=1, train_seconds=seconds)
 
 
-def test_a_round_that_ends_cancels_its_task_and_takes_no_update(
+def test_a_round_that_ends_cancels_its_task_and_accepts_no_update(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     with connect(**settings) as federation:
@@ -198,7 +198,7 @@ def test_a_client_whose_round_has_ended_is_idle(peer: "Peer", settings: dict[str
             pass
 
 
-def test_the_command_again_after_a_reconnect_does_not_start_the_task_again(
+def test_a_command_that_is_repeated_after_a_reconnect_does_not_start_the_task_again(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     with connect(**settings) as federation:
@@ -216,7 +216,7 @@ def test_the_command_again_after_a_reconnect_does_not_start_the_task_again(
     assert peer.accepted.qsize() == 1
 
 
-def test_a_script_that_fails_tells_the_server(
+def test_a_failure_of_the_users_script_is_reported_to_the_server(
     peer: "Peer", settings: dict[str, Any], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedring.client.federation._FLUSH_SECONDS", SECONDS)
@@ -234,7 +234,7 @@ def test_a_script_that_fails_tells_the_server(
     assert (failure.round, failure.reason, failure.detail) == (1, "train_error", "KeyError: 'round 1'")
 
 
-def test_a_task_that_is_passed_over_is_reported_at_once(
+def test_a_task_that_is_not_submitted_is_reported_at_once(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     with connect(**settings) as federation:
@@ -248,7 +248,7 @@ def test_a_task_that_is_passed_over_is_reported_at_once(
         waiting.join()
 
 
-def test_a_model_that_does_not_fit_is_refused_by_its_first_difference(
+def test_a_model_with_another_schema_is_refused_with_the_first_difference(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     other = nn.Sequential(nn.Linear(20, 31), nn.BatchNorm1d(31), nn.Linear(31, 2))
@@ -259,7 +259,9 @@ def test_a_model_that_does_not_fit_is_refused_by_its_first_difference(
             next(federation).load_into(other)
 
 
-def test_sigterm_ends_the_iteration_and_the_handler_goes(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_sigterm_ends_the_iteration_and_the_handler_is_removed_afterwards(
+    peer: "Peer", settings: dict[str, Any]
+) -> None:
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -281,7 +283,7 @@ def test_a_refused_join_is_final(
     assert peer.joins.qsize() == 1
 
 
-def test_a_superseded_client_ends_instead_of_fighting(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_client_that_was_superseded_ends_and_does_not_join_again(peer: "Peer", settings: dict[str, Any]) -> None:
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
         peer.send(Superseded("a newer session took over"))
@@ -290,7 +292,7 @@ def test_a_superseded_client_ends_instead_of_fighting(peer: "Peer", settings: di
     assert peer.joins.empty()
 
 
-def test_a_client_whose_id_is_in_use_tries_on_for_as_long_as_the_server_says(
+def test_a_client_whose_id_is_in_use_keeps_trying_for_as_long_as_the_server_says(
     peer: "Peer", settings: dict[str, Any]
 ) -> None:
     told: queue.Queue[str] = queue.Queue()
@@ -303,11 +305,13 @@ def test_a_client_whose_id_is_in_use_tries_on_for_as_long_as_the_server_says(
         next(federation)
     assert caught.value.exit_code is Exit.CONFIG
     assert peer.joins.qsize() >= 2
-    assert "has another session of 'alice', trying on for 0.5 s" in told.get_nowait()
+    assert "has another session of 'alice'; trying for 0.5 s" in told.get_nowait()
     assert told.empty()
 
 
-def test_a_client_whose_id_is_in_use_for_a_while_comes_in(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_client_whose_id_is_in_use_for_a_while_gets_a_session_in_the_end(
+    peer: "Peer", settings: dict[str, Any]
+) -> None:
     answers = [IdInUse("alice is here", retry_seconds=SECONDS)] * 3
     peer.on_join = lambda: answers.pop() if answers else None
     told: queue.Queue[str] = queue.Queue()
@@ -322,7 +326,7 @@ def test_two_clients_cannot_share_a_state_folder(peer: "Peer", settings: dict[st
         connect(**settings)
 
 
-def test_a_server_that_is_away_is_awaited_and_told_of_once(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_server_that_cannot_be_reached_is_awaited_and_reported_once(peer: "Peer", settings: dict[str, Any]) -> None:
     peer.stop()
     told: queue.Queue[str] = queue.Queue()
     with Federation(ClientConfig(**settings), tell=told.put):
@@ -332,6 +336,6 @@ def test_a_server_that_is_away_is_awaited_and_told_of_once(peer: "Peer", setting
         assert told.get(timeout=SECONDS).startswith("in session with fl-server")
 
 
-def test_keywords_win_over_a_given_configuration(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_keywords_take_precedence_over_a_given_configuration(peer: "Peer", settings: dict[str, Any]) -> None:
     with connect(ClientConfig(**settings), client_id="carol"):
         assert peer.joins.get(timeout=SECONDS).client_id == "carol"

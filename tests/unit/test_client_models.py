@@ -1,4 +1,4 @@
-"""Models that a client fetches: resumed, stepped to, proven, never larger than they may be."""
+"""Models that a client fetches: downloads resume, use differences, check digests and limit their size."""
 
 import hashlib
 import threading
@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from fedring.client import RoundOver, WrongModel, connect
-from fedring.client.download import Download
 from fedring.client.errors import BadModel
-from fedring.client.held import Model
+from fedring.client.transfer.download import Download, HeldModel
 from fedring.codec import Encoding, Vectors, decode, encode, encode_buffers
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import FedringError, Unavailable, UnknownModel
@@ -32,7 +31,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(50, 40), nn.BatchNorm1d(40))
 
 
-def test_a_broken_download_goes_on_where_it_broke(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+def test_a_broken_download_resumes_where_it_broke(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
     breaks: dict[int, FedringError] = {2000: Unavailable("the cable"), 5000: Unavailable("again")}
     peer.on_piece = lambda offset: breaks.pop(offset, None)
     wanted = read_vectors(model).digest()
@@ -45,7 +44,9 @@ def test_a_broken_download_goes_on_where_it_broke(peer: "Peer", settings: dict[s
     assert [peer.fetches.get_nowait().offset for _ in range(3)] == [0, 2000, 5000]
 
 
-def test_a_version_that_is_held_is_not_fetched_again(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+def test_a_model_that_the_client_holds_is_not_fetched_again(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
         for round_ in (1, 2):
@@ -56,10 +57,10 @@ def test_a_version_that_is_held_is_not_fetched_again(peer: "Peer", settings: dic
     assert peer.fetches.qsize() == 1
 
 
-def test_another_model_of_the_same_number_is_fetched_and_trained_from(
+def test_another_model_with_the_same_version_number_is_fetched_and_used(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
-    """As a server sends it that was restored, and has trained since."""
+    """A server does this if it was restored and has trained since then."""
     first, schema = read_vectors(model), schema_of(model)
     second = Vectors(first.parameters + 1, first.buffers)
     with connect(**settings) as federation:
@@ -72,14 +73,14 @@ def test_another_model_of_the_same_number_is_fetched_and_trained_from(
             np.testing.assert_array_equal(read_vectors(model).parameters, values.parameters)
             if values is first:
                 task.submit(model, samples=1)
-                peer.last_accepted = None  # it has forgotten
+                peer.last_accepted = None  # The restored server has forgotten the update.
         task.submit(model, samples=1)
     assert [peer.fetches.get_nowait().digest for _ in range(2)] == [first.digest(), second.digest()]
     bases = [peer.accepted.get_nowait()[0].base_digest for _ in range(2)]
     assert bases == [first.digest(), second.digest()]
 
 
-def test_the_same_model_under_another_number_is_not_fetched_again(
+def test_the_same_model_with_another_version_number_is_not_fetched_again(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     values, schema = read_vectors(model), schema_of(model)
@@ -95,8 +96,8 @@ def test_the_same_model_under_another_number_is_not_fetched_again(
     assert peer.fetches.qsize() == 1
 
 
-def with_its_command(peer: "Peer", model: nn.Module) -> pb.TrainCmd:
-    """A command that carries the model."""
+def command_with_model(peer: "Peer", model: nn.Module) -> pb.TrainCmd:
+    """Return a command that carries the model."""
     command = peer.command(model)
     command.model.CopyFrom(peer.small(1))
     return command
@@ -108,19 +109,19 @@ def test_a_model_that_comes_with_its_command_is_not_fetched(
     mine = nn.Sequential(nn.Linear(50, 40), nn.BatchNorm1d(40))
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
-        peer.train(with_its_command(peer, model))
+        peer.train(command_with_model(peer, model))
         next(federation).load_into(mine)
     assert read_vectors(mine).digest() == read_vectors(model).digest()
     assert peer.fetches.qsize() == 0
 
 
-def test_a_model_that_was_damaged_in_its_command_is_fetched(
+def test_a_model_that_was_damaged_within_its_command_is_fetched(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     mine = nn.Sequential(nn.Linear(50, 40), nn.BatchNorm1d(40))
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
-        command = with_its_command(peer, model)
+        command = command_with_model(peer, model)
         command.model.payload = command.model.payload[:-1] + b"?"
         peer.train(command)
         next(federation).load_into(mine)
@@ -128,17 +129,17 @@ def test_a_model_that_was_damaged_in_its_command_is_fetched(
     assert peer.fetches.qsize() == 1
 
 
-def test_a_model_that_comes_with_its_command_must_fit_as_well(
+def test_a_model_that_comes_with_its_command_must_have_the_right_schema(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
-        peer.train(with_its_command(peer, model))
+        peer.train(command_with_model(peer, model))
         with pytest.raises(WrongModel, match=r"0\.weight"):
             next(federation).load_into(nn.Sequential(nn.Linear(50, 41)))
 
 
-def test_a_step_from_the_held_version_gives_the_same_bytes(
+def test_a_difference_from_the_held_model_leads_to_the_same_bytes(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     first, schema = read_vectors(model), schema_of(model)
@@ -146,7 +147,7 @@ def test_a_step_from_the_held_version_gives_the_same_bytes(
     second = Vectors(first.parameters + step.parameters, first.buffers + step.buffers)
     peer.publish(1, schema, first)
     peer.publish(2, schema, second, step=(1, step))
-    rounded = np.round(second.buffers[-1])  # BatchNorm's count is an integer
+    rounded = np.round(second.buffers[-1])  # the count of batches is an integer
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
         for round_ in (1, 2):
@@ -163,13 +164,13 @@ def test_a_step_from_the_held_version_gives_the_same_bytes(
     assert [request.held_digest for request in requests] == ["", first.digest()]
 
 
-def test_a_large_model_is_put_together_off_the_sessions_thread_however_short_the_step(
+def test_a_large_model_is_made_outside_of_the_sessions_thread_however_short_the_difference(
     peer: "Peer", settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, finished = nn.Linear(1000, 600), []
     finish = Download.finish
 
-    def watched(download: Download) -> Model:
+    def watched(download: Download) -> HeldModel:
         finished.append((download.received, threading.current_thread().name))
         return finish(download)
 
@@ -196,7 +197,7 @@ def test_a_large_model_is_put_together_off_the_sessions_thread_however_short_the
     assert "fedring-session" not in {thread for _, thread in finished}
 
 
-def test_a_step_that_does_not_lead_to_the_model_is_replaced_by_the_whole(
+def test_after_a_difference_that_leads_to_another_model_the_model_is_fetched_in_full(
     peer: "Peer", settings: dict[str, Any], model: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, schema = read_vectors(model), schema_of(model)
@@ -216,7 +217,9 @@ def test_a_step_that_does_not_lead_to_the_model_is_replaced_by_the_whole(
     assert "in full" in caplog.text
 
 
-def test_a_version_that_is_not_kept_ends_the_task(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+def test_a_model_that_the_server_does_not_have_ends_the_task(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
     peer.on_piece = lambda offset: UnknownModel("model 1 is not kept")
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
@@ -240,7 +243,7 @@ def test_a_round_that_ends_stops_its_download(peer: "Peer", settings: dict[str, 
 
 
 def header(model: nn.Module, **fields: Any) -> pb.ModelHeader:
-    """A header that fits, but for the given fields."""
+    """Return a valid header, except for `fields`."""
     schema = schema_of(model)
     size = 16 + 4 * schema.num_parameters
     given: dict[str, Any] = {
@@ -265,7 +268,7 @@ def header(model: nn.Module, **fields: Any) -> pb.ModelHeader:
     ],
     ids=lambda fields: " ".join(fields),
 )
-def test_a_header_that_cannot_lead_to_the_model_is_refused_before_any_allocation(fields: dict[str, Any]) -> None:
+def test_a_header_that_cannot_lead_to_the_model_is_refused_before_memory_is_allocated(fields: dict[str, Any]) -> None:
     model = nn.Linear(3, 2)
     download = Download(NAME, schema_of(model), None)
     download.begin(header(model))
@@ -273,7 +276,7 @@ def test_a_header_that_cannot_lead_to_the_model_is_refused_before_any_allocation
         download.begin(header(model, **fields))
 
 
-def test_a_chunk_that_does_not_follow_the_one_before_is_refused() -> None:
+def test_a_chunk_that_does_not_follow_the_previous_one_is_refused() -> None:
     model = nn.Linear(3, 2)
     download = Download(NAME, schema_of(model), None)
     download.begin(header(model))
@@ -286,29 +289,29 @@ def test_a_chunk_that_does_not_follow_the_one_before_is_refused() -> None:
 @pytest.mark.parametrize(
     "digest", ["", "1", "blake3-", "sha256-" + "ab" * 32, "blake3-" + "AB" * 32, "ab" * 33, "../x"]
 )
-def test_what_is_no_digest_is_refused_before_it_is_asked_for(digest: str) -> None:
-    with pytest.raises(BadModel, match="which is no digest"):
+def test_a_command_without_a_valid_digest_is_refused_before_anything_is_fetched(digest: str) -> None:
+    with pytest.raises(BadModel, match="which is not a digest"):
         Download(digest, schema_of(nn.Linear(3, 2)), None)
 
 
-def as_before(vectors: Vectors) -> str:
-    """What a model was called before protocol 2: by SHA-256."""
+def name_in_protocol_1(vectors: Vectors) -> str:
+    """Return the name of a model before protocol 2, which is its SHA-256."""
     return hashlib.sha256(vectors.parameters.tobytes() + vectors.buffers.tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize("sound", [True, False])
 @pytest.mark.parametrize("step", [False, True])
-def test_a_model_that_was_named_by_sha256_is_proven_by_that(model: nn.Module, step: bool, sound: bool) -> None:
+def test_a_model_that_is_named_by_sha256_is_checked_with_sha256(model: nn.Module, step: bool, sound: bool) -> None:
     schema, vectors = schema_of(model), read_vectors(model)
     result = Vectors(2 * vectors.parameters, 2 * vectors.buffers) if step else vectors
-    digest = as_before(result)
+    digest = name_in_protocol_1(result)
     parts = [encode(vectors.parameters, Encoding("fp32")), encode_buffers(vectors.buffers)]
     kind = pb.KIND_DELTA if step else pb.KIND_WEIGHTS
     packets = [
         pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=kind, encoding="fp32", bytes=len(parts[0])),
         pb.Packet(vector=pb.VECTOR_BUFFERS, kind=kind, encoding="fp64", bytes=len(parts[1])),
     ]
-    base = Model(as_before(vectors), schema, vectors) if step else None
+    base = HeldModel(name_in_protocol_1(vectors), schema, vectors) if step else None
     download = Download(digest, schema, base)
     assert download.request.digest == digest
     download.begin(
@@ -325,7 +328,7 @@ def test_a_model_that_was_named_by_sha256_is_proven_by_that(model: nn.Module, st
         payload[100] ^= 1
     download.add(pb.Chunk(data=bytes(payload)))
     if not sound:
-        with pytest.raises(BadModel, match="not what its digest says"):
+        with pytest.raises(BadModel, match="does not have the digest"):
             download.finish()
         return
     got = download.finish()

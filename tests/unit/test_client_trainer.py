@@ -1,4 +1,4 @@
-"""Jobs that are declared: names in, updates out, and a client that lives whatever its job's code does."""
+"""Declared jobs: a job names its parts, the client trains with them and survives whatever the job's code does."""
 
 import sys
 import threading
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedring.client import ClientConfig, Federation
-from fedring.client.trainer import Declared
+from fedring.client.trainer import DeclaredTrainer
 from fedring.train.models import digits_mlp
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
@@ -37,7 +37,7 @@ JOB: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads of torch that wait for cores of other tests take seconds for what one does in milliseconds."""
+    """Use one thread: on a busy machine, several that wait for cores take seconds for what one does in milliseconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -51,14 +51,14 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of the user's, to be filled."""
+    """An empty module of the user."""
     module = ModuleType("my_project")
     monkeypatch.setitem(sys.modules, "my_project", module)
     return module
 
 
 def plug_in(module: ModuleType, function: Callable[..., Any]) -> str:
-    """The name of `function` in the user's module."""
+    """Put `function` into the user's module, and return the name by which a job finds it."""
     function.__module__ = module.__name__
     setattr(module, function.__name__, function)
     return f"{module.__name__}:{function.__name__}"
@@ -66,9 +66,9 @@ def plug_in(module: ModuleType, function: Callable[..., Any]) -> str:
 
 @contextmanager
 def client(settings: dict[str, Any], **keys: Any) -> Iterator[Federation]:
-    """A daemon's main loop, in a thread."""
+    """Run the main loop of a daemon in a thread."""
     config = ClientConfig(**settings, **keys)
-    declared = Declared(config)
+    declared = DeclaredTrainer(config)
 
     def run() -> None:
         for task in federation:
@@ -99,7 +99,7 @@ def test_a_declared_job_is_trained_and_evaluated(peer: "Peer", settings: dict[st
     assert (report.total, report.correct <= report.total) == (90, True)
 
 
-def test_names_in_the_configuration_win_and_are_trusted(
+def test_names_in_the_configuration_take_precedence_and_are_trusted(
     peer: "Peer", settings: dict[str, Any], model: nn.Module, module: ModuleType
 ) -> None:
     def my_trainer(model: nn.Module, samples: Any, plan: Any) -> int:
@@ -146,7 +146,7 @@ def broken(*arguments: Any) -> Any:
         ({"model_args": '{"colour": 3}'}, "no_model"),
     ],
 )
-def test_a_job_that_cannot_be_done_is_reported_and_the_next_one_is_done(
+def test_a_job_that_fails_is_reported_and_the_next_one_is_trained(
     peer: "Peer",
     settings: dict[str, Any],
     model: nn.Module,
@@ -164,7 +164,7 @@ def test_a_job_that_cannot_be_done_is_reported_and_the_next_one_is_done(
     assert (failure.round, failure.reason) == (1, reason)
 
 
-def test_a_model_of_another_shape_is_reported(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_model_with_another_schema_is_reported(peer: "Peer", settings: dict[str, Any]) -> None:
     other = nn.Linear(64, 10)
     peer.publish(1, schema_of(other), read_vectors(other))
     with client(settings):
@@ -173,7 +173,7 @@ def test_a_model_of_another_shape_is_reported(peer: "Peer", settings: dict[str, 
         assert peer.failures.get(timeout=SECONDS).reason == "wrong_schema"
 
 
-def test_a_model_that_cannot_be_evaluated_is_reported_as_unevaluated(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_model_that_cannot_be_evaluated_is_reported_without_counts(peer: "Peer", settings: dict[str, Any]) -> None:
     with client(settings):
         peer.joins.get(timeout=SECONDS)
         command = pb.EvaluateCmd(job=job(data="os:getcwd"), round=1, model_version=1, deadline_seconds=600)

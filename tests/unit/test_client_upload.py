@@ -1,4 +1,4 @@
-"""Updates on their way, and what is left of them on disk: broken streams, refusals, kill -9 between any two steps."""
+"""Uploads, and what they leave on disk: broken streams, refusals, and kills between any two steps."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from fedring.client import Federation, RoundOver, Task, UpdateRefused, connect
-from fedring.client.spool import Spool
+from fedring.client.transfer.spool import Spool
 from fedring.codec import decode
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import (
@@ -42,13 +42,13 @@ def model() -> nn.Module:
 
 
 def once(error: FedringError) -> Any:
-    """Answers with `error` the first time, and then never again."""
+    """Return a function that returns `error` the first time and None afterwards."""
     errors = [error]
     return lambda *args: errors.pop() if errors else None
 
 
 def train(task: Task, model: nn.Module, seed: int) -> NDArray[np.float32]:
-    """Move the model at random; the move."""
+    """Add random numbers to the model, and return them."""
     task.load_into(model)
     start = read_vectors(model)
     move = np.random.default_rng(seed).normal(size=start.parameters.size).astype(np.float32)
@@ -60,7 +60,7 @@ def train(task: Task, model: nn.Module, seed: int) -> NDArray[np.float32]:
 def take_part(
     peer: "Peer", federation: Federation, model: nn.Module, round_: int = 1, encoding: str = "fp32", epoch: int = 0
 ) -> NDArray[np.float32]:
-    """Train for the round, and submit; the move."""
+    """Train in a round and submit; return what the training added to the model."""
     peer.train(peer.command(model, round_=round_, encoding=encoding, epoch=epoch))
     task = next(federation)
     move = train(task, model, round_)
@@ -68,7 +68,7 @@ def take_part(
     return move
 
 
-def test_a_broken_upload_goes_on_where_the_server_has_it(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_broken_upload_resumes_after_the_bytes_that_the_server_has(peer: "Peer", settings: dict[str, Any]) -> None:
     model = nn.Linear(1000, 600)  # 2.4 MB: three chunks
     breaks = [Unavailable("the cable")]
     peer.on_bytes = lambda received: breaks.pop() if breaks and received > 1 << 20 else None
@@ -79,7 +79,7 @@ def test_a_broken_upload_goes_on_where_the_server_has_it(peer: "Peer", settings:
     assert peer.accepted.qsize() == 1
 
 
-def test_an_update_whose_acceptance_was_not_heard_is_asked_for_and_not_sent_again(
+def test_after_a_lost_acceptance_the_client_asks_and_does_not_send_the_update_again(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     peer.on_accepted = once(Unavailable("the answer was lost"))
@@ -90,7 +90,7 @@ def test_an_update_whose_acceptance_was_not_heard_is_asked_for_and_not_sent_agai
     assert peer.resumed == []
 
 
-def test_small_updates_share_one_call_until_it_is_refused(
+def test_small_updates_share_one_call_until_one_of_them_is_refused(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     calls = []
@@ -106,7 +106,9 @@ def test_small_updates_share_one_call_until_it_is_refused(
     assert [peer.accepted.get(timeout=SECONDS)[0].round for _ in range(4)] == [1, 2, 4, 5]
 
 
-def test_a_new_session_has_a_call_of_its_own(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+def test_small_updates_of_a_new_session_use_a_new_call(
+    peer: "Peer", settings: dict[str, Any], model: nn.Module
+) -> None:
     with connect(**settings) as federation:
         for round_ in (1, 2):
             peer.joins.get(timeout=SECONDS)
@@ -116,7 +118,7 @@ def test_a_new_session_has_a_call_of_its_own(peer: "Peer", settings: dict[str, A
 
 
 @pytest.mark.parametrize("error", [NoSession("who?"), Overloaded("later"), Unavailable("gone")])
-def test_what_may_pass_is_tried_again(
+def test_an_update_is_sent_again_after_a_temporary_refusal(
     peer: "Peer", settings: dict[str, Any], model: nn.Module, error: FedringError
 ) -> None:
     peer.on_header = once(error)
@@ -134,7 +136,7 @@ def test_what_may_pass_is_tried_again(
         (UnknownRound("no", reason="round_closed"), RoundOver),
     ],
 )
-def test_a_refusal_is_final_and_leaves_the_residual_as_it_was(
+def test_a_final_refusal_leaves_the_residual_unchanged(
     peer: "Peer", settings: dict[str, Any], model: nn.Module, error: FedringError, kind: type[RoundOver]
 ) -> None:
     residual_file = Path(settings["state_dir"]) / "residual.safetensors"
@@ -154,13 +156,13 @@ def test_a_refusal_is_final_and_leaves_the_residual_as_it_was(
             task.submit(model, samples=1)
         assert residual_file.read_bytes() == before
         assert Spool(Path(settings["state_dir"])).pending() is None
-        task.fail("last", "which the server hears after all else")
+        task.fail("last", "a failure that is reported after all others")
         failures = iter(lambda: peer.failures.get(timeout=SECONDS).reason, "last")
         assert list(failures) == ([error.reason] if kind is UpdateRefused else [])
 
 
 def test_no_part_of_any_accepted_update_is_lost(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
-    """Sent plus left out is what was learned, over rounds of all kinds of encodings, refusals and restarts."""
+    """What was sent plus the residual is what was learned, over rounds with all encodings, refusals and restarts."""
     learned = np.zeros(50 * 40 + 40, np.float32)
     sent = np.zeros_like(learned)
     for round_, encoding in enumerate(["packed", "fp32_sparse", "sq8", "packed"], start=1):
@@ -185,10 +187,10 @@ def test_no_part_of_any_accepted_update_is_lost(peer: "Peer", settings: dict[str
 
 @pytest.mark.parametrize("epochs", [(0, 0), (7, 7), (7, 8)])
 @pytest.mark.parametrize("newer", [True, False])
-def test_a_residual_is_sent_once_whatever_has_become_of_the_server_since(
+def test_a_residual_is_sent_once_even_if_the_server_was_restored(
     peer: "Peer", settings: dict[str, Any], model: nn.Module, newer: bool, epochs: tuple[int, int]
 ) -> None:
-    """A client that was killed before it noted its last update, and one whose server has been restored."""
+    """Either the client was killed before it noted its last update, or its server was restored."""
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
         first = take_part(peer, federation, model, round_=3, encoding="fp32_sparse", epoch=epochs[0])
@@ -237,7 +239,7 @@ def test_an_update_that_is_not_finite_is_not_sent(peer: "Peer", settings: dict[s
 
 
 def leave_behind(peer: "Peer", settings: dict[str, Any], model: nn.Module, *, accepted: bool) -> Path:
-    """The state folder of a client that died while it pushed the update of round 1."""
+    """Return the state folder of a client that was killed while it uploaded the update of round 1."""
     died = Path(settings["state_dir"]).with_name("died")
     with connect(**settings) as federation:
         peer.joins.get(timeout=SECONDS)
@@ -276,7 +278,7 @@ def test_a_spooled_update_is_sent_when_its_round_is_asked_for_again(
     assert Spool(state).pending() is None
 
 
-def test_of_a_restored_server_the_same_round_is_trained_again_from_its_model(
+def test_a_round_of_a_restored_server_is_trained_again_from_its_model(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     state = leave_behind(peer, settings, model, accepted=False)
@@ -304,7 +306,7 @@ def test_a_spooled_update_of_a_round_that_is_over_is_dropped(
     assert not (state / "update.residual").exists()
 
 
-def test_an_update_that_was_accepted_unheard_counts_as_accepted(
+def test_an_update_whose_acceptance_was_not_heard_counts_as_accepted(
     peer: "Peer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     state = leave_behind(peer, settings, model, accepted=True)

@@ -15,7 +15,7 @@ from tests.pages import PAGES, Page
 from typer.main import get_command
 
 from fedring.client.config import ClientConfig
-from fedring.client.metrics import Metrics as ClientMetrics
+from fedring.client.metrics import ClientMetrics
 from fedring.ctl.main import app
 from fedring.ddp import hooks
 from fedring.ring.options import RingOptions

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import HashStore
 
 from fedring.client.hooks import JobHook, make_hook
 from fedring.compress.correction import Correction
-from fedring.ctl.presets import Dataset, Mode, preset_job
-from fedring.ctl.start import job_of
+from fedring.ctl.bench.presets import Dataset, Mode, preset_job
+from fedring.ctl.operate.job_control import job_of
 from fedring.ddp.hooks import TopKState, by_name, topk_hook
 from fedring.ddp.hooks.by_name import ReadyHook, hook_by_name
 from fedring.ddp.hooks.plain import PlainState

@@ -8,9 +8,9 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from fedring.client.grouped import parse_table
-from fedring.ctl.presets import Dataset, Mode, preset_job
-from fedring.ctl.start import job_of
+from fedring.client.group.round import parse_table
+from fedring.ctl.bench.presets import Dataset, Mode, preset_job
+from fedring.ctl.operate.job_control import job_of
 from fedring.schedules.schedule import ScheduleError
 from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
 from fedring.train.errors import SeamError

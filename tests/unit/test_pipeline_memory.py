@@ -125,11 +125,11 @@ def test_the_command_knows_all_schedules(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--stages", "two"], "no number above 0"),
+        (["--stages", "two"], "must be whole numbers above 0"),
         (["--schedule", "none"], "'gpipe', '1f1b', 'interleaved_1f1b' or 'pipedream'"),
         (["--stages", "2", "--stages-per-worker", "2"], "interleaved_1f1b may have more"),
         (["fedring.train.models:digits_mlp", "--stages", "3", "--shape", "64"], "cannot make 3 stages"),
-        (["--batch-size", "4"], "a micro-batch has a sample or more"),
+        (["--batch-size", "4"], "a micro-batch needs at least one sample"),
     ],
 )
 def test_what_cannot_be_measured_is_a_usage_error(

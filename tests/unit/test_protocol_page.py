@@ -11,9 +11,9 @@ import pytest
 from grpc import StatusCode
 from tests.conftest import ROOT
 
-from fedring.client.backoff import FIRST_SECONDS, MOST_SECONDS
-from fedring.client.download import MAX_PACKETS as MOST_MODEL_PACKETS
-from fedring.client.upload import _ON_THE_WAY, MOST_TRIES
+from fedring.client.session.backoff import FIRST_SECONDS, MOST_SECONDS
+from fedring.client.transfer.download import MAX_PACKETS as MOST_MODEL_PACKETS
+from fedring.client.transfer.upload import DAMAGE_REASONS, MOST_TRIES
 from fedring.codec.schema import MAX_ENTRIES, MAX_TENSORS
 from fedring.rpc import errors
 from fedring.rpc.auth import REASONS
@@ -151,7 +151,7 @@ def test_what_damage_on_the_way_is_refused_with_is_sent_again() -> None:
         if len(cells) == 4 and "*again*" in cells[3]
         for reason in quoted(cells[0])
     }
-    assert again == _ON_THE_WAY - {"unimplemented"}  # which has no reason
+    assert again == DAMAGE_REASONS - {"unimplemented"}  # which has no reason
     meaning = next(cells[1] for cells in rows(section("When a call fails")) if cells[0] == "*again*")
     assert {3: "three times"}[MOST_TRIES] in meaning
 

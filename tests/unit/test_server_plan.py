@@ -2,7 +2,7 @@
 
 import json
 
-from fedring.server.round.machine import Rules
+from fedring.server.round.events import Rules
 from fedring.server.round.plan import job_spec, rules_of, train_cmd
 from fedring.train.job import Job
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 from functools import reduce
 from math import inf
 
-from tests.unit.test_store import a_model
+from tests.unit.rows import a_model
 
-from fedring.server.round.machine import Abandoned, Event, Joined, Matched, Opened, Rules, Started, State, apply
+from fedring.server.round.events import Abandoned, Event, Joined, Matched, Opened, Rules, Started, State
+from fedring.server.round.machine import apply
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.progress import Progress, why_abandoned
 from fedring.server.state.rows import RoundRow

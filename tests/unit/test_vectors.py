@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from tests.unit import plain_formats as plain
 
 import vectors as script
-from fedring.client.download import Download
-from fedring.client.held import Model
+from fedring.client.transfer.download import Download, HeldModel
 from fedring.codec import (
     NAMES,
     CodecError,
@@ -34,7 +33,7 @@ from fedring.codec.digest import name_of, update_name
 from fedring.codec.gradient import decode_gradient
 from fedring.rpc.contract import PROTOCOL
 from fedring.server.model.aggregate import Plan, aggregate, store_model
-from fedring.server.model.mean import Contribution
+from fedring.server.model.contributions import Contribution
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import lay_out
@@ -200,7 +199,7 @@ def test_the_number_of_low_bits_is_chosen_as_the_document_says() -> None:
                 found.setdefault(example["shows"].partition(": ")[2], []).append(data[24])
     assert found == {
         "": [0, 0],
-        "of two distances the larger is the median": [3, 3],  # 64 is 7 bits long
+        "the larger of two distances is the median": [3, 3],  # 64 is 7 bits long
         "a gap that is bridged": [0, 0],
         "12 low bits, the most": [12, 12],  # 65536 is 17 bits long
     }
@@ -233,7 +232,7 @@ def test_a_client_adds_up_the_packets_of_a_model_so(example: dict[str, Any]) -> 
     entries = (Entry("w", (sizes[0],), "float32", "parameter"), Entry("m", (sizes[1],), "float64", "buffer"))
     schema = Schema(entries)
     vectors = Vectors(floats(held["parameters"]), floats(held["buffers"], np.float64)) if held else None
-    download = Download(result["digest"], schema, Model("", schema, vectors) if vectors else None)
+    download = Download(result["digest"], schema, HeldModel("", schema, vectors) if vectors else None)
     payload = b"".join(bytes.fromhex(packet["encoded"]) for packet in example["packets"])
     header = pb.ModelHeader(
         schema_hash=schema.hash,
@@ -242,7 +241,7 @@ def test_a_client_adds_up_the_packets_of_a_model_so(example: dict[str, Any]) -> 
         model_digest=result["digest"],
     )
     if held:  # any model is the one that is held, as long as both sides call it so
-        download._base = Model("held", schema, vectors)  # type: ignore[arg-type]  # it is there
+        download._base = HeldModel("held", schema, vectors)  # type: ignore[arg-type]  # it is there
         header.base_digest = "held"
     download.begin(header)
     download.add(pb.Chunk(data=payload))

@@ -1,4 +1,4 @@
-"""Calls of clients that trace, as spans of this process."""
+"""Traces calls: a call whose client records a trace becomes a span of this process."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -6,12 +6,15 @@ from typing import Any
 
 from grpc import aio
 
-from fedring.daemon.tracing import KEY, Span, go_on_in
+from fedring.daemon.tracing import KEY, go_on_in, start_span
 from fedring.rpc.handlers import FACTORY, around
 
 
-class Spans(aio.ServerInterceptor):
-    """A call that names the span it belongs to is a span of its own; others are none. Comes after who may call."""
+class TraceCalls(aio.ServerInterceptor):
+    """Opens a span for each call that names its parent span; leaves other calls alone.
+
+    It goes after `Auth`, so that a call that is refused leaves no span.
+    """
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
@@ -21,15 +24,15 @@ class Spans(aio.ServerInterceptor):
             return handler
         name = handler_call_details.method.rpartition("/")[2]
         kind, _ = FACTORY[handler.request_streaming, handler.response_streaming]
-        method = around(getattr(handler, kind), lambda _, context: _begun(name, parent, context))
+        method = around(getattr(handler, kind), lambda _, context: _in_span(name, parent, context))
         return handler._replace(**{kind: method})
 
 
 @asynccontextmanager
-async def _begun(name: str, parent: str, context: Any) -> AsyncIterator[Any]:
-    begun = Span(name, parent)
-    go_on_in(begun)  # for good: the task is the call's own
+async def _in_span(name: str, parent: str, context: Any) -> AsyncIterator[Any]:
+    span = start_span(name, parent)
+    go_on_in(span)  # It is never undone, because the task serves this call alone.
     try:
         yield context
     finally:
-        begun.end()
+        span.end()

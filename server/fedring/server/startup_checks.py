@@ -1,4 +1,4 @@
-"""What can be known to be wrong with fl-server's configuration before it starts: what it names cannot be used here."""
+"""Checks of fl-server's configuration before it starts: whether what it names can be used on this machine."""
 
 from collections.abc import Iterator
 
@@ -13,12 +13,12 @@ from fedring.train.seam import build_model
 
 
 def check(config: ServerConfig) -> None:
-    """Return if what it names can be used here; ConfigError, in one sentence, if the default job would surely fail."""
+    """Check that what the configuration names can be used here; ConfigError if the default job would surely fail."""
     refuse_failed(check_names(config))
 
 
 def check_names(config: ServerConfig) -> Iterator[Check]:
-    """What the server itself uses: not what only its clients import."""
+    """Return what is wrong with what the server itself uses; what only its clients import does not count."""
     job = config.job
     model = check_name("job.model", job.model, config.trusted)
     yield from _check_init_path(config, fits="model" in job.model_fields_set and model.level is Level.OK)
@@ -31,14 +31,14 @@ def check_names(config: ServerConfig) -> Iterator[Check]:
 
 
 def _check_init_path(config: ServerConfig, *, fits: bool) -> Iterator[Check]:
-    """Whether the first weights can be read, if they will be; and, where asked, whether they fit the job's model."""
+    """Check that the first weights can be read if they will be, and, if asked, that they fit the job's model."""
     path, job = config.init_path, config.job
     if path is None or keeps_a_model(config.state_dir):
         return
     try:
         if fits:
             load_model(path, build_model(job.model, job.model_args, job.seed, config.trusted))
-        else:  # the jobs name their model themselves
+        else:  # the jobs name their own models
             read_tensors(path)
     except SeamError as error:
         yield Check("init_path", Level.FAIL, str(error))

@@ -1,7 +1,7 @@
 """The group of workers that train a round together, as a pure state machine.
 
-`apply(state, event, now)` is the only way a state changes; `wake_at(state)` is when to apply a Tick if nothing else
-happens. Nothing here reads a clock, sends, or knows what is trained.
+`apply(state, event, now)` is the only way in which a state changes. `wake_at(state, now)` says when to apply a Tick if
+nothing else happens. Nothing here reads a clock, sends, or knows what is trained.
 
     gathering ──all are ready──► joining ──all have joined──► running ──all are done──► done
         ▲                           │                            │
@@ -15,11 +15,11 @@ from math import inf
 from types import MappingProxyType
 
 MOST_FRUITLESS = 5
-"""Generations in a row that may end without a single step: what breaks them will not go away."""
+"""Generations in a row that may end without a single step. More would not help: what breaks them stays."""
 
 
 class Phase(StrEnum):
-    """Where a generation is."""
+    """The phase that a generation of the group is in."""
 
     GATHERING = "gathering"  # its workers are getting ready
     JOINING = "joining"  # its members connect to each other
@@ -30,42 +30,42 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the groups of a round obey; durations in seconds."""
+    """The rules of a round's groups. Durations are in seconds."""
 
     target: int  # workers that a group should have
-    minimum: int = 1  # and must have
-    patience: float = 10.0  # for a replacement, before it goes on with fewer
+    minimum: int = 1  # workers that a group must have
+    patience: float = 10.0  # time to wait for a replacement before the group goes on with fewer workers
     join_timeout: float = 30.0
-    whole: bool = False  # it cannot go on with fewer, and waits for as long as clients take to come back
+    whole: bool = False  # the group cannot go on with fewer, and waits for as long as clients take to come back
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
     """A worker whose stream is open."""
 
-    generation: int = 0  # for which it is ready
+    generation: int = 0  # the generation that it is ready for
     address: str = ""
     steps: int = 0
     joined: bool = False
-    digest: bytes | None = None  # of the parameters that it is done with
+    digest: bytes | None = None  # of the parameters that it ended with; None = it still trains
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One round's groups: one generation after the other."""
+    """The groups of one round: one generation after the other."""
 
     rules: Rules
-    expected: frozenset[str]  # clients that may still come, or are here
+    expected: frozenset[str]  # clients that the round waits for, present or not
     generation: int = 1
     phase: Phase = Phase.GATHERING
     since: float = 0.0  # when the phase began
-    deadline: float = inf  # when a generation goes on without those who are not ready
+    deadline: float = inf  # when the generation goes on without workers that are not ready
     workers: Mapping[str, Worker] = field(default_factory=lambda: MappingProxyType({}))
     members: tuple[str, ...] = ()  # by rank
     has_run: bool = False
-    steps: int = -1  # that the newest group to run had seen when it began
-    fruitless: int = 0
-    reason: str = ""  # why it ended, or why the generation before did
+    steps: int = -1  # steps of the job that were done when the newest group began to run
+    fruitless: int = 0  # generations in a row that ended without a step
+    reason: str = ""  # why the group has ended, or why the generation before this one did
 
     @property
     def ready(self) -> list[str]:
@@ -74,11 +74,8 @@ class State:
 
     @property
     def deliverer(self) -> str:
-        """The member that delivers; empty if none is left that holds the result."""
+        """The member that delivers the result; empty if no member that holds it is left."""
         return next((name for name in self.members if name in self.workers and self.workers[name].digest), "")
-
-
-# ---- events: what happened
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """Clients that come back take so long that it is worth to wait for `patience`."""
+    """Clients take so long to come back that it is worth waiting for `patience` seconds."""
 
     patience: float
 
@@ -110,6 +107,8 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
+    """The worker listens at its address, and has done so many steps of the job."""
+
     client: str
     generation: int
     address: str
@@ -118,12 +117,16 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
+    """The worker is connected to its peers."""
+
     client: str
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
+    """The worker has lost its peers."""
+
     client: str
     generation: int
     reason: str
@@ -131,6 +134,8 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Done:
+    """The worker has trained to the end of the round."""
+
     client: str
     generation: int
     digest: bytes
@@ -154,14 +159,14 @@ Event = Tick | Expected | Slow | Entered | Ready | Joined | Broken | Done | Left
 
 
 def apply(state: State, event: Event, now: float) -> State:
-    """The state after `event` at `now`, with all that has become due."""
+    """Return the state after `event`, which happened at `now` (monotonic seconds), and all that it made due."""
     if state.phase is Phase.ENDED:
         return state
     return _settle(_take(state, event, now), now)
 
 
 def wake_at(state: State, now: float) -> float:
-    """When a Tick may change the state, monotonic seconds; inf = never."""
+    """Return when a Tick may change the state, in monotonic seconds; inf means never."""
     times: tuple[float, ...] = ()
     match state.phase:
         case Phase.GATHERING:
@@ -192,7 +197,7 @@ def _take(state: State, event: Event, now: float) -> State:
 
 
 def _enter(state: State, client: str, known: int, now: float) -> State:
-    """The client is new, whatever its name has done before."""
+    """Take the client as new, whatever a client of this name has done before."""
     if client in state.members and state.phase in (Phase.JOINING, Phase.RUNNING):
         state = _next_generation(state, f"{client} came back", now)
     state = _with(state, client, Worker())
@@ -201,7 +206,7 @@ def _enter(state: State, client: str, known: int, now: float) -> State:
 
 
 def _hear(state: State, event: Ready | Joined | Broken | Done, now: float) -> State:
-    """The state after what a worker says of the present generation."""
+    """Return the state after what a worker says of the present generation."""
     client, worker = event.client, state.workers[event.client]
     match event:
         case Ready(_, generation, address, steps) if state.phase is Phase.GATHERING:
@@ -251,9 +256,11 @@ def _settle_gathering(state: State, now: float) -> State:
     rules = state.rules
     if len(state.ready) >= rules.target:
         return _form(state, now)
-    if state.deadline == inf and len(state.expected) < rules.target:  # one is lost before the first group
+    if (
+        state.deadline == inf and len(state.expected) < rules.target
+    ):  # a client was lost before the first group was formed
         state = replace(state, deadline=now + rules.patience)
-    # Who is here may still be finding out that the generation before has ended.
+    # Workers that are here may still be finding out that the generation before has ended.
     slack = rules.join_timeout if len(state.ready) < len(state.workers) else 0.0
     if now < state.deadline + slack or _more_are_coming(state):
         return state
@@ -261,9 +268,9 @@ def _settle_gathering(state: State, now: float) -> State:
 
 
 def _more_are_coming(state: State) -> bool:
-    """Whether enough clients to form a group are here or on their way, who may load for minutes.
+    """Return whether to wait for clients that are on their way, and may load for minutes.
 
-    Once a group has run, nobody waits so who could go on with fewer.
+    Once a group has run, those who can go on with fewer workers no longer wait in this way.
     """
     on_their_way = state.expected - set(state.ready)
     needed = not state.has_run or len(state.ready) < state.rules.minimum
@@ -271,7 +278,7 @@ def _more_are_coming(state: State) -> bool:
 
 
 def _form(state: State, now: float) -> State:
-    """The generation is complete: those that have seen most steps are its members."""
+    """Form the generation's group of those workers that have done the most steps."""
     ahead = sorted(state.ready, key=lambda name: (-state.workers[name].steps, name))
     members = tuple(sorted(ahead[: state.rules.target]))
     return replace(state, phase=Phase.JOINING, since=now, members=members)
@@ -280,7 +287,7 @@ def _form(state: State, now: float) -> State:
 def _next_generation(state: State, reason: str, now: float) -> State:
     if state.fruitless == MOST_FRUITLESS:
         return _end(state, "no_group", now)
-    # What they said of this generation is void.
+    # What the workers said of this generation no longer holds.
     workers = MappingProxyType({name: Worker() for name in state.workers})
     return replace(
         state,

@@ -1,8 +1,8 @@
-"""The group of the round in progress, and what its workers are told; a thin shell around groups.py."""
+"""The group of the round in progress, and what its workers are told: a thin shell around the machine."""
 
 import asyncio
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from math import inf
 
 from fedring.rpc.identity import Role, uri_of
@@ -11,18 +11,29 @@ from fedring.server.group.returns import Returns
 from fedring.v1 import rendezvous_pb2 as pb
 
 _MOST_GENERATION = 1 << 31
-_RETURNS = 2.0  # times as long as others took is worth to wait for the next one
+_RETURNS = 2.0  # a lost worker is waited for this many times as long as others took to come back
+
+
+News = tuple[str, str]
+"""The kind and the text of an event that operators may want to know."""
 
 
 class Rendezvous:
-    """Keeps the state of a round's group; `tell(kind, text)` is told what operators may want to know."""
+    """Keeps the state of a round's group, and says what each worker is to do.
 
-    def __init__(self, tell: Callable[[str, str], None], returns: Returns) -> None:
-        self.round = 0  # whose group this is
-        self.state: gr.State | None = None  # None = no round that needs a group has been opened
-        self.done: dict[str, pb.Done] = {}  # what each member says of its work in the round
-        self.moved = asyncio.Event()  # set, and replaced by a new one, with each change
-        self._tell, self._returns = tell, returns
+    Attributes:
+        round: the number of the round whose group this is.
+        state: the machine's state; None if no round that needs a group has been opened.
+        done: what each member says of its work in the round.
+        moved: set, and replaced by a new event, with each change of the state.
+    """
+
+    def __init__(self, returns: Returns) -> None:
+        self.round = 0
+        self.state: gr.State | None = None
+        self.done: dict[str, pb.Done] = {}
+        self.moved = asyncio.Event()
+        self._returns = returns
         self._generation = 0  # the newest of all rounds
         self._resumed = False
 
@@ -42,49 +53,44 @@ class Rendezvous:
         self.round, self.done, self._resumed = number, done, resumed
         self._become(gr.State(rules, frozenset(expected), generation=self._generation, since=time.monotonic()))
 
-    def handle(self, event: gr.Event) -> None:
-        """Take the event into the state; whoever is concerned learns what follows from it."""
+    def handle(self, event: gr.Event) -> list[News]:
+        """Take the event into the state. Returns what operators may want to know of the change."""
         before = self.state
         if before is None or not self.active:
-            return
+            return []
         now = time.monotonic()
         patient = gr.apply(before, gr.Slow(_RETURNS * self._returns.slowest), now) if before.rules.whole else before
         after = gr.apply(patient, event, now)
-        if after == before and not isinstance(event, gr.Expected):  # of others than the expected, some may be wanted
-            return
+        if after == before and not isinstance(event, gr.Expected):  # other clients than those expected may be wanted
+            return []
         self._become(after)
+        news = []
         if before.phase in (gr.Phase.JOINING, gr.Phase.RUNNING, gr.Phase.DONE) and after.phase is gr.Phase.GATHERING:
             self.done.clear()
-            self._tell("group_lost", f"generation {before.generation} has ended: {after.reason}")
+            news.append(("group_lost", f"generation {before.generation} has ended: {after.reason}"))
         if before.phase is not gr.Phase.RUNNING and after.phase is gr.Phase.RUNNING:
             steps = max(after.workers[name].steps for name in after.members)
             text = f"generation {after.generation}: {len(after.members)} workers go on after step {steps} of the job"
-            self._tell("group_formed", text)
+            news.append(("group_formed", text))
+        return news
 
-    def take(self, client: str, done: pb.Done) -> None:
-        """The worker has trained to the end."""
+    def note(self, client: str, done: pb.Done) -> None:
+        """Keep what a member says of its work; what other clients say is ignored."""
         if self.state is not None and client in self.state.members and done.generation == self.state.generation:
             self.done[client] = done
-        self.handle(gr.Done(client, done.generation, done.digest))
 
-    def give_up(self, reason: str) -> bool:
-        """Whether the round ends because one of its workers cannot train; not if others hold what was trained."""
-        if not self.active or (self.state is not None and self.state.phase is gr.Phase.DONE):
-            return False
-        self.close(reason)
-        return True
-
-    def close(self, reason: str) -> None:
-        """The round is over, and its workers are told."""
-        self.handle(gr.Closed(reason))
+    @property
+    def can_give_up(self) -> bool:
+        """Whether a worker that cannot train ends the group; not if others hold what was trained."""
+        return self.active and (self.state is None or self.state.phase is not gr.Phase.DONE)
 
     @property
     def active(self) -> bool:
-        """Whether a round's group exists that has not ended."""
+        """Whether there is a group that has not ended."""
         return self.state is not None and self.state.phase is not gr.Phase.ENDED
 
     def can_know(self, generation: int) -> bool:
-        """Whether a worker can have been told of the generation; after a restart nobody remembers."""
+        """Return whether a worker can have been told of the generation. After a restart nobody remembers which."""
         return generation <= self._generation or (self._resumed and generation < _MOST_GENERATION)
 
     @property
@@ -94,13 +100,13 @@ class Rendezvous:
 
     @property
     def wait_seconds(self) -> float | None:
-        """How long to wait for the next event before time itself changes something; None = for ever."""
+        """Seconds after which time itself changes something, if no event comes before; None = never."""
         now = time.monotonic()
         at = gr.wake_at(self.state, now) if self.state else inf
         return None if at == inf else at - now
 
     def view(self, client: str, round_: int) -> pb.GroupMessage:
-        """What the client, as a worker of that round, is to do now."""
+        """Return what the client, as a worker of that round, is to do now."""
         if self.state is None or self.round != round_:
             return pb.GroupMessage(ended=pb.Ended(reason="next_round"))
         return view(self.state, client)
@@ -113,7 +119,7 @@ class Rendezvous:
 
 
 def view(state: gr.State, client: str) -> pb.GroupMessage:
-    """What the client is to do in this state."""
+    """Return what the client is to do in this state."""
     generation = state.generation
     if state.phase is gr.Phase.ENDED:
         return pb.GroupMessage(ended=pb.Ended(reason=state.reason))

@@ -1,4 +1,4 @@
-"""The service that flctl calls, on a port of its own."""
+"""ControlService: what flctl calls, on a port of its own."""
 
 import json
 import time
@@ -10,12 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedring.daemon.config import ConfigError, check_keys, explain, merge
-from fedring.rpc.errors import BadRequest, ClientIsHere, NoSuchClient, NoSuchJob, OtherJob, UnknownRound
+from fedring.rpc.errors import BadRequest, ClientInUse, NoSuchClient, NoSuchJob, OtherJob, UnknownRound
 from fedring.server.model.optimizer import ServerOptimizer
-from fedring.server.round.coordinator import Coordinator
-from fedring.server.round.jobs import Jobs
+from fedring.server.parts import Parts
 from fedring.server.round.report import event_message, job_message, model_message, round_message
-from fedring.server.service.downloads import model_messages
+from fedring.server.service.downloads import ModelBlobService
 from fedring.server.state.journal import printable, rfc3339
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
 from fedring.train.job import Job
@@ -25,30 +24,36 @@ from fedring.v1 import federation_pb2 as fed
 
 MOST_ROWS = 1000
 MOST_KEY = 128
-"""Characters of an idempotency key."""
+"""Characters of an idempotency key, at most."""
 PAGE_BYTES = 1 << 20
-"""Of rounds or jobs, after which an answer ends."""
+"""Bytes of rounds or jobs after which an answer ends."""
 _ROUNDS_AT_ONCE = 32
 _BYTES_AT_ONCE = PAGE_BYTES // 32
-"""Of rounds that are read in one transaction, if those to come are like those before."""
+"""Bytes of rounds to read in one transaction, as far as the rounds before let one guess."""
 MAX_ID = 2**63 - 1
-"""The largest number that the store can be asked for; no id is as large."""
+"""The largest number that the store can be asked for. No id is as large."""
 
 
 class ControlService(rpc.ControlServiceServicer):
-    """What an operator can ask for and see."""
+    """Serves what operators ask for: jobs, rounds, clients, models, events."""
 
     def __init__(
         self,
-        coordinator: Coordinator,
-        jobs: Jobs,
+        parts: Parts,
+        downloads: ModelBlobService,
         defaults: Job,
         version: str,
         *,
         refused: Callable[[], Mapping[str, int]],
     ) -> None:
-        self._coordinator, self._jobs, self._defaults, self._version = coordinator, jobs, defaults, version
-        self._facts, self._store = coordinator.facts, coordinator.facts.store
+        self._rounds, self._jobs, self._sessions, self._journal = (
+            parts.rounds,
+            parts.jobs,
+            parts.sessions,
+            parts.journal,
+        )
+        self._facts, self._store = parts.facts, parts.facts.store
+        self._downloads, self._defaults, self._version = downloads, defaults, version
         self._refused = refused
         self._began = time.monotonic()
 
@@ -57,11 +62,11 @@ class ControlService(rpc.ControlServiceServicer):
         return await self._start(spec.model_copy(update={"rounds": 1}), request.idempotency_key)
 
     async def StartJob(self, request: pb.StartJobRequest, context: Any) -> pb.StartReply:
-        # To try out the schedule of a long pipeline takes seconds.
+        # Trying out the schedule of a long pipeline takes seconds.
         return await self._start(await self._facts.work(self._job, request.job), request.idempotency_key)
 
     async def StopRound(self, request: pb.StopRoundRequest, context: Any) -> pb.StopReply:
-        number = await self._coordinator.abandon("stopped")
+        number = await self._rounds.abandon("stopped")
         if not number:
             raise UnknownRound("no round is in progress that could be stopped", reason="no_round")
         running = self._jobs.running
@@ -75,7 +80,7 @@ class ControlService(rpc.ControlServiceServicer):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.Status:
         jobs = await self._facts.db(self._store.jobs, MOST_ROWS)
-        latest, round_ = self._coordinator.latest, self._coordinator.message()
+        latest, round_ = self._rounds.latest, self._rounds.message()
         if round_ is None:
             rows = await self._facts.db(self._store.rounds, 1)
             round_ = round_message(rows[0]) if rows else None
@@ -85,7 +90,7 @@ class ControlService(rpc.ControlServiceServicer):
             run_id=self._store.run_id,
             version=self._version,
             uptime_seconds=time.monotonic() - self._began,
-            clients_watching=sum(session.matched for session in self._coordinator.sessions),
+            clients_watching=sum(session.matched for session in self._sessions),
             model_version=latest.version if latest else 0,
             job=job_message(replace(current, state="running")) if current else None,
             round=round_,
@@ -122,23 +127,23 @@ class ControlService(rpc.ControlServiceServicer):
                 last_seen_at=rfc3339(session.last_seen),
                 updates=counts.pop(session.client_id, 0),
             )
-            for session in self._coordinator.sessions
+            for session in self._sessions
         ]
         away = [pb.Client(client_id=name, state="away", updates=count) for name, count in sorted(counts.items())]
         return pb.ClientList(clients=(clients + away)[: _limit(request)])
 
     async def ForgetClient(self, request: pb.ForgetClientRequest, context: Any) -> pb.ForgottenClient:
-        name, open_ = request.client_id, self._coordinator.open
+        name, open_ = request.client_id, self._rounds.open
         counts = await self._facts.db(self._store.update_counts)
         if name not in counts:
             raise NoSuchClient(f"no update of {printable(name[:128])!r} was ever accepted: see `flctl clients`")
-        if self._coordinator.sessions.get(name) is not None:
-            raise ClientIsHere(f"{name} is in session: stop its fl-client first")
+        if self._sessions.get(name) is not None:
+            raise ClientInUse(f"{name} is in session: stop its fl-client first")
         if open_ is not None and name in open_.accepted:
-            raise ClientIsHere(f"an update of {name} is in round {open_.row.round}: wait until the round has ended")
+            raise ClientInUse(f"an update of {name} is in round {open_.row.round}: wait until the round has ended")
         await self._facts.db(self._facts.forget_client, name)
         text = f"{name} was forgotten, with {counts[name]} updates"
-        self._coordinator.journal.write("client_forgotten", text, client_id=name)
+        self._journal.write("client_forgotten", text, client_id=name)
         return pb.ForgottenClient(client_id=name, updates=counts[name])
 
     async def ListModels(self, request: pb.ListRequest, context: Any) -> pb.ModelList:
@@ -148,25 +153,25 @@ class ControlService(rpc.ControlServiceServicer):
         if request.after > MAX_ID:
             text = f"after = {request.after} cannot be the id of an event: give one of at most 2^63 - 1, or 0"
             raise BadRequest(text, reason="bad_event_id")
-        after, oldest = request.after, self._coordinator.journal.oldest
+        after, oldest = request.after, self._journal.oldest
         replayed = []
         if 0 < after < oldest:
             replayed = await self._facts.db(self._stored_events, after, oldest)
             after = oldest - 1
-        news = self._coordinator.journal.follow(after)
-        await context.send_initial_metadata(())  # the caller knows that it misses nothing from now on
+        news = self._journal.follow(after)
+        await context.send_initial_metadata(())  # tells the caller that it misses nothing from now on
         for event in replayed:
             yield event
         async for event in news:
             yield event
 
     async def ExportModel(self, request: fed.FetchModelRequest, context: Any) -> AsyncIterator[Any]:
-        async with aclosing(model_messages(self._coordinator, request)) as messages:
+        async with aclosing(self._downloads.messages(request)) as messages:
             async for message in messages:
                 yield message
 
     def _job(self, text: str) -> Job:
-        """The server's defaults with the keys that `text`, a JSON object, sets."""
+        """Return the server's default job with the keys that `text`, a JSON object, sets; BadRequest "bad_job"."""
         try:
             table = _table_in(text)
             check_keys(Job, table, where="the job")
@@ -189,7 +194,7 @@ class ControlService(rpc.ControlServiceServicer):
         return pb.StartReply(job_id=row.job_id, already=already)
 
     async def _newest_rounds(self, request: pb.ListRequest) -> list[pb.Round]:
-        """The first of the wanted rounds, at least one: those of large fleets fill a message soon."""
+        """Return the first of the wanted rounds, at least one: those of large fleets fill a message soon."""
         limit, job_id, below = _limit(request), min(request.job_id, MAX_ID), min(request.below, MAX_ID)
         found: list[pb.Round] = []
         size, at_once = 0, 1
@@ -203,13 +208,13 @@ class ControlService(rpc.ControlServiceServicer):
                 if size >= PAGE_BYTES:
                     break
             below = found[-1].round
-            # Few at a time, since whoever asks for many must not keep updates waiting for the store. But a transaction
-            # for each small round would cost ten times as much as the round itself.
+            # Few are read at a time, since updates wait for the store, too. But a transaction for each small round
+            # would cost ten times as much as the round itself.
             at_once = max(1, min(_ROUNDS_AT_ONCE, _BYTES_AT_ONCE * len(found) // size))
         return found
 
     def _stored_events(self, after: int, before: int) -> list[pb.Event]:
-        """The events between these ids, with the rounds that have ended since."""
+        """Return the events between these ids, with the rounds that have ended since."""
         rows = [row for row in self._store.events_after(after, MOST_ROWS) if row.id < before]
         rounds = {row.round: self._store.round(row.round) for row in rows if row.round}
         return [event_message(row, rounds.get(row.round)) for row in rows]
@@ -223,7 +228,7 @@ class ControlService(rpc.ControlServiceServicer):
 
 
 def _table_in(text: str) -> dict[str, Any]:
-    """Return the keys that `text`, a JSON object, sets; ConfigError or ValueError if it is none."""
+    """Return the keys that `text`, a JSON object, sets; ConfigError or ValueError if it is not one."""
     if (size := len(text.encode())) > MAX_JOB_BYTES:
         raise ConfigError(f"the job is {size} bytes of JSON, above MAX_JOB_BYTES = {MAX_JOB_BYTES}")
     try:
@@ -236,12 +241,12 @@ def _table_in(text: str) -> dict[str, Any]:
 
 
 def _whole(digits: str) -> int:
-    """Return the number; of a very long one the beginning, which is as far beyond all bounds, and has a key."""
+    """Return the number; of a very long one only the beginning, which is beyond all bounds just as well."""
     return int(digits[:100])
 
 
 def _check_key(key: str) -> None:
-    """Return if the idempotency key can be kept; BadRequest if not."""
+    """Check that the idempotency key can be kept; BadRequest if it cannot."""
     try:
         if len(check_text(key)) > MOST_KEY:
             raise ValueError(f"must have at most {MOST_KEY} characters, not {len(key)}")
@@ -250,7 +255,7 @@ def _check_key(key: str) -> None:
 
 
 def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
-    """The defaults; without the arguments of their model or optimizer if `table` names another one."""
+    """Return the defaults, without the arguments of their model or optimizer if `table` names another one."""
     known = defaults.model_dump()
     if table.get("model", defaults.model) != defaults.model:
         del known["model_args"]
@@ -262,7 +267,7 @@ def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
 
 
 def _is_of(stored: dict[str, Any], job: Job) -> bool:
-    """Whether a specification that was stored, perhaps by an older version, is the job's."""
+    """Return whether a stored specification, perhaps by an older version, is the job's."""
     try:
         return Job.model_validate(stored) == job
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Whether the server is of use: it serves while its storage works."""
+"""Readiness: the server serves while its storage works."""
 
 import asyncio
 import time
@@ -6,24 +6,23 @@ from contextlib import suppress
 
 from fedring.daemon.notify import sd_notify
 from fedring.rpc.health import Health
-from fedring.server.round import machine as rd
-from fedring.server.round.coordinator import Coordinator
-from fedring.server.state.blobs import StorageError
+from fedring.server.parts import Parts
+from fedring.server.state.failures import StorageError
 
 _TRIAL_SECONDS = 1.0
 _LONGEST_SECONDS = 30.0
 _LEAST_BYTES = 1 << 20
 
 
-async def look_after_storage(coordinator: Coordinator, health: Health) -> None:
-    """Keep health true to the storage, and while it fails try it again and again, until cancelled."""
-    storage, journal = coordinator.facts.storage, coordinator.journal
+async def look_after_storage(parts: Parts, health: Health) -> None:
+    """Keep the health in step with the storage, and try a storage that fails again and again, until cancelled."""
+    storage, journal = parts.facts.storage, parts.journal
     with suppress(StorageError):
-        await _try(coordinator)
+        await _try(parts)
     delay, mended = _TRIAL_SECONDS, -_LONGEST_SECONDS
     while True:
         await storage.fails.wait()
-        # A round may need more room than the trial. One that fails again at once is not tried each second.
+        # A round may need more space than the trial. Storage that fails again at once is not tried each second.
         delay = min(2 * delay, _LONGEST_SECONDS) if time.monotonic() < mended + delay else _TRIAL_SECONDS
         text = f"nothing can be kept, so updates are refused and no round goes on: {storage.fault}"
         sd_notify(f"STATUS={text}")
@@ -32,8 +31,8 @@ async def look_after_storage(coordinator: Coordinator, health: Health) -> None:
         while storage.fault:
             await asyncio.sleep(delay)
             with suppress(StorageError):
-                await _try(coordinator)
-                _give_time_back(coordinator, storage.since)
+                await _try(parts)
+                parts.rounds.give_time_back(storage.since)
                 storage.mend()
         mended = time.monotonic()
         await health.set(serving=True)
@@ -42,21 +41,12 @@ async def look_after_storage(coordinator: Coordinator, health: Health) -> None:
         journal.write("storage_works", text)
 
 
-def _give_time_back(coordinator: Coordinator, since: float) -> None:
-    """Do not count the time since then (monotonic), in which nothing could be kept, as the round's."""
-    open_, round_ = coordinator.open, coordinator.state.round
-    if open_ is not None and round_ is not None:
-        seconds = time.monotonic() - max(since, round_.since)
-        if open_.started:
-            open_.started += seconds
-        coordinator.handle(rd.Delayed(seconds))
-
-
-async def _try(coordinator: Coordinator) -> None:
-    """Return if as much as a round publishes can be kept: less is of no use to it; StorageFailed if not."""
-    model, job = coordinator.latest, coordinator.open.job if coordinator.open else None
-    # Beside the model: its delta and what that left out, and of an optimizer up to two values for each of the model's.
+async def _try(parts: Parts) -> None:
+    """Check that the storage takes as much as a round publishes; StorageFailed if it does not."""
+    rounds = parts.rounds
+    model, job = rounds.latest, rounds.open.job if rounds.open else None
+    # A delta comes with what it left out; an optimizer may keep two values for each of the model's.
     delta = bool((model and model.residual_blob) or (job and job.delta_encoding))
     optimizer = bool((model and model.optimizer_blob) or (job and job.server_optimizer))
     size = (1 + 2 * delta + 2 * optimizer) * model.bytes if model else 0
-    await coordinator.facts.probe(max(_LEAST_BYTES, size))
+    await parts.facts.probe(max(_LEAST_BYTES, size))

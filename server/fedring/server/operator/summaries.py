@@ -1,4 +1,4 @@
-"""Facts as JSON: short, finite, with the names of control.proto where it has them. docs/web.md describes them."""
+"""Facts as JSON for the page: short, finite, named as in control.proto. docs/web.md describes them."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -8,6 +8,7 @@ from typing import Any
 from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.round import machine as rd
+from fedring.server.round.events import Phase, Round, State
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.sessions import Session, Sessions
 from fedring.server.state.journal import rfc3339
@@ -29,7 +30,7 @@ _EVENT_KEYS = ("id", "at", "kind", "job_id", "round", "client_id", "text")
 
 
 def job_summary(row: JobRow) -> Summary:
-    """A job, and what of its specification explains the figures."""
+    """Summarize a job, with those keys of its specification that explain the figures."""
     return {
         "job_id": row.job_id,
         "name": row.name,
@@ -43,7 +44,7 @@ def job_summary(row: JobRow) -> Summary:
 
 
 def round_summary(message: pb.Round) -> Summary:
-    """A round; of its clients, the sums alone."""
+    """Summarize a round: of its clients, only sums."""
     by_encoding: dict[str, int] = {}
     for client in message.clients:
         if client.upload_bytes:
@@ -64,7 +65,7 @@ def round_summary(message: pb.Round) -> Summary:
 
 
 def model_summary(row: ModelRow, accuracy: float | None) -> Summary:
-    """A model version."""
+    """Summarize a model version."""
     return {
         "version": row.version,
         "round": row.round,
@@ -77,12 +78,12 @@ def model_summary(row: ModelRow, accuracy: float | None) -> Summary:
 
 
 def event_summary(event: pb.Event) -> Summary:
-    """An event, without the round as it was then."""
+    """Summarize an event, without the state of its round."""
     return {key: getattr(event, key) for key in _EVENT_KEYS}
 
 
-def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], round_: rd.Round | None) -> list[Summary]:
-    """Those that are here, by name, and then those that are away: the first MOST_CLIENTS of them."""
+def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], round_: Round | None) -> list[Summary]:
+    """Summarize clients in session, by name, and then those that are away: at most MOST_CLIENTS of them."""
     here = {session.client_id: session for session in sessions}
     asked = round_.selected | round_.evaluators if round_ else frozenset()
     away = sorted((updates.keys() | asked) - here.keys())
@@ -101,19 +102,19 @@ def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], ro
     ]
 
 
-def wait_summary(state: rd.State, open_: OpenRound | None) -> Summary | None:
-    """What the open round waits for; None = for nothing, or no round is open."""
+def wait_summary(state: State, open_: OpenRound | None) -> Summary | None:
+    """Say what the open round waits for; None if it waits for nothing, or if no round is open."""
     round_ = state.round
-    if round_ is None or open_ is None or round_.phase is rd.Phase.ABANDONED:
+    if round_ is None or open_ is None or round_.phase is Phase.ABANDONED:
         return None
     now = time.monotonic()
     waits = rd.pending(state, now) - open_.done.keys()
     match round_.phase:
-        case rd.Phase.WAITING:
+        case Phase.WAITING:
             what, have, need = "clients", len(rd.ready(state, round_.rules)), round_.rules.min_clients
-        case rd.Phase.TRAINING:
+        case Phase.TRAINING:
             what, have, need = "updates", len(round_.delivered | open_.done.keys()), len(round_.selected)
-        case rd.Phase.AGGREGATING:
+        case Phase.AGGREGATING:
             return {"what": "aggregation", "have": 0, "need": 0, "clients": [], "until": ""}
         case _:
             what, have, need = "evaluations", len(round_.evaluated), len(round_.evaluators)
@@ -122,7 +123,7 @@ def wait_summary(state: rd.State, open_: OpenRound | None) -> Summary | None:
 
 
 def group_summary(rendezvous: Rendezvous, sessions: Sessions, job: JobRow) -> Summary | None:
-    """The newest group of a job whose clients train together: its members by rank, then the others."""
+    """Summarize the newest group of a job whose clients train together: its members by rank, then the others."""
     state, mode = rendezvous.state, job.spec.get("mode", "")
     if state is None or mode not in _GROUP_MODES:
         return None
@@ -144,7 +145,7 @@ def group_summary(rendezvous: Rendezvous, sessions: Sessions, job: JobRow) -> Su
 
 
 def activity_name(value: int) -> str:
-    """What a client does, as a word; empty if nothing, or nothing that is known here."""
+    """Return what a client does as a word; empty if it does nothing, or something that is not known here."""
     if not value or value not in fed.Activity.values():
         return ""
     return fed.Activity.Name(fed.Activity.ValueType(value)).removeprefix("ACTIVITY_").lower()
@@ -168,8 +169,8 @@ def _worker(state: gr.State, name: str, sessions: Sessions) -> Summary:
     }
 
 
-def _part(name: str, round_: rd.Round) -> str:
-    """What the round has of the client."""
+def _part(name: str, round_: Round) -> str:
+    """Return what the round has of the client, as a word."""
     if name in round_.evaluated:
         return "evaluated"
     if name in round_.failed:

@@ -12,23 +12,34 @@ from fedring.daemon.config import ConfigError
 from fedring.rpc.errors import BadRequest, FedringError, NoSuchToken, Unauthenticated
 from fedring.rpc.identity import NAME, Identity, Role
 from fedring.server.round.sessions import Sessions
-from fedring.server.state.blobs import StorageError
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import StorageError
+from fedring.server.state.identity import add_token_offline
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import TokenRow
-from fedring.server.state.store import SqlStore
-from fedring.server.state.swap import refuse_pending
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 
 _PREFIX = "fr"
 _ROLES = (Role.CLIENT, Role.OPERATOR)
 _MOST_SECONDS = 100 * 365 * 24 * 3600
-_LOOK_SECONDS = 1.0  # between looks into the store for tokens that are not known
+_LOOK_SECONDS = 1.0  # least time between two reads of the store because of an unknown token
 
 
 def new_token(role: str, name: str, valid_seconds: int) -> tuple[TokenRow, str]:
-    """A token's row, and the token itself; BadRequest if nobody can be called that."""
+    """Make a token.
+
+    Args:
+        role: client or operator.
+        name: whose it is.
+        valid_seconds: how long it is valid; 0 means without end.
+
+    Returns:
+        The row to keep, and the token itself, which is shown once.
+
+    Raises:
+        BadRequest: "bad_role", "bad_name" or "bad_duration".
+    """
     if role not in _ROLES:
         raise BadRequest(f"the role {role!r} is none of client, operator", reason="bad_role")
     if not NAME.fullmatch(name):
@@ -41,24 +52,17 @@ def new_token(role: str, name: str, valid_seconds: int) -> tuple[TokenRow, str]:
 
 
 def create_offline(state_dir: Path, role: str, name: str, valid_seconds: int) -> tuple[TokenRow, str]:
-    """A new token in the state of a server, which may be running; ConfigError if there is no such folder."""
-    if not state_dir.is_dir():
-        raise ConfigError(f"there is no folder {state_dir}: give the server's state_dir")
-    refuse_pending(state_dir)
+    """Make a token in the state folder of a server, which may be running; ConfigError if there is no such folder."""
     row, token = new_token(role, name, valid_seconds)
     try:
-        store = SqlStore(f"sqlite:///{state_dir / 'facts.sqlite'}")
-        try:
-            store.add_token(row)
-        finally:
-            store.close()
+        add_token_offline(state_dir, row)
     except StorageError as error:
         raise ConfigError(f"state_dir {state_dir} cannot be used: {error}") from error
     return row, token
 
 
 class Tokens:
-    """The tokens of a run: in memory to be compared, in the store to stay."""
+    """The tokens of a run: in memory for comparing, in the store to last."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
@@ -67,21 +71,21 @@ class Tokens:
         self._looking = asyncio.Lock()
 
     async def load(self) -> list[TokenRow]:
-        """All tokens, as the store has them now."""
+        """Read all tokens from the store."""
         self._looked = time.monotonic()
         rows = await self._facts.db(self._facts.store.tokens)
         self._rows = {row.token_id: row for row in rows}
         return rows
 
     async def create(self, role: str, name: str, valid_seconds: int) -> tuple[TokenRow, str]:
-        """A new token that is kept, and the token itself."""
+        """Make a token and keep it. Returns its row, and the token itself."""
         row, token = new_token(role, name, valid_seconds)
         await self._facts.db(self._facts.store.add_token, row)
         self._rows[row.token_id] = row
         return row, token
 
     async def revoke(self, token_id: str) -> TokenRow:
-        """The token, which is refused from now on; NoSuchToken if there is none."""
+        """Revoke a token: it is refused from now on. Returns its row; NoSuchToken if there is none."""
         await self._facts.db(self._facts.store.revoke_token, token_id, time.time())
         await self.load()
         if token_id not in self._rows:
@@ -89,7 +93,11 @@ class Tokens:
         return self._rows[token_id]
 
     async def identify(self, token: str) -> Identity:
-        """Whose the token is; Unauthenticated if it is not valid."""
+        """Return whose the token is.
+
+        Raises:
+            Unauthenticated: "bad_token", "revoked_token" or "expired_token".
+        """
         prefix, _, rest = token.partition("_")
         token_id, _, secret = rest.partition("_")
         if token_id not in self._rows:
@@ -105,7 +113,7 @@ class Tokens:
         return Identity(Role(row.role), row.name, token_id, row.expires_at)
 
     async def _look(self) -> None:
-        """The store was read after this call began: a token may have been made beside this process.
+        """Read the store, once for all who wait: a token may have been made beside this process.
 
         However many ask, once in a while is enough: nobody can keep the store busy with tokens that he makes up.
         """
@@ -117,7 +125,7 @@ class Tokens:
 
 
 class TokenService(rpc.TokenServiceServicer):
-    """What an operator can do with tokens."""
+    """The service with which operators make, list and revoke tokens."""
 
     def __init__(self, tokens: Tokens, sessions: Sessions) -> None:
         self._tokens, self._sessions = tokens, sessions
@@ -134,7 +142,7 @@ class TokenService(rpc.TokenServiceServicer):
         revoked: FedringError = Unauthenticated("its token was revoked", reason="revoked_token")
         for session in self._sessions:
             if session.owner.token == row.token_id:
-                session.close(revoked)  # who serves its stream then drops it, and tells the round
+                session.close(revoked)  # the service that has its stream drops it, and tells the round
         return _message(row)
 
 

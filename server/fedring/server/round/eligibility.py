@@ -3,7 +3,7 @@
 from collections.abc import Container
 
 from fedring.rpc.errors import UnknownRound
-from fedring.server.round.machine import Phase, Round
+from fedring.server.round.events import Phase, Round
 
 
 def check_eligible(round_: Round | None, number: int, client: str, *, workers: Container[str] | None = None) -> None:

@@ -2,13 +2,13 @@
 
 from fedring.rpc.contract import MAX_FIGURE
 from fedring.rpc.errors import BadRequest, UnknownRound
-from fedring.server.round import machine as rd
+from fedring.server.round.events import Phase, Round
 from fedring.server.state.rows import ModelRow
 from fedring.v1 import federation_pb2 as pb
 
 
 def check_evaluation(
-    report: pb.EvaluationReport, client: str, round_: rd.Round | None, model: ModelRow | None, *, newest: int
+    report: pb.EvaluationReport, client: str, round_: Round | None, model: ModelRow | None, *, newest: int
 ) -> int:
     """Check that a report has sound counts, and answers an evaluation that is in progress.
 
@@ -31,7 +31,7 @@ def check_evaluation(
         text = f"correct must be at most total, total below 2^48, and loss_sum a number of at most {MAX_FIGURE:g}"
         raise BadRequest(text, reason="bad_evaluation")
     current = round_ is not None and round_.number == report.round
-    if round_ is None or not current or round_.phase is not rd.Phase.PUBLISHED:
+    if round_ is None or not current or round_.phase is not Phase.PUBLISHED:
         if 0 < report.round <= newest and not current:
             raise UnknownRound(f"the evaluation of round {report.round} is over", reason="round_closed")
         raise UnknownRound(f"round {report.round} is not being evaluated")

@@ -10,11 +10,13 @@ from pydantic import ValidationError
 from fedring.daemon.config import explain
 from fedring.data import DataError
 from fedring.rpc.errors import NoSuchJob
-from fedring.server.round import machine as rd
-from fedring.server.round.coordinator import Coordinator
-from fedring.server.state.blobs import FsyncFailed, StorageError, StorageFailed
-from fedring.server.state.journal import printable
-from fedring.server.state.rows import JobRow
+from fedring.server.round.metrics import Metrics
+from fedring.server.round.rounds import Rounds
+from fedring.server.round.runner import RoundRunner
+from fedring.server.state.facts import Facts
+from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
+from fedring.server.state.journal import Journal, printable
+from fedring.server.state.rows import JobRow, RoundRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 
@@ -22,17 +24,29 @@ log = logging.getLogger(__name__)
 
 
 class Jobs:
-    """Runs the jobs that the store holds, oldest first."""
+    """Runs the jobs that the store holds, oldest first.
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
-        self._facts, self._store = coordinator.facts, coordinator.facts.store
+    Attributes:
+        running: the job that runs, or None.
+    """
+
+    def __init__(self, runner: RoundRunner, rounds: Rounds, facts: Facts, journal: Journal, metrics: Metrics) -> None:
+        self._runner, self._rounds, self._facts, self._store = runner, rounds, facts, facts.store
+        self._journal, self._metrics = journal, metrics
         self._queued = asyncio.Event()
         self._stopped: set[int] = set()
         self.running: JobRow | None = None
 
     async def start(self, spec: Job, key: str) -> tuple[JobRow, bool]:
-        """The job, queued, and whether the idempotency key was known already."""
+        """Queue a job.
+
+        Args:
+            spec: the job.
+            key: its idempotency key, or "".
+
+        Returns:
+            The job's row, and whether the key was known already: then the row is that of the job it belongs to.
+        """
         wanted = JobRow(
             0, spec.name, spec.model_dump(mode="json"), spec.rounds, time.time(), idempotency_key=key or None
         )
@@ -41,24 +55,33 @@ class Jobs:
         return row, row.created_at != wanted.created_at
 
     async def stop(self, job_id: int) -> tuple[int, int]:
-        """End the job (0 = the running one) and its round; returns both their numbers."""
+        """End a job, and its round if it runs.
+
+        Args:
+            job_id: the job; 0 means the running one.
+
+        Returns:
+            The numbers of the job and of the round, 0 if no round was ended.
+
+        Raises:
+            NoSuchJob: if the job is neither running nor queued.
+        """
         if self.running is not None and job_id in (0, self.running.job_id):
             running = self.running.job_id
             self._stopped.add(running)
-            with suppress(
-                StorageFailed
-            ):  # a disk that refuses this does not keep the job alive: its end is noted later
-                await self._facts.db(self._store.set_job_state, running, "stopped")  # also if the server dies now
-            return running, await self._coordinator.abandon("stopped")
+            # A disk that refuses this does not keep the job alive: its end is noted later.
+            with suppress(StorageFailed):
+                await self._facts.db(self._store.set_job_state, running, "stopped")  # holds also if the server dies now
+            return running, await self._rounds.abandon("stopped")
         row = await self._facts.db(self._store.job, job_id)
         if row is None or row.state != "queued":
             raise NoSuchJob(f"job {job_id} is neither running nor queued" if job_id else "no job is running")
-        self._stopped.add(job_id)  # if its turn comes right now
+        self._stopped.add(job_id)  # its turn may come right now
         await self._facts.db(self._store.set_job_state, job_id, "stopped")
         return job_id, 0
 
     async def run(self) -> None:
-        """Run what is queued, for ever; first what a restart interrupted."""
+        """Run what is queued until cancelled; first what a restart interrupted."""
         while True:
             self._queued.clear()
             row = await self._facts.db(self._next)
@@ -66,18 +89,17 @@ class Jobs:
                 await self._queued.wait()
                 continue
             self.running = row
-            started = self._coordinator.metrics.job_started
-            started.set_to_current_time()
+            self._metrics.job_started.set_to_current_time()
             try:
                 state, reason = await self._run_job(row)
             finally:
                 self.running = None
-                started.set(0)
-            await self._facts.keep(self._coordinator.prune)  # of the last round; those before it did with the next one
+                self._metrics.job_started.set(0)
+            await self._facts.keep(self._runner.prune)  # after the last round: each round does it for those before it
             await self._facts.keep(self._end, row.job_id, state, reason)
-            self._coordinator.recovering = False
+            self._rounds.recovering = False
             text = f"job {row.job_id} ({row.name}) is {state}" + (f": {reason}" if reason else "")
-            self._coordinator.journal.write("job_ended", text, job_id=row.job_id)
+            self._journal.write("job_ended", text, job_id=row.job_id)
 
     async def _end(self, job_id: int, state: str, reason: str) -> None:
         await self._facts.db(self._store.set_job_state, job_id, state, reason)
@@ -87,7 +109,7 @@ class Jobs:
         return self._store.running_job() or self._store.next_queued_job()
 
     async def _run_job(self, row: JobRow) -> tuple[str, str]:
-        """The state in which the job ends, and why."""
+        """Run the job to its end. Returns the state in which it ends, and why."""
         try:
             spec = Job.model_validate(row.spec)
         except ValidationError as error:
@@ -95,37 +117,39 @@ class Jobs:
         await self._facts.keep(self._facts.db, self._store.set_job_state, row.job_id, "running")
         verb = "goes on" if row.state == "running" else "starts"
         text = f"job {row.job_id} ({row.name}) {verb}: {row.rounds} rounds of {spec.model}"
-        self._coordinator.journal.write("job_started", text, job_id=row.job_id)
-        try:
-            return await self._run_rounds(row, spec)
-        except FsyncFailed:
-            raise
-        except (SeamError, DataError, StorageError) as error:
-            return "failed", str(error)
-        except Exception as error:  # the job names the user's code, which may raise anything
-            log.exception("job %d failed", row.job_id)
-            return "failed", printable(f"{type(error).__name__}: {error}")
-
-    async def _run_rounds(self, row: JobRow, spec: Job) -> tuple[str, str]:
-        abandoned = 0
+        self._journal.write("job_started", text, job_id=row.job_id)
+        abandoned = 0  # rounds, one after the other
         done = await self._facts.keep(self._facts.db, self._store.job_rounds_ended, row.job_id)
         interrupted = await self._facts.keep(self._facts.db, self._store.open_round)
         while done < row.rounds:
             if row.job_id in self._stopped:
                 return "stopped", ""
-            if interrupted is not None and interrupted.job_id == row.job_id:
-                await self._facts.keep(self._coordinator.resume_round, interrupted, spec)
-            else:
-                await self._facts.keep(self._coordinator.start_round, row, spec, done + 1)
+            if fault := await self._open_round(row, spec, done + 1, interrupted):
+                return "failed", fault
             interrupted = None
             if row.job_id in self._stopped:  # while the round was being opened
-                await self._coordinator.abandon("stopped")
-            await self._coordinator.finished.wait()
-            last = self._coordinator.last
+                await self._rounds.abandon("stopped")
+            outcome = await self._runner.run()
             done += 1
-            abandoned = abandoned + 1 if last is not None and last.phase == rd.Phase.ABANDONED else 0
+            abandoned = 0 if outcome.published else abandoned + 1
             if abandoned and row.job_id in self._stopped:
                 return "stopped", ""
-            if abandoned and (self._coordinator.hopeless or abandoned >= min(spec.max_abandoned, row.rounds)):
-                return "failed", self._coordinator.why
+            if abandoned and (not outcome.retryable or abandoned >= min(spec.max_abandoned, row.rounds)):
+                return "failed", outcome.reason
         return "completed", ""
+
+    async def _open_round(self, row: JobRow, spec: Job, job_round: int, interrupted: RoundRow | None) -> str:
+        """Open the job's next round, or resume the one that a restart interrupted. Returns why it cannot, or ""."""
+        try:
+            if interrupted is not None and interrupted.job_id == row.job_id:
+                await self._facts.keep(self._runner.resume, interrupted, spec)
+            else:
+                await self._facts.keep(self._runner.open, row, spec, job_round)
+        except FsyncFailed:
+            raise
+        except (SeamError, DataError, StorageError) as error:
+            return str(error)
+        except Exception as error:  # the job names the user's code, which may raise anything
+            log.exception("job %d failed", row.job_id)
+            return printable(f"{type(error).__name__}: {error}")
+        return ""

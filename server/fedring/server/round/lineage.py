@@ -1,15 +1,16 @@
-"""Which model a round starts from, and what it leaves behind: the next one, and an evaluation of it."""
+"""The model that a round starts from, the one that it publishes, and the evaluation of that one."""
 
 import time
 from typing import Any
 
 from fedring.server.config import ServerConfig
-from fedring.server.model.models import Models, files_of
+from fedring.server.model.models import Models
 from fedring.server.model.testset import TestSet
-from fedring.server.round import machine as rd
+from fedring.server.model.versions import files_of
+from fedring.server.round.events import Phase
 from fedring.server.round.open_round import OpenRound
-from fedring.server.state.blobs import StorageError, StorageFailed
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
 from fedring.train.job import Job
 
@@ -27,15 +28,15 @@ async def base_of(facts: Facts, models: Models, latest: ModelRow | None, job: Jo
         wanted = await facts.db(facts.store.model, spec.start)
         if wanted is None:
             raise StorageError("unknown_model", f"start = {spec.start}: no such version is kept (`flctl models list`)")
-        models.remember(wanted)  # it was left out at the start if it is damaged
-        await facts.heavy(models.check_fits, wanted, spec)
+        models.versions.remember(wanted)  # a model that was damaged when the server started is not known yet
+        await facts.heavy(models.maker.check_fits, wanted, spec)
         return wanted
-    if latest is not None and models.fits(latest, spec):
+    if latest is not None and models.maker.surely_fits(latest, spec):
         return latest
-    model = await facts.heavy(models.fitting, latest, spec, await facts.db(facts.store.next_version))
+    model = await facts.heavy(models.maker.first, spec, latest, await facts.db(facts.store.next_version))
     if model is not latest:
         await facts.db(facts.store.publish, model)
-        models.remember(model)
+        models.versions.remember(model)
     return model
 
 
@@ -45,7 +46,7 @@ def _rounds_done(facts: Facts, job_id: int) -> int:
 
 
 async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
-    """Make the model of what `open_` has accepted, and make it durable as the newest, with the end of its round.
+    """Make the next model of the accepted updates, and make it durable together with the end of its round.
 
     Raises:
         DamagedModel, DamagedUpdates: if what it is made of is damaged.
@@ -54,12 +55,12 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
     """
     updates = [open_.accepted[client] for client in sorted(open_.accepted)]
     version = await facts.db(facts.store.next_version)
-    model = await facts.heavy(models.next, open_.base, updates, open_.job, open_.row.round, version)
-    ended = open_.ended(rd.Phase.PUBLISHED, model_version=model.version)
+    model = await facts.heavy(models.maker.next, open_.base, updates, open_.job, open_.row.round, version)
+    ended = open_.ended(Phase.PUBLISHED, model_version=model.version)
     try:
         await facts.db(facts.store.publish, model, ended)
     except StorageFailed:
-        await facts.db(facts.discard, files_of(model))  # they take the room that is missing
+        await facts.db(facts.discard, files_of(model))  # they take up the space that is missing
         raise
     return model, ended
 
@@ -67,7 +68,7 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
 async def evaluation(
     facts: Facts, test_set: TestSet, open_: OpenRound, model: ModelRow
 ) -> tuple[dict[str, Any], EvaluationRow | None]:
-    """Return what the round's row keeps of the evaluation, and the clients' counts added up, if there are any."""
+    """Return the evaluation's figures for the round's row, and the sum of the clients' counts, if there are any."""
     stats = open_.stats(open_.row.stats["seconds"])
     if open_.job.evaluate_on_server and (counts := await facts.heavy(test_set.evaluate, model, open_.job)):
         total = max(counts.total, 1)
@@ -80,8 +81,8 @@ async def evaluation(
 
 
 async def prune(facts: Facts, models: Models, config: ServerConfig, open_: OpenRound | None) -> None:
-    """Delete models, updates and rounds that are older than the configuration keeps, but for the base of `open_`."""
+    """Delete models, updates and rounds that are older than the configuration keeps, except the base of `open_`."""
     if await facts.db(facts.prune, config.keep_models, config.keep_update_rounds, config.keep_rounds):
         kept = await facts.db(facts.store.models, config.keep_models)
         base = {open_.base.version} if open_ else set()
-        models.forget({row.version for row in kept} | base)
+        models.versions.forget({row.version for row in kept} | base)

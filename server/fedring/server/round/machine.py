@@ -1,248 +1,70 @@
 """A round, as a pure state machine.
 
-`apply(state, event, now)` is the only way a state changes; `due(state, now)` is
-all that has become necessary; `wake_at(state, now)` is when to ask again if no
-event comes. Nothing here reads a clock, sends, stores, or knows what a model is.
+`apply(state, event, now)` is the only way in which a state changes. `due(state, now)` says what has become necessary,
+and `wake_at(state, now)` when to ask again if no event comes. A kind of round is data: a list of phases (`KINDS`).
+Nothing here reads a clock, sends, stores, or knows what a model is.
 
     waiting ──Started──► training ──Closed──► aggregating ──Published──► published ──Finished──► (none)
        └───────Abandoned─────┴──────Abandoned──────┘ ─────────────────► abandoned ───┘
 """
 
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil, inf
 from types import MappingProxyType
 
-
-class Phase(StrEnum):
-    """Where a round is."""
-
-    WAITING = "waiting"
-    TRAINING = "training"
-    AGGREGATING = "aggregating"
-    PUBLISHED = "published"
-    ABANDONED = "abandoned"
-
-
-class Presence(StrEnum):
-    """What the server knows of a client."""
-
-    JOINED = "joined"  # has a session, does not watch yet
-    MATCHED = "watching"  # watches, and has confirmed it
-    AWAY = "away"  # its stream is gone; it may come back within its grace
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A client and since when it is as it is."""
-
-    presence: Presence
-    since: float  # seconds, monotonic
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What a round obeys; durations in seconds."""
-
-    min_clients: int = 1
-    barrier: str = "matched"
-    barrier_timeout: float = 600.0
-    sample_ratio: float = 1.0
-    sample_clients: int = 0
-    min_to_aggregate: int = 1
-    close_at_minimum: bool = False
-    deadline: float = 600.0
-    grace: float = 5.0
-    evaluate_timeout: float = 120.0
-    seed: int = 0
-
-    def seconds(self, phase: Phase) -> float:
-        """The longest time that a round may stay in the phase, in seconds."""
-        return {Phase.WAITING: self.barrier_timeout, Phase.TRAINING: self.deadline}.get(phase, self.evaluate_timeout)
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One round; client sets only grow, but for updates that are lost again."""
-
-    number: int
-    rules: Rules
-    phase: Phase
-    since: float  # when the phase began
-    selected: frozenset[str] = frozenset()
-    delivered: frozenset[str] = frozenset()
-    failed: frozenset[str] = frozenset()  # said that they cannot
-    evaluators: frozenset[str] = frozenset()
-    evaluated: frozenset[str] = frozenset()
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """All clients, and the round in progress."""
-
-    members: Mapping[str, Member] = field(default_factory=lambda: MappingProxyType({}))
-    round: Round | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    client: str
-
-
-@dataclass(frozen=True, slots=True)
-class Matched:
-    client: str
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """The client's stream ended, or was silent for too long."""
-
-    client: str
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    number: int
-    rules: Rules
-    elapsed: float = 0.0  # seconds that it has waited already, before a restart
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """A restarted server goes on with a round; its clients have `grace` to come back, within what is left of it."""
-
-    round: Round
-    grace: float
-    elapsed: float  # seconds that its phase has taken already, before the restart
-
-
-@dataclass(frozen=True, slots=True)
-class Delayed:
-    """For so many seconds nobody could go on: they do not count."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    clients: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Enlisted:
-    """One more client takes part."""
-
-    client: str
-
-
-@dataclass(frozen=True, slots=True)
-class Delivered:
-    client: str
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The client's accepted update cannot be read any more."""
-
-    client: str
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    client: str
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    evaluators: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    client: str
-
-
-@dataclass(frozen=True, slots=True)
-class Abandoned:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    pass
-
-
-Event = (
-    Joined
-    | Matched
-    | Left
-    | Opened
-    | Resumed
-    | Delayed
-    | Started
-    | Enlisted
-    | Delivered
-    | Lost
-    | Failed
-    | Closed
-    | Published
-    | Evaluated
-    | Abandoned
-    | Finished
+from fedring.server.round.events import (
+    OPEN,
+    Abandon,
+    Abandoned,
+    Aggregate,
+    Closed,
+    Delayed,
+    Delivered,
+    Effect,
+    Enlisted,
+    Evaluated,
+    Event,
+    Failed,
+    Finish,
+    Finished,
+    Joined,
+    Left,
+    Lost,
+    Matched,
+    Member,
+    Opened,
+    Phase,
+    Presence,
+    Published,
+    Resumed,
+    Round,
+    Rules,
+    Start,
+    Started,
+    State,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """An effect, answered with the event in brackets: send the command to these clients (Started)."""
-
-    clients: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Aggregate:
-    """Close the round and make the next model of what was delivered (Closed, then Published)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """End the round without a model (Abandoned)."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The round is over, evaluation included (Finished)."""
-
-
-Effect = Start | Aggregate | Abandon | Finish
-
-_NEXT = {
-    Started: (Phase.WAITING, Phase.TRAINING),
-    Closed: (Phase.TRAINING, Phase.AGGREGATING),
-    Published: (Phase.AGGREGATING, Phase.PUBLISHED),
-}
-OPEN = (Phase.WAITING, Phase.TRAINING, Phase.AGGREGATING)
-"""Phases in which a round can still be abandoned."""
-
-
 class IllegalEvent(Exception):
-    """The event cannot happen in this state: a fault of the server's own."""
+    """An event cannot happen in this state: this is a fault of the server's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One phase of a kind of round, as data: how long it may take, whom it waits for, and what becomes due in it."""
+
+    phase: Phase
+    ended_by: type[Event]  # begins the next phase
+    limit: Callable[[Rules], float]  # the longest time that the phase may take, seconds
+    asked: Callable[[Round], frozenset[str]]  # clients that were asked for something and have not answered
+    due: Callable[[State, Round, float], Effect | None]  # what is to be done at that time, monotonic seconds
 
 
 def apply(state: State, event: Event, now: float) -> State:
-    """The state after `event` at `now`."""
+    """Return the state after `event`, which happened at `now` (monotonic seconds)."""
     match event:
         case Joined(client):
             return _member(state, client, Presence.JOINED, now)
@@ -255,7 +77,7 @@ def apply(state: State, event: Event, now: float) -> State:
             return replace(state, round=Round(number, rules, Phase.WAITING, now - elapsed))
         case Resumed(round_, grace, elapsed):
             _require(state.round is None, event, state)
-            # "away since the future" gives the clients more than the usual grace
+            # A member that is away since a moment in the future has more than the usual grace to come back.
             away = Member(Presence.AWAY, now + max(0.0, grace - round_.rules.grace))
             missing = dict.fromkeys(round_.selected | round_.evaluators, away)
             return State(MappingProxyType(missing | dict(state.members)), replace(round_, since=now - elapsed))
@@ -266,7 +88,7 @@ def apply(state: State, event: Event, now: float) -> State:
     if state.round is None:
         raise IllegalEvent(f"{event} without a round")
     after = _apply_to_round(state.round, event, now)
-    # Who was chosen may have left in the meantime, and is forgotten.
+    # A client that was chosen may have left before the event came, and is not in `members` then.
     gone = dict.fromkeys((after.selected | after.evaluators) - state.members.keys(), Member(Presence.AWAY, now))
     return State(MappingProxyType({**gone, **state.members}) if gone else state.members, after)
 
@@ -288,10 +110,11 @@ def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
             return replace(round_, evaluated=round_.evaluated | {client} & round_.evaluators)
         case Abandoned(reason) if round_.phase in OPEN:
             return replace(round_, phase=Phase.ABANDONED, since=now, reason=reason)
-    before, after = _NEXT.get(type(event), (None, Phase.WAITING))
-    if round_.phase is not before:
+    steps = KINDS[round_.rules.kind]
+    following = {step.ended_by: after.phase for step, after in pairwise(steps) if step.phase is round_.phase}
+    if type(event) not in following:
         raise IllegalEvent(f"{event} while {round_.phase}")
-    moved = replace(round_, phase=after, since=now)
+    moved = replace(round_, phase=following[type(event)], since=now)
     match event:
         case Started(clients):
             return replace(moved, selected=clients)
@@ -301,17 +124,100 @@ def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
 
 
 def due(state: State, now: float) -> Effect | None:
-    """What is to be done now; None = nothing until the next event or `wake_at`."""
+    """Return what is to be done at `now`; None means nothing until the next event or `wake_at`."""
     round_ = state.round
-    if round_ is None or round_.phase is Phase.AGGREGATING:
+    if round_ is None:
         return None
-    if round_.phase is Phase.WAITING:
-        return _due_waiting(state, round_, now)
-    if round_.phase is Phase.TRAINING:
-        return _due_training(state, round_, now)
-    if round_.phase is Phase.ABANDONED or not pending(state, now) or now >= deadline(round_):
+    if round_.phase is Phase.ABANDONED:
         return Finish()
-    return None
+    return _step(round_).due(state, round_, now)
+
+
+def wake_at(state: State, now: float) -> float:
+    """Return when `due` may change without an event, in monotonic seconds; inf means never."""
+    round_ = state.round
+    if round_ is None or round_.phase is Phase.ABANDONED:
+        return inf
+    graces = (state.members[client].since + round_.rules.grace for client in _absent(state, round_))
+    return min([deadline(round_), *(at for at in graces if at > now)])
+
+
+def deadline(round_: Round) -> float:
+    """Return when the phase that the round is in ends at the latest, in monotonic seconds; inf means never."""
+    return round_.since + seconds(round_.rules, round_.phase)
+
+
+def seconds(rules: Rules, phase: Phase) -> float:
+    """Return the longest time that a round with these rules may stay in the phase, in seconds."""
+    return next(step.limit(rules) for step in KINDS[rules.kind] if step.phase is phase)
+
+
+def ready(state: State, rules: Rules) -> list[str]:
+    """Return the clients that may be selected, sorted."""
+    passed = (Presence.MATCHED,) if rules.barrier == "matched" else (Presence.JOINED, Presence.MATCHED)
+    return sorted(client for client, member in state.members.items() if member.presence in passed)
+
+
+def sample(candidates: list[str], round_: Round) -> list[str]:
+    """Return the clients that take part, drawn with the round's seed."""
+    rules = round_.rules
+    count = rules.sample_clients or ceil(rules.sample_ratio * len(candidates))
+    count = max(count, rules.min_to_aggregate)
+    if count >= len(candidates):
+        return candidates
+    return random.Random(f"{rules.seed}:{round_.number}").sample(candidates, count)
+
+
+def pending(state: State, now: float) -> frozenset[str]:
+    """Return the clients that the round still waits for: they were asked, have not answered, and are not lost."""
+    round_ = state.round
+    if round_ is None:
+        return frozenset()
+    lost = {c for c in _absent(state, round_) if now >= state.members[c].since + round_.rules.grace}
+    return _outstanding(round_) - lost
+
+
+def _outstanding(round_: Round) -> frozenset[str]:
+    return frozenset() if round_.phase is Phase.ABANDONED else _step(round_).asked(round_)
+
+
+def _step(round_: Round) -> Step:
+    return next(step for step in KINDS[round_.rules.kind] if step.phase is round_.phase)
+
+
+def _absent(state: State, round_: Round) -> Iterator[str]:
+    return (c for c in _outstanding(round_) if state.members[c].presence is Presence.AWAY)
+
+
+def _member(state: State, client: str, presence: Presence, now: float) -> State:
+    return replace(state, members=MappingProxyType({**state.members, client: Member(presence, now)}))
+
+
+def _left(state: State, client: str, now: float) -> State:
+    """Note that the client is away, or forget it if no round waits for it: clients come and go without end."""
+    if client not in state.members:
+        return state
+    if state.round is not None and client in state.round.selected | state.round.evaluators:
+        return _member(state, client, Presence.AWAY, now)
+    rest = {other: member for other, member in state.members.items() if other != client}
+    return replace(state, members=MappingProxyType(rest))
+
+
+def _require(legal: bool, event: Event, state: State) -> None:
+    if not legal:
+        raise IllegalEvent(f"{event} while {state.round.phase if state.round else 'no round is open'}")
+
+
+def _nobody(round_: Round) -> frozenset[str]:
+    return frozenset()
+
+
+def _training(round_: Round) -> frozenset[str]:
+    return round_.selected - round_.delivered - round_.failed
+
+
+def _evaluating(round_: Round) -> frozenset[str]:
+    return round_.evaluators - round_.evaluated
 
 
 def _due_waiting(state: State, round_: Round, now: float) -> Effect | None:
@@ -331,69 +237,21 @@ def _due_training(state: State, round_: Round, now: float) -> Effect | None:
     return Aggregate() if enough else Abandon("too_few_clients")
 
 
-def wake_at(state: State, now: float) -> float:
-    """When `due` may change without an event, monotonic seconds; inf = never."""
-    round_ = state.round
-    if round_ is None or round_.phase in (Phase.AGGREGATING, Phase.ABANDONED):
-        return inf
-    graces = (state.members[client].since + round_.rules.grace for client in _absent(state, round_))
-    return min([deadline(round_), *(at for at in graces if at > now)])
+def _due_aggregating(state: State, round_: Round, now: float) -> Effect | None:
+    return None  # whoever performed Aggregate is at work
 
 
-def deadline(round_: Round) -> float:
-    """When the phase that the round is in ends at the latest, monotonic seconds."""
-    return round_.since + round_.rules.seconds(round_.phase)
+def _due_published(state: State, round_: Round, now: float) -> Effect | None:
+    return Finish() if not pending(state, now) or now >= deadline(round_) else None
 
 
-def ready(state: State, rules: Rules) -> list[str]:
-    """The clients that may be selected, sorted."""
-    passed = (Presence.MATCHED,) if rules.barrier == "matched" else (Presence.JOINED, Presence.MATCHED)
-    return sorted(client for client, member in state.members.items() if member.presence in passed)
+SYNCHRONOUS = (
+    Step(Phase.WAITING, Started, lambda rules: rules.barrier_timeout, _nobody, _due_waiting),
+    Step(Phase.TRAINING, Closed, lambda rules: rules.deadline, _training, _due_training),
+    Step(Phase.AGGREGATING, Published, lambda rules: inf, _nobody, _due_aggregating),
+    Step(Phase.PUBLISHED, Finished, lambda rules: rules.evaluate_timeout, _evaluating, _due_published),
+)
+"""All selected clients train from the same model, and one aggregation makes the next."""
 
-
-def sample(candidates: list[str], round_: Round) -> list[str]:
-    """The clients that take part, drawn by the round's seed."""
-    rules = round_.rules
-    count = rules.sample_clients or ceil(rules.sample_ratio * len(candidates))
-    count = max(count, rules.min_to_aggregate)
-    if count >= len(candidates):
-        return candidates
-    return random.Random(f"{rules.seed}:{round_.number}").sample(candidates, count)
-
-
-def pending(state: State, now: float) -> frozenset[str]:
-    """The clients that the round still waits for: asked, not done, and not lost."""
-    round_ = state.round
-    if round_ is None:
-        return frozenset()
-    lost = {c for c in _absent(state, round_) if now >= state.members[c].since + round_.rules.grace}
-    return _outstanding(round_) - lost
-
-
-def _outstanding(round_: Round) -> frozenset[str]:
-    if round_.phase is Phase.TRAINING:
-        return round_.selected - round_.delivered - round_.failed
-    return round_.evaluators - round_.evaluated if round_.phase is Phase.PUBLISHED else frozenset()
-
-
-def _absent(state: State, round_: Round) -> Iterator[str]:
-    return (c for c in _outstanding(round_) if state.members[c].presence is Presence.AWAY)
-
-
-def _member(state: State, client: str, presence: Presence, now: float) -> State:
-    return replace(state, members=MappingProxyType({**state.members, client: Member(presence, now)}))
-
-
-def _left(state: State, client: str, now: float) -> State:
-    """The client is away, and remembered only if the round may wait for it: clients come and go without end."""
-    if client not in state.members:
-        return state
-    if state.round is not None and client in state.round.selected | state.round.evaluators:
-        return _member(state, client, Presence.AWAY, now)
-    rest = {other: member for other, member in state.members.items() if other != client}
-    return replace(state, members=MappingProxyType(rest))
-
-
-def _require(legal: bool, event: Event, state: State) -> None:
-    if not legal:
-        raise IllegalEvent(f"{event} while {state.round.phase if state.round else 'no round is open'}")
+KINDS: Mapping[str, tuple[Step, ...]] = MappingProxyType({"synchronous": SYNCHRONOUS})
+"""The phases of each kind of round, in order; `Rules.kind` names one."""

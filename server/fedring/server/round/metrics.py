@@ -1,7 +1,9 @@
-"""fl-server's metrics, all of them: counted where it happens, or read when Prometheus asks."""
+"""fl-server's metrics, and the spans of its rounds.
+
+A metric is counted where something happens, or read when Prometheus asks.
+"""
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,26 +13,29 @@ from typing import Any
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from opentelemetry import trace
 
 from fedring.codec.errors import CodecError
 from fedring.daemon.metrics import Registry
+from fedring.daemon.tracing import start_span, traceparent_of
 from fedring.rpc.errors import FedringError
-from fedring.rpc.metrics import Calls
+from fedring.rpc.metrics import CallMetrics
 from fedring.server.round import machine as rd
+from fedring.server.round.events import Phase, Presence, Round, State
 from fedring.server.round.guard_metrics import GuardMetrics
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import UpdateRow
 from fedring.v1 import control_pb2, federation_pb2, rendezvous_pb2
 
 PHASES = {
-    rd.Phase.WAITING: "waiting",
-    rd.Phase.TRAINING: "training",
-    rd.Phase.AGGREGATING: "aggregating",
-    rd.Phase.PUBLISHED: "evaluating",
+    Phase.WAITING: "waiting",
+    Phase.TRAINING: "training",
+    Phase.AGGREGATING: "aggregating",
+    Phase.PUBLISHED: "evaluating",
 }
-"""What takes time in a round."""
+"""The phases of a round that take time, by their label."""
 
-ROUND_RESULTS = {rd.Phase.PUBLISHED: "published", rd.Phase.ABANDONED: "abandoned"}
+ROUND_RESULTS = {Phase.PUBLISHED: "published", Phase.ABANDONED: "abandoned"}
 CLIENT_STATES = ("selected", "pending", "delivered", "failed")
 UPDATE_RESULTS = ("accepted", "duplicate", "rejected", "interrupted")
 
@@ -44,10 +49,10 @@ REJECTIONS = (
     "wrong_length", "wrong_model", "wrong_schema", "wrong_size", "other",
 )
 # fmt: on
-"""Why an update can be refused: nothing that a client sends can make another series."""
+"""The reasons that label refused updates. A closed list, so that a client cannot create series."""
 
 _AGAIN = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.CANCELLED)
-"""What ends an upload that the client will go on with."""
+"""The statuses of uploads that were interrupted; the client goes on with them."""
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 _BYTES = tuple(4.0**power for power in range(5, 16))  # 1 KiB to 1 GiB
@@ -57,12 +62,12 @@ _LAG_PERIOD = 0.5  # seconds
 
 
 class Metrics:
-    """What one fl-server tells of itself; used from its event loop."""
+    """The metrics of one fl-server; used from its event loop."""
 
     def __init__(self) -> None:
         self.registry = registry = Registry()
         files = (federation_pb2, rendezvous_pb2, control_pb2, health_pb2, reflection_pb2)
-        self.calls = Calls("server", registry, [file.DESCRIPTOR for file in files])
+        self.calls = CallMetrics("server", registry, [file.DESCRIPTOR for file in files])
         self.guard = GuardMetrics()
         registry.register(self.guard)
         self._began = 0.0  # the training of the round in progress, monotonic
@@ -126,19 +131,25 @@ class Metrics:
         text = "What the newest commit of accepted updates took to be on the disk."
         self._fsync = new.gauge("fl_server_last_fsync_seconds", text)
 
-    def follow(self, state: Callable[[], rd.State], facts: Facts) -> None:
-        """From now on what `state` returns and the facts show is read whenever somebody asks, in another thread."""
-        self._connected.set_function(lambda: _count(state(), rd.Presence.MATCHED))
+    def follow(self, state: Callable[[], State], facts: Facts) -> None:
+        """Read the machine's state and the facts whenever Prometheus asks, which it does in another thread."""
+        self._connected.set_function(lambda: _count(state(), Presence.MATCHED))
         for name in CLIENT_STATES:
             self._clients.labels(name).set_function(partial(_clients, state, name))
         self._queue.set_function(lambda: facts.waiting)
         self._fsync.set_function(lambda: facts.commit_seconds)
         self._failing.set_function(lambda: bool(facts.storage.fault))
-        self._disk_free.set_function(partial(_disk, facts, "f_bavail"))
-        self._disk_size.set_function(partial(_disk, facts, "f_blocks"))
+        self._disk_free.set_function(partial(_disk, facts, "free"))
+        self._disk_size.set_function(partial(_disk, facts, "total"))
 
-    def moved(self, before: rd.Round | None, after: rd.Round | None, now: float) -> None:
-        """The round in progress has become another."""
+    def moved(self, before: Round | None, after: Round | None, now: float) -> None:
+        """Count a change of the round in progress.
+
+        Args:
+            before: the round before the change; None if there was none.
+            after: the round now; None if it has finished.
+            now: monotonic seconds.
+        """
         if before is None:
             if after is not None:
                 self._deadline.set(after.rules.deadline)
@@ -146,23 +157,23 @@ class Metrics:
                 self._began = now
             return
         if after is not None and after.phase is before.phase:
-            if after.phase is rd.Phase.AGGREGATING:
+            if after.phase is Phase.AGGREGATING:
                 self._lost.inc(len(before.delivered - after.delivered))
             return
         if before.phase in PHASES:
             self._phase.labels(PHASES[before.phase]).observe(now - before.since)
         if after is None:
             return
-        if after.phase is rd.Phase.TRAINING:
+        if after.phase is Phase.TRAINING:
             self._began = now
         if after.phase in ROUND_RESULTS:
             self._rounds.labels(ROUND_RESULTS[after.phase]).inc()
-        if after.phase is rd.Phase.PUBLISHED:
+        if after.phase is Phase.PUBLISHED:
             self._duration.observe(now - self._began)
             self._completed.set(time.time())
 
     def evaluated(self, stats: Mapping[str, Any]) -> None:
-        """A round's evaluation is over; `stats` are its row's."""
+        """Show the figures of an evaluation that is over; `stats` are those of the round's row."""
         if stats.get("total"):
             self._accuracy.set(stats["correct"] / stats["total"])
             self._loss.set(stats["loss_sum"] / stats["total"])
@@ -171,17 +182,17 @@ class Metrics:
             self._loss.set(stats["server_loss"])
 
     def accepted(self, row: UpdateRow) -> None:
-        """An update counts."""
+        """Count an accepted update."""
         self._updates.labels("accepted").inc()
         self._bytes.observe(row.total_bytes)
         self._norm.observe(row.norm)
 
     def repeated(self) -> None:
-        """An update came that counted already."""
+        """Count an update that had been accepted before."""
         self._updates.labels("duplicate").inc()
 
     def refused(self, error: CodecError | FedringError | asyncio.CancelledError) -> None:
-        """An upload ended without an accepted update."""
+        """Count an upload that ended without an accepted update."""
         if isinstance(error, asyncio.CancelledError) or (isinstance(error, FedringError) and error.status in _AGAIN):
             self._updates.labels("interrupted").inc()
             return
@@ -189,19 +200,19 @@ class Metrics:
         self._rejected.labels(error.reason if error.reason in REJECTIONS else "other").inc()
 
     async def measure_lag(self) -> None:
-        """Keep looking how late the event loop is, until cancelled."""
+        """Measure again and again how late the event loop is, until cancelled."""
         while True:
             due = time.monotonic() + _LAG_PERIOD
             await asyncio.sleep(_LAG_PERIOD)
             self._lag.observe(max(0.0, time.monotonic() - due))
 
 
-def _count(state: rd.State, presence: rd.Presence) -> int:
+def _count(state: State, presence: Presence) -> int:
     return sum(member.presence is presence for member in state.members.values())
 
 
-def _clients(state: Callable[[], rd.State], name: str) -> int:
-    """How many clients of the round in progress are in that state."""
+def _clients(state: Callable[[], State], name: str) -> int:
+    """Return how many clients of the round in progress are in that state."""
     now = state()
     if now.round is None:
         return 0
@@ -209,9 +220,34 @@ def _clients(state: Callable[[], rd.State], name: str) -> int:
 
 
 def _disk(facts: Facts, field: str) -> float:
-    """So many blocks of the state folder's file system, in bytes; NaN if it cannot be asked."""
-    try:
-        disk = os.statvfs(facts.blobs.root)
-    except OSError:
-        return nan
-    return float(getattr(disk, field) * disk.f_frsize)
+    """Return a field of the state folder's DiskSpace; NaN if it cannot be found out."""
+    space = facts.blobs.disk_space()
+    return float(getattr(space, field)) if space else nan
+
+
+class RoundTrace:
+    """Makes a span of the round in progress, and one of each of its phases."""
+
+    def __init__(self) -> None:
+        self._round: trace.Span | None = None
+        self._phase: trace.Span | None = None
+        self._at: Phase | None = None
+
+    def begin(self, number: int, job_id: int) -> str:
+        """Begin the span of a round. Returns its traceparent, for the clients that take part."""
+        self._round = start_span("round", round=number, job=job_id)
+        return traceparent_of(self._round)
+
+    def follow(self, round_: Round | None) -> None:
+        """End the span of a phase that is over, and begin that of the next; without a round, end all."""
+        phase = round_.phase if round_ else None
+        if phase is self._at or self._round is None:
+            return
+        self._at = phase
+        if self._phase:
+            self._phase.end()
+        if phase:
+            self._phase = start_span(phase, traceparent_of(self._round))
+        else:
+            self._round.end()
+            self._round = self._phase = None

@@ -1,19 +1,22 @@
-"""A job in the words of the state machine and of the wire."""
+"""A job, translated into the rules of the state machines and into the messages of the wire."""
 
 import json
 
 from fedring.codec.encoding import Encoding
 from fedring.server.group import machine as groups
-from fedring.server.group.rendezvous import Rendezvous
-from fedring.server.round.machine import Rules
-from fedring.server.round.open_round import OpenRound
+from fedring.server.round.events import Rules
 from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 
 def rules_of(job: Job, *, grace: float) -> Rules:
-    """What each round of `job` obeys; of a group, one worker delivers for all."""
+    """Return the rules of each round of the job.
+
+    Args:
+        job: the job. If its clients train as a group, one worker delivers for all.
+        grace: seconds that a lost client has to come back.
+    """
     alone = job.grouped
     fixed = job.pipeline.workers if job.mode == "pipeline" else 0
     return Rules(
@@ -32,7 +35,7 @@ def rules_of(job: Job, *, grace: float) -> Rules:
 
 
 def group_rules(job: Job, *, target: int) -> groups.Rules:
-    """What the groups of a round with `target` clients obey; a pipeline is whole, or it does not run."""
+    """Return the rules of the groups of a round with `target` clients. A pipeline runs only if it is whole."""
     if job.mode == "pipeline":
         workers = job.pipeline.workers
         return groups.Rules(target=workers, minimum=workers, patience=job.pipeline.replacement_seconds, whole=True)
@@ -43,16 +46,8 @@ def group_rules(job: Job, *, target: int) -> groups.Rules:
     )
 
 
-def gather(rendezvous: Rendezvous, open_: OpenRound, *, resumed: bool = False) -> None:
-    """Let the workers of the round gather, if it needs a group; `resumed` says that it was open before a restart."""
-    if open_.job.grouped:
-        selected = open_.row.selected
-        rules = group_rules(open_.job, target=len(selected))
-        rendezvous.open(open_.row.round, rules, selected, open_.done, resumed=resumed)
-
-
 def job_spec(job: Job, job_id: int) -> pb.JobSpec:
-    """What a client must know of `job`."""
+    """Return what a client must know of the job."""
     return pb.JobSpec(
         job_id=job_id,
         name=job.name,
@@ -73,7 +68,7 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
 
 
 def round_command(job: Job, row: RoundRow, base: ModelRow, *, run_id: str, epoch: int, most_bytes: int) -> pb.TrainCmd:
-    """The command of a round, but for what belongs to the moment."""
+    """Return the command of a round, without the deadline, which depends on the moment of sending."""
     command = train_cmd(job, job_spec(job, row.job_id), number=row.round, job_round=row.job_round)
     command.run_id, command.epoch = run_id, epoch
     command.model_version, command.model_digest = base.version, base.digest
@@ -83,8 +78,8 @@ def round_command(job: Job, row: RoundRow, base: ModelRow, *, run_id: str, epoch
 
 
 def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.TrainCmd:
-    """The command of a round, but for what belongs to the model and the moment."""
-    # What a group has trained is sent once, and as it is.
+    """Return the command of a round, without what depends on its model and on the moment of sending."""
+    # A group sends its result only once, so it need not be made smaller.
     encoding = Encoding("fp32") if job.grouped else job.upload_encoding
     return pb.TrainCmd(
         round=number,

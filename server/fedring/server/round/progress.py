@@ -1,24 +1,25 @@
-"""What is told of a round that waits, and of one that ended without a model."""
+"""Sentences for operators on a round that waits, and on one that was abandoned."""
 
 from collections.abc import Iterable
 from math import inf
 
 from fedring.server.round import machine as rd
+from fedring.server.round.events import Phase, Rules, State
 from fedring.server.round.open_round import OpenRound
 
-_SECONDS = 0.5  # between two sentences on one round
-_MOST_NAMES = 10  # of missing clients, in a sentence
+_SECONDS = 0.5  # least time between two sentences on one round
+_MOST_NAMES = 10  # missing clients that a sentence lists
 
 
 class Progress:
-    """What a round waits for, in one sentence for each change, but not too many."""
+    """Says what a round waits for: one sentence for each change, at most two in a second."""
 
     def __init__(self) -> None:
         self._told = ""
         self._round, self._at = 0, 0.0
 
-    def news(self, state: rd.State, now: float) -> tuple[str, float]:
-        """What is to be told now, if anything, and the seconds after which to ask again."""
+    def news(self, state: State, now: float) -> tuple[str, float]:
+        """Return what is to be told at `now` (monotonic seconds), or "", and the seconds after which to ask again."""
         text = _progress(state)
         if not text or state.round is None or text == self._told:
             return "", inf
@@ -28,8 +29,14 @@ class Progress:
         return text, inf
 
 
-def why_abandoned(open_: OpenRound, state: rd.State, away: Iterable[str]) -> str:
-    """Why the round was abandoned, for people; `away` are clients that its barrier could have waited for."""
+def why_abandoned(open_: OpenRound, state: State, away: Iterable[str]) -> str:
+    """Return why the round was abandoned, for people.
+
+    Args:
+        open_: the round.
+        state: the machine's state.
+        away: clients that are not in session, and that the barrier could have waited for.
+    """
     round_ = state.round
     if round_ is None:
         return ""
@@ -45,17 +52,17 @@ def why_abandoned(open_: OpenRound, state: rd.State, away: Iterable[str]) -> str
     return round_.reason
 
 
-def _progress(state: rd.State) -> str:
+def _progress(state: State) -> str:
     round_ = state.round
-    if round_ is None or round_.phase not in (rd.Phase.WAITING, rd.Phase.TRAINING):
+    if round_ is None or round_.phase not in (Phase.WAITING, Phase.TRAINING):
         return ""
-    if round_.phase is rd.Phase.WAITING:
+    if round_.phase is Phase.WAITING:
         return f"round {round_.number} waits for clients: {_readiness(state, round_.rules)}"
     have, expected = len(round_.delivered), len(round_.selected)
     return f"round {round_.number}: ready={have}/{expected} (min={round_.rules.min_to_aggregate})"
 
 
-def _readiness(state: rd.State, rules: rd.Rules) -> str:
+def _readiness(state: State, rules: Rules) -> str:
     have, expected = len(rd.ready(state, rules)), max(len(state.members), rules.min_clients)
     return f"ready={have}/{expected} (min={rules.min_clients}, barrier {rules.barrier})"
 

@@ -1,10 +1,10 @@
-"""Rows as the messages that operators see."""
+"""Rows and the round in progress as messages for operators."""
 
 import json
 from dataclasses import replace
 from typing import Any
 
-from fedring.server.round.machine import Round
+from fedring.server.round.events import Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import EventRow, JobRow, ModelRow, RoundRow
@@ -12,7 +12,7 @@ from fedring.v1 import control_pb2 as pb
 
 
 def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
-    """A round with what is known of it."""
+    """Return a round as a message; `delivered` counts its updates if the row does not know them yet."""
     stats: dict[str, Any] = row.stats
     clients = [pb.RoundClient(client_id=name, **facts) for name, facts in stats.get("clients", {}).items()]
     took_part = [client for client in clients if client.num_samples]
@@ -43,7 +43,7 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
 
 
 def open_message(open_: OpenRound, state: Round, *, clients: bool) -> pb.Round:
-    """The round in progress; without `clients`, what each of them did is left out."""
+    """Return the round in progress as a message; `clients` says whether it lists what each client did."""
     row = replace(open_.row, phase=state.phase)
     if not clients:
         row = replace(row, stats={})
@@ -53,7 +53,7 @@ def open_message(open_: OpenRound, state: Round, *, clients: bool) -> pb.Round:
 
 
 def job_message(row: JobRow) -> pb.Job:
-    """A job."""
+    """Return a job as a message."""
     return pb.Job(
         job_id=row.job_id,
         name=row.name,
@@ -67,7 +67,7 @@ def job_message(row: JobRow) -> pb.Job:
 
 
 def model_message(row: ModelRow, accuracy: float | None) -> pb.Model:
-    """A model version."""
+    """Return a model version as a message; `accuracy` is None if it was not evaluated."""
     return pb.Model(
         version=row.version,
         round=row.round,
@@ -81,7 +81,7 @@ def model_message(row: ModelRow, accuracy: float | None) -> pb.Model:
 
 
 def event_message(row: EventRow, round_: RoundRow | None) -> pb.Event:
-    """An event of before, with its round as that has ended."""
+    """Return an event from the store as a message, with its round if that has ended."""
     return pb.Event(
         id=row.id,
         at=rfc3339(row.at),

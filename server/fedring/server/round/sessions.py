@@ -1,4 +1,4 @@
-"""The clients' sessions: who is here, what is to be sent to whom, what went over the wire."""
+"""The clients' sessions: which clients are connected, and what waits to be sent to each."""
 
 import asyncio
 import secrets
@@ -20,49 +20,49 @@ from fedring.server.state.journal import printable
 from fedring.v1 import federation_pb2 as pb
 
 OUTBOX = 64
-"""Events that may wait for one client; one that reads none of them for so long is cut off."""
+"""Events that may wait for one client. A client that lets more pile up is cut off."""
 
 MOST_CALLS = 16
-"""Of one client at once; five will do, but those of a line that broke may take a while to end."""
+"""Calls of one client at once. Five would do, but those of a broken connection may take a while to end."""
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One client's presence, from Join to the next Join or the loss of its stream."""
+    """One client's session: from Join to the next Join, or to the loss of its stream."""
 
     client_id: str
     session_id: str
     software: str
     address: str
-    owner: Identity  # who opened it: the id alone does not let anybody in
-    secret: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)  # shown to take over; never stored
+    owner: Identity  # who opened it; knowing the id alone lets nobody in
+    secret: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)  # takes over; never stored
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     reason: FedringError | None = None  # why it was closed
     watching: bool = False
     matched: bool = False
-    holds: str = ""  # the digest of the model that it was sent last
+    holds: str = ""  # the digest of the model that the client was sent last
     activity: int = 0
     progress: float = 0.0
     last_seen: float = field(default_factory=time.time)  # wall clock, for people
     heard: float = field(default_factory=time.monotonic)
     spoke: float = field(default_factory=time.monotonic)  # when the newest event began to be written
-    writing: bool = False  # it is not on its way yet
+    writing: bool = False  # whether the newest event is still being written
     contested: float = -inf  # when operators were last told that somebody else wants this client id
 
     def hear(self) -> None:
-        """The client has said something just now."""
+        """Note that the client has said something just now."""
         self.last_seen, self.heard = time.time(), time.monotonic()
 
     def send(self, event: pb.ServerEvent | bytes) -> None:
-        """Queue `event`, or its bytes; a client that does not read is closed, and nobody waits for it."""
+        """Queue an event, or its bytes. A client that does not read is cut off: nobody waits for it."""
         try:
             self.outbox.put_nowait(serialize(event))
         except asyncio.QueueFull:
             self.close(Overloaded(f"{self.client_id} does not read what it is sent"))
 
     def close(self, reason: FedringError) -> None:
-        """End the session's stream with `reason`, if it was not ended already."""
+        """End the session's stream with `reason`, unless it was ended before."""
         if not self.closed.is_set():
             self.reason = reason
             self.closed.set()
@@ -72,7 +72,7 @@ class Sessions:
     """At most one session per client.
 
     Args:
-        limit: The most clients that may be here at once.
+        limit: The most sessions that may be open at once.
         lost_after_seconds: Silence after which a session is dropped; twice as long a newcomer is to try again.
     """
 
@@ -94,7 +94,7 @@ class Sessions:
         Raises:
             BadRequest: if the client id, or the secret that is shown, is none.
             IdInUse: if there is an older session that stays.
-            Overloaded: if as many clients as may be are here.
+            Overloaded: if `limit` sessions are open.
         """
         if not NAME.fullmatch(request.client_id):
             raise BadRequest("client_id must be 1 to 128 characters of A-Z a-z 0-9 . _ -", reason="bad_client_id")
@@ -103,7 +103,7 @@ class Sessions:
             raise BadRequest("resume_secret must be as Join returned it, 32 hexadecimal digits in lower case, or empty")
         older = self._by_client.get(request.client_id)
         if older is None and len(self._by_client) >= self._limit:
-            raise Overloaded(f"{self._limit} clients are here already")
+            raise Overloaded(f"max_clients={self._limit} sessions are open; raise max_clients or stop a client")
         if older and who.role is None and not compare_digest(shown, older.secret):
             raise IdInUse(
                 f"{older.client_id} is here in another session: give each client an id of its own; if this is the same "
@@ -122,9 +122,12 @@ class Sessions:
         return session
 
     def of(self, context: Any) -> Session:
-        """The session that a call names, which is in progress from now on.
+        """Return the session that a call names, and count the call until it ends.
 
-        NoSession if it is none, or an old one; NotAllowed if it is another's; Overloaded if its client has too many.
+        Raises:
+            NoSession: if the call names no session, or one that has ended.
+            NotAllowed: "other_session" if the session is not the caller's.
+            Overloaded: if too many calls of its client are in progress.
         """
         name = next((value for key, value in context.invocation_metadata() or () if key == SESSION_KEY), "")
         session = self._by_id.get(str(name))
@@ -142,7 +145,7 @@ class Sessions:
         return session
 
     def drop(self, session: Session) -> bool:
-        """Forget the session, and end its other streams; whether it was its client's newest."""
+        """Forget the session, and end its other streams. Returns whether it was its client's newest."""
         self._by_id.pop(session.session_id, None)
         session.close(NoSession("the session is lost: join again"))
         if self._by_client.get(session.client_id) is not session:
@@ -157,7 +160,7 @@ class Sessions:
             del self._calls[client_id]
 
     def get(self, client_id: str) -> Session | None:
-        """The client's session, if it has one."""
+        """Return the client's session, or None."""
         return self._by_client.get(client_id)
 
     def __iter__(self) -> Iterator[Session]:
@@ -169,7 +172,7 @@ class Sessions:
 
 @dataclass(slots=True)
 class Traffic:
-    """What one client moved in one round, as its messages were on the wire."""
+    """The bytes that one client moved in one round, as they were on the wire, and the seconds that took."""
 
     upload_bytes: int = 0
     download_bytes: int = 0

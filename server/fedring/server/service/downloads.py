@@ -10,28 +10,28 @@ from fedring.rpc.chunks import CHUNK_BYTES, chunks
 from fedring.rpc.errors import BadRequest
 from fedring.rpc.streams import METER, write
 from fedring.server.config import ServerConfig
-from fedring.server.model.damage import DamagedModel
-from fedring.server.round.coordinator import Coordinator
+from fedring.server.parts import Parts
+from fedring.server.state.failures import DamagedModel
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
 
 class ModelBlobService(rpc.ModelBlobServiceServicer):
-    """Models, streamed from disk."""
+    """Streams models from the disk."""
 
-    def __init__(self, coordinator: Coordinator, config: ServerConfig) -> None:
-        self._coordinator, self._config = coordinator, config
+    def __init__(self, parts: Parts, config: ServerConfig) -> None:
+        self._parts, self._config = parts, config
         self._slots = asyncio.Semaphore(config.max_transfers)
 
     async def FetchModel(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
         self, request: pb.FetchModelRequest, context: Any
     ) -> None:
-        session = self._coordinator.sessions.of(context)
-        traffic, meter = self._coordinator.traffic(session.client_id), METER.get()
+        session = self._parts.sessions.of(context)
+        traffic, meter = self._parts.rounds.traffic(session.client_id), METER.get()
         began = time.monotonic()
         digest = ""
         try:
-            async with self._slots, aclosing(model_messages(self._coordinator, request)) as messages:
+            async with self._slots, aclosing(self.messages(request)) as messages:
                 async for message in messages:
                     await write(context, message, self._config.no_progress_seconds)
                     if isinstance(message, pb.ModelBlob):
@@ -41,30 +41,29 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
             traffic.download_bytes += meter.sent
             traffic.download_seconds += time.monotonic() - began
 
+    async def messages(self, request: pb.FetchModelRequest) -> AsyncGenerator[Any, None]:
+        """Yield the header, and the chunks as bytes, that answer `request`; the last one once all are proven.
 
-async def model_messages(coordinator: Coordinator, request: pb.FetchModelRequest) -> AsyncGenerator[Any, None]:
-    """Yield the header, and the chunks as bytes, that answer `request`; the last one once all are proven.
-
-    Raises:
-        UnknownModel: if there is no such version.
-        BadRequest: "bad_offset", if the request names a place that the payload does not have.
-        DamagedModel: if it is damaged; a round that starts from it has been ended.
-    """
-    try:
-        with coordinator.models.offer(request) as offer:
-            start, total = _start_of(request, offer.header), offer.header.total_bytes
-            yield pb.ModelBlob(header=offer.header)
-            for offset, message in chunks(offer.read, start=start, total=total):
-                if offset + CHUNK_BYTES >= total:
-                    # Of what was read from its start, all is digested; else the rest must be read, which takes long.
-                    if start:
-                        await coordinator.facts.work(offer.prove)
-                    else:
-                        offer.prove()
-                yield message
-    except DamagedModel as error:
-        await coordinator.damaged(error)
-        raise
+        Raises:
+            UnknownModel: if there is no such version.
+            BadRequest: "bad_offset", if the request names a place that the payload does not have.
+            DamagedModel: if it is damaged; a round that starts from it has been ended.
+        """
+        try:
+            with self._parts.models.downloads.open(request) as download:
+                start, total = _start_of(request, download.header), download.header.total_bytes
+                yield pb.ModelBlob(header=download.header)
+                for offset, message in chunks(download.read, start=start, total=total):
+                    if offset + CHUNK_BYTES >= total:
+                        # What was read from the start of the payload is digested already; reading the rest takes long.
+                        if start:
+                            await self._parts.facts.work(download.verify)
+                        else:
+                            download.verify()
+                    yield message
+        except DamagedModel as error:
+            await self._parts.runner.damaged(error)
+            raise
 
 
 def _start_of(request: pb.FetchModelRequest, header: pb.ModelHeader) -> int:

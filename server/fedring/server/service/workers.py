@@ -1,4 +1,4 @@
-"""RendezvousService, and the chores of a group: its timeouts, its replacements, the end of its round."""
+"""RendezvousService: the workers of a group say what they have done, and are told what to do."""
 
 import asyncio
 import re
@@ -7,10 +7,10 @@ from typing import Any
 
 from fedring.codec.errors import CodecError
 from fedring.rpc.errors import BadRequest, Gone, Unavailable, UnknownRound, refusal_in
-from fedring.rpc.streams import Paced, write
+from fedring.rpc.streams import TimedStream, write
 from fedring.server.config import ServerConfig
 from fedring.server.group import machine as gr
-from fedring.server.round.coordinator import Coordinator
+from fedring.server.parts import Parts
 from fedring.server.round.sessions import Session
 from fedring.server.update.admission import check_figures
 from fedring.train.bounds import MAX_SAMPLES
@@ -22,19 +22,19 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class RendezvousService(rpc.RendezvousServiceServicer):
-    """One stream a worker: what it has done goes in, what it is to do comes out."""
+    """Serves one stream for each worker: it says what it has done, and is told what to do."""
 
-    def __init__(self, coordinator: Coordinator, config: ServerConfig) -> None:
-        self._coordinator, self._config = coordinator, config
-        self._rendezvous = coordinator.rendezvous
-        self._streams: dict[str, asyncio.Event] = {}  # by client, its newest; set once a newer one came
+    def __init__(self, parts: Parts, config: ServerConfig) -> None:
+        self._rounds, self._sessions, self._config = parts.rounds, parts.sessions, config
+        self._rendezvous = parts.rounds.rendezvous
+        self._streams: dict[str, asyncio.Event] = {}  # the newest of each client; set when a newer one comes
 
     async def Form(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
     ) -> None:
-        session = self._coordinator.sessions.of(context)
+        session = self._sessions.of(context)
         client, replaced = session.client_id, asyncio.Event()
-        first = await anext(Paced(request_iterator, self._config.lost_after_seconds), None)
+        first = await anext(TimedStream(request_iterator, self._config.lost_after_seconds), None)
         round_ = self._enter(client, first)
         if older := self._streams.get(client):
             older.set()
@@ -50,32 +50,32 @@ class RendezvousService(rpc.RendezvousServiceServicer):
                 for part in parts:
                     tasks.create_task(part)
         except ExceptionGroup as group:
-            if (refusal := refusal_in(group)) is not None:  # the state tells of the others
+            if (refusal := refusal_in(group)) is not None:  # workers learn of the end of a stream from the state
                 raise refusal from None
         finally:
             if self._streams.get(client) is replaced:
                 del self._streams[client]
                 if self._rendezvous.round == round_:
-                    self._rendezvous.handle(gr.Left(client))
+                    self._rounds.group(gr.Left(client))
 
     def _enter(self, client: str, message: pb.WorkerMessage | None) -> int:
-        """The round that the worker enters by its first message; UnknownRound if that is not open for it."""
+        """Return the round that the worker enters by its first message; UnknownRound if it is not open for it."""
         if message is None or not message.HasField("enter"):
             raise BadRequest("the first message must be Enter")
-        if self._coordinator.recovering:
+        if self._rounds.recovering:
             raise Unavailable("the server has just started: try again")
-        enter, open_, rendezvous = message.enter, self._coordinator.open, self._rendezvous
+        enter, open_, rendezvous = message.enter, self._rounds.open, self._rendezvous
         known = open_ is not None and (enter.run_id, enter.round) == (open_.command.run_id, open_.row.round)
         selected = open_ is not None and client in open_.row.selected
         if not (known and selected and rendezvous.active and rendezvous.round == enter.round):
             raise UnknownRound(f"no round {enter.round} of a group is open for {client}")
         if not rendezvous.can_know(enter.generation):
             raise BadRequest(f"no generation {enter.generation} was ever formed")
-        rendezvous.handle(gr.Entered(client, enter.generation))
+        self._rounds.group(gr.Entered(client, enter.generation))
         return int(enter.round)
 
     async def _listen(self, session: Session, messages: AsyncIterator[pb.WorkerMessage]) -> None:
-        async for message in messages:  # as slowly as they like: whether the client lives, its session tells
+        async for message in messages:  # without a deadline: the session notices whether the client lives
             session.hear()
             self._hear(session.client_id, message)
         raise Gone("the worker closed its side")
@@ -86,21 +86,21 @@ class RendezvousService(rpc.RendezvousServiceServicer):
                 ready = message.ready
                 if not _ADDRESS.fullmatch(ready.address):
                     raise BadRequest("an address must be host:port or unix:path", reason="bad_address")
-                self._rendezvous.handle(gr.Ready(client, ready.generation, ready.address, ready.steps))
+                self._rounds.group(gr.Ready(client, ready.generation, ready.address, ready.steps))
             case "joined":
-                self._rendezvous.handle(gr.Joined(client, message.joined.generation))
+                self._rounds.group(gr.Joined(client, message.joined.generation))
             case "broken":
                 broken = message.broken
                 reason = broken.reason if _NAME.fullmatch(broken.reason) else "broken"
-                self._rendezvous.handle(gr.Broken(client, broken.generation, reason))
+                self._rounds.group(gr.Broken(client, broken.generation, reason))
             case "done":
                 check_done(message.done)
-                self._rendezvous.take(client, message.done)
+                self._rounds.worker_done(client, message.done)
             case _:
                 raise BadRequest("this message is not known, or came too late")
 
     async def _speak(self, client: str, round_: int, context: Any) -> None:
-        """Tell the worker what to do, whenever that changes, to the end."""
+        """Tell the worker what to do whenever that changes, until its group has ended."""
         told = None
         while told is None or not told.HasField("ended"):
             moved, now = self._rendezvous.moved, self._rendezvous.view(client, round_)
@@ -132,33 +132,5 @@ def check_done(done: pb.Done) -> None:
         raise BadRequest(text, reason="bad_done")
     try:
         check_figures(done.train_seconds, done.metrics)
-    except CodecError as error:  # which would be a fault in a group of tasks, not a refusal
+    except CodecError as error:  # a group of tasks would report it as a fault, not as a refusal
         raise BadRequest(str(error), reason=error.reason) from error
-
-
-async def look_after_groups(coordinator: Coordinator) -> None:
-    """Do what a group's state makes necessary, for ever."""
-    rendezvous = coordinator.rendezvous
-    while True:
-        moved, state = rendezvous.moved, rendezvous.state
-        round_ = coordinator.state.round
-        if state is not None and round_ is not None and round_.number == rendezvous.round:
-            if state.phase is gr.Phase.ENDED and state.reason:
-                await coordinator.abandon(state.reason)
-            for client in missing(coordinator, state):
-                await coordinator.facts.keep(coordinator.enlist, client)
-        try:
-            async with asyncio.timeout(rendezvous.wait_seconds):
-                await moved.wait()
-        except TimeoutError:
-            rendezvous.handle(gr.Tick())
-
-
-def missing(coordinator: Coordinator, state: gr.State) -> list[str]:
-    """The clients that are to take the places of lost ones: those that watch, and were not selected."""
-    open_ = coordinator.open
-    if open_ is None or state.phase is not gr.Phase.GATHERING or not state.has_run:
-        return []
-    here = {session.client_id for session in coordinator.sessions if session.matched}
-    short = state.rules.target - len(here & state.expected)
-    return sorted(here.difference(open_.row.selected))[: max(0, short)]

@@ -9,12 +9,11 @@ import asyncio
 from dataclasses import dataclass
 
 from fedring.rpc.errors import FedringError, OtherUpdate, Overloaded
-from fedring.server.round.coordinator import Coordinator
-from fedring.server.state.blobs import FilePartial, MemoryPartial, StorageError
-from fedring.server.state.interfaces import Acceptance
+from fedring.server.round.rounds import Rounds
+from fedring.server.state.facts import Facts
+from fedring.server.state.failures import StorageError
+from fedring.server.state.interfaces import Acceptance, Partial
 from fedring.server.state.rows import UpdateRow
-
-Partial = FilePartial | MemoryPartial
 
 
 @dataclass(slots=True)
@@ -27,8 +26,8 @@ class _Offer:
 class Acceptor:
     """Commits updates that were admitted, and tells the round of those that have become durable."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, rounds: Rounds, facts: Facts) -> None:
+        self._rounds, self._facts = rounds, facts
         self._offers: asyncio.Queue[_Offer] = asyncio.Queue()
 
     async def accept(self, partial: Partial, row: UpdateRow) -> bool:
@@ -54,13 +53,13 @@ class Acceptor:
             offers = [await self._offers.get()]
             while not self._offers.empty():
                 offers.append(self._offers.get_nowait())
-            async with self._coordinator.settling:
+            async with self._rounds.settling:
                 await self._settle([offer for offer in offers if self._in_time(offer)])
 
     def _in_time(self, offer: _Offer) -> bool:
         """Return whether the round still takes the update; if not, whoever waits for it learns why."""
         try:
-            self._coordinator.deliverable(self._coordinator.facts.store.run_id, offer.row.round, offer.row.client_id)
+            self._rounds.deliverable(self._facts.store.run_id, offer.row.round, offer.row.client_id)
         except FedringError as error:
             offer.partial.close()
             if not offer.done.done():
@@ -91,13 +90,13 @@ class Acceptor:
                 offer.done.set_result(outcome is Acceptance.ALREADY)
 
     async def _commit(self, offers: list[_Offer]) -> list[Acceptance]:
-        facts = self._coordinator.facts
+        batch = [(offer.partial, offer.row) for offer in offers]
         try:
-            outcomes = await facts.db(facts.commit_updates, [(offer.partial, offer.row) for offer in offers])
+            outcomes = await self._facts.db(self._facts.commit_updates, batch)
         except StorageError as error:
             raise RefusedCommit(str(error), reason=error.reason) from error
         new = (outcome is Acceptance.NEW for outcome in outcomes)
-        self._coordinator.accepted([offer.row for offer, is_new in zip(offers, new, strict=True) if is_new])
+        self._rounds.accepted([offer.row for offer, is_new in zip(offers, new, strict=True) if is_new])
         return outcomes
 
 

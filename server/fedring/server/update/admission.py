@@ -1,6 +1,6 @@
-"""What is checked before an update or an evaluation counts: of an update the header before any byte, then every byte.
+"""Checks of an update before it is accepted: its header before any byte of the payload, then every byte.
 
-Nothing that passes can stop the aggregation, write outside of the model, or make a sum over clients infinite.
+An update that passes cannot stop the aggregation, write outside of the model, or make a sum over clients infinite.
 """
 
 import re
@@ -17,7 +17,7 @@ from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.rpc.contract import MAX_FIGURE, MAX_HEADER_BYTES
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay
-from fedring.server.model.mean import open_packet, step_of
+from fedring.server.model.contributions import open_packet, values_at_a_time
 from fedring.server.model.walk import cut, tiles
 from fedring.server.state.rows import Kind, PacketSpec, Vector, lay_out
 from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
@@ -26,10 +26,10 @@ from fedring.v1 import federation_pb2 as pb
 MAX_PACKETS = 16
 MAX_METRICS = 32
 MAX_BUFFER = 1e200
-"""Beyond this a weighted sum could leave float64."""
+"""The largest magnitude of a buffer's value: beyond it, a weighted sum could leave float64."""
 
 MAX_NORM = 1e30
-"""Beyond this a mean could leave float32, and one client could abandon every round."""
+"""The largest norm of an update: beyond it, a mean could leave float32, and one client could end every round."""
 
 _VECTORS: dict[int, Vector] = {pb.VECTOR_PARAMETERS: "parameters", pb.VECTOR_BUFFERS: "buffers"}
 _KINDS: dict[int, Kind] = {pb.KIND_WEIGHTS: "weights", pb.KIND_DELTA: "delta"}
@@ -37,23 +37,16 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """A payload of which every byte was read and found good."""
-
-    norm: float  # L2, of the parameters' delta, or of the weights where they were sent
-
-
-@dataclass(frozen=True, slots=True)
-class Offered:
-    """An update that a client has offered: its header came as it was sent, its payload is yet to come."""
+class Offer:
+    """An update that a client offers: its header, and the names of what was sent and of what is to come."""
 
     header: pb.UpdateHeader
     digest: str  # of the payload
-    name: str
+    name: str  # of the header's bytes and the payload's digest
 
 
-def open_offer(offer: pb.UpdateOffer) -> Offered:
-    """Return what is offered.
+def open_offer(offer: pb.UpdateOffer) -> Offer:
+    """Decode an offer.
 
     Raises:
         DamagedOnTheWay: if the name is not that of the header and the payload's digest.
@@ -72,11 +65,11 @@ def open_offer(offer: pb.UpdateOffer) -> Offered:
         header = pb.UpdateHeader.FromString(offer.header)
     except DecodeError:
         raise BadUpdate("the header is not an UpdateHeader", reason="bad_header") from None
-    return Offered(header, offer.payload_digest, offer.name)
+    return Offer(header, offer.payload_digest, offer.name)
 
 
 def check_header(header: pb.UpdateHeader, schema: Schema) -> None:
-    """The header fits the model and itself; CodecError says what does not."""
+    """Check that the header fits the model and itself; CodecError says what does not."""
     if header.epoch >= 2**63:
         raise CodecError("bad_epoch", f"{header.epoch} is not below 2^63")
     if header.schema_hash != schema.hash:
@@ -90,7 +83,7 @@ def check_header(header: pb.UpdateHeader, schema: Schema) -> None:
 
 
 def packets_of(header: pb.UpdateHeader) -> tuple[PacketSpec, ...]:
-    """The header's packets with their places in the payload; CodecError if they cannot be of any model."""
+    """Return the header's packets with their places in the payload; CodecError if no model has such packets."""
     if not 1 <= len(header.packets) <= MAX_PACKETS:
         raise CodecError("bad_packets", f"{len(header.packets)} packets are not 1..{MAX_PACKETS}")
     return lay_out([_packet(packet) for packet in header.packets])
@@ -119,22 +112,34 @@ def check_figures(train_seconds: float, metrics: Mapping[str, float]) -> None:
             raise CodecError("bad_metrics", f"{name} = {value:g} must be a number of at most {MAX_FIGURE:g}")
 
 
-def check_payload(reader: Reader, packets: Sequence[PacketSpec], schema: Schema) -> Admitted:
-    """Every byte of the payload was read, and all values are finite; CodecError says what is wrong."""
+def check_payload(reader: Reader, packets: Sequence[PacketSpec], schema: Schema) -> float:
+    """Read every byte of a payload, and check that its values are finite and within their bounds.
+
+    Args:
+        reader: Returns so many bytes of the payload at an offset.
+        packets: Where each encoded vector lies in the payload.
+        schema: The schema of the model that the update is of.
+
+    Returns:
+        The L2 norm of the parameters' delta, or of the parameters themselves if weights were sent.
+
+    Raises:
+        CodecError: What is wrong; "out_of_range" if a value or the norm is.
+    """
     for decoder in _open(reader, packets, "buffers", schema.num_buffers):
         for start, stop in tiles(schema.num_buffers):
             if np.abs(decoder.decode(start, stop)).max() > MAX_BUFFER:
                 raise CodecError("out_of_range", f"a buffer beyond {MAX_BUFFER}")
     decoders = _open(reader, packets, "parameters", schema.num_parameters)
-    spans = cut(0, schema.num_parameters, step_of(decoders))
+    spans = cut(0, schema.num_parameters, values_at_a_time(decoders))
     norm = sqrt(sum(_square(decoders, start, stop) for start, stop in spans))
     if norm > MAX_NORM:
         raise CodecError("out_of_range", f"a norm of {norm:.3g}, beyond {MAX_NORM:g}")
-    return Admitted(norm)
+    return norm
 
 
 def _square(decoders: Sequence[Decoder], start: int, stop: int) -> float:
-    """The sum of the squared parameters in the range."""
+    """Return the sum of the squared parameters in the range."""
     if len(decoders) == 1:
         values = decoders[0].decode(start, stop)
         with np.errstate(over="ignore"):
