@@ -13,9 +13,9 @@ from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
 from fedring.train.bounds import MAX_COUNT
+from fedring.train.data_parallel_table import DataParallel
 from fedring.train.job import Job, ServerOptimizer
-from fedring.train.parallel import DataParallel
-from fedring.train.pipelined import Pipeline
+from fedring.train.pipeline_table import Pipeline
 
 TARGET = Path(__file__).with_name("configuration.md")
 

@@ -62,7 +62,7 @@ MUTANTS = {
         "tests/system/test_data_parallel.py",
     ),
     "rank of a job": Mutant(
-        "common/fedring/train/parallel.py",
+        "common/fedring/train/data_parallel_table.py",
         '"matrix_approximation_rank": self.rank,',
         '"matrix_approximation_rank": 4 * self.rank,',
         "tests/system/test_data_parallel.py",
@@ -133,7 +133,7 @@ MUTANTS = {
         "client/fedring/client/hooks.py",
         "        self.state.regroup(self.shared, steps=steps)\n",
         "",
-        "tests/unit/test_train_group.py",
+        "tests/unit/test_workers_data_parallel.py",
     ),
     "demo's table": Mutant(
         "client/fedring/ctl/bench/demo.py",
@@ -170,7 +170,7 @@ MUTANTS = {
         "client/fedring/workers/shards.py",
         "start = taken + world.rank * each",
         "start = taken",
-        "tests/unit/test_train_shards.py",
+        "tests/unit/test_workers_shards.py",
     ),
     "grace": Mutant(
         "server/fedring/server/round/machine.py",

@@ -15,7 +15,7 @@ from fedring.pipeline.worker import LocalPipeline
 from fedring.schedules.simulation import check
 from fedring.train.evaluation import evaluate
 from fedring.train.losses import cross_entropy
-from fedring.train.pipelined import Pipeline
+from fedring.train.pipeline_table import Pipeline
 from fedring.train.seam import build_model
 from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.shards import World, epoch_order, micro_batches, shares

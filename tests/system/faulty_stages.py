@@ -1,4 +1,4 @@
-"""A user's code that raises in one stage of a pipeline, named by jobs as "faulty_stages:loss" and so on."""
+"""Users' code that raises an exception in one stage of a pipeline. Jobs name it as "faulty_stages:loss" and so on."""
 
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,20 @@ from torch.utils.data import Dataset
 from fedring.data import Split, digits
 
 PASSES = 10
-"""Micro-batches that go well."""
+"""The number of micro-batches before the first failure."""
 
 _losses = 0
 
 
 class Fails(nn.Module):
-    """Passes its input on, for some micro-batches."""
+    """A layer that returns its input for some micro-batches, and then fails in its forward or its backward."""
 
     def __init__(self, way: str, error: type[Exception], once: str) -> None:
         super().__init__()
         self._way, self._error, self._once, self._passes = way, error, once, 0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """`inputs`, of any shape."""
+        """Return `inputs`, of any shape."""
         self._passes += self.training
         if self._passes > PASSES and self._way == "forward":
             self._fail()
@@ -41,9 +41,13 @@ class Fails(nn.Module):
 
 
 def net(stage: int = 0, way: str = "", error: str = "", once: str = "") -> nn.Module:
-    """A small network for the 8 x 8 digits, whose n-th of three stages fails if a way is given.
+    """Return a small network for the digits, one of whose three stages may fail.
 
-    With `once`, a file that does not exist, it fails in one process, and in the next one no more.
+    Args:
+        stage: The stage that fails, if `way` is given.
+        way: "forward" or "backward".
+        error: The name of the exception.
+        once: A file that does not exist yet; with it, only the first process that gets there fails.
     """
     errors = {each.__name__: each for each in (ValueError, RuntimeError, MemoryError, torch.OutOfMemoryError)}
     rest = [Fails(way, errors[error], once) if way and n == stage else nn.Identity() for n in range(3)]
@@ -52,7 +56,7 @@ def net(stage: int = 0, way: str = "", error: str = "", once: str = "") -> nn.Mo
 
 
 def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """The cross entropy, for some micro-batches."""
+    """Return the cross entropy for some micro-batches, and then fail."""
     global _losses
     _losses += 1
     if _losses > PASSES:
@@ -61,7 +65,7 @@ def loss(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 class Unreadable(Dataset[Any]):
-    """Samples one of which is not there."""
+    """Samples of which one cannot be read."""
 
     def __init__(self, samples: Any) -> None:
         self._samples = samples
@@ -77,6 +81,6 @@ class Unreadable(Dataset[Any]):
 
 
 def samples(root: object, download: bool) -> Split:
-    """The digits, one of which cannot be read."""
+    """Return the digits, of which one training sample cannot be read."""
     whole = digits()
     return Split(Unreadable(whole.train), whole.test, whole.classes)

@@ -1,4 +1,4 @@
-"""The distributed optimizer over processes: rank 0 orders, the others own."""
+"""The distributed optimizer over several processes: rank 0 gives orders, and the other ranks own parameters."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from fedring.pipeline.owners import LocalOwner
 from fedring.pipeline.remote import RemoteOwner, serve
 from tests.system.ring_scripts import ranks
 
-CONTEXTS = (1, 2, 3)  # of the second, rank 2 has a gradient that is not finite
+CONTEXTS = (1, 2, 3)  # in the second one, rank 2 has a gradient that is not finite
 
 
 def part_of(rank: int) -> nn.Linear:
@@ -22,7 +22,7 @@ def part_of(rank: int) -> nn.Linear:
 
 
 def take_part(rank: int, size: int) -> Any:
-    """Rank 0 steps the others' parameters; they say what they hold after each context."""
+    """Step the parameters of the other ranks (rank 0), or own parameters and return them at the end (other ranks)."""
     if rank == 0:
         return coordinate(size)
     module = part_of(rank)
@@ -37,21 +37,21 @@ def take_part(rank: int, size: int) -> Any:
 def coordinate(size: int) -> list[str]:
     owners = [RemoteOwner(rank) for rank in range(1, size)]
     optimizer = DistributedOptimizer(Adam, [p for owner in owners for p in owner.references()], lr=0.1)
-    told = []
+    errors = []
     for context in CONTEXTS:
         try:
             optimizer.step(context)
         except ExceptionGroup as group:
-            told += [f"{context}: {error}" for error in group.exceptions]
+            errors += [f"{context}: {error}" for error in group.exceptions]
     for owner in owners:
         owner.dismiss()
-    return told
+    return errors
 
 
 @pytest.mark.parametrize("backend", ["gloo", "fedring"])
 def test_all_owners_step_or_none(backend: str, tmp_path: Path) -> None:
-    told, *found = ranks.run(take_part, 3, tmp_path, backend=backend)
-    assert told == ["2: rank 2: ValueError: the gradient of weight at mine 2 is not finite"]
+    errors, *found = ranks.run(take_part, 3, tmp_path, backend=backend)
+    assert errors == ["2: rank 2: ValueError: the gradient of weight at mine 2 is not finite"]
     for rank, values in enumerate(found, 1):
         expected = part_of(rank)
         alone = Adam(expected.parameters(), lr=0.1)

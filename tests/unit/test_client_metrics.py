@@ -33,7 +33,7 @@ class Hook:
 
 
 def training(usage: Usage, hook: object) -> Any:
-    """Return the part of a GroupTraining that the metrics read, with a model of 10 parameters."""
+    """Return the part of a DataParallelTraining that the metrics read, with a model of 10 parameters."""
     return SimpleNamespace(usage=usage, hook=hook, replica=SimpleNamespace(model=nn.Linear(9, 1)))
 
 

@@ -26,11 +26,11 @@ from fedring.server.operator.summaries import event_summary, job_summary, round_
 from fedring.server.round.metrics import REJECTIONS
 from fedring.server.round.metrics import Metrics as ServerMetrics
 from fedring.server.state.rows import JobRow
+from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.job import Job, ServerOptimizer
-from fedring.train.parallel import HOOKS, DataParallel
-from fedring.train.pipelined import Pipeline
+from fedring.train.pipeline_table import Pipeline
 from fedring.v1 import control_pb2
-from fedring.workers.flow import Profile
+from fedring.workers.pipeline_epochs import Profile
 from fedring.workers.usage import Usage
 
 TABLES: dict[type[BaseModel], str] = {

@@ -12,8 +12,8 @@ from fedring.ddp import HookState
 from fedring.ddp.hooks.by_name import ReadyHook
 from fedring.ddp.hooks.by_name import make_hook as ready_hook
 from fedring.ddp.hooks.plain import PlainState, plain
+from fedring.train.data_parallel_table import DataParallel
 from fedring.train.errors import SeamError
-from fedring.train.parallel import DataParallel
 from fedring.train.plan import Plan
 from fedring.train.seam import resolve
 from fedring.workers.usage import Usage

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:  # a client that only takes part in federated rounds never imports them
     from fedring.ring import Traffic
-    from fedring.workers.group import GroupTraining
+    from fedring.workers.data_parallel_epochs import DataParallelTraining
     from fedring.workers.usage import Usage
 
 Facts = dict[str, float]
@@ -48,7 +48,7 @@ class RingMetrics(Collector):
         self._traffic = traffic
 
     @contextmanager
-    def training(self, training: "GroupTraining", *, workers: int) -> Iterator[None]:
+    def training(self, training: "DataParallelTraining", *, workers: int) -> Iterator[None]:
         """Inside, what the training takes shows as it grows."""
         numel = sum(p.numel() for p in training.replica.model.parameters() if p.requires_grad)
         dense = _FLOAT * numel * 2 * (workers - 1) / workers  # what a ring's allreduce of it sends

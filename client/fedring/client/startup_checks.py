@@ -8,8 +8,8 @@ from fedring.client.trainer import NAMES, trusted_by
 from fedring.daemon.checks import Check, check_data_root, check_writable, refuse_failed
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.tls import check_tls, read_token
-from fedring.train.checks import check_data, check_device, check_name
 from fedring.train.job import Job
+from fedring.train.name_checks import check_data, check_device, check_name
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from fedring.client.user_trainer import Trainer, run_trainer
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part
 from fedring.train.device import pick_device, threads_for
-from fedring.train.errors import SeamError, TrainError, TrainingStopped, told, verdict
+from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, evaluate
 from fedring.train.loop import Loss, OptimizerFactory, train, warm_up
 from fedring.train.plan import TrainResult
@@ -91,7 +91,7 @@ class DeclaredTrainer:
             raise
         except Exception as error:  # the user's code may raise anything
             log.exception("round %d failed", task.round)
-            self._fail(task, verdict(error), told(error))
+            self._fail(task, failure_reason(error), failure_detail(error))
 
     def evaluate(self, evaluation: Evaluation) -> Counts:
         """Evaluate a model on this client's held-out samples.

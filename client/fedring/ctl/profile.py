@@ -20,8 +20,8 @@ from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
 from fedring.daemon.exits import Exit
+from fedring.train.data_parallel_table import HOOKS
 from fedring.train.hooks import choose_hook, split_hooks
-from fedring.train.parallel import HOOKS
 
 _ENOUGH = 0.10  # the share of a step below which communication is not the bottleneck
 _TURNS = 5

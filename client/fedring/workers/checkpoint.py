@@ -1,7 +1,7 @@
-"""What every worker of a pipeline keeps of all its stages: model, optimizer and progress, as they were after one step.
+"""Checkpoints of a pipeline: every worker keeps the model, the optimizer and the progress of all stages after one step.
 
-The law: a checkpoint is taken whole or not at all. A worker changes its own only once it holds the last stage's
-tensors; of workers that stopped in between, synchronize() makes those behind equal to those ahead.
+A checkpoint is complete or not made at all. A worker changes its own only after it has received the tensors of all
+stages. If workers stop in between, synchronize() gives the newer checkpoint to those that have the older one.
 """
 
 import copy
@@ -21,10 +21,10 @@ from fedring.workers.replica import Progress, Replica, State, broadcast, share_s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """What of a replica belongs to one stage, under the stage's names."""
+    """The tensors of a replica that belong to one stage, by their names in the stage."""
 
-    tensors: Mapping[str, Tensor]
-    trained: Mapping[str, Tensor]  # those of them that the optimizer steps
+    tensors: Mapping[str, Tensor]  # parameters and buffers
+    trained: Mapping[str, Tensor]  # the parameters that the optimizer steps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,18 +36,26 @@ class Copy:
 
     @property
     def place(self) -> Place:
-        """Its own tensors."""
+        """The tensors of the copy."""
         return place_of(self.module)
 
 
 def place_of(stage: nn.Module) -> Place:
-    """The tensors of a stage; those of one that was cut from the replica's model are the replica's."""
+    """Return the tensors of a stage; if it was cut from the replica's model, they are the replica's own."""
     trained = {name: parameter for name, parameter in stage.named_parameters() if parameter.requires_grad}
     return Place(dict(tensors_of(stage)), trained)
 
 
 def copy_out(stage: nn.Module, replica: Replica, plan: Plan, factory: OptimizerFactory, device: torch.device) -> Copy:
-    """A copy of the stage on the device, with the optimizer's state as the replica has it."""
+    """Copy a stage to a device, to train it there.
+
+    Args:
+        stage: A stage that was cut from the replica's model.
+        replica: Its optimizer's state is copied, too.
+        plan: Gives the learning rate and the momentum.
+        factory: Makes the copy's optimizer.
+        device: Where to train.
+    """
     module = copy.deepcopy(stage).to(device).train()
     kept, own = place_of(stage).trained, place_of(module).trained
     optimizer = factory(list(own.values()), plan.lr, plan.momentum)
@@ -55,7 +63,7 @@ def copy_out(stage: nn.Module, replica: Replica, plan: Plan, factory: OptimizerF
     ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     states = [replica.optimizer.state.get(kept[name], {}) for name in ordered]
     filled = {number: _cloned(state) for number, state in enumerate(states) if state}
-    # load_state_dict knows which entries belong on the device, and which do not.
+    # load_state_dict knows which entries belong on the device and which stay in the host's memory.
     optimizer.load_state_dict({"state": filled, "param_groups": optimizer.state_dict()["param_groups"]})
     return Copy(module, optimizer)
 
@@ -64,9 +72,19 @@ def copy_out(stage: nn.Module, replica: Replica, plan: Plan, factory: OptimizerF
 def gather(
     replica: Replica, places: Sequence[Place], owners: Sequence[int], copies: Mapping[int, Copy], progress: Progress
 ) -> None:
-    """Every worker's replica is what the stages are now; `owners` are ranks, and `copies` this worker's own stages."""
+    """Make a checkpoint: bring the present state of all stages into the replica of every worker.
+
+    Every worker of the default group must call this.
+
+    Args:
+        replica: This worker's replica, which is overwritten once all stages have arrived.
+        places: The tensors of the replica that belong to each stage.
+        owners: The rank that has the present state of each stage.
+        copies: The stages of this worker, by number.
+        progress: How far the stages have been trained.
+    """
     mine = dist.get_rank()
-    news: list[tuple[dict[str, Tensor], list[State]]] = []
+    received: list[tuple[dict[str, Tensor], list[State]]] = []
     for stage, (place, owner) in enumerate(zip(places, owners, strict=True)):
         if owner == mine:
             own, optimizer = copies[stage].place, copies[stage].optimizer
@@ -76,8 +94,8 @@ def gather(
             tensors, states = {name: torch.empty_like(tensor) for name, tensor in place.tensors.items()}, []
         for name in place.tensors:
             broadcast(tensors[name], owner)
-        news.append((tensors, share_states(list(place.trained.values()), states, owner)))
-    for place, (tensors, states) in zip(places, news, strict=True):
+        received.append((tensors, share_states(list(place.trained.values()), states, owner)))
+    for place, (tensors, states) in zip(places, received, strict=True):
         for name, kept in place.tensors.items():
             kept.copy_(tensors[name])
         for parameter, state in zip(place.trained.values(), states, strict=True):
@@ -86,5 +104,5 @@ def gather(
 
 
 def _cloned(state: Mapping[str, Any]) -> State:
-    """The state, apart from what may change, in the host's memory."""
+    """Return a copy of the state in the host's memory."""
     return {key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in state.items()}

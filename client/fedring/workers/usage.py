@@ -1,4 +1,4 @@
-"""Where the time and the bytes of data-parallel steps go."""
+"""What data-parallel steps take: seconds and bytes, and how much of them the communication hook takes."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
@@ -10,16 +10,16 @@ from torch.futures import Future
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Sums over steps."""
+    """Sums over steps of one worker."""
 
     steps: int = 0
-    samples: int = 0  # that this worker took
+    samples: int = 0  # taken by this worker
     seconds: float = 0.0
     bytes_sent: int = 0  # to peers
-    wait_seconds: float = 0.0  # with nothing to do but to wait for peers
+    wait_seconds: float = 0.0  # in which the worker could only wait for peers
     compress_seconds: float = 0.0
     decompress_seconds: float = 0.0
-    longest_wait_seconds: float = 0.0  # of one step: the largest, where all others are added
+    longest_wait_seconds: float = 0.0  # in one step: a maximum, while all other fields are sums
 
     def __add__(self, other: "Usage") -> "Usage":
         sums = Usage(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Usage)))
@@ -31,7 +31,7 @@ class Usage:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The sums, and what follows from them, by name."""
+        """The sums and what can be computed from them, by name, as the client sends them to the server."""
         busy = self.wait_seconds + self.compress_seconds + self.decompress_seconds
         return {field.name: round(float(getattr(self, field.name)), 6) for field in fields(Usage)} | {
             "compute_seconds": round(max(0.0, self.seconds - busy), 6),
@@ -40,22 +40,22 @@ class Usage:
 
 
 class Hook(Protocol):
-    """How a step's gradients are exchanged, and what that takes."""
+    """A communication hook that measures itself, as the epochs of a group use it."""
 
     @property
     def state(self) -> Any:
-        """What DDP passes to `function` beside the bucket."""
+        """The first argument that DDP passes to `function`."""
 
     def function(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
-        """A future of the bucket's buffer with the mean over all workers."""
+        """Exchange a bucket of gradients; the future's value is its buffer with the mean over all workers."""
         ...
 
     def start_epoch(self, epoch: int) -> None:
-        """The next step is in that epoch of the job, counted from 0."""
+        """Note that the next step belongs to that epoch of the job, counted from 0."""
 
     def end_step(self) -> None:
-        """The step's gradients are all exchanged."""
+        """Note that all gradients of the step have been exchanged."""
 
     def usage(self) -> Usage:
-        """What waiting and compressing have taken so far, and nothing else."""
+        """Return the times of waiting and compressing so far; the other fields are 0."""
         ...

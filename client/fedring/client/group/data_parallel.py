@@ -14,12 +14,12 @@ from fedring.client.group.round import parse_table, peer_options, plan_of, take_
 from fedring.client.hooks import JobHook, make_hook
 from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
+from fedring.train.data_parallel_table import DataParallel
 from fedring.train.loop import Loss, OptimizerFactory
-from fedring.train.parallel import DataParallel
-from fedring.workers.group import Course, GroupTraining
+from fedring.workers.data_parallel_epochs import DataParallelSetup, DataParallelTraining
 from fedring.workers.replica import Replica, synchronize
+from fedring.workers.training import Watcher
 from fedring.workers.usage import Usage
-from fedring.workers.watcher import Watcher
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class DataParallelTrainer:
         task.load_into(model)
         state = self._state_for(task, model, optimizer, table)
         state.replica.begin_round()
-        course = Course(
+        setup = DataParallelSetup(
             samples,
             plan,
             table,
@@ -79,7 +79,7 @@ class DataParallelTrainer:
             total_epochs=task.job.rounds * plan.epochs,
             first_epoch=(plan.job_round - 1) * plan.epochs,
         )
-        take_part(task, DataParallelPart(state, course, task.metrics.ring), self._options, model)
+        take_part(task, DataParallelPart(state, setup, task.metrics.ring), self._options, model)
 
     def _state_for(
         self, task: Task, model: nn.Module, optimizer: OptimizerFactory, table: DataParallel
@@ -104,7 +104,7 @@ class DataParallelPart:
     """This worker's part in a data-parallel round: the whole model, and a share of each batch."""
 
     state: DataParallelState
-    course: Course
+    setup: DataParallelSetup
     shown: RingMetrics
     usage: Usage = field(default_factory=Usage)
     _means: dict[str, float] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class DataParallelPart:
 
     def train(self, watcher: Watcher) -> None:
         """Train to the end of the round."""
-        training = GroupTraining(self.state.replica, self.course, self.state.hook, watcher)
+        training = DataParallelTraining(self.state.replica, self.setup, self.state.hook, watcher)
         try:
             with self.shown.training(training, workers=self.state.workers):
                 self._means = training.run() or self._means

@@ -17,14 +17,14 @@ from fedring.pipeline.worker import Report
 from fedring.ring import RingError
 from fedring.schedules.schedule import Kind
 from fedring.train.batches import fetch
-from fedring.train.errors import TrainError, told, verdict
+from fedring.train.errors import TrainError, failure_detail, failure_reason
 from fedring.train.loop import Loss, OptimizerFactory
-from fedring.train.pipelined import Pipeline
+from fedring.train.pipeline_table import Pipeline
 from fedring.workers.cutting import count_layers, cut_model
-from fedring.workers.flow import Course, PipelineTraining, Profile
+from fedring.workers.pipeline_epochs import PipelineSetup, PipelineTraining, Profile
 from fedring.workers.replica import Replica, synchronize
+from fedring.workers.training import Watcher
 from fedring.workers.usage import Usage
-from fedring.workers.watcher import Watcher
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class PipelineTrainer:
         )  # If that fails, it must fail before the others wait for this worker.
         state = self._state_for(task, model, optimizer)
         state.replica.begin_round()
-        course = Course(
+        setup = PipelineSetup(
             samples,
             plan,
             table,
@@ -93,7 +93,7 @@ class PipelineTrainer:
             counts,
             lambda report, in_flight: add_run(task.metrics.pipe, report, in_flight),
         )
-        take_part(task, PipelinePart(state, course), self._options, model)
+        take_part(task, PipelinePart(state, setup), self._options, model)
 
     def _state_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory) -> PipelineState:
         """Return the state of the job's previous round, or a new one."""
@@ -111,7 +111,7 @@ class PipelinePart:
     """This worker's part in a pipeline round: some stages of the model."""
 
     state: PipelineState
-    course: Course
+    setup: PipelineSetup
     usage: Usage = field(default_factory=Usage)
     _profile: Profile = field(default_factory=Profile)
     _means: dict[str, float] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class PipelinePart:
     @property
     def metrics(self) -> dict[str, float]:
         """The figures of the training, by name."""
-        facts = {"workers": self.course.table.workers, "job_steps": self.steps}
+        facts = {"workers": self.setup.table.workers, "job_steps": self.steps}
         return {**self._means, **self.usage.metrics, **self._profile.metrics, **facts}
 
     def enter(self, generation: int, *, workers: int) -> None:
@@ -148,14 +148,14 @@ class PipelinePart:
         training = None
         try:
             training = PipelineTraining(
-                state.replica, self.course, watcher, profile=self._profile, micro_batches=state.micro_batches
+                state.replica, self.setup, watcher, profile=self._profile, micro_batches=state.micro_batches
             )
             self._means = training.run() or self._means
         except RingError:
             raise
         except RuntimeError as error:  # It is of the job's own code. What it causes in the ring comes later.
             log.exception("a stage has failed")
-            raise TrainError(verdict(error), told(error)) from error
+            raise TrainError(failure_reason(error), failure_detail(error)) from error
         finally:
             if training is not None:
                 state.micro_batches = training.micro_batches

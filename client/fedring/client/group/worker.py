@@ -15,8 +15,8 @@ from fedring.client.transfer.update import sendable_metrics
 from fedring.ring import Endpoint, RingError, RingOptions, Traffic, join, leave
 from fedring.train.errors import TrainingStopped
 from fedring.v1 import rendezvous_pb2 as pb
+from fedring.workers.training import Diverged, Watcher
 from fedring.workers.usage import Usage
-from fedring.workers.watcher import Diverged, Watcher
 
 log = logging.getLogger(__name__)
 

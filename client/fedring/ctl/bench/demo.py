@@ -20,7 +20,7 @@ from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, stderr_console
 from fedring.daemon.exits import Exit
-from fedring.train.parallel import HOOKS
+from fedring.train.data_parallel_table import HOOKS
 
 _TRAINING, _SENDING, _SAMPLES, _GROUP, _STAGES = "Training", "Sending", "Samples", "Data-parallel", "Pipeline"
 _ONLY_IN = {  # options that have no meaning in the other modes

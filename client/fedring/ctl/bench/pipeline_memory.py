@@ -82,7 +82,7 @@ def _measure(name: str, args: str, table: dict[str, Any], shape: Sequence[int]) 
 
     from fedring.pipeline.memory import measure
     from fedring.train.errors import SeamError
-    from fedring.train.pipelined import Pipeline
+    from fedring.train.pipeline_table import Pipeline
     from fedring.train.seam import build_model
     from fedring.workers.cutting import count_layers, cut_model
 

@@ -1,4 +1,4 @@
-"""Members of a group, each a process of its own, over gloo: they train as one, and a newcomer becomes equal."""
+"""Data-parallel epochs over gloo, each member in its own process: members stay equal, and new ones become equal."""
 
 import json
 from functools import partial
@@ -10,7 +10,7 @@ from tests import forks
 from tests.unit import group_member
 from tests.unit.group_member import SIZE, net, samples
 
-from fedring.train.parallel import HOOKS
+from fedring.train.data_parallel_table import HOOKS
 from fedring.workers.shards import World, count_steps, epoch_order, shares
 
 pytestmark = pytest.mark.programs
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.programs
 STEPS = 2 * count_steps(SIZE, 2, 8)
 
 
-Told = dict[str, list[dict[str, Any]]]
+Results = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """What each of two members tells of each scenario; one pair of processes plays them all."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Return the results of two members for each scenario, by rank; one pair of processes runs all scenarios."""
     folder = tmp_path_factory.mktemp("group")
     assert forks.call_all([partial(group_member.main, rank, 2, folder) for rank in range(2)], seconds=240) == [0, 0]
     by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
@@ -31,7 +31,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 def alone(epochs: int = 2) -> torch.nn.Module:
-    """What one process computes with the batches of both, if no layer looks at a whole batch."""
+    """Train in one process with the batches of both members; BatchNorm still sees one member's batch at a time."""
     model, data = net(), samples()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(epochs):
@@ -46,8 +46,8 @@ def alone(epochs: int = 2) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("scenario", [*HOOKS, "accumulated", "own", "late buffers"])
-def test_members_end_equal(scenario: str, told: Told) -> None:
-    first, second = told[scenario]
+def test_members_end_equal(scenario: str, results: Results) -> None:
+    first, second = results[scenario]
     assert first["equal"]
     assert first["digest"] == second["digest"]
     assert first["weights"] != [float(p.detach().double().sum()) for p in net().parameters()]
@@ -58,20 +58,20 @@ def test_members_end_equal(scenario: str, told: Told) -> None:
     assert first["usage"]["compute_seconds"] > 0
 
 
-def test_a_group_computes_what_one_process_would(told: Told) -> None:
-    first, _ = told["none"]
+def test_a_group_computes_what_one_process_would(results: Results) -> None:
+    first, _ = results["none"]
     expected = [float(p.detach().double().sum()) for p in alone().parameters()]
     assert first["weights"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_buffers_are_rank_0s_when_they_are_shared_with_each_step(told: Told) -> None:
-    first, second = told["some buffers"]
+def test_buffers_are_rank_0s_when_they_are_shared_with_each_step(results: Results) -> None:
+    first, second = results["some buffers"]
     assert first["buffers"] == second["buffers"]
 
 
 @pytest.mark.parametrize("hook", ["int8", "topk", "powersgd", "batched_powersgd", "int8 ef21", "topk ef21"])
-def test_a_newcomer_to_a_hook_shares_what_all_workers_share(hook: str, told: Told) -> None:
-    first, second = told[f"newcomer to {hook}"]
+def test_a_newcomer_to_a_hook_shares_what_all_workers_share(hook: str, results: Results) -> None:
+    first, second = results[f"newcomer to {hook}"]
     assert first["source"] == second["source"] == 0
     assert first["equal"]
     assert first["digest"] == second["digest"]
@@ -80,8 +80,8 @@ def test_a_newcomer_to_a_hook_shares_what_all_workers_share(hook: str, told: Tol
     assert first["momentum"] == second["momentum"] != []
 
 
-def test_a_newcomer_takes_over_model_momentum_and_place(told: Told) -> None:
-    first, second = told["newcomer"]
+def test_a_newcomer_takes_over_model_momentum_and_place(results: Results) -> None:
+    first, second = results["newcomer"]
     assert first["source"] == second["source"] == 0
     assert first["equal"]
     assert first["momentum"] == second["momentum"] != []

@@ -1,4 +1,4 @@
-"""Whether what a configuration names as "module:attribute" can be used here; each finding is one sentence."""
+"""Checks, before anything starts, of what a configuration names: callables as "module:attribute", and a device."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,13 @@ from fedring.train.seam import resolve
 
 
 def check_name(key: str, name: str, trusted: Sequence[str]) -> Check:
-    """Whether there is such a callable, in a trusted module."""
+    """Check that there is a callable `name`, and that it comes from a trusted module.
+
+    Args:
+        key: The configuration key that holds the name, for the report.
+        name: A callable as "module:attribute".
+        trusted: The modules that may be imported.
+    """
     try:
         resolve(name, trusted)
     except SeamError as error:
@@ -21,7 +27,7 @@ def check_name(key: str, name: str, trusted: Sequence[str]) -> Check:
 
 
 def check_data(key: str, name: str, trusted: Sequence[str], *, root: Path | None) -> Check:
-    """The same of a data callable; and whether it has the folder without which it has no samples. None is loaded."""
+    """Check a data callable like check_name(), and that it is given a folder if it needs one; loads no samples."""
     check = check_name(key, name, trusted)
     if check.level is Level.OK and root is None and (data := resolve(name, trusted)) in FROM_FOLDER:
         try:
@@ -32,7 +38,7 @@ def check_data(key: str, name: str, trusted: Sequence[str], *, root: Path | None
 
 
 def check_device(name: str) -> Check:
-    """Whether torch sees the device."""
+    """Check that torch has the device called `name`, as pick_device() reads it."""
     try:
         return Check("device", Level.OK, f"{name}: {pick_device(name)}")
     except SeamError as error:
