@@ -1,4 +1,4 @@
-"""What all tests share: where MNIST is, what a missing tool means, how far hypothesis goes, what took long."""
+"""Settings and fixtures of all tests: MNIST, missing tools, hypothesis, the order of slow tests, and their times."""
 
 import os
 from collections import defaultdict
@@ -9,16 +9,16 @@ from typing import NoReturn
 import pytest
 from hypothesis import HealthCheck, settings
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before any test imports grpc: it logs what is no fault
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: it also logs harmless events
 
 ROOT = Path(__file__).parent.parent
 
 _REPEATS = int(os.environ.get("FEDRING_REPEATS", "1"))
 
 REPEATED = [0, *(pytest.param(number, marks=pytest.mark.soak) for number in range(1, _REPEATS))]
-"""Parameters of a test that does something else each time: one, and those that `make soak` adds by FEDRING_REPEATS."""
+"""Parameters of a randomised test: one run, and the repeats that `make soak` asks for with FEDRING_REPEATS."""
 
-# A busy machine is no failure; and what CI says of a commit does not depend on the day: elsewhere examples are new.
+# A busy machine must not fail a test. In CI, examples are the same each time; elsewhere they are new.
 settings.register_profile(
     "fedring",
     deadline=None,
@@ -36,7 +36,7 @@ _seconds: defaultdict[str, float] = defaultdict(float)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the slow tests over the run, between files: processes that share it begin with equal, unbroken parts."""
+    """Spread the slow tests over the run, between files, so that parallel processes get equal parts of them."""
     slow = [item for item in items if item.get_closest_marker("slow")]
     others = [item for item in items if not item.get_closest_marker("slow")]
     items.clear()
@@ -55,27 +55,27 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List the slowest files, so that a suite that grows is seen to grow."""
+    """List the slowest files, so that everybody notices when the suite becomes slow."""
     terminalreporter.section(f"the {SLOWEST} slowest files, of {sum(_seconds.values()):.0f} s in all")
     for name, seconds in sorted(_seconds.items(), key=lambda item: -item[1])[:SLOWEST]:
         terminalreporter.line(f"{seconds:7.1f} s  {name}")
 
 
 def missing(what: str) -> NoReturn:
-    """Skip for lack of `what`; but in CI, where everything is to be there, fail."""
+    """Skip the test because `what` is missing; fail it in CI, where everything must be installed."""
     if os.environ.get("FEDRING_NO_SKIPS"):
         pytest.fail(f"{what} is missing")
     pytest.skip(f"{what} is missing")
 
 
 def path_to(folder: Path) -> dict[str, str]:
-    """The environment of daemons that find the modules in `folder`, beside what this process finds."""
+    """Return variables with which daemons also find the modules in `folder`."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))}
 
 
 @pytest.fixture(scope="session")
 def data_root() -> Path:
-    """The folder that holds MNIST/raw."""
+    """Return the folder that contains MNIST/raw."""
     given = os.environ.get("FEDRING_TEST_DATA")
     for root in (Path(given),) if given else (ROOT.parent / "shared" / "data", ROOT / "data"):
         if (root / "MNIST" / "raw").is_dir():

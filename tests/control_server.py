@@ -27,14 +27,14 @@ ROUND = pb.Round(
 
 
 class Script(rpc.ControlServiceServicer):
-    """An fl-server without clients: a job's rounds happen as soon as it is started."""
+    """A control service without clients, which reports a job's rounds as soon as the job is started."""
 
     def __init__(self) -> None:
-        self.refuse: list[FedringError] = []  # raised by the next calls
+        self.refuse: list[FedringError] = []  # raised by the next calls, in order
         self.started: list[tuple[str, dict[str, Any]]] = []  # key and job of every call
         self.jobs: dict[str, pb.Job] = {}
         self.outcome: tuple[str, str] = ("completed", "")
-        self.break_after = 0  # events after which a stream ends, once
+        self.break_after = 0  # how many events end a stream, once; 0 for none
         self.events: list[pb.Event] = []
         self.break_with: FedringError | None = None
         self.more = asyncio.Condition()
@@ -139,7 +139,7 @@ class Script(rpc.ControlServiceServicer):
 
 
 class Server:
-    """The script, served on a free port by an event loop in a thread of its own."""
+    """Serves the script on a free port, with an event loop in a thread of its own."""
 
     def __init__(self) -> None:
         started = threading.Event()
@@ -148,6 +148,7 @@ class Server:
         started.wait()
 
     def run(self, coroutine: Any) -> Any:
+        """Run the coroutine on the server's loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(SECONDS)
 
     def set_health(self, status: Any) -> None:

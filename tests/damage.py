@@ -1,4 +1,4 @@
-"""Damage to files of a state folder, as a failing disk or a careless hand does it."""
+"""Damage to files of a state folder, as by a failing disk, and queries to its database."""
 
 import random
 import sqlite3
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def flip(path: Path, bit: int | None = None, *, seed: int = 0) -> int:
-    """Flip one bit of the file, by default one drawn by `seed`; returns which."""
+    """Flip one bit of the file, by default one that `seed` chooses; return its number."""
     bit = random.Random(seed).randrange(8 * path.stat().st_size) if bit is None else bit
-    with path.open("r+b") as file:  # nothing but the one byte: somebody else may write to the others
+    with path.open("r+b") as file:  # write one byte only: a server may be writing the others
         file.seek(bit // 8)
         (byte,) = file.read(1)
         file.seek(bit // 8)
@@ -18,7 +18,7 @@ def flip(path: Path, bit: int | None = None, *, seed: int = 0) -> int:
 
 
 def ask(state: Path, query: str, *values: object) -> list[tuple[object, ...]]:
-    """Ask the database of a state, which a server may be using."""
+    """Run a query on the database of a state, which a server may be using; return the rows."""
     with closing(sqlite3.connect(state / "facts.sqlite")) as database:
         rows: list[tuple[object, ...]] = database.execute(query, values).fetchall()
         database.commit()
@@ -26,13 +26,13 @@ def ask(state: Path, query: str, *values: object) -> list[tuple[object, ...]]:
 
 
 def model_file(state: Path, version: int) -> Path:
-    """The file of a model version."""
+    """Return the file of a model version."""
     ((name,),) = ask(state, "SELECT blob FROM models WHERE version = ?", version)
     return state / "blobs" / str(name)
 
 
 def update_file(state: Path, client: str) -> Path:
-    """The file of the client's newest accepted update."""
+    """Return the file of the client's newest accepted update, which must be too large for a row."""
     ((name,),) = ask(state, "SELECT blob FROM updates WHERE client_id = ? ORDER BY round DESC LIMIT 1", client)
-    assert name, "so small an update lies in its row"
+    assert name, "the update is stored in its row"
     return state / "blobs" / str(name)

@@ -1,6 +1,6 @@
-"""Daemons for tests, and the way to their server: as everybody has them, but for their patience.
+"""Fleets of daemons for tests, with timeouts that a busy machine does not reach.
 
-A busy machine keeps a process waiting for seconds. Here that makes nobody lost; tests of losses say what they need.
+A busy machine keeps a process waiting for seconds, which must not count as a loss. Tests of losses set their own times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,19 @@ import grpc
 
 from fedring.ctl import control, fleet
 from fedring.ctl.process import Process
+from fedring.v1 import control_pb2
 from tests.forks import Daemon
 from tests.ports import free_port
 
 PATIENCE = 60.0
-"""Seconds of silence, of an answer, of a start: longer than any machine on which the tests can pass stands still."""
+"""Seconds for silence, for an answer, for a start: longer than any machine on which the tests pass stands still."""
 
 PATIENT = {"FEDRING_SERVER_LOST_AFTER_SECONDS": str(PATIENCE), "FEDRING_RING_LOST_AFTER_SECONDS": str(PATIENCE)}
-"""The same, for daemons that a test starts as people do."""
+"""The same as variables, for daemons that a test starts without `Fleet`."""
 
 
 class Fleet(fleet.Fleet):
-    """A server that waits long for clients that are silent, and clients that wait so for each other."""
+    """A server and clients that take each other for lost only after `silence` seconds."""
 
     daemon: ClassVar[type[Process]] = Daemon
     silence: ClassVar[float] = PATIENCE  # seconds after which a silent client or peer is lost
@@ -35,7 +36,7 @@ class Fleet(fleet.Fleet):
         *,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        # Not any ports: while a server is restarted, somebody else could get one of those.
+        # Fixed ports: while a server is restarted, another process could get a port that the system has chosen.
         ports = {key: f"127.0.0.1:{free_port()}" for key in ("listen", "control_listen")}
         settings = {"lost_after_seconds": self.silence, **ports, **(server_overrides or {})}
         if settings.get("web_port") == 0:
@@ -45,13 +46,13 @@ class Fleet(fleet.Fleet):
 
 
 class Programs(Fleet):
-    """Such a fleet whose daemons are no forks: an interpreter of its own starts each, as people start them."""
+    """Such a fleet whose daemons are not forks: a new interpreter runs each, as for users."""
 
     daemon = Process
 
 
 class Control(control.Control):
-    """An operator who waits long for an answer."""
+    """A control connection that waits PATIENCE seconds for an answer."""
 
     def __init__(self, address: str, *, channel: grpc.Channel | None = None, timeout_seconds: float = PATIENCE) -> None:
         super().__init__(address, channel=channel, timeout_seconds=timeout_seconds)
@@ -63,3 +64,12 @@ def until_watching(control: control.Control, count: int) -> None:
     while sum(client.state == "watching" for client in control.clients()) < count:
         next(event for event in events if event.kind == "client_joined")
     events.cancel()
+
+
+def run_job(control: control.Control, spec: Mapping[str, Any]) -> control_pb2.Job:
+    """Start a job, and return it when it has ended, in whatever way."""
+    events = control.events()
+    job_id = control.start_job(dict(spec)).job_id
+    for _ in control.follow_job(job_id, events):
+        pass
+    return control.job(job_id)

@@ -1,8 +1,8 @@
-"""Programs of ours and ranks of groups, forked from one process that has imported torch, gRPC and fedring already.
+"""fedring's programs and ranks of groups, forked from one process that has imported torch, gRPC and fedring already.
 
-Importing them takes a process 2 to 4 seconds; a fork takes 20 milliseconds. Each process of the test run has a fork
-server of its own, which starts with the first fork. A forked program runs its own `main`; only the start and the end of
-the interpreter are not the real ones. Tests that are about those start the program itself: `tests.fleets.Programs`.
+The imports take 2 to 4 seconds; a fork takes 20 milliseconds. Each process of the test run has its own fork server,
+which starts with the first fork. A forked program runs its own `main`; only the start and the end of the interpreter
+are not the real ones. Tests of those start the real program: `tests.fleets.Programs`.
 """
 
 import atexit
@@ -33,13 +33,13 @@ import torch
 from fedring.ctl.process import Process
 
 FREEZE_SECONDS = float(os.environ.get("FEDRING_TEST_FREEZE_SECONDS", "0"))
-"""How long daemons are frozen at most, now and then and at random, as on a machine that stands still; 0 for never."""
+"""The longest time for which daemons are frozen at random moments, as a busy machine does; 0 for never."""
 
 _ENVIRONMENT = dict(os.environ)
-"""The variables of this process before any test has changed one."""
+"""The variables of this process before a test has changed any."""
 
 _LOCK = threading.Lock()
-"""multiprocessing reads an exit code once, in whichever thread asks first; only one at a time may ask."""
+"""Held to read exit codes: multiprocessing reads each only once, in the thread that asks first."""
 
 
 def _fork(target: Callable[..., None], *arguments: Any) -> BaseProcess:
@@ -57,14 +57,14 @@ _running: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """End what a failed test has left behind, for which multiprocessing would wait."""
+    """Kill processes that a failed test has left; multiprocessing would wait for them."""
     for process in _running:
         process.kill()
 
 
 @cache
 def _start_server() -> None:
-    """Start the fork server, which finds modules where this process does: Python 3.11 keeps that from it."""
+    """Start the fork server with this process's module path, which Python 3.11 does not pass on."""
     forkserver.set_forkserver_preload(["tests.preloaded"])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -84,7 +84,7 @@ def _join(process: BaseProcess, timeout: float | None = None) -> int | None:
 
 
 def call_all(calls: Sequence[Callable[[], None]], *, seconds: float) -> list[int | None]:
-    """Make each call in a fork of its own, all at once; return their exit codes. Those that take longer are killed."""
+    """Make all calls at once, each in its own fork; kill those that take longer; return the exit codes."""
     processes = [_fork(_call, call, _ENVIRONMENT) for call in calls]
     deadline = time.monotonic() + seconds
     try:
@@ -92,12 +92,12 @@ def call_all(calls: Sequence[Callable[[], None]], *, seconds: float) -> list[int
             _join(process, max(0.0, deadline - time.monotonic()))
     finally:
         for process in processes:
-            process.kill()  # which does nothing to those that have ended
+            process.kill()  # does nothing to those that have ended
     return [_join(process) for process in processes]
 
 
 def _call(call: Callable[[], None], env: Mapping[str, str]) -> None:
-    os.environ.clear()  # the fork server has that of the test that forked first
+    os.environ.clear()  # the fork server has the variables of the test that forked first
     os.environ.update(env)
     call()
 
@@ -112,7 +112,7 @@ def is_stopped(pid: int) -> bool:
 class Fork:
     """A running fork of `python -m module ARGUMENTS`, with the part of `subprocess.Popen`'s interface that tests use.
 
-    It leads a session of its own. `stdin` and `stdout` may be `subprocess.PIPE`; the ends are then `self.stdin` and
+    It leads a session of its own. If `stdin` or `stdout` is `subprocess.PIPE`, the other ends are `self.stdin` and
     `self.stdout`.
     """
 
@@ -141,7 +141,7 @@ class Fork:
         elif stdin == subprocess.PIPE:
             stdin, writing = os.pipe()
             opened.append(stdin)
-            self.stdin = os.fdopen(writing, "wb", buffering=0)  # whoever uses the fork closes it
+            self.stdin = os.fdopen(writing, "wb", buffering=0)  # the caller closes it
         if stdout == subprocess.PIPE:
             reading, stdout = os.pipe()
             opened.append(stdout)
@@ -162,7 +162,7 @@ class Fork:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The id of the process."""
         pid = self._process.pid
         assert pid is not None
         return pid
@@ -172,20 +172,20 @@ class Fork:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code once it has ended; raise `subprocess.TimeoutExpired` if it has not in time."""
+        """Wait for its end, and return the exit code; raise `subprocess.TimeoutExpired` after `timeout` seconds."""
         if not self._ended.wait(timeout):
             raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
         assert self.returncode is not None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it the signal, if it still runs."""
+        """Send the signal if the process still runs."""
         with self._signals:
             self._stopped = number == signal.SIGSTOP
             self._kill(number)
 
     def stand_still(self, seconds: float) -> None:
-        """Freeze it for a while, unless it is frozen already, by a test or by itself."""
+        """Freeze the process for a while, unless a test or the process itself has frozen it."""
         if is_stopped(self.pid):
             return
         for number in (signal.SIGSTOP, signal.SIGCONT):
@@ -197,19 +197,19 @@ class Fork:
 
     def _kill(self, number: int) -> None:
         if self.returncode is None:
-            with suppress(ProcessLookupError):  # it has ended, and nobody has been told yet
+            with suppress(ProcessLookupError):  # it has ended, but `_watch` does not know it yet
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Ask it to stop."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float) -> tuple[str, None]:
-        """Return all that it writes to `stdout` from now on, once it has ended."""
+        """Wait for its end; return what it has written to `stdout` since this call."""
         assert self.stdout is not None
         output = ThreadPoolExecutor(1).submit(self.stdout.read)
         self.wait(timeout)
@@ -219,7 +219,7 @@ class Fork:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Wait for its end, as `subprocess.Popen` does; after an error, end it at once."""
+        """Wait for its end, as `subprocess.Popen` does; kill it first after an error."""
         if error is not None:
             self.kill()
         self.wait()
@@ -251,10 +251,10 @@ def run(
 
 
 class Daemon(Process):
-    """A daemon that is forked where the real one would start an interpreter."""
+    """A daemon that runs as a fork instead of in a new interpreter."""
 
     def launch(self, log: IO[bytes]) -> "Fork":  # type: ignore[override]  # as much of a Popen as is used
-        """Start it; see `Process.launch`."""
+        """Start the daemon; see `Process.launch`."""
         fork = Fork(self.module, self.arguments, stdout=subprocess.PIPE, stderr=log.fileno(), env=self.environment)
         if FREEZE_SECONDS:
             threading.Thread(target=_freeze_at_random, args=(fork,), daemon=True).start()
@@ -269,7 +269,7 @@ def _freeze_at_random(fork: Fork) -> None:
 
 
 class _Streams:
-    """Open files that a fork gets as well: its standard streams, and one to close when it has begun."""
+    """File descriptors that a fork receives: its standard streams, and one that it closes when it has begun."""
 
     def __init__(self, *numbers: int) -> None:
         self._numbers = numbers
@@ -283,24 +283,24 @@ def _received(files: list[Any]) -> list[int]:
 
 
 def _run_program(module: str, arguments: list[str], env: Mapping[str, str], cwd: str, streams: list[int]) -> None:
-    """Become the program, in the fork."""
+    """Run the program in the fork."""
     os.setsid()
     *standard, _ = streams
     for number, stream in enumerate(standard):
         os.dup2(stream, number)
     for stream in streams:
         os.close(stream)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has put another one in its place
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has replaced it
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
     sys.path[:0] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = [module, *arguments]
-    if threads := env.get("OMP_NUM_THREADS"):  # which torch reads when it is imported
+    if threads := env.get("OMP_NUM_THREADS"):  # torch reads it only when it is imported
         torch.set_num_threads(int(threads))
     try:
-        sys.modules.pop(module, None)  # as a program, it is called `__main__`
+        sys.modules.pop(module, None)  # as a program, the module is `__main__`
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    finally:  # a program ends so; multiprocessing leaves out the second
+    finally:  # the end of a normal program; multiprocessing leaves the second call out
         threading._shutdown()  # type: ignore[attr-defined]  # typeshed does not know it
         atexit._run_exitfuncs()

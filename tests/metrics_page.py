@@ -1,4 +1,4 @@
-"""What a daemon tells Prometheus, as a test reads it."""
+"""The metrics that a daemon serves to Prometheus, as values for tests."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ SECONDS = 60.0
 
 
 class Page:
-    """What `/metrics` said at one moment."""
+    """The contents of `/metrics` at one moment."""
 
     def __init__(self, address: str) -> None:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=SECONDS) as answer:
@@ -23,18 +23,18 @@ class Page:
         self.samples: list[Sample] = [s for family in text_string_to_metric_families(self.text) for s in family.samples]
 
     def __call__(self, name: str, **labels: str) -> float:
-        """The value of the one series of that name and with these labels."""
+        """Return the value of the only series with this name and exactly these labels."""
         (found,) = [sample.value for sample in self.samples if sample.name == name and sample.labels == labels]
         return found
 
     def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
-        """The values that are not 0 of all series of that name and with these labels, by another label."""
+        """Return the values other than 0 of all series with this name and these labels, by the label `label`."""
         wanted = [s for s in self.samples if s.name == name and labels.items() <= s.labels.items()]
         return {s.labels[label]: s.value for s in wanted if s.value}
 
 
 def address_of(client: Process) -> str:
-    """Where a client that was told to take any port serves its metrics; it says so in its log."""
+    """Return the address at which a client serves its metrics, from its log."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         for line in client.log.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -44,9 +44,9 @@ def address_of(client: Process) -> str:
     raise AssertionError(client.tail())
 
 
-def eventually(address: str, true: Callable[[Page], bool]) -> Page:
-    """The first page of which that is true: a daemon may answer a call just before it counts it."""
+def eventually(address: str, condition: Callable[[Page], bool]) -> Page:
+    """Return the first page that meets the condition: a daemon may answer a call just before it counts it."""
     deadline = time.monotonic() + SECONDS
-    while not true(page := Page(address)):
+    while not condition(page := Page(address)):
         assert time.monotonic() < deadline, page.text
     return page

@@ -1,13 +1,13 @@
-"""Faults put into the source one at a time, each of which the tests of the files named for it must notice.
+"""Put faults into the source, one at a time, and check that the tests of the file named for each one notice it.
 
     python -m tests.mutants                  all of them, a few seconds each
     python -m tests.mutants grace lock       some of them
     python -m tests.mutants --tree DIR       on another checkout, such as an older version, with that one's tests
 
-The faults lie in all parts of the source, most of them in what is shown by tests that were merged or shortened, or
-whose programs are forks now: those tests must still notice. Each is put into a copy of the checkout, in which the tests
-pass before. Ends with 1 if a fault is not noticed, or cannot be put in: then the source has changed, and the list below
-must follow.
+The faults are in all parts of the source. Most of them concern tests that were merged or shortened, or whose programs
+are forks now: those tests must still notice the faults. Each fault is put into a copy of the checkout, in which the
+tests have passed. Exits with 1 if a fault is not noticed, or if its text is not in the source any more: then update
+MUTANTS.
 """
 
 import argparse
@@ -29,26 +29,26 @@ from rich.table import Table
 from tests.conftest import ROOT
 
 _SOURCES = ("server", "client", "common", "protos")
-_SECONDS = 1800  # for the tests of one mutant, or of all without any
+_SECONDS = 1800  # the longest time of the tests of one mutant, or of all tests without a mutant
 
 
 class Mutant(NamedTuple):
-    """A fault: `old`, which stands once in the file, becomes `new`."""
+    """A fault: `old`, which must be in the file exactly once, becomes `new`."""
 
     path: str
     old: str
     new: str
     tests: str
     before: str = ""
-    """The tests of older versions, where they were others: those that were merged into `tests`."""
+    """The test file of older versions, if it has been merged into `tests` since."""
 
     def tests_in(self, tree: Path) -> str:
-        """Return the file whose tests are to notice it in that checkout."""
+        """Return the file whose tests must notice the fault in that checkout."""
         return self.before if self.before and tree != ROOT else self.tests
 
 
 MUTANTS = {
-    # Merged: one fleet runs all jobs of the file.
+    # Merged tests: one fleet runs all jobs of the file.
     "learning rate": Mutant(
         "common/fedring/train/optimizers.py",
         "torch.optim.SGD(parameters, lr=lr,",
@@ -88,7 +88,7 @@ MUTANTS = {
     "packages": Mutant(
         "pyproject.toml", '    "zstandard>=0.23",\n', "", "tests/unit/test_layout.py", "tests/system/test_wheel.py"
     ),
-    # Claimed otherwise: over seeds, or at a gate in the place of a race.
+    # Changed tests: they claim something over several seeds, or use a gate instead of a race.
     "dgc's residual": Mutant(
         "client/fedring/compress/dgc.py",
         "    return residual.add_(momentum)\n",
@@ -109,7 +109,7 @@ MUTANTS = {
         "tests/fault/test_promises.py",
         "tests/fault/test_ring.py",
     ),
-    # Forked: the programs of these tests are no longer started by an interpreter of their own.
+    # Tests whose programs are forks, and not started by a new interpreter any more.
     "lock": Mutant("common/fedring/daemon/lock.py", "fcntl.LOCK_EX", "fcntl.LOCK_SH", "tests/fault/test_processes.py"),
     "commit": Mutant(
         "server/fedring/server/state/store.py",
@@ -165,7 +165,7 @@ MUTANTS = {
         "_TEXTS.extract({})",
         "tests/system/test_tracing.py",
     ),
-    # Neither, in the other folders.
+    # Other tests.
     "shares": Mutant(
         "client/fedring/workers/shards.py",
         "start = taken + world.rank * each",
@@ -329,7 +329,7 @@ MUTANTS = {
 
 
 def main() -> int:
-    """Try the mutants that the command line names; 1 if one of them lives."""
+    """Try the mutants that the command line names; return 1 if the tests do not notice one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"some of: {', '.join(MUTANTS)}")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to try them on")
@@ -359,7 +359,7 @@ def main() -> int:
 
 
 def copy_of(tree: Path, target: Path) -> Path:
-    """Copy what git knows of the tree, with the generated code and the data beside it."""
+    """Copy the files that git tracks or would track, the generated code, and a link to the data beside the tree."""
     words = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(words, cwd=tree, capture_output=True, text=True, check=True).stdout.splitlines()
     made = [str(path.relative_to(tree)) for path in (tree / "protos").rglob("*_pb2*")]
@@ -374,11 +374,11 @@ def copy_of(tree: Path, target: Path) -> Path:
 
 
 def put_into(tree: Path, mutant: Mutant) -> None:
-    """Put the fault into the tree."""
+    """Put the fault into the tree; exit if its text is not there exactly once."""
     file = tree / mutant.path
     text = file.read_text()
     if text.count(mutant.old) != 1:
-        raise SystemExit(f"{mutant.path} has {mutant.old!r} {text.count(mutant.old)} times in the place of once")
+        raise SystemExit(f"{mutant.path} has {mutant.old!r} {text.count(mutant.old)} times instead of once")
     file.write_text(text.replace(mutant.old, mutant.new))
 
 

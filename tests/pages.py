@@ -1,4 +1,4 @@
-"""The project's texts as data: what they link to, what they quote, and which commands they tell to type."""
+"""The pages of the documentation as data: their links, their quotes, and the commands that they show."""
 
 import re
 import shlex
@@ -23,46 +23,46 @@ class Page:
 
     @property
     def name(self) -> str:
-        """Where it is, seen from the root."""
+        """The path from the root of the repository."""
         return str(self.path.relative_to(ROOT))
 
     @cached_property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return self.path.read_text(encoding="utf-8")
 
     @cached_property
     def blocks(self) -> list[tuple[str, str]]:
-        """Its fenced blocks: language and content."""
+        """The fenced blocks: language and content of each."""
         return [(found[1], found[2]) for found in _FENCE.finditer(self.text)]
 
     @cached_property
     def prose(self) -> str:
-        """What is in no block."""
+        """The text outside of fenced blocks."""
         return _FENCE.sub("", self.text)
 
     @cached_property
     def quoted(self) -> list[str]:
-        """What stands in single backticks, on one line."""
+        """The quotes in single backticks, each on one line."""
         return [re.sub(r"\s+", " ", found).replace(r"\|", "|") for found in re.findall(r"`([^`]+)`", self.prose)]
 
     @cached_property
     def links(self) -> list[str]:
-        """The targets of its links and pictures."""
+        """The targets of links and pictures."""
         return re.findall(r"\]\(([^)\s]+)\)", self.prose)
 
     @cached_property
     def anchors(self) -> set[str]:
-        """What a link may name behind #."""
+        """The names that a link may have behind #, one for each heading."""
         titles = re.findall(r"^#+ (.*)$", self.prose, re.MULTILINE)
         return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
     def shell(self) -> str:
-        """What its blocks tell to type."""
+        """Return the contents of all shell blocks."""
         return "\n".join(text for language, text in self.blocks if language == "sh")
 
     def toml(self) -> list[str]:
-        """The TOML that it shows, also as what a command writes into a file."""
+        """Return the TOML in blocks, and in files that shell commands write."""
         return [*(text for language, text in self.blocks if language == "toml"), *written(self.shell()).values()]
 
 
@@ -70,18 +70,18 @@ PAGES = [Page(path) for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.m
 
 
 def written(shell: str) -> dict[str, str]:
-    """The files that a script writes, and what into them."""
+    """Return the contents of the files that a script writes, by name."""
     return {found[1]: found[3] for found in _HEREDOC.finditer(shell)}
 
 
 def exported(shell: str) -> dict[str, str]:
-    """The variables that a script exports."""
+    """Return the variables that a script exports."""
     lines = re.findall(r"^export (.*)$", shell, re.MULTILINE)
     return dict(word.split("=", 1) for line in lines for word in shlex.split(line))
 
 
 def commands(shell: str) -> Iterator[list[str]]:
-    """The words of each command of ours in a script."""
+    """Yield the words of each call of one of PROGRAMS in a script."""
     shell = re.sub(r"--entrypoint (\S+) \S+", r"\1", _HEREDOC.sub("", shell).replace("\\\n", " "))
     for line in shell.splitlines():
         for words in _commands(_words(line)):
@@ -91,7 +91,7 @@ def commands(shell: str) -> Iterator[list[str]]:
 
 
 def _words(line: str) -> list[str]:
-    """As the shell has them; none of a line that goes on in the next one."""
+    """Split a line as the shell does; return nothing for a line that continues on the next one."""
     reader = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
     reader.whitespace_split = True
     try:
@@ -101,7 +101,7 @@ def _words(line: str) -> list[str]:
 
 
 def _commands(words: list[str]) -> Iterator[list[str]]:
-    """The words between separators, without what is read or written elsewhere."""
+    """Yield the words between separators, without redirections."""
     command: list[str] = []
     skip = False
     for word in words:
@@ -118,6 +118,6 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
 
 
 def _is_command(before: list[str]) -> bool:
-    """Whether what follows these words is a program, and not an argument of another one."""
+    """Return whether the word after these is a program, and not an argument of another one."""
     rest = [word for word in before if not re.fullmatch(r"\w+=.*|env|sudo|nohup", word)]
     return not rest or (rest[0] == "docker" and "run" in rest)

@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority as `flctl certs` makes it, and certificates as nobody should make them."""
+"""Certificates for tests: an authority as `flctl certs` makes it, and certificates that it would not make."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,32 +15,32 @@ from fedring.rpc.tls import Tls
 
 
 class Pki:
-    """An authority in a folder; it has signed server.crt and operator.crt."""
+    """An authority in a folder, which has signed server.crt and operator.crt."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         flctl("certs", "init", folder)
 
     def issue(self, *names: str, role: Role = Role.CLIENT) -> None:
-        """The files of each name are there."""
+        """Make a certificate and a key for each name."""
         for name in names:
             flctl("certs", "issue", self.folder, name, "--role", role)
 
     def tls(self, name: str, *, ca: "Pki | None" = None) -> Tls:
-        """What its owner shows, who trusts `ca`."""
+        """Return the TLS settings of the certificate's owner, who trusts `ca`, by default this authority."""
         trusted = (ca or self).folder / "ca.crt"
         return Tls(cert=self.folder / f"{name}.crt", key=self.folder / f"{name}.key", ca=trusted)
 
     def trust(self) -> Tls:
-        """What somebody without a certificate has."""
+        """Return the TLS settings of somebody without a certificate who trusts this authority."""
         return Tls(ca=self.folder / "ca.crt")
 
     def table(self, name: str) -> dict[str, str]:
-        """As tls(), for a daemon's configuration."""
+        """Return `tls(name)` as a table of a daemon's configuration."""
         return self.tls(name).model_dump(mode="json")
 
     def sign(self, name: str, *uris: str, ended: bool = False) -> None:
-        """A certificate with these URIs alone; if it has ended, an hour ago."""
+        """Make a certificate with only these URIs; if `ended`, it expired an hour ago."""
         authority = load_authority(self.folder)
         key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
         end = now - timedelta(hours=1) if ended else now + timedelta(hours=1)
@@ -60,6 +60,6 @@ class Pki:
 
 
 def flctl(*arguments: object) -> None:
-    """It has done what it was told to."""
+    """Run flctl in this process; it must succeed."""
     code = main([str(argument) for argument in arguments])
     assert code == 0, f"flctl {arguments} ended with {code}"

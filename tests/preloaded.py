@@ -1,6 +1,6 @@
-"""All that daemons, flctl and ranks import sooner or later; imported once, by the process that they are forked from.
+"""Everything that daemons, flctl and ranks import; the process from which they are forked imports it once.
 
-Importing must start no thread, since a fork has only the one that forks. tests/unit/test_forks.py watches that.
+The imports must not start threads, since a fork does not have them. tests/unit/test_forks.py checks that.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import os
 from fedring import vision
 
 MODULES = (
-    "torch._dynamo",  # which optimizers import
+    "torch._dynamo",  # optimizers import it
     "torch.nn.parallel",
     "torch.utils.data",
     "matplotlib.pyplot",

@@ -1,4 +1,4 @@
-"""Several endpoints in one process, over real sockets, and a peer that says what a test tells it."""
+"""Several endpoints in one process, over real sockets, and a peer that sends the frames that a test makes."""
 
 import queue
 import socket
@@ -23,12 +23,12 @@ from fedring.ring.program import Program
 from fedring.ring.reduction import Reduction
 from fedring.v1 import peer_pb2 as pb
 
-SECONDS = 60.0  # in which what happens soon has happened also on a machine that stands still for a while
+SECONDS = 60.0  # enough for short operations even on a machine that stalls for a while
 NAME = "world"
 
 
 class World:
-    """Endpoints and their sides of one group."""
+    """Endpoints, and one group of which each of them is a member."""
 
     def __init__(self, endpoints: Sequence[Endpoint], strangers: Sequence[str] = ()) -> None:
         self.endpoints = list(endpoints)
@@ -46,7 +46,7 @@ class World:
 
 
 def close(endpoints: Iterable[Endpoint]) -> None:
-    """All at once, as processes do."""
+    """Close all endpoints at once, as processes that end do."""
     threads = [threading.Thread(target=endpoint.close) for endpoint in endpoints]
     for thread in threads:
         thread.start()
@@ -57,7 +57,7 @@ def close(endpoints: Iterable[Endpoint]) -> None:
 
 @contextmanager
 def world(size: int, options: RingOptions | None = None, *, generation: int = 0) -> Iterator[World]:
-    """`size` endpoints that are matched."""
+    """Open `size` endpoints, and yield their world when they are matched."""
     made = World([Endpoint(options, generation=generation) for _ in range(size)])
     try:
         made.match()
@@ -68,7 +68,7 @@ def world(size: int, options: RingOptions | None = None, *, generation: int = 0)
 
 @contextmanager
 def deserted() -> Iterator[str]:
-    """A worker's address at which nobody listens, nor will in the meantime."""
+    """Yield a worker's address at which nobody listens, and reserve its port meanwhile."""
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         yield advertised(RingOptions(), place.getsockname()[1], "")
@@ -79,7 +79,7 @@ def memory(tensor: Tensor) -> memoryview:
 
 
 def allreduce(group: Group, tensor: Tensor, *, timeout: float = SECONDS) -> Operation:
-    """A sum over all ranks."""
+    """Start to sum a tensor over all ranks, in place."""
     program = collectives.allreduce(group.rank, group.size, memory(tensor), Reduction("sum", tensor.dtype))
     return group.start(f"allreduce {tensor.dtype} {len(tensor)}", program, timeout=timeout)
 
@@ -89,9 +89,11 @@ def start(group: Group, program: Program, *, what: str = "test", timeout: float 
 
 
 class Impostor:
-    """A peer that speaks the wire protocol by hand: it listens, hears every frame, and sends what it is told.
+    """A peer that speaks the wire protocol by hand: it receives every frame, and sends those that a test makes.
 
-    One that is `near` says that it is on this host.
+    Args:
+        generation: of the group.
+        near: tell other endpoints that it is on their host.
     """
 
     def __init__(self, *, generation: int = 0, near: bool = False) -> None:
@@ -107,7 +109,7 @@ class Impostor:
         self._channel: grpc.Channel | None = None
 
     def dial(self, address: str, *, generation: int | None = None, **hello: Any) -> Any:
-        """The call, which goes on while frames are said; `hello` is what the first of them says."""
+        """Open a stream to the endpoint, with `hello` in its first frame; return the call."""
         given = self.generation if generation is None else generation
         metadata = ((PEER_KEY, self.address), (GENERATION_KEY, str(given)))
         self._channel = dial(address, RingOptions())
@@ -117,11 +119,11 @@ class Impostor:
         return self.call
 
     def say(self, payload: bytes = b"", **head: Any) -> None:
-        """A frame with the next number, unless the head names another."""
+        """Send a frame with the next sequence number, or with the one in `head`."""
         self.say_bytes(write(self.head(**head), payload))
 
     def checked(self, payload: bytes, **head: Any) -> bytes:
-        """The frame's bytes, with a checksum."""
+        """Return the bytes of a frame with a checksum."""
         return write(self.head(**head), payload, checksum=True)
 
     def say_bytes(self, message: bytes) -> None:

@@ -1,9 +1,9 @@
-"""torch's own test suite for distributed backends, against fedring and beside Gloo.
+"""Run torch's own test suite for distributed backends on fedring, and on Gloo for comparison.
 
     python -m tests.torch_suite [--backends fedring,gloo] [--ranks 2] [--only PART] [--out FILE]
 
-torch ships the suite (torch.testing._internal.distributed.distributed_test); it needs the package expecttest. Prints
-how many tests pass, fail and are skipped on each backend, and what fails on the first one but not on the last.
+torch contains the suite (torch.testing._internal.distributed.distributed_test), which needs the package expecttest.
+Prints how many tests pass, fail and are skipped on each backend, and which fail on the first but not on the last one.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
-_SECONDS = 300  # for one test
+_SECONDS = 300  # the longest time of one test
 
-Outcomes = dict[str, tuple[str, str]]  # of each test: passed, failed or skipped, and why
+Outcomes = dict[str, tuple[str, str]]  # by test: "passed", "failed" or "skipped", and the reason
 
 
 def main() -> int:
-    """Run the suite on each backend; 1 if a test fails on the first and passes on the last."""
+    """Run the suite on each backend; return 1 if a test fails on the first and not on the last one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", default="fedring,gloo")
     parser.add_argument("--ranks", type=int, default=2)
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def run(backend: str, ranks: int, only: str) -> Outcomes:
-    """The outcome of every test on the backend."""
+    """Return the outcome of every test on the backend."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "tests/torch_suite_cases.py", "-q", f"--junitxml={report}"]

@@ -1,9 +1,9 @@
-"""torch's tests of a distributed backend, started in copies of one process that has torch imported already.
+"""torch's tests of a distributed backend, run in forks of one process that has imported torch already.
 
-Imported only by tests.torch_suite, with the variables SUITE_BACKEND, WORLD_SIZE and BACKEND set. The suite decides by
-the backend's name, when it is imported, which tests to skip, and skips every feature of a name that it does not know.
-So it is imported as Gloo's, and asks for the other backend by a name that equals Gloo's: nothing that Gloo can do is
-left out.
+Only tests.torch_suite runs this module, with the variables SUITE_BACKEND, WORLD_SIZE and BACKEND set. When the suite is
+imported, it decides by the backend's name which tests to skip, and it skips every feature of a name that it does not
+know. So it is imported with BACKEND=gloo, and asks for the other backend by a name that compares equal to "gloo": no
+test that Gloo passes is skipped.
 """
 
 import logging
@@ -20,7 +20,7 @@ import fedring.ring  # noqa: F401  # registers the backend
 
 
 class _LikeGloo(str):
-    """The name of a backend, which is taken for Gloo where tests compare it."""
+    """The name of a backend, which compares equal to "gloo"."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -32,18 +32,18 @@ class _LikeGloo(str):
         return not self == other
 
 
-distributed_test.BACKEND = _LikeGloo(os.environ["SUITE_BACKEND"])  # what each test makes its group with
+distributed_test.BACKEND = _LikeGloo(os.environ["SUITE_BACKEND"])  # each test makes its group with it
 _torch: Any = distributed_c10d
 _get_backend = _torch.get_backend
-_torch.get_backend = lambda group=None: _LikeGloo(_get_backend(group))  # monitored_barrier looks at it
+_torch.get_backend = lambda group=None: _LikeGloo(_get_backend(group))  # monitored_barrier compares it
 logging.getLogger().setLevel(logging.ERROR)
 
 
 class TorchSuite(TestDistBackend, DistributedTest._DistTestBase):
-    """Every test of torch's that can be run with a number of ranks on one host."""
+    """All of torch's tests that run with several ranks on one host."""
 
     def setUp(self) -> None:
-        """The ranks of the test that is about to run are started."""
+        """Start the ranks of the next test."""
         super().setUp()  # type: ignore[no-untyped-call]  # torch's
         context: Any = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.torch_suite_cases"])
@@ -55,6 +55,6 @@ class TorchSuite(TestDistBackend, DistributedTest._DistTestBase):
 
 
 def _in_environment(variables: dict[str, str], target: Callable[..., None], *args: Any, **options: Any) -> None:
-    """Call `target` with the variables of the process that starts it, which the copied process does not have."""
+    """Call `target` with the variables of the process that starts the fork, which the fork server does not have."""
     os.environ.update(variables)
     target(*args, **options)

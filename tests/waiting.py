@@ -1,4 +1,4 @@
-"""Waiting for what comes without an event that tells of it."""
+"""Waiting for conditions that no event announces."""
 
 import threading
 import time
@@ -7,9 +7,9 @@ from collections.abc import Callable
 SECONDS = 60.0
 
 
-def until(true: Callable[[], object]) -> None:
-    """It has become true; fails if it does not within a minute."""
+def until(condition: Callable[[], object]) -> None:
+    """Return when `condition()` is true; fail the test if that takes longer than SECONDS."""
     deadline = time.monotonic() + SECONDS
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)

@@ -1,4 +1,4 @@
-"""Debian's promtool, if it is here."""
+"""Calls of promtool, from Debian's package of Prometheus."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ from tests.conftest import missing
 
 
 def promtool(*arguments: str | Path, given: str | None = None) -> "subprocess.CompletedProcess[str]":
-    """What it says, in `stdout` with all that it wrote."""
+    """Run promtool; return the result, with all its output in `stdout`."""
     if shutil.which("promtool") is None:
         missing("promtool (Debian's package prometheus)")
     command = ["promtool", *map(str, arguments)]

@@ -1,4 +1,4 @@
-"""The image and the compose file keep our rules, and what compose would run works, here, without a container."""
+"""The image and the compose file keep our rules, and the commands of the services work without containers."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.conftest import ROOT, missing
-from tests.deploy.stage import PROGRAMS, SECONDS, Running, Stage, run
+from tests.deploy.on_this_host import PROGRAMS, SECONDS, Running, Translator, run
 
 from fedring.daemon.config import load_config
 from fedring.server.config import ServerConfig
@@ -27,23 +27,23 @@ DAEMONS = sorted(name for name, service in SERVICES.items() if service["restart"
 
 
 def tool(name: str) -> str:
-    """A program of the development tools."""
+    """Return the path of a development tool."""
     if (program := shutil.which(name, path=str(PROGRAMS)) or shutil.which(name)) is None:
         missing(name)
     return str(program)
 
 
-def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+def test_hadolint_accepts_the_dockerfile() -> None:
     done = run([tool("hadolint"), str(DOCKER / "Dockerfile")])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_compose_file_fits_the_specification() -> None:
+def test_the_compose_file_fits_its_schema() -> None:
     done = run([tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(COMPOSE)])
     assert done.returncode == 0, done.stdout
 
 
-def test_the_image_is_made_of_what_the_dockerfile_copies_and_nothing_else() -> None:
+def test_the_build_context_has_only_the_files_that_the_dockerfile_copies() -> None:
     text = (DOCKER / "Dockerfile").read_text()
     copied = {word for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M) for word in line.split()}
     lines = (ROOT / ".dockerignore").read_text().splitlines()
@@ -61,7 +61,7 @@ def test_the_image_is_tagged_with_our_version() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_service_can_do_no_more_than_it_must(name: str) -> None:
+def test_a_service_has_no_more_privileges_than_it_needs(name: str) -> None:
     service = SERVICES[name]
     assert re.fullmatch(r"[1-9]\d*:\d+", service["user"])
     assert service["read_only"] is True
@@ -88,7 +88,7 @@ def test_a_daemon_is_checked_restarted_and_given_time_to_drain(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_every_mount_is_there_and_what_is_not_the_services_own_is_read_only(name: str) -> None:
+def test_every_mount_exists_and_shared_mounts_are_read_only(name: str) -> None:
     for mount in SERVICES[name].get("volumes", []):
         if mount["type"] == "bind":
             assert (DOCKER / mount["source"]).exists(), mount
@@ -99,7 +99,7 @@ def test_every_mount_is_there_and_what_is_not_the_services_own_is_read_only(name
             assert written == (name == "certs" or not mount["source"].startswith("tls-"))
 
 
-def test_nobody_sees_the_key_of_another() -> None:
+def test_no_service_sees_the_key_of_another() -> None:
     seen: dict[str, set[str]] = {}
     for name, service in SERVICES.items():
         for mount in service.get("volumes", []):
@@ -114,28 +114,28 @@ def test_nobody_sees_the_key_of_another() -> None:
 
 
 class Containers:
-    """Each service's command on this host: every volume is a folder, and every container's paths are its own."""
+    """Runs each service's command on this host: volumes are folders, and each container has its own paths."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.stage = folder, Stage()
+        self.folder, self.translator = folder, Translator()
 
     def command(self, name: str, *arguments: str) -> list[str]:
-        """What the container would run."""
+        """Return the command that the container would run."""
         service = SERVICES[name]
         words = [*service.get("entrypoint", []), *(arguments or service["command"])]
-        return [self.stage.translate(word, self.paths(name), name) for word in words]
+        return [self.translator.translate(word, self.paths(name), name) for word in words]
 
     def env(self, name: str) -> dict[str, str]:
-        """Its environment."""
+        """Return the container's environment."""
         given = SERVICES[name].get("environment", {})
-        return {key: self.stage.translate(value, self.paths(name), name) for key, value in given.items()}
+        return {key: self.translator.translate(value, self.paths(name), name) for key, value in given.items()}
 
     def check(self, name: str) -> list[str]:
-        """Its health check."""
-        return [self.stage.translate(word, {}, name) for word in SERVICES[name]["healthcheck"]["test"][1:]]
+        """Return the command of the container's health check."""
+        return [self.translator.translate(word, {}, name) for word in SERVICES[name]["healthcheck"]["test"][1:]]
 
     def paths(self, name: str) -> dict[str, Path]:
-        """Where on this host the container's paths are; the files and folders are there."""
+        """Create the container's files and folders; return their places on this host by the container's paths."""
         paths = {"/certs": self.folder / "certs"} if name == "certs" else {}
         for mount in SERVICES[name]["volumes"]:
             if mount["type"] == "volume":
@@ -149,7 +149,7 @@ class Containers:
         for mount in SERVICES[name]["volumes"]:
             if mount["type"] == "bind":
                 text = (DOCKER / mount["source"]).read_text()
-                translated = text if mount["source"].endswith(".sh") else self.stage.translate(text, paths, name)
+                translated = text if mount["source"].endswith(".sh") else self.translator.translate(text, paths, name)
                 paths[mount["target"]].write_text(translated)
         return paths
 
@@ -162,10 +162,10 @@ class Containers:
 
 @pytest.fixture(scope="module")
 def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
-    """All of our services, as `docker compose up` starts them."""
+    """Start all our services as `docker compose up` does."""
     containers = Containers(tmp_path_factory.mktemp("compose"))
     logs = containers.folder
-    for _ in range(2):  # the second time nothing is made again
+    for _ in range(2):  # the second time, nothing may be made again
         done = run(containers.command("certs"), containers.env("certs"))
         assert done.returncode == 0, done.stderr
     with ExitStack() as stack:
@@ -177,24 +177,24 @@ def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]
         yield containers
 
 
-def test_a_federated_round_goes_through_all_services(containers: Containers) -> None:
+def test_the_services_train_a_federated_round(containers: Containers) -> None:
     command = containers.command("flctl", "start-round", "--wait", "--output", "json")
     done = run(command, containers.env("flctl"))
     assert done.returncode == 0, done.stderr
     kinds = [json.loads(line)["kind"] for line in done.stdout.splitlines()]
     assert "round_published" in kinds
-    assert run(containers.command("flctl"), containers.env("flctl")).returncode == 0  # what it does by default
+    assert run(containers.command("flctl"), containers.env("flctl")).returncode == 0  # the default command
 
 
 @pytest.mark.parametrize("name", sorted(set(OURS) & set(DAEMONS)))
-def test_the_health_check_of_a_service_says_that_it_serves(containers: Containers, name: str) -> None:
+def test_the_health_check_of_a_running_service_succeeds(containers: Containers, name: str) -> None:
     deadline = time.monotonic() + SECONDS
     while (done := run(containers.check(name))).returncode and time.monotonic() < deadline:
-        pass  # who has just started may not serve yet: Docker, too, asks again
+        pass  # a service that has just started may not serve yet; Docker repeats the check, too
     assert (done.returncode, "serving" in done.stdout) == (0, True), done.stderr
 
 
-def test_who_has_no_certificate_gets_nowhere(containers: Containers) -> None:
+def test_a_caller_without_a_certificate_is_refused(containers: Containers) -> None:
     env = {key: value for key, value in containers.env("flctl").items() if "CERT" not in key and "KEY" not in key}
     assert run(containers.command("flctl"), env).returncode != 0
 
@@ -224,7 +224,7 @@ def test_prometheus_scrapes_every_daemon_where_it_listens() -> None:
     assert scraped == {f"{name}:{port}" for name, port in ports.items()}
 
 
-def test_every_port_that_is_published_is_listened_on() -> None:
+def test_a_service_listens_on_every_published_port() -> None:
     config = load_config(ServerConfig, DOCKER / "server.toml").config
     listened = {config.listen.rpartition(":")[2], config.control_listen.rpartition(":")[2]}
     published = {port.rpartition(":")[2] for port in SERVICES["server"]["ports"]}

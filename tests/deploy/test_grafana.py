@@ -1,4 +1,4 @@
-"""The dashboards: each query parses and names what exists, and each panel has a place of its own."""
+"""The dashboards: each query is valid and names existing metrics, and no panels overlap."""
 
 import importlib.util
 import json
@@ -34,12 +34,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def expressions(path: Path) -> list[str]:
-    """Every query of the dashboard, with an interval that Prometheus understands."""
+    """Return every query of the dashboard, with an interval that Prometheus understands."""
     panels = read(path)["panels"]
     return [t["expr"].replace("$__rate_interval", "1m") for panel in panels for t in panel.get("targets", [])]
 
 
-def test_the_dashboards_are_what_their_tables_say() -> None:
+def test_the_dashboards_are_up_to_date() -> None:
     tables = generator()
     assert {d.uid for d in tables.DASHBOARDS} == {path.stem for path in PATHS}
     for dashboard in tables.DASHBOARDS:
@@ -51,12 +51,12 @@ def test_every_query_parses(path: Path, tmp_path: Path) -> None:
     rules = [{"record": f"throw_away_{number}", "expr": text} for number, text in enumerate(expressions(path))]
     file = tmp_path / "rules.yml"
     file.write_text(json.dumps({"groups": [{"name": "throw_away", "rules": rules}]}))  # JSON is YAML
-    said = promtool("check", "rules", file)
-    assert said.returncode == 0, said.stdout
-    assert f"{len(rules)} rules found" in said.stdout
+    result = promtool("check", "rules", file)
+    assert result.returncode == 0, result.stdout
+    assert f"{len(rules)} rules found" in result.stdout
 
 
-def test_a_query_that_does_not_parse_would_be_found(tmp_path: Path) -> None:
+def test_the_check_finds_a_query_that_does_not_parse(tmp_path: Path) -> None:
     rules = [{"record": "throw_away", "expr": "sum by (le (rate(fl_server_update_bytes_bucket[1m])))"}]
     file = tmp_path / "rules.yml"
     file.write_text(json.dumps({"groups": [{"name": "throw_away", "rules": rules}]}))
@@ -71,7 +71,7 @@ def test_every_metric_is_declared(path: Path) -> None:
 
 
 @each
-def test_it_keeps_to_the_conventions(path: Path) -> None:
+def test_a_dashboard_keeps_to_the_conventions(path: Path) -> None:
     document = read(path)
     assert document["uid"] == path.stem
     assert "id" not in document

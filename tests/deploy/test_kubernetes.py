@@ -1,4 +1,4 @@
-"""The Kubernetes manifests fit the schemas, and are as strict as the containers."""
+"""The Kubernetes manifests fit their schemas, and are as strict as the containers."""
 
 import tomllib
 from typing import Any
@@ -25,7 +25,7 @@ def name_of(manifest: dict[str, Any]) -> str:
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """The daemon's configuration file, as its ConfigMap has it."""
+    """Return the daemon's configuration from its ConfigMap."""
     (found,) = (m for m in MANIFESTS if m["kind"] == "ConfigMap" and m["metadata"]["name"] == name)
     (text,) = found["data"].values()
     return tomllib.loads(text)
@@ -65,7 +65,7 @@ def test_a_pod_is_restricted_limited_and_given_time_to_drain(manifest: dict[str,
 
 
 @pytest.mark.parametrize("manifest", SETS, ids=name_of)
-def test_the_configuration_listens_where_the_pod_says_and_the_probes_ask(manifest: dict[str, Any]) -> None:
+def test_a_daemon_listens_on_the_ports_of_its_pod_and_probes(manifest: dict[str, Any]) -> None:
     name = manifest["metadata"]["name"]
     (container,) = manifest["spec"]["template"]["spec"]["containers"]
     config = config_of(name)

@@ -1,4 +1,4 @@
-"""What is shipped for Prometheus is sound, and speaks of metrics that exist."""
+"""The configuration, rules and alerts for Prometheus are valid and name existing metrics."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ _USED = re.compile(r"fl:[\w:]+")
 
 
 def series() -> set[str]:
-    """The names of all series of both daemons."""
+    """Return the names of all series of both daemons."""
     names = set()
     for metrics in (ServerMetrics(), ClientMetrics()):
         for family in metrics.registry.collect():
@@ -28,25 +28,25 @@ def series() -> set[str]:
 
 
 def recorded() -> set[str]:
-    """The names of all series that rules record."""
+    """Return the names of all series that rules record."""
     return {name for path in RULES for name in _RECORDED.findall(path.read_text())}
 
 
 def check_names(text: str) -> None:
-    """All metrics that the text names are declared or recorded."""
+    """Assert that all metrics in the text are declared or recorded."""
     assert set(_NAME.findall(text)) - series() == set()
     assert set(_USED.findall(text)) - recorded() == set()
 
 
-def test_the_configuration_and_its_rules_are_sound() -> None:
-    said = promtool("check", "config", FOLDER / "prometheus.yml")
-    assert said.returncode == 0, said.stdout
-    assert f"{len(RULES)} rule files found" in said.stdout
+def test_promtool_accepts_the_configuration_and_its_rules() -> None:
+    result = promtool("check", "config", FOLDER / "prometheus.yml")
+    assert result.returncode == 0, result.stdout
+    assert f"{len(RULES)} rule files found" in result.stdout
 
 
-def test_the_alerts_come_when_they_should_and_not_before() -> None:
-    said = promtool("test", "rules", FOLDER / "tests" / "alerts.yml")
-    assert said.returncode == 0, said.stdout
+def test_the_alerts_fire_when_they_should_and_not_before() -> None:
+    result = promtool("test", "rules", FOLDER / "tests" / "alerts.yml")
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize("path", RULES, ids=lambda path: path.stem)
@@ -54,7 +54,7 @@ def test_rules_name_metrics_that_are_declared(path: Path) -> None:
     check_names(path.read_text())
 
 
-def test_a_metric_that_nobody_declares_would_be_found() -> None:
+def test_the_check_finds_an_undeclared_metric() -> None:
     for text in ("rate(fl_server_rounds_totals[5m])", "fl:round_silence:minutes > 5"):
         with pytest.raises(AssertionError):
             check_names(text)

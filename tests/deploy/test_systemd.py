@@ -1,4 +1,4 @@
-"""The units are valid and hardened, and what they say of the daemons is true."""
+"""The systemd units are valid and hardened, and the daemons work as the units expect."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
 from tests.conftest import ROOT, missing
-from tests.deploy.stage import PROGRAMS, SECONDS, Running, Stage, run
+from tests.deploy.on_this_host import PROGRAMS, SECONDS, Running, Translator, run
 from tests.deploy.units import UNITS, Unit
 
 from fedring.ctl.admin.tls_handshake import shown_at
@@ -29,7 +29,7 @@ BEAT_SECONDS = 0.2
 
 @pytest.fixture(scope="module")
 def analyze() -> str:
-    """systemd-analyze."""
+    """Return the path of systemd-analyze."""
     if (program := shutil.which("systemd-analyze")) is None:
         missing("systemd-analyze")
     return str(program)
@@ -37,7 +37,7 @@ def analyze() -> str:
 
 @pytest.fixture
 def runnable(tmp_path: Path) -> Path:
-    """The units in a folder of their own, with programs that are there."""
+    """Copy the units to a folder, with programs that exist."""
     for unit in (SERVER, CLIENT):
         text = unit.read_text()
         for program in ("fl-server", "fl-client"):
@@ -46,13 +46,13 @@ def runnable(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_systemd_has_nothing_to_say_against_the_units(analyze: str, runnable: Path) -> None:
+def test_systemd_analyze_accepts_the_units(analyze: str, runnable: Path) -> None:
     units = sorted(map(str, runnable.glob("*.service")))
     done = run([analyze, "verify", "--man=no", *units])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_mistake_in_a_unit_would_be_found(analyze: str, runnable: Path) -> None:
+def test_the_check_finds_a_mistake_in_a_unit(analyze: str, runnable: Path) -> None:
     unit = runnable / SERVER.name
     unit.write_text(unit.read_text().replace("ProtectSystem=strict", "ProtectSystem=strct"))
     assert "strct" in run([analyze, "verify", "--man=no", str(unit)]).stderr
@@ -69,14 +69,14 @@ def test_the_units_are_hardened(analyze: str, runnable: Path, unit: Path, drop_i
 
 
 @pytest.mark.parametrize("path", [SERVER, CLIENT], ids=lambda path: path.name)
-def test_systemd_waits_for_the_drain_lets_the_incurable_lie_and_sends_no_signal_that_kills(path: Path) -> None:
+def test_systemd_waits_for_the_drain_and_does_not_restart_after_permanent_errors(path: Path) -> None:
     unit = Unit(path)
     drain = tomllib.loads((UNITS / "server.toml").read_text())["drain_seconds"]
     assert unit.seconds("TimeoutStopSec") > drain + 5
     assert unit["Restart"] == "on-failure"
     assert {int(code) for code in unit["RestartPreventExitStatus"].split()} == {Exit.NOT_ALLOWED, Exit.CONFIG}
     assert unit["Type"] == "notify"
-    assert "ExecReload" not in unit  # the daemons take SIGHUP as everybody does: it ends them
+    assert "ExecReload" not in unit  # SIGHUP ends the daemons
     assert unit.seconds("WatchdogSec") >= 30
 
 
@@ -86,13 +86,13 @@ def test_a_unit_sees_its_own_key_and_no_other(path: Path) -> None:
     used = {Path(word.partition("=")[2]).parent for word in unit["ExecStart"].split() if word.startswith("tls.")}
     assert used == {Path(unit["BindReadOnlyPaths"])}
     assert unit["TemporaryFileSystem"] == "/etc/fedring/tls:ro"
-    assert "LoadCredential" not in unit  # a copy: a renewed certificate would need a restart
+    assert "LoadCredential" not in unit  # with a copy, a renewed certificate would need a restart
     assert "d /etc/fedring/tls 0750 root fedring" in (UNITS / "fedring.tmpfiles").read_text()
 
 
-def test_the_install_target_puts_everything_where_systemd_looks(analyze: str, tmp_path: Path) -> None:
+def test_make_install_units_puts_all_files_where_systemd_finds_them(analyze: str, tmp_path: Path) -> None:
     options = [f"DESTDIR={tmp_path}", "PREFIX=/srv/fl", "GPU=1"]
-    for _ in range(2):  # also over what is there
+    for _ in range(2):  # the second time over existing files
         done = run(["make", "--directory", str(ROOT), "install-units", *options])
         assert done.returncode == 0, done.stderr
     units = tmp_path / "etc" / "systemd" / "system"
@@ -109,7 +109,7 @@ def test_the_install_target_puts_everything_where_systemd_looks(analyze: str, tm
     assert Unit(units / "fl-server.service")["ExecStart"].startswith("/srv/fl/bin/fl-server /etc/fedring/server.toml ")
 
 
-def test_the_user_that_the_units_name_is_made(tmp_path: Path) -> None:
+def test_the_user_of_the_units_is_created(tmp_path: Path) -> None:
     if (program := shutil.which("systemd-sysusers")) is None:
         missing("systemd-sysusers")
     (tmp_path / "etc").mkdir()
@@ -129,7 +129,7 @@ class Manager:
         self.socket.bind(str(path))
 
     def until(self, wanted: str) -> str:
-        """The first message that has this in it."""
+        """Return the next message that contains `wanted`."""
         deadline = time.monotonic() + SECONDS
         while True:
             self.socket.settimeout(max(0.001, deadline - time.monotonic()))
@@ -141,14 +141,14 @@ class Manager:
                 return message
 
     def forget(self) -> None:
-        """All that was sent before is read."""
+        """Read and drop all messages that were sent before."""
         self.socket.setblocking(False)
         with suppress(BlockingIOError):
             while True:
                 self.socket.recv(1 << 16)
 
     def silent(self) -> bool:
-        """Whether nothing comes for several beats' time, once all that was sent before is read."""
+        """Return whether no message arrives for the time of several heartbeats."""
         self.forget()
         self.socket.settimeout(5 * BEAT_SECONDS)
         try:
@@ -159,31 +159,31 @@ class Manager:
 
 
 class Host:
-    """A machine with both units, as root would start them, below a folder."""
+    """A machine with both units installed, with a folder as its root; it starts them as root does."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder, self.stage, self._stack = folder, Stage(), stack
+        self.folder, self.translator, self._stack = folder, Translator(), stack
         for below in ("etc", "logs", "data"):
             (folder / below).mkdir()
         for name in ("server.toml", "client.toml"):
-            text = self.stage.translate((UNITS / name).read_text(), {"/var/lib/fedring": folder}, "host")
+            text = self.translator.translate((UNITS / name).read_text(), {"/var/lib/fedring": folder}, "host")
             (folder / "etc" / name).write_text(text)
         done = run(["flctl", "certs", "init", str(folder / "tls"), "--host", "127.0.0.1"])
         assert done.returncode == 0, done.stderr
 
     @property
     def operator(self) -> dict[str, str]:
-        """The environment of an flctl that may do everything."""
+        """Return the environment of an operator's flctl."""
         tls = {key: str(self.folder / "tls" / f"operator.{key}") for key in ("crt", "key")}
         return {
-            "FLCTL_SERVER": f"127.0.0.1:{self.stage.port('host:8444')}",
+            "FLCTL_SERVER": f"127.0.0.1:{self.translator.port('host:8444')}",
             "FLCTL_TLS_CA": str(self.folder / "tls" / "ca.crt"),
             "FLCTL_TLS_CERT": tls["crt"],
             "FLCTL_TLS_KEY": tls["key"],
         }
 
     def install(self, name: str) -> None:
-        """The daemon has its certificates as they are now, put there as docs/deployment.md says, but for the group."""
+        """Install the daemon's present certificates as docs/deployment.md says, except for their group."""
         target = self.folder / "etc" / "tls" / name
         target.mkdir(parents=True, exist_ok=True)
         files = [str(self.folder / "tls" / file) for file in ("ca.crt", f"{name}.crt", f"{name}.key")]
@@ -191,7 +191,7 @@ class Host:
         assert done.returncode == 0, done.stderr
 
     def start(self, path: Path, instance: str = "") -> tuple[Running, Manager]:
-        """The unit's command runs, with its certificates, and tells the manager how it is."""
+        """Start the unit's command with its certificates; return it, and the manager that it notifies."""
         unit, name = Unit(path), instance or "server"
         manager = Manager(self.folder / f"notify-{name}", self.folder / "logs" / name)
         self._stack.callback(manager.socket.close)
@@ -212,13 +212,13 @@ class Host:
 
 
 def freeze(running: Running) -> None:
-    """Each of its threads has stopped."""
+    """Freeze the command; return when all its threads have stopped."""
     running.process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, running.process.pid, os.WSTOPPED)
 
 
 def wait_for_training(host: Host) -> None:
-    """Return when the client is within its epoch."""
+    """Return when the client is training."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         done = run(["flctl", "clients", "--output", "json"], host.operator)
@@ -229,11 +229,11 @@ def wait_for_training(host: Host) -> None:
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    with tempfile.TemporaryDirectory(prefix="fl-") as folder, ExitStack() as stack:  # short, for Unix sockets
+    with tempfile.TemporaryDirectory(prefix="fl-") as folder, ExitStack() as stack:  # a short path, for Unix sockets
         yield Host(Path(folder), stack)
 
 
-def test_the_server_tells_systemd_when_it_is_ready_alive_and_stopping(host: Host) -> None:
+def test_the_server_notifies_systemd_when_it_is_ready_alive_and_stopping(host: Host) -> None:
     server, manager = host.start(SERVER)
     server.first_line()
     ready = manager.until("READY=1")
@@ -260,8 +260,8 @@ def test_a_renewed_certificate_needs_no_restart_and_no_reload(host: Host) -> Non
     assert server.process.poll() is None
 
 
-def test_the_client_beats_through_a_long_epoch_and_stops_within_it(host: Host) -> None:
-    server, _ = host.start(SERVER)  # which goes on though nobody reads what it notifies
+def test_the_client_sends_heartbeats_during_a_long_epoch_and_can_be_stopped_in_it(host: Host) -> None:
+    server, _ = host.start(SERVER)  # it goes on even if nobody reads its notifications
     server.first_line()
     client, manager = host.start(CLIENT, "ward-7")
     assert manager.until("READY=1")

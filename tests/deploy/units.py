@@ -1,4 +1,4 @@
-"""Unit files, as far as the tests read them."""
+"""The parts of unit files that the tests read."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ UNITS = ROOT / "deploy" / "systemd"
 
 
 class Unit:
-    """What a unit file says; a key that is given more than once has all its values."""
+    """The keys of a unit file; a repeated key has all its values."""
 
     def __init__(self, path: Path) -> None:
         self.values: dict[str, list[str]] = {}
@@ -26,7 +26,7 @@ class Unit:
         return key in self.values
 
     def seconds(self, key: str) -> float:
-        """A time span, as these units write it."""
+        """Return a time span in seconds."""
         found = re.fullmatch(r"(\d+)(s|min)", self[key])
         assert found, self[key]
         return int(found[1]) * {"s": 1, "min": 60}[found[2]]

@@ -1,6 +1,8 @@
-"""A rank of its own process: allreduces in a loop until one fails; says what happens as JSON lines.
+"""A rank of a ring in its own process: it runs allreduces until one fails, and prints what happens as JSON lines.
 
-ring_worker RANK OPTIONS COUNT        members come on stdin, as one line of JSON
+    python -m tests.fault.ring_worker RANK OPTIONS COUNT
+
+It reads the addresses of all members from stdin, as one line of JSON, and then commands; see `loop`.
 """
 
 import ctypes
@@ -22,7 +24,7 @@ from fedring.ring.reduction import Reduction
 TIMEOUT = 120.0
 
 
-def say(**what: Any) -> None:
+def report(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
@@ -30,7 +32,7 @@ def main() -> None:
     rank, options, count = int(sys.argv[1]), RingOptions.model_validate_json(sys.argv[2]), int(sys.argv[3])
     faulthandler.dump_traceback_later(2 * TIMEOUT, exit=True)
     endpoint = Endpoint(options)
-    say(address=endpoint.address)
+    report(address=endpoint.address)
     members = json.loads(sys.stdin.readline())
     group = endpoint.group("world", rank=rank, members=members)
     try:
@@ -38,13 +40,13 @@ def main() -> None:
         settle(endpoint, group)
         loop(group, count)
     except RingError as error:
-        say(error=type(error).__name__, rank=error.rank, detail=str(error), at=time.time())
+        report(error=type(error).__name__, rank=error.rank, detail=str(error), at=time.time())
     endpoint.close()
-    say(closed=True)
+    report(closed=True)
 
 
 def settle(endpoint: Endpoint, group: Group) -> None:
-    """All ranks send over their sockets, if they may."""
+    """With shared memory, run allreduces until every rank has sent frames over its local socket."""
     while (
         endpoint.options.shared_memory and allreduce(group, 1, float(endpoint.traffic.socket_frames > 0)) < group.size
     ):
@@ -52,9 +54,13 @@ def settle(endpoint: Endpoint, group: Group) -> None:
 
 
 def loop(group: Group, count: int) -> None:
-    """Until an operation fails, or a line says "stop"; "idle" waits for one, "hold N" holds the lock of Python."""
+    """Run allreduces until one fails, and obey the commands on stdin after each.
+
+    "stop" returns; "run" does not read commands any more; "idle" waits to receive from the next rank; "hold N" holds
+    the interpreter's lock for N seconds; any other line runs the next allreduce.
+    """
     while True:
-        say(sum=allreduce(group, count))
+        report(sum=allreduce(group, count))
         word, _, seconds = sys.stdin.readline().strip().partition(" ")
         if word == "stop":
             return
@@ -71,7 +77,7 @@ def loop(group: Group, count: int) -> None:
 
 
 def allreduce(group: Group, count: int, value: float = 1.0) -> float:
-    """The sum over all ranks of `value`; of ones, their number."""
+    """Sum `count` values, each of them `value`, over all ranks; return the mean of the sums."""
     values = torch.full((count,), value)
     program = collectives.allreduce(
         group.rank, group.size, values.view(torch.uint8).numpy().data, Reduction("sum", torch.float32)

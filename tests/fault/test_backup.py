@@ -1,4 +1,4 @@
-"""flctl backup: a whole copy of a state that a server is using, or none."""
+"""flctl backup: a complete copy of a state that a server is using, or no copy."""
 
 import fcntl
 import json
@@ -12,30 +12,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedring.codec.digest import name_of
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
-from fedring.server.state.backup import create as module
-from fedring.server.state.backup.contents import NAMED_BLOBS, BackupError, Contents, read_contents
+from fedring.server.state.backup.contents import BackupError, read_contents
 from fedring.server.state.backup.create import back_up
 from fedring.server.state.backup.restore import restore
 from fedring.server.state.store import SqlStore
 from fedring.server.state.tables import METADATA
 from tests import forks
-from tests.damage import ask, flip
-from tests.fault.stored import JOB, SIZE, blob_kinds, is_whole, push, rows, until_open_round
+from tests.damage import ask, flip, model_file
+from tests.fault.state_folder import JOB, SIZE, blob_kinds, is_complete, make_state_with_open_round, push, rows
 from tests.fleets import Control, Fleet
 from tests.system.wire import WireClient, deliver, parameters, run
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A state with models of two rounds and an open third, whose server was killed."""
-    return until_open_round(tmp_path_factory.mktemp("made"))
+    """Make the state of a killed server, with two published rounds and an open one."""
+    return make_state_with_open_round(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
 def state(made: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be changed."""
+    """Copy it for a test that changes it."""
     return Path(shutil.copytree(made, tmp_path / "state"))
 
 
@@ -43,7 +43,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_backup_of_a_running_server_goes_on_with_the_round(tmp_path: Path) -> None:
+def test_a_server_on_a_backup_of_a_running_server_goes_on_with_its_round(tmp_path: Path) -> None:
     digests = []
     state = tmp_path / "one" / "state" / "server"
     words = ("backup", tmp_path / "copy", "--state-dir", state, "-o", "json")
@@ -61,8 +61,8 @@ def test_a_backup_of_a_running_server_goes_on_with_the_round(tmp_path: Path) -> 
         assert [event.kind for event in events][-1] == "job_ended"
         digests.append(control.models(limit=1)[0].digest)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["models"], told["rounds"], told["open_round"]) == (2, 2, 2)
+    printed = json.loads(done.stdout)
+    assert (printed["models"], printed["rounds"], printed["open_round"]) == (2, 2, 2)
     shutil.rmtree(state)
     restore(tmp_path / "copy", state)
     with Fleet(tmp_path / "one") as fleet, Control(fleet.control) as control, WireClient(fleet.listen, "b") as b:
@@ -75,7 +75,7 @@ def test_a_backup_of_a_running_server_goes_on_with_the_round(tmp_path: Path) -> 
     assert digests[0] == digests[1]
 
 
-def test_a_server_that_publishes_and_prunes_all_the_time_is_copied_whole(tmp_path: Path) -> None:
+def test_a_backup_is_complete_while_the_server_publishes_and_prunes(tmp_path: Path) -> None:
     settings = {"keep_models": 1, "keep_update_rounds": 1}
     with Fleet(tmp_path / "one", settings) as fleet, Control(fleet.control) as control:
         state, ends, accepted = fleet.directory / "state" / "server", threading.Event(), threading.Semaphore(0)
@@ -92,7 +92,7 @@ def test_a_server_that_publishes_and_prunes_all_the_time_is_copied_whole(tmp_pat
             try:
                 found = []
                 for number in range(6):
-                    accepted.acquire()  # now the server publishes, and lets go of the model before
+                    accepted.acquire()  # now the server publishes a model and deletes the one before
                     found.append(back_up(state, tmp_path / f"copy-{number}"))
             finally:
                 ends.set()
@@ -109,21 +109,21 @@ def test_a_server_that_publishes_and_prunes_all_the_time_is_copied_whole(tmp_pat
         }
 
 
-def forget(state: Path, version: int) -> None:
-    """Let a model go, as a server does."""
+def delete_model(state: Path, version: int) -> None:
+    """Delete a model version, as a server does."""
     names = ask(state, "SELECT blob, delta_blob, residual_blob, optimizer_blob FROM models WHERE version = ?", version)
     ask(state, "DELETE FROM models WHERE version = ?", version)
     for name in filter(None, names[0] if names else ()):
         (state / "blobs" / str(name)).unlink()
 
 
-def test_what_is_pruned_while_it_is_copied_is_not_in_the_backup(state: Path, tmp_path: Path) -> None:
+def test_models_that_are_pruned_during_a_backup_are_not_in_it(state: Path, tmp_path: Path) -> None:
     gone = [name for (name,) in ask(state, "SELECT blob FROM models WHERE version < 3")]
 
     def prune(done: int, total: int) -> None:
         assert done <= total
-        forget(state, 1)
-        forget(state, 2)
+        delete_model(state, 1)
+        delete_model(state, 2)
 
     manifest = back_up(state, tmp_path / "copy", prune)
     assert (manifest.models, manifest.newest_model) == (1, 3)
@@ -131,27 +131,24 @@ def test_what_is_pruned_while_it_is_copied_is_not_in_the_backup(state: Path, tmp
     assert restore(tmp_path / "copy", tmp_path / "new").manifest.bytes == manifest.bytes
 
 
-def test_a_server_that_prunes_faster_than_one_can_copy_is_left_alone_in_the_end(
-    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_ATTEMPTS", 1)
-    snapshot = module._snapshot
+def test_a_backup_gives_up_when_the_server_prunes_faster_than_it_copies(state: Path, tmp_path: Path) -> None:
+    def replace_models(done: int, total: int) -> None:
+        for version in (1, 2):  # when the first one is copied, the second one is gone
+            old, data = model_file(state, version), os.urandom(1000)
+            name = name_of(data)
+            (state / "blobs" / name).write_bytes(data)
+            ask(state, "UPDATE models SET blob = ?, bytes = ? WHERE version = ?", name, len(data), version)
+            old.unlink()
 
-    def and_prune(state_dir: Path, copy: Path) -> Contents:
-        contents = snapshot(state_dir, copy)
-        forget(state, 1)
-        return contents
-
-    monkeypatch.setattr(module, "_snapshot", and_prune)
     with pytest.raises(BackupError, match="raise keep_models") as caught:
-        back_up(state, tmp_path / "copy")
+        back_up(state, tmp_path / "copy", replace_models)
     assert caught.value.exit_code == Exit.TRY_AGAIN
     assert names(tmp_path) == ["state"]
 
 
 @pytest.mark.parametrize(("query", "words"), list(blob_kinds()))
 @pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
-def test_a_damaged_blob_ends_the_backup(query: str, words: str, how: str, state: Path, tmp_path: Path) -> None:
+def test_a_backup_of_a_damaged_blob_fails(query: str, words: str, how: str, state: Path, tmp_path: Path) -> None:
     ((name,),) = ask(state, query)
     file = state / "blobs" / str(name)
     if how == "flipped":
@@ -167,18 +164,18 @@ def test_a_damaged_blob_ends_the_backup(query: str, words: str, how: str, state:
     assert names(tmp_path) == ["state"]
 
 
-def test_a_damaged_update_in_a_row_ends_the_backup(state: Path, tmp_path: Path) -> None:
+def test_a_backup_of_a_damaged_update_in_a_row_fails(state: Path, tmp_path: Path) -> None:
     payload = os.urandom(100)
     ask(state, "UPDATE updates SET blob = '', payload = ? WHERE round = 3", payload)
     with pytest.raises(BackupError, match=r"the update of a in round 3, in facts\.sqlite, does not hold"):
         back_up(state, tmp_path / "copy")
 
 
-def test_a_damaged_database_ends_the_backup(state: Path, tmp_path: Path) -> None:
+def test_a_backup_of_a_damaged_database_fails(state: Path, tmp_path: Path) -> None:
     ask(state, "PRAGMA wal_checkpoint(TRUNCATE)")
     facts = state / "facts.sqlite"
     data = bytearray(facts.read_bytes())
-    data[1 << 14 : (1 << 14) + 64] = bytes(64)  # the second page's head
+    data[1 << 14 : (1 << 14) + 64] = bytes(64)  # the header of the second page
     facts.write_bytes(data)
     with pytest.raises(BackupError, match=r"facts\.sqlite"):
         back_up(state, tmp_path / "copy")
@@ -194,7 +191,7 @@ def test_an_interrupted_backup_leaves_nothing(state: Path, tmp_path: Path) -> No
     assert names(tmp_path) == ["state"]
 
 
-def test_a_backup_that_was_killed_is_in_nobodys_way(state: Path, tmp_path: Path) -> None:
+def test_a_killed_backup_does_not_prevent_the_next_one(state: Path, tmp_path: Path) -> None:
     partial = tmp_path / "copy.partial"
     (partial / "blobs").mkdir(parents=True)
     (partial / "facts.sqlite").write_text("half")
@@ -208,17 +205,17 @@ def test_a_backup_that_was_killed_is_in_nobodys_way(state: Path, tmp_path: Path)
     assert names(tmp_path) == ["copy", "state"]
 
 
-def test_a_backup_is_its_owners_alone_and_changes_nothing(state: Path, tmp_path: Path) -> None:
+def test_only_the_owner_can_read_a_backup_and_the_state_does_not_change(state: Path, tmp_path: Path) -> None:
     before = rows(state)
     blobs = {path.name for path in (state / "blobs").iterdir()}
     back_up(state, tmp_path / "copy")
     for path in [tmp_path / "copy", *(tmp_path / "copy").rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
     assert (rows(state), {path.name for path in (state / "blobs").iterdir()}) == (before, blobs)
-    assert is_whole(tmp_path / "copy")
+    assert is_complete(tmp_path / "copy")
 
 
-def test_a_backup_takes_what_only_the_log_of_the_database_holds(state: Path, tmp_path: Path) -> None:
+def test_a_backup_contains_rows_that_are_only_in_the_log_of_the_database(state: Path, tmp_path: Path) -> None:
     assert (state / "facts.sqlite-wal").stat().st_size
     back_up(state, tmp_path / "copy")
     assert rows(tmp_path / "copy") == rows(state)
@@ -233,7 +230,7 @@ def test_a_backup_takes_what_only_the_log_of_the_database_holds(state: Path, tmp
         ("state/copy", "lies in the state folder"),
     ],
 )
-def test_a_backup_does_not_go_where_something_is(target: str, words: str, state: Path, tmp_path: Path) -> None:
+def test_a_backup_is_not_written_to_a_folder_in_use(target: str, words: str, state: Path, tmp_path: Path) -> None:
     (tmp_path / "full" / "mine").mkdir(parents=True)
     (tmp_path / "file").touch()
     with pytest.raises(BackupError, match=words) as caught:
@@ -243,7 +240,7 @@ def test_a_backup_does_not_go_where_something_is(target: str, words: str, state:
     back_up(state, tmp_path / "empty")
 
 
-def test_what_is_no_state_is_not_backed_up(state: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_usable_state_is_not_backed_up(state: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no state in"):
         back_up(tmp_path / "nothing", tmp_path / "copy")
     ask(state, "PRAGMA user_version = 99")
@@ -256,7 +253,7 @@ def test_what_is_no_state_is_not_backed_up(state: Path, tmp_path: Path) -> None:
     assert names(tmp_path) == ["state"]
 
 
-def test_flctl_says_what_is_in_a_backup(state: Path, tmp_path: Path) -> None:
+def test_flctl_lists_what_is_in_a_backup(state: Path, tmp_path: Path) -> None:
     words = ("backup", tmp_path / "copy", "--state-dir", state)
     done = forks.run("fedring.ctl.main", *words, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
@@ -269,13 +266,19 @@ def test_flctl_says_what_is_in_a_backup(state: Path, tmp_path: Path) -> None:
     assert again.stderr == f"flctl: {tmp_path / 'copy'} is not empty: name another one\n"
 
 
-def test_every_column_that_names_a_blob_is_known() -> None:
-    columns = [column.name for table in METADATA.tables.values() for column in table.c if column.name.endswith("blob")]
+def test_a_backup_knows_every_column_that_names_a_blob(state: Path) -> None:
+    columns = [column for table in METADATA.tables.values() for column in table.c if column.name.endswith("blob")]
     assert len(columns) == 5
-    assert all(f"{column} != ''" in NAMED_BLOBS for column in columns)
+    for number, column in enumerate(columns):
+        table = column.table.name
+        query = f"UPDATE {table} SET {column.name} = ? WHERE rowid = (SELECT max(rowid) FROM {table})"
+        ask(state, query, f"blake3-{number:064x}")
+    ask(state, "PRAGMA wal_checkpoint(TRUNCATE)")
+    named = {blob.digest for blob in read_contents(state / "facts.sqlite").blobs}
+    assert named >= {f"blake3-{number:064x}" for number in range(len(columns))}
 
 
-def test_a_backup_names_what_the_store_names(state: Path, tmp_path: Path) -> None:
+def test_a_backup_contains_all_blobs_that_the_store_names(state: Path, tmp_path: Path) -> None:
     back_up(state, tmp_path / "copy")
     found = {blob.digest for blob in read_contents(tmp_path / "copy" / "facts.sqlite").blobs}
     store = SqlStore(f"sqlite:///{state / 'facts.sqlite'}")

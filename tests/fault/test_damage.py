@@ -1,7 +1,6 @@
-"""Damage to what lies on the disk: nothing wrong is ever published or served, and it is said what is damaged."""
+"""Damaged files of the state: the server never publishes or serves wrong values, and says what is damaged."""
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from fedring.train.errors import SeamError
 from fedring.train.models import vector
 from fedring.v1 import federation_pb2 as pb
 from tests.damage import ask, flip, model_file, update_file
-from tests.fault.patience import SECONDS
+from tests.fault.faulty_fleet import SECONDS
 from tests.fleets import Control, Fleet
 from tests.system.wire import Refused, WireClient, outcome, parameters, payload_of, run
 
@@ -25,25 +24,8 @@ ONES = np.ones(SIZE, np.float32)
 MODEL = {"model_args": {"size": SIZE}}
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    with Fleet(tmp_path) as fleet:
-        yield fleet
-
-
-@pytest.fixture
-def state(fleet: Fleet) -> Path:
-    return fleet.directory / "state" / "server"
-
-
-@pytest.fixture
-def control(fleet: Fleet) -> Iterator[Control]:
-    with Control(fleet.control) as control:
-        yield control
-
-
 def deliver(client: WireClient, values: "np.ndarray[Any, np.dtype[np.float32]]" = ONES) -> None:
-    """The client's next command, answered with `values`."""
+    """Answer the client's next command with `values`, [SIZE]."""
     command, payload = client.expect("train"), payload_of(values)
     client.push(client.header(command, payload), payload)
 
@@ -54,7 +36,7 @@ def last_round(control: Control) -> Any:
 
 @pytest.fixture
 def published(fleet: Fleet, control: Control) -> None:
-    """Three versions: the initial one, and those of two rounds, which add one each."""
+    """Publish three versions: the initial one, and those of two rounds, each of which adds one to all values."""
     with WireClient(fleet.listen, "first") as client:
         job_id, events = run(control, rounds=2, **MODEL)
         for _ in range(2):
@@ -65,7 +47,7 @@ def published(fleet: Fleet, control: Control) -> None:
 
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.usefixtures("published")
-def test_a_damaged_base_is_not_built_on_and_another_version_is(
+def test_a_job_whose_base_is_damaged_fails_and_another_job_starts_from_another_version(
     fleet: Fleet, control: Control, state: Path, restart: bool
 ) -> None:
     client = WireClient(fleet.listen, "a")
@@ -103,7 +85,7 @@ def test_a_damaged_base_is_not_built_on_and_another_version_is(
 
 
 @pytest.mark.usefixtures("published")
-def test_a_damaged_base_that_a_client_asks_for_ends_the_job(fleet: Fleet, control: Control, state: Path) -> None:
+def test_a_job_fails_when_a_client_asks_for_its_damaged_base(fleet: Fleet, control: Control, state: Path) -> None:
     with WireClient(fleet.listen, "a") as client:
         job_id, events = run(control, rounds=5, **MODEL)
         client.expect("train")
@@ -116,7 +98,7 @@ def test_a_damaged_base_that_a_client_asks_for_ends_the_job(fleet: Fleet, contro
 
 
 @pytest.mark.usefixtures("published")
-def test_a_job_does_not_begin_from_a_damaged_model(fleet: Fleet, control: Control, state: Path) -> None:
+def test_a_job_that_starts_from_a_damaged_model_fails(fleet: Fleet, control: Control, state: Path) -> None:
     flip(model_file(state, 3), 8 * 4096)
     with WireClient(fleet.listen, "a") as client:
         job_id, events = run(control, rounds=5, **MODEL)
@@ -144,7 +126,7 @@ def test_a_damaged_model_is_neither_sent_nor_exported_nor_loaded(
 
 
 @pytest.mark.usefixtures("published")
-def test_an_older_model_whose_header_is_damaged_is_called_so_after_a_restart_too(
+def test_an_older_model_with_a_damaged_header_is_refused_as_damaged_after_a_restart(
     fleet: Fleet, control: Control, state: Path, tmp_path: Path
 ) -> None:
     file = model_file(state, 2)
@@ -161,7 +143,7 @@ def test_an_older_model_whose_header_is_damaged_is_called_so_after_a_restart_too
 
 
 @pytest.mark.usefixtures("published")
-def test_a_download_that_goes_on_is_proven_from_its_start(fleet: Fleet, state: Path) -> None:
+def test_a_resumed_download_of_a_damaged_model_is_refused_wherever_the_damage_is(fleet: Fleet, state: Path) -> None:
     with WireClient(fleet.listen, "a") as client:
         header, payload = client.fetch(2)
         flip(model_file(state, 2), 8 * (model_file(state, 2).stat().st_size - 4 * SIZE))
@@ -170,7 +152,7 @@ def test_a_download_that_goes_on_is_proven_from_its_start(fleet: Fleet, state: P
             list(client.models.FetchModel(rest, metadata=client.metadata))
 
 
-def test_a_damaged_step_is_replaced_by_the_whole_model(fleet: Fleet, control: Control, state: Path) -> None:
+def test_a_damaged_delta_is_replaced_by_the_whole_model(fleet: Fleet, control: Control, state: Path) -> None:
     with WireClient(fleet.listen, "a") as client:
         job_id, events = run(control, rounds=1, download_encoding="uniform", **MODEL)
         deliver(client)
@@ -186,7 +168,7 @@ def test_a_damaged_step_is_replaced_by_the_whole_model(fleet: Fleet, control: Co
 
 
 @pytest.mark.usefixtures("published")
-def test_a_job_that_names_a_version_which_is_gone_damaged_or_of_another_model_says_so(
+def test_a_job_fails_with_a_reason_if_its_start_version_is_missing_damaged_or_of_another_model(
     fleet: Fleet, control: Control, state: Path
 ) -> None:
     fleet.server.kill()
@@ -202,29 +184,29 @@ def test_a_job_that_names_a_version_which_is_gone_damaged_or_of_another_model_sa
         assert (job.state, job.reason[: len(words)]) == ("failed", words)
 
 
-def two_of_three(fleet: Fleet, control: Control, **keys: Any) -> tuple[Any, Any, WireClient, WireClient]:
-    """A job on two clients, of which the first has delivered twos."""
+def start_half_delivered_round(fleet: Fleet, control: Control, **keys: Any) -> tuple[Any, Any, WireClient, WireClient]:
+    """Start a job on two clients, and let the first deliver twos; return the job, its events and the clients."""
     a, b = (WireClient(fleet.listen, name) for name in "ab")
     job_id, events = run(control, min_clients=2, **MODEL, **keys)
     deliver(a, 2 * ONES)
     return job_id, events, a, b
 
 
-def test_a_round_ends_without_an_update_that_is_damaged(fleet: Fleet, control: Control, state: Path) -> None:
-    job_id, events, a, b = two_of_three(fleet, control)
+def test_a_round_ends_without_a_damaged_update(fleet: Fleet, control: Control, state: Path) -> None:
+    job_id, events, a, b = start_half_delivered_round(fleet, control)
     with a, b:
         flip(update_file(state, "a"))
         deliver(b)
-        told = [event for event in events if event.kind == "blob_damaged"]
-        assert [event.client_id for event in told] == ["a"]
-        assert "what it had learned is lost" in told[0].text
+        damaged = [event for event in events if event.kind == "blob_damaged"]
+        assert [event.client_id for event in damaged] == ["a"]
+        assert "what it had learned is lost" in damaged[0].text
         assert control.job(job_id).state == "completed"
         assert (list(last_round(control).missing), last_round(control).delivered) == (["a"], 1)
         assert np.array_equal(parameters(b, 2), parameters(b, 1) + ONES)
 
 
-def test_a_round_with_too_few_sound_updates_is_abandoned(fleet: Fleet, control: Control, state: Path) -> None:
-    job_id, events, a, b = two_of_three(fleet, control, min_clients_to_aggregate=2)
+def test_a_round_with_too_few_undamaged_updates_is_abandoned(fleet: Fleet, control: Control, state: Path) -> None:
+    job_id, events, a, b = start_half_delivered_round(fleet, control, min_clients_to_aggregate=2)
     with a, b:
         file = update_file(state, "a")
         file.write_bytes(file.read_bytes()[:-1])
@@ -235,7 +217,7 @@ def test_a_round_with_too_few_sound_updates_is_abandoned(fleet: Fleet, control: 
         assert [model.version for model in control.models()] == [1]
 
 
-def test_a_small_update_is_checked_in_its_row(fleet: Fleet, control: Control, state: Path) -> None:
+def test_a_damaged_small_update_in_its_row_does_not_count(fleet: Fleet, control: Control, state: Path) -> None:
     a, b = (WireClient(fleet.listen, name) for name in "ab")
     with a, b:
         job_id, _ = run(control, min_clients=2)
@@ -256,7 +238,7 @@ def test_a_small_update_is_checked_in_its_row(fleet: Fleet, control: Control, st
 
 @pytest.mark.parametrize("what", ["truncated", "missing", "header"])
 @pytest.mark.usefixtures("published")
-def test_a_server_whose_newest_model_is_cut_short_says_so_and_can_go_on_without(
+def test_a_server_refuses_to_start_on_a_damaged_newest_model_until_told_to_drop_it(
     fleet: Fleet, state: Path, what: str
 ) -> None:
     fleet.server.kill()
@@ -282,14 +264,16 @@ def test_a_server_whose_newest_model_is_cut_short_says_so_and_can_go_on_without(
         job_id, events = run(control, **MODEL)
         deliver(client)
         assert outcome(control, job_id, events).state == "completed"
-        assert [model.version for model in control.models()] == [4, 2, 1], "clients may hold the old 3"
+        assert [model.version for model in control.models()] == [4, 2, 1], (
+            "no version is called 3 again: clients may hold the damaged one"
+        )
 
 
-def test_a_damaged_database_is_noticed_at_the_start(fleet: Fleet, state: Path) -> None:
+def test_a_server_refuses_to_start_on_a_damaged_database(fleet: Fleet, state: Path) -> None:
     fleet.server.send(signal.SIGTERM)
     assert fleet.server.wait(SECONDS) == Exit.OK
     query = "SELECT rootpage FROM sqlite_master WHERE tbl_name = 'evaluations' AND type = 'index'"
-    ((page,),) = ask(state, query)  # nothing at a start looks at it
+    ((page,),) = ask(state, query)  # a start reads nothing from this page
     ((size,),) = ask(state, "PRAGMA page_size")
     assert isinstance(page, int)
     assert isinstance(size, int)

@@ -1,6 +1,6 @@
 """Data-parallel jobs on real daemons, one of which dies, freezes, stops or comes back in the middle of a step.
 
-FEDRING_REPEATS says how often each is done, at another random step each time.
+With FEDRING_REPEATS, tests are repeated, each time with another random step.
 """
 
 import signal
@@ -9,26 +9,25 @@ from typing import Any
 
 import pytest
 
-from fedring.server.round.events import Phase, Round, Rules
-from fedring.server.round.machine import sample
 from fedring.v1 import control_pb2 as pb
 from fedring.workers.shards import count_steps
 from tests.conftest import REPEATED, path_to
-from tests.fault.doom import Doom, began_at
-from tests.fault.patience import NOTICED, SECONDS, SILENCE, FaultyFleet, Story
+from tests.fault.faulty_fleet import LOST_AFTER, NOTICED_WITHIN, SECONDS, FaultyFleet, StartedJob
+from tests.fault.planned_signal import PlannedSignal, seed_that_selects, workers_and_step
 from tests.fleets import Control, Fleet
 
 HERE = Path(__file__).parent
-TRUSTED = {"trusted": ["fedring", "mortal_models"]}
+TRUSTED = {"trusted": ["fedring", "signalled_models"]}
 SAMPLES, BATCH, EPOCHS, WORKERS = 1437, 16, 4, 4
 STEPS = EPOCHS * count_steps(SAMPLES, WORKERS, BATCH)
 
 
 def job(**keys: Any) -> dict[str, Any]:
+    """Return a job of one round, with these keys changed."""
     table = {"replacement_seconds": 1, "hash_every": 10, "bucket_mb": 0.001, **keys.pop("data_parallel", {})}
     fixed = {
         "mode": "data_parallel",
-        "model": "mortal_models:net",
+        "model": "signalled_models:net",
         "min_clients": WORKERS,
         "min_clients_to_aggregate": 2,
         "epochs": EPOCHS,
@@ -41,24 +40,24 @@ def job(**keys: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Fleet:
-    """Four workers, not started yet."""
+    """Return a fleet of four workers that has not been started."""
     return FaultyFleet(tmp_path, TRUSTED, [TRUSTED] * WORKERS, env=path_to(HERE))
 
 
-def doom_of(fleet: Fleet, number: int) -> Doom:
-    """A signal that one of the workers will get in a random step."""
-    return Doom(fleet, number, passes=STEPS, workers=WORKERS)
+def plan_signal(fleet: Fleet, number: int) -> PlannedSignal:
+    """Plan a signal to one of the workers in a random step."""
+    return PlannedSignal(fleet, number, passes=STEPS, workers=WORKERS)
 
 
-def steps_in_all(done: int, before: int, after: int) -> int:
-    """Steps of a round whose first `done` were taken by `before` workers, and the others by `after`."""
+def total_steps(done: int, before: int, after: int) -> int:
+    """Return the steps of a round, the first `done` of which `before` workers take, and `after` workers the others."""
     epoch, step = divmod(done, count_steps(SAMPLES, before, BATCH))
     left = count_steps(SAMPLES - step * before * BATCH, after, BATCH)
     return done + left + (EPOCHS - epoch - 1) * count_steps(SAMPLES, after, BATCH)
 
 
-def profile(round_: pb.Round) -> dict[str, dict[str, float]]:
-    """What each worker said of its work."""
+def reports_of(round_: pb.Round) -> dict[str, dict[str, float]]:
+    """Return what each worker has reported about its training, by client."""
     return {client.client_id: dict(client.metrics) for client in round_.clients if client.num_samples}
 
 
@@ -67,24 +66,24 @@ def profile(round_: pb.Round) -> dict[str, dict[str, float]]:
 def test_a_lost_worker_is_noticed_and_the_others_train_to_the_end(
     fleet: Fleet, number: int, hook: str, repeat: int
 ) -> None:
-    doom = doom_of(fleet, number)
+    planned = plan_signal(fleet, number)
     with fleet, Control(fleet.control) as control:
-        story = Story(fleet, control, job(data_parallel={"hook": hook, "ratio": 0.05}))
-        assert began_at(story.until("group_formed")) == (WORKERS, 0)
-        doom.wait()
-        story.until("group_lost")
-        assert doom.noticed_after() < NOTICED
-        workers, done = began_at(story.until("group_formed"))
-        assert (workers, done) == (WORKERS - 1, doom.step - 1)
-        story.until("round_published")
-        fleet.clients[doom.victim].send(signal.SIGKILL)  # if it is only frozen
-        story.until("job_ended")
-        assert control.job(1).state == "completed"  # the server has compared the parameters of all workers
+        started = StartedJob(fleet, control, job(data_parallel={"hook": hook, "ratio": 0.05}))
+        assert workers_and_step(started.until("group_formed")) == (WORKERS, 0)
+        planned.wait()
+        started.until("group_lost")
+        assert planned.seconds_since() < NOTICED_WITHIN
+        workers, done = workers_and_step(started.until("group_formed"))
+        assert (workers, done) == (WORKERS - 1, planned.step - 1)
+        started.until("round_published")
+        fleet.clients[planned.victim].send(signal.SIGKILL)  # in case it is only frozen
+        started.until("job_ended")
+        assert control.job(1).state == "completed"  # so the parameters of all workers were equal
         round_ = control.rounds(job_id=1)[0]
-        told = profile(round_)
-        assert round_.missing == [f"client-{doom.victim}"]
-        assert {row["job_steps"] for row in told.values()} == {steps_in_all(done, WORKERS, WORKERS - 1)}
-        assert {row["workers"] for row in told.values()} == {WORKERS - 1}
+        reports = reports_of(round_)
+        assert round_.missing == [f"client-{planned.victim}"]
+        assert {row["job_steps"] for row in reports.values()} == {total_steps(done, WORKERS, WORKERS - 1)}
+        assert {row["workers"] for row in reports.values()} == {WORKERS - 1}
 
 
 @pytest.mark.parametrize(
@@ -99,75 +98,66 @@ def test_a_lost_worker_is_noticed_and_the_others_train_to_the_end(
     ids=lambda table: "-".join(map(str, table.values())),
 )
 def test_a_lost_worker_that_comes_back_takes_its_place_again(fleet: Fleet, table: dict[str, Any]) -> None:
-    doom = doom_of(fleet, signal.SIGKILL)
+    planned = plan_signal(fleet, signal.SIGKILL)
     with fleet, Control(fleet.control) as control:
-        story = Story(fleet, control, job(data_parallel={"replacement_seconds": 120, **table}))
-        doom.wait()
-        story.until("group_lost")
-        del fleet.clients[doom.victim].env["FL_TEST_FATE"]
-        fleet.restart(doom.victim)
-        assert began_at(story.until("group_formed")) == (WORKERS, doom.step - 1)
-        story.until("job_ended")
+        started = StartedJob(fleet, control, job(data_parallel={"replacement_seconds": 120, **table}))
+        planned.wait()
+        started.until("group_lost")
+        del fleet.clients[planned.victim].env["FL_TEST_SIGNAL"]
+        fleet.restart(planned.victim)
+        assert workers_and_step(started.until("group_formed")) == (WORKERS, planned.step - 1)
+        started.until("job_ended")
         round_ = control.rounds(job_id=1)[0]
-        assert {row["job_steps"] for row in profile(round_).values()} == {STEPS}
+        assert {row["job_steps"] for row in reports_of(round_).values()} == {STEPS}
         assert round_.missing == []
         assert round_.eval_correct / round_.eval_total > 0.8
 
 
 def test_a_client_that_was_not_selected_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     fleet = FaultyFleet(tmp_path, TRUSTED, [TRUSTED] * (WORKERS + 1), env=path_to(HERE))
-    doom = doom_of(fleet, signal.SIGKILL)
-    # Whoever is selected: if it is not the victim, the job ends without a loss, so the victim must be.
-    selected = next(seed for seed in range(100) if doom.victim in drawn(seed))
-    spec = job(
-        min_clients=WORKERS + 1, sample_clients=WORKERS, seed=selected, data_parallel={"replacement_seconds": 120}
-    )
+    planned = plan_signal(fleet, signal.SIGKILL)
+    # If the victim were not selected, the job would end without a loss.
+    seed = seed_that_selects(planned.victim, WORKERS)
+    spec = job(min_clients=WORKERS + 1, sample_clients=WORKERS, seed=seed, data_parallel={"replacement_seconds": 120})
     with fleet, Control(fleet.control) as control:
-        story = Story(fleet, control, spec)
-        doom.wait()
-        story.until("group_lost")
-        assert began_at(story.until("group_formed")) == (WORKERS, doom.step - 1)
-        story.until("job_ended")
+        started = StartedJob(fleet, control, spec)
+        planned.wait()
+        started.until("group_lost")
+        assert workers_and_step(started.until("group_formed")) == (WORKERS, planned.step - 1)
+        started.until("job_ended")
         round_ = control.rounds(job_id=1)[0]
         assert round_.selected == WORKERS + 1
-        assert round_.missing == [f"client-{doom.victim}"]
-        assert {row["job_steps"] for row in profile(round_).values()} == {STEPS}
+        assert round_.missing == [f"client-{planned.victim}"]
+        assert {row["job_steps"] for row in reports_of(round_).values()} == {STEPS}
 
 
-def drawn(seed: int) -> list[int]:
-    """The clients that a job of this seed selects for the first round of a server."""
-    names = [f"client-{number}" for number in range(WORKERS + 1)]
-    rules = Rules(min_clients=WORKERS + 1, sample_clients=WORKERS, seed=seed)
-    return [names.index(name) for name in sample(names, Round(1, rules, Phase.WAITING, 0.0))]
-
-
-def test_a_worker_that_is_told_to_stop_leaves_in_order(fleet: Fleet) -> None:
-    doom = doom_of(fleet, signal.SIGTERM)
+def test_a_worker_that_is_told_to_stop_leaves_the_group_at_once(fleet: Fleet) -> None:
+    planned = plan_signal(fleet, signal.SIGTERM)
     with fleet, Control(fleet.control) as control:
-        story = Story(fleet, control, job())
-        doom.wait()
-        story.until("group_lost")
-        assert doom.noticed_after() < SILENCE  # sooner than one that is silent
-        assert fleet.clients[doom.victim].wait(SECONDS) == 0
-        workers, done = began_at(story.until("group_formed"))
+        started = StartedJob(fleet, control, job())
+        planned.wait()
+        started.until("group_lost")
+        assert planned.seconds_since() < LOST_AFTER  # sooner than a silent worker
+        assert fleet.clients[planned.victim].wait(SECONDS) == 0
+        workers, done = workers_and_step(started.until("group_formed"))
         assert workers == WORKERS - 1
-        assert done in (doom.step - 1, doom.step)  # it may get round to the step, or not
-        story.until("job_ended")
-        told = profile(control.rounds(job_id=1)[0])
-        assert {row["job_steps"] for row in told.values()} == {steps_in_all(done, WORKERS, WORKERS - 1)}
+        assert done in (planned.step - 1, planned.step)  # it may have finished the step, or not
+        started.until("job_ended")
+        reports = reports_of(control.rounds(job_id=1)[0])
+        assert {row["job_steps"] for row in reports.values()} == {total_steps(done, WORKERS, WORKERS - 1)}
 
 
-def test_a_group_outlives_the_server(fleet: Fleet) -> None:
-    doom = doom_of(fleet, 0)  # harms nobody
+def test_a_group_trains_on_while_the_server_restarts(fleet: Fleet) -> None:
+    planned = plan_signal(fleet, 0)  # harms nobody
     with fleet, Control(fleet.control) as control:
-        story = Story(fleet, control, job(rounds=2))
-        story.until("group_formed")
-        doom.wait()
+        started = StartedJob(fleet, control, job(rounds=2))
+        started.until("group_formed")
+        planned.wait()
         fleet.restart_server()
-        workers, done = began_at(story.until("group_formed"))
+        workers, done = workers_and_step(started.until("group_formed"))
         assert workers == WORKERS
-        assert done >= doom.step - 1
-        story.until("job_ended")
+        assert done >= planned.step - 1
+        started.until("job_ended")
         rounds = control.rounds(job_id=1)
         assert [round_.phase for round_ in rounds] == ["published"] * 2
-        assert {row["job_steps"] for row in profile(rounds[0]).values()} == {2 * STEPS}
+        assert {row["job_steps"] for row in reports_of(rounds[0]).values()} == {2 * STEPS}

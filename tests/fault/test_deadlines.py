@@ -1,48 +1,36 @@
-"""A round ends by its deadline, however often the server is restarted within it."""
+"""A round ends by its deadline, however often the server is restarted meanwhile."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.damage import ask
-from tests.fault.patience import patiently
+from tests.fault.faulty_fleet import wait_for
 from tests.fleets import Control, Fleet
 from tests.system.wire import WireClient, deliver, outcome, vector_job
 
 LONG = 500.0
-"""Seconds of a deadline that no test waits for."""
+"""A deadline in seconds that no test waits for."""
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    with Fleet(tmp_path) as fleet:
-        yield fleet
-
-
-@pytest.fixture
-def state(fleet: Fleet) -> Path:
-    return fleet.directory / "state" / "server"
-
-
-def started(fleet: Fleet, **keys: Any) -> int:
-    """A job that may fail once."""
+def start_job(fleet: Fleet, **keys: Any) -> int:
+    """Start a job that ends with its first abandoned round; return its id."""
     with Control(fleet.control) as control:
         return control.start_job(vector_job(max_abandoned=1, **keys)).job_id
 
 
-def ended(fleet: Fleet, job_id: int) -> str:
-    """Why the job has failed."""
+def wait_for_reason(fleet: Fleet, job_id: int) -> str:
+    """Wait until the job has ended; return its reason, empty if it has completed."""
     with Control(fleet.control) as control:
-        return patiently(
+        return wait_for(
             fleet, "the end of the job", lambda: outcome(control, job_id, control.follow_job(job_id))
         ).reason
 
 
-def noted(fleet: Fleet, state: Path) -> float:
-    """What is left of the round according to the server's next note of it."""
+def next_seconds_left(fleet: Fleet, state: Path) -> float:
+    """Return the seconds that are left of the round, from the server's next entry in its database."""
     ask(state, "UPDATE rounds SET seconds_left = NULL")
 
     def look() -> float:
@@ -51,7 +39,7 @@ def noted(fleet: Fleet, state: Path) -> float:
         assert isinstance(notes[0][0], float)
         return notes[0][0]
 
-    return patiently(fleet, "a note of the time that is left", look)
+    return wait_for(fleet, "an entry of the seconds that are left", look)
 
 
 @pytest.mark.parametrize(
@@ -61,41 +49,41 @@ def noted(fleet: Fleet, state: Path) -> float:
         ({"barrier_timeout_seconds": LONG, "min_clients": 2}, "barrier_timeout"),
     ],
 )
-def test_a_restarted_round_has_what_was_left_of_its_time(
+def test_a_round_has_no_more_time_after_a_restart_than_it_had_left(
     fleet: Fleet, state: Path, keys: dict[str, Any], reason: str
 ) -> None:
     with WireClient(fleet.listen, "a") as client:
-        job_id = started(fleet, **keys)
+        job_id = start_job(fleet, **keys)
         if reason == "too_few_clients":
             client.expect("train")
-        left = noted(fleet, state)
+        left = next_seconds_left(fleet, state)
         assert 0 < left < LONG
         fleet.restart_server()
-        assert noted(fleet, state) < left, "it goes on from there"
+        assert next_seconds_left(fleet, state) < left, "the time goes on from there"
     fleet.server.kill()
     ask(state, "UPDATE rounds SET seconds_left = 0.2")
     fleet.start_server()
-    assert ended(fleet, job_id).startswith(reason)
+    assert wait_for_reason(fleet, job_id).startswith(reason)
 
 
-def test_the_grace_after_a_restart_lies_within_what_is_left(fleet: Fleet, state: Path) -> None:
+def test_after_a_restart_clients_are_waited_for_no_longer_than_the_round_has_left(fleet: Fleet, state: Path) -> None:
     with WireClient(fleet.listen, "a") as a, WireClient(fleet.listen, "b") as b:
-        job_id = started(fleet, min_clients=2, deadline_seconds=LONG)
+        job_id = start_job(fleet, min_clients=2, deadline_seconds=LONG)
         deliver(a)
         b.expect("train")
         fleet.server.kill()
     ask(state, "UPDATE rounds SET seconds_left = 0.2")
     began = time.monotonic()
     fleet.start_server()
-    assert ended(fleet, job_id) == "", "what a delivered counts"
-    assert time.monotonic() - began < 30, "b had 30 s to come back in, and no more than the round"
+    assert wait_for_reason(fleet, job_id) == "", "the update of a counts"
+    assert time.monotonic() - began < 30, "the server waits 30 s for b, but no longer than the round"
 
 
-def test_a_server_that_is_stopped_notes_the_time_to_the_point(fleet: Fleet, state: Path) -> None:
+def test_a_server_that_is_stopped_stores_the_exact_time_that_is_left(fleet: Fleet, state: Path) -> None:
     with WireClient(fleet.listen, "a") as client:
-        started(fleet, deadline_seconds=LONG)
+        start_job(fleet, deadline_seconds=LONG)
         client.expect("train")
-        before = noted(fleet, state)
+        before = next_seconds_left(fleet, state)
         fleet.server.send(15)
         fleet.server.wait(150)
         ((after,),) = ask(state, "SELECT seconds_left FROM rounds")
@@ -104,10 +92,10 @@ def test_a_server_that_is_stopped_notes_the_time_to_the_point(fleet: Fleet, stat
 
 
 @pytest.mark.soak
-def test_six_kills_give_a_round_no_more_time(fleet: Fleet) -> None:
+def test_a_round_gets_no_extra_time_from_six_kills(fleet: Fleet) -> None:
     seconds = 12.0
     with WireClient(fleet.listen, "a") as client:
-        job_id = started(fleet, deadline_seconds=seconds)
+        job_id = start_job(fleet, deadline_seconds=seconds)
         client.expect("train")
         up = 0.0
         for _ in range(6):
@@ -117,5 +105,5 @@ def test_six_kills_give_a_round_no_more_time(fleet: Fleet) -> None:
             up += time.monotonic() - began
             fleet.start_server()
     began = time.monotonic()
-    ended(fleet, job_id)
+    wait_for_reason(fleet, job_id)
     assert up + time.monotonic() - began < 2 * seconds

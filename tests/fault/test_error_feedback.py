@@ -1,4 +1,4 @@
-"""What an update left out is neither lost nor sent twice, wherever a client is killed, however late it comes back."""
+"""A client's residual is neither lost nor sent twice, wherever the client is killed and however late it returns."""
 
 import signal
 import threading
@@ -11,82 +11,71 @@ import pytest
 from fedring.daemon.crash import DELIVERING
 from fedring.v1 import federation_pb2 as fed
 from tests.damage import ask
-from tests.fault.books import (
+from tests.fault.faulty_fleet import SECONDS, wait_for
+from tests.fault.residual_fleet import ResidualFleet, residual_job, start_client
+from tests.fault.residuals import (
     SMALL,
     Training,
-    accepted_in,
-    has_noted,
-    is_spooled,
-    model,
-    notes_of,
-    owed_by,
+    accepted_digests,
+    has_spooled_update,
+    notes_path,
+    read_trainings,
     replay,
-    trainings,
+    residual_of,
+    stored_model,
 )
-from tests.fault.line import Line
-from tests.fault.owing import OwingFleet, owing_job, start
-from tests.fault.patience import SECONDS, patiently
 from tests.fault.user_trainers import delta_of
 from tests.fleets import Control, Fleet, until_watching
+from tests.proxy import Proxy
 from tests.system.wire import SIZE, Refused, WireClient, offer_of, outcome, payload_of, run
 from tests.waiting import until
 
 ACCEPTED = ("client_accepted", "client_residual_placed", "client_noted")
-"""The crash points at which the server has the update already."""
+"""The crash points at which the server has accepted the update already."""
 
 
-class Debtor(OwingFleet):
-    """A client, and another one that delivers zeros, so that each model tells what the first one has sent."""
+class OneClientFleet(ResidualFleet):
+    """A real client, and one that delivers zeros, so that each model shows what the real one has sent."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         super().__init__(folder, settings=settings)
-        self.open_gate()
+        self.remove_gate()
 
     @property
     def folder(self) -> Path:
         return self.folders[0]
 
-    def begin(self, clients: int = 2, **keys: Any) -> int:
-        """Begin a round, and deliver the other client's zeros; returns the job."""
+    def start_round(self, clients: int = 2, **keys: Any) -> int:
+        """Start a job of one round, deliver the zeros, and return the job's id."""
         with Control(self.control) as control, WireClient(self.listen, "other") as other:
             until_watching(control, clients)
-            job_id = control.start_job(owing_job(min_clients=clients, **keys)).job_id
-            command = patiently(self, "a command", lambda: other.expect("train"))
+            job_id = control.start_job(residual_job(min_clients=clients, **keys)).job_id
+            command = wait_for(self, "a command", lambda: other.expect("train"))
             payload = payload_of(np.zeros(SMALL, np.float32))
             header = other.header(command, payload)
             header.packets[0].num_samples = 1
             other.push(header, payload)
         return job_id
 
-    def end(self, job_id: int) -> None:
-        """Return when the job has come to its end."""
-        with Control(self.control) as control:
-            patiently(self, "the end of the job", lambda: list(control.follow_job(job_id)))
-            assert control.job(job_id).state == "completed"
-
     def crash(self, place: str) -> int:
-        """Let the client, started again, be killed at the place, in a round that is not over; returns the job."""
+        """Restart the client, let it be killed at this crash point of a new round, and return the open job's id."""
         self.clients[0].env["FL_CRASH_AT"] = place
         self.restart(0)
-        job_id = self.begin()
-        assert patiently(self, f"the crash {place}", self.clients[0].wait) == 137
+        job_id = self.start_round()
+        assert wait_for(self, f"the crash {place}", self.clients[0].wait) == 137
         del self.clients[0].env["FL_CRASH_AT"]
         return job_id
 
-    def until_noted(self) -> None:
-        """Return when the client has noted its newest update."""
-        until(lambda: has_noted(self.folder, self.state, "client-0"))
-
     def check(self, done: list[Training]) -> None:
-        """All that these trainings have learned was sent, once, or is still owed."""
-        self.until_noted()
+        """Assert that the sum of these trainings' deltas was sent once, but for what is in the residual."""
+        self.wait_until_known()
         learned = sum((delta_of(0, each.number, SMALL) for each in done), np.zeros(SMALL, np.float32))
         ((newest,),) = ask(self.state, "SELECT max(version) FROM models")
         assert isinstance(newest, int)
-        sent = 2 * (model(self.state, newest, SMALL) - model(self.state, 1, SMALL))
-        owed = owed_by(self.folder, SMALL)
-        assert owed.any()
-        np.testing.assert_array_equal(sent + owed, learned)
+        sent = 2 * (stored_model(self.state, newest, SMALL) - stored_model(self.state, 1, SMALL))
+        residual = residual_of(self.folder, SMALL)
+        assert residual.any()
+        np.testing.assert_array_equal(sent + residual, learned)
         assert "dropped" not in self.clients[0].log.read_text()
 
 
@@ -100,123 +89,124 @@ class Debtor(OwingFleet):
         pytest.param("client_accepted", 3, 100, True, marks=pytest.mark.soak),
     ],
 )
-def test_nothing_is_lost_or_sent_twice_when_a_client_is_killed(
+def test_no_residual_is_lost_or_sent_twice_when_a_client_is_killed(
     tmp_path: Path, place: str, rounds_away: int, kept: int, restarted: bool
 ) -> None:
-    with Debtor(tmp_path, keep_update_rounds=kept) as fleet:
-        fleet.end(fleet.begin())
-        fleet.until_noted()
+    with OneClientFleet(tmp_path, keep_update_rounds=kept) as fleet:
+        fleet.finish_job(fleet.start_round())
+        fleet.wait_until_known()
         job_id = fleet.crash(place)
-        spooled = is_spooled(fleet.folder)
+        spooled = has_spooled_update(fleet.folder)
         left = fleet.folder / ("update.residual" if place not in ACCEPTED[1:] else "residual.safetensors")
-        owed = left.read_bytes()
+        residual = left.read_bytes()
         if place not in ACCEPTED:
-            start(fleet, 0)
-            fleet.end(job_id)
-            fleet.until_noted()
+            start_client(fleet, 0)
+            fleet.finish_job(job_id)
+            fleet.wait_until_known()
             fleet.kill(0)
         else:
-            fleet.end(job_id)
+            fleet.finish_job(job_id)
         for _ in range(rounds_away):
-            fleet.end(fleet.begin(1))
+            fleet.finish_job(fleet.start_round(1))
         if kept < rounds_away:
             assert ask(fleet.state, "SELECT * FROM updates WHERE client_id = 'client-0'") == []
         if restarted:
             fleet.restart_server()
         fleet.close_gate()
-        start(fleet, 0)
-        job_id = fleet.begin()
-        last = fleet.at_the_gate()
-        if place != "client_residual_spooled":  # of an update that there was not yet
-            assert (fleet.folder / "residual.safetensors").read_bytes() == owed
-        assert not is_spooled(fleet.folder)
+        start_client(fleet, 0)
+        job_id = fleet.start_round()
+        last = fleet.wait_at_gate()
+        if place != "client_residual_spooled":  # there, the client had not spooled its update yet
+            assert (fleet.folder / "residual.safetensors").read_bytes() == residual
+        assert not has_spooled_update(fleet.folder)
         fleet.let_through()
-        fleet.end(job_id)
+        fleet.finish_job(job_id)
         assert spooled == (place not in ("client_residual_spooled", "client_noted"))
-        done = trainings(notes_of(fleet.folder))
-        again = place == "client_residual_spooled"  # its training was in vain
-        assert last.number == (3 if again else 2)
-        fleet.check([done[0], *done[2 if again else 1 :]])
+        done = read_trainings(notes_path(fleet.folder))
+        repeated = place == "client_residual_spooled"  # the client has lost that training
+        assert last.number == (3 if repeated else 2)
+        fleet.check([done[0], *done[2 if repeated else 1 :]])
 
 
-def abandoned(fleet: Debtor) -> bytes:
-    """Let the client have a spooled update of a round that is over, and be away; returns the file."""
-    fleet.end(fleet.begin())
-    fleet.until_noted()
+def spool_abandoned_update(fleet: OneClientFleet) -> bytes:
+    """Kill the client with an update in its spool, and stop that round; return the spool's file."""
+    fleet.finish_job(fleet.start_round())
+    fleet.wait_until_known()
     job_id = fleet.crash("client_update_spooled")
     with Control(fleet.control) as control:
         control.stop_job(job_id)
-        patiently(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
+        wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
     return (fleet.folder / "update").read_bytes()
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["waits", "is stopped"])
-def test_while_a_server_is_frozen_the_client_that_asks_it_keeps_its_update(tmp_path: Path, stopped: bool) -> None:
-    fleet, frozen = Debtor(tmp_path, no_progress_seconds=1.0), threading.Event()
+def test_a_client_keeps_its_spooled_update_while_a_frozen_server_does_not_answer(tmp_path: Path, stopped: bool) -> None:
+    fleet, frozen = OneClientFleet(tmp_path, no_progress_seconds=1.0), threading.Event()
 
-    def freeze(data: bytes) -> None:
-        if b"to be frozen in" in data:  # the job's name, which comes with the command
+    def freeze(data: bytes) -> bytes:
+        if b"to be frozen in" in data:  # the name of the job in the command
             fleet.server.send(signal.SIGSTOP)
             frozen.set()
+        return data
 
     with fleet, Control(fleet.control) as control:
-        spooled, owed = abandoned(fleet), owed_by(fleet.folder, SMALL)
-        with Line(fleet.listen, freeze) as line:
+        spooled, residual = spool_abandoned_update(fleet), residual_of(fleet.folder, SMALL)
+        with Proxy(fleet.listen, downward=lambda number: freeze, half_open=True) as proxy:
             keys = {"name": "to be frozen in", "deadline_seconds": 240 if stopped else 2}
-            job_id = control.start_job(owing_job(min_clients=1, **keys)).job_id
+            job_id = control.start_job(residual_job(min_clients=1, **keys)).job_id
             client = fleet.clients[0]
-            client.flags = ["--server", line.address]
+            client.flags = ["--server", proxy.address]
             client.start()
             assert frozen.wait(SECONDS)
             if stopped:
-                until(lambda: asks(fleet))
+                until(lambda: is_asking(fleet))
                 client.send(signal.SIGTERM)
-                assert patiently(fleet, "the client's end", client.wait) == 0
+                assert wait_for(fleet, "the client's end", client.wait) == 0
             else:
                 sentence = "does not say whether it has accepted the spooled update of round 2"
                 until(lambda: sentence in client.log.read_text())
             assert (fleet.folder / "update").read_bytes() == spooled
-            np.testing.assert_array_equal(owed_by(fleet.folder, SMALL), owed)
-            assert len(trainings(notes_of(fleet.folder))) == 2
+            np.testing.assert_array_equal(residual_of(fleet.folder, SMALL), residual)
+            assert len(read_trainings(notes_path(fleet.folder))) == 2
             fleet.server.send(signal.SIGCONT)
             if stopped:
                 client.flags = []
-                start(fleet, 0)
-                fleet.end(job_id)
-            else:  # the time of that round is over: the next one asks again
-                patiently(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
-                fleet.end(fleet.begin())
-            fleet.until_noted()
+                start_client(fleet, 0)
+                fleet.finish_job(job_id)
+            else:  # the deadline of that round has passed; the client asks again in the next round
+                wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id)))
+                fleet.finish_job(fleet.start_round())
+            fleet.wait_until_known()
         assert "dropped the spooled update of round 2, which is over" in client.log.read_text()
-        sent, owed = replay(0, trainings(notes_of(fleet.folder)), accepted_in(fleet.state), SMALL)
+        sent, residual = replay(0, read_trainings(notes_path(fleet.folder)), accepted_digests(fleet.state), SMALL)
         assert [each.training.number for each in sent] == [0, 2]
-        np.testing.assert_array_equal(owed_by(fleet.folder, SMALL), owed)
+        np.testing.assert_array_equal(residual_of(fleet.folder, SMALL), residual)
 
 
-def asks(fleet: Debtor) -> bool:
-    """Whether the client is asking what has become of its spooled update."""
+def is_asking(fleet: OneClientFleet) -> bool:
+    """Return whether the client is asking the server if it has accepted the spooled update."""
     log, mark = fleet.clients[0].log, "Current thread"
     before = log.read_text().count(mark)
     fleet.clients[0].send(signal.SIGUSR1)  # all stacks go to its log
-    until(lambda: log.read_text().count(mark) > before)  # another signal could reach another thread, and wait there
+    until(lambda: log.read_text().count(mark) > before)  # a signal before that could reach another thread
     return " in _was_accepted" in log.read_text()
 
 
-def test_a_client_that_was_forgotten_is_trusted_when_it_comes_back(tmp_path: Path) -> None:
-    with Debtor(tmp_path) as fleet, Control(fleet.control) as control:
-        fleet.end(fleet.begin())
-        fleet.until_noted()
+def test_a_forgotten_client_that_returns_keeps_its_residual(tmp_path: Path) -> None:
+    with OneClientFleet(tmp_path) as fleet, Control(fleet.control) as control:
+        fleet.finish_job(fleet.start_round())
+        fleet.wait_until_known()
         fleet.kill(0)
         until(lambda: not any(each.state == "watching" for each in control.clients()))
         control.forget_client("client-0")
         assert [each.client_id for each in control.clients()] == ["other"]
-        start(fleet, 0)
-        fleet.end(fleet.begin())
-        fleet.check(trainings(notes_of(fleet.folder)))
+        start_client(fleet, 0)
+        fleet.finish_job(fleet.start_round())
+        fleet.check(read_trainings(notes_path(fleet.folder)))
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_the_server_knows_a_clients_newest_update_when_its_row_is_long_gone(tmp_path: Path, restarted: bool) -> None:
+def test_the_server_knows_a_clients_newest_update_after_its_row_was_pruned(tmp_path: Path, restarted: bool) -> None:
     payload, newest = payload_of(np.ones(SIZE, np.float32)), fed.UpdateOffer()  # of a
     with Fleet(tmp_path, {"keep_update_rounds": 1}) as fleet, Control(fleet.control) as control:
         for number in range(3):
@@ -244,8 +234,8 @@ def test_the_server_knows_a_clients_newest_update_when_its_row_is_long_gone(tmp_
                 client.push(header, payload)
 
 
-def test_the_newest_update_is_the_one_accepted_last_whatever_epochs_headers_name(tmp_path: Path) -> None:
-    """A server restored, and then put back to before that by a copy of its files, is in an earlier epoch again."""
+def test_the_newest_update_is_the_one_accepted_last_whatever_the_epochs_in_headers(tmp_path: Path) -> None:
+    """A server is in an earlier epoch again if its files from before a restore are copied back."""
     payload, names = payload_of(np.ones(SIZE, np.float32)), []
     with Fleet(tmp_path) as fleet, Control(fleet.control) as control:
         with WireClient(fleet.listen, "a") as client:

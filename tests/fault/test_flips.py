@@ -1,7 +1,8 @@
-"""One bit of the state is flipped: whatever is published or served then is right, or it is refused with a reason.
+"""One bit of the state is flipped: the server then publishes and serves right values, or refuses with a reason.
 
-Each flip hits another copy of one state. Its open round lacks one client's update; when that has come, and again
-after a restart, every version is fetched whole and as a delta, exported, and loaded, and compared with what it was.
+Each flip hits another copy of one state, whose open round lacks one client's update. When the client has delivered it,
+and again after a restart, every version is fetched whole and as a delta, exported, and loaded, and compared with what
+it must be.
 """
 
 import os
@@ -17,45 +18,46 @@ from fedring.ctl.failure import Failure
 from fedring.daemon.exits import Exit
 from tests.conftest import REPEATED
 from tests.damage import flip
-from tests.fault.prepared import KINDS, LAST, Prepared, differences, file_of, prepare, span_of
-from tests.fault.seen import Seen, deliver_last, look
+from tests.fault.prepared_state import KINDS, LAST, PreparedState, differences, file_of, prepare, span_of
+from tests.fault.served_models import Downloads, deliver_missing_update, read_all_versions
 from tests.fleets import Fleet
 from tests.waiting import until
 
 SEED = int(os.environ.get("FL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
-FEW = 5  # flips in each of the repeats of `make soak`; the ordinary suite makes one of each kind
-FACTS = ("facts", "wal")  # SQLite keeps no digests of rows: what is in them may change unnoticed
+FEW = 5  # flips in each repeat of `make soak`; `make test` makes one of each kind
+FACTS = ("facts", "wal")  # SQLite keeps no digests of rows, so their values may change unnoticed
 HARMLESS = ("lock", "partial", "shm")
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedState:
+    """Make the state of which each flip gets a copy."""
     return prepare(tmp_path_factory.mktemp("prepared"))
 
 
-def test_without_damage_every_version_is_as_recomputed(prepared: Prepared, tmp_path: Path) -> None:
+def test_without_damage_every_version_has_the_recomputed_values(prepared: PreparedState, tmp_path: Path) -> None:
     fleet = copy_of(prepared, tmp_path)
     with fleet:
-        assert deliver_last(fleet, prepared, facts=False) == ["accepted", "completed"]
-        seen = look(fleet, prepared)
+        assert deliver_missing_update(fleet, prepared, facts=False) == ["accepted", "completed"]
+        seen = read_all_versions(fleet, prepared)
         fleet.server.kill()
     assert (seen.wrong, seen.refused) == ([], [])
     assert seen.right == 4 * LAST, "whole, as a delta, exported and loaded"
 
 
 @pytest.mark.parametrize("repeat", REPEATED)
-def test_nothing_wrong_is_served_after_a_bit_was_flipped(prepared: Prepared, tmp_path: Path, repeat: int) -> None:
+def test_nothing_wrong_is_served_after_a_bit_was_flipped(prepared: PreparedState, tmp_path: Path, repeat: int) -> None:
     print(f"FL_TEST_SEED={SEED}")
     first = len(KINDS) + FEW * (repeat - 1) if repeat else 0
     for number in range(first, first + (FEW if repeat else len(KINDS))):
-        check_one(prepared, tmp_path / str(number), number)
+        check_flip(prepared, tmp_path / str(number), number)
 
 
-def check_one(prepared: Prepared, folder: Path, number: int) -> None:
-    """Flip one bit in a copy of the state, before the server starts or while it runs, and see what follows."""
+def check_flip(prepared: PreparedState, folder: Path, number: int) -> None:
+    """Flip one bit in a copy of the state, before the server starts or while it runs, and check what follows."""
     turn, index = divmod(number, len(KINDS))
     kind, running = KINDS[index], (turn + index) % 2 == 1
-    running = running and kind != "shm"  # which then is memory that the server shares
+    running = running and kind != "shm"  # a running server maps it as shared memory
     rng = random.Random(f"{SEED} {number}")
     fleet = copy_of(prepared, folder)
     state = folder / "state" / "server"
@@ -63,7 +65,7 @@ def check_one(prepared: Prepared, folder: Path, number: int) -> None:
 
     def damage() -> None:
         path = file_of(prepared, state, kind, rng)
-        until(lambda: path.stat().st_size)  # SQLite begins the -wal with the first row that it writes
+        until(lambda: path.stat().st_size)  # SQLite creates the -wal when it first writes a row
         start, size = span_of(prepared, path, kind)
         bit = 8 * start + rng.randrange(8 * size)
         flip(path, bit)
@@ -71,21 +73,23 @@ def check_one(prepared: Prepared, folder: Path, number: int) -> None:
         what.extend(differences(prepared, state) if kind in FACTS and not running else [])
 
     try:
-        outcome = live(fleet, prepared, kind, damage, running=running)
+        outcome = run_damaged(fleet, prepared, kind, damage, running=running)
     finally:
         fleet.server.kill()
         fleet.server.close()
         print(f"{number}: {kind} {'running' if running else 'stopped'}: {'; '.join(what)}")
     print(f"    {' | '.join(outcome)}")
-    if kind == "update" or (kind == "row" and not running):  # a running server knows the latter by heart
+    if kind == "update" or (kind == "row" and not running):  # a running server has the row in memory
         assert f"without {'a' if kind == 'update' else 'b'}" in outcome
     if kind in HARMLESS:
         assert "completed" in outcome
         assert not any(word.startswith("refuse") for word in outcome)
 
 
-def live(fleet: Fleet, prepared: Prepared, kind: str, damage: Callable[[], None], *, running: bool) -> list[str]:
-    """What happens to the state, in a few words each, from the damage to the end of the server that follows."""
+def run_damaged(
+    fleet: Fleet, prepared: PreparedState, kind: str, damage: Callable[[], None], *, running: bool
+) -> list[str]:
+    """Damage the state, run the server twice on it, and return a few words for each thing that happens."""
     outcome: list[str] = []
     if not running:
         damage()
@@ -93,12 +97,12 @@ def live(fleet: Fleet, prepared: Prepared, kind: str, damage: Callable[[], None]
         return outcome
     if running:
         damage()
-    outcome += deliver_last(fleet, prepared, facts=kind in FACTS)
-    check_seen(look(fleet, prepared), kind, outcome)
+    outcome += deliver_missing_update(fleet, prepared, facts=kind in FACTS)
+    check_downloads(read_all_versions(fleet, prepared), kind, outcome)
     fleet.server.kill()
     outcome.append("restart")
     if starts(fleet, outcome):
-        check_seen(look(fleet, prepared), kind, outcome)
+        check_downloads(read_all_versions(fleet, prepared), kind, outcome)
     log = fleet.server.log.read_text()
     if "Traceback" in log:
         outcome.append("traceback")
@@ -107,7 +111,7 @@ def live(fleet: Fleet, prepared: Prepared, kind: str, damage: Callable[[], None]
 
 
 def starts(fleet: Fleet, outcome: list[str]) -> bool:
-    """Whether the server starts; one that does not says why in one sentence."""
+    """Start the server; return whether it runs. If it does not, its log must end with the reason in one sentence."""
     before = fleet.server.log.stat().st_size if fleet.server.log.exists() else 0
     with suppress(Failure):
         fleet.start_server()
@@ -119,16 +123,16 @@ def starts(fleet: Fleet, outcome: list[str]) -> bool:
     return False
 
 
-def check_seen(seen: Seen, kind: str, outcome: list[str]) -> None:
-    """Everything is right or refused; of a damaged database it is enough that it fits its digest."""
+def check_downloads(seen: Downloads, kind: str, outcome: list[str]) -> None:
+    """Assert that all values are right or refused; with a damaged database, that values fit their digests."""
     assert seen.unsound == [], outcome
     assert kind in FACTS or seen.wrong == [], outcome
     outcome.append(f"{seen.right} right" + (f", {len(seen.wrong)} others" if seen.wrong else ""))
     outcome.extend(f"refused {words}" for words in seen.refused)
 
 
-def copy_of(prepared: Prepared, folder: Path) -> Fleet:
-    """A fleet, not started, on a copy of the state."""
+def copy_of(prepared: PreparedState, folder: Path) -> Fleet:
+    """Return a fleet, not started, whose server has a copy of the state."""
     shutil.copytree(prepared.state, folder / "state" / "server")
     (folder / "logs").mkdir()
     return Fleet(folder, prepared.settings)

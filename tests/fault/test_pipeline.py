@@ -1,6 +1,6 @@
 """Pipeline jobs on real daemons, one stage of which dies or freezes: the job ends as if nothing had happened.
 
-FEDRING_REPEATS says how often each is done, at another random step each time.
+With FEDRING_REPEATS, tests are repeated, each time with another random step.
 """
 
 import signal
@@ -10,32 +10,31 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from fedring.data import digits
-from fedring.server.round.events import Phase, Round, Rules
-from fedring.server.round.machine import sample
 from fedring.train.files import load_model
 from fedring.train.seam import build_model
-from fedring.workers.shards import World, count_steps, epoch_order, shares
+from fedring.workers.shards import count_steps, epoch_order
 from tests.conftest import REPEATED, path_to
-from tests.fault.doom import Doom, began_at
-from tests.fault.mortal_models import stages
-from tests.fault.patience import NOTICED, FaultyFleet, Story
+from tests.fault.faulty_fleet import NOTICED_WITHIN, FaultyFleet, StartedJob
+from tests.fault.planned_signal import PlannedSignal, seed_that_selects, workers_and_step
+from tests.fault.signalled_models import stages
 from tests.fleets import Control, Fleet
+from tests.reference_training import train_in_one_process
 
 HERE = Path(__file__).parent
-TRUSTED = {"trusted": ["fedring", "mortal_models"]}
+TRUSTED = {"trusted": ["fedring", "signalled_models"]}
 SAMPLES, BATCH, PARTS, EPOCHS, WORKERS, EVERY = 1437, 16, 4, 2, 3, 10
-LONG = 4  # epochs of a round that is to outlast a restart of the server
+LONG = 4  # epochs of a round that must last longer than a restart of the server
 STEPS = EPOCHS * count_steps(SAMPLES, 1, BATCH)
 PASSES_OF_AN_EPOCH = PARTS * (SAMPLES // BATCH) + SAMPLES % BATCH // (BATCH // PARTS)
 
 
 def job(table: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
+    """Return a job of one round, with the keys of `table` changed in its pipeline table, and with these keys."""
     fixed = {
         "mode": "pipeline",
-        "model": "mortal_models:stages",
+        "model": "signalled_models:stages",
         "epochs": EPOCHS,
         "batch_size": BATCH,
         "momentum": 0.9,
@@ -52,48 +51,43 @@ def job(table: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
 
 
 def fleet_of(directory: Path, clients: int = WORKERS) -> Fleet:
-    """Not started yet."""
+    """Return a fleet that has not been started."""
     return FaultyFleet(directory, TRUSTED, [TRUSTED] * clients, env=path_to(HERE))
 
 
-def doom_of(fleet: Fleet, number: int = signal.SIGKILL) -> Doom:
-    """A signal that one of the stages will get in a random micro-batch."""
-    return Doom(fleet, number, passes=EPOCHS * PASSES_OF_AN_EPOCH, workers=WORKERS)
+def plan_signal(fleet: Fleet, number: int = signal.SIGKILL) -> PlannedSignal:
+    """Plan a signal to one of the stages in a random micro-batch."""
+    return PlannedSignal(fleet, number, passes=EPOCHS * PASSES_OF_AN_EPOCH, workers=WORKERS)
 
 
-def whole_steps(passes: int) -> int:
-    """Steps that were over when the pass began."""
+def complete_steps(passes: int) -> int:
+    """Return how many steps were complete when the pass began."""
     epoch, rest = divmod(passes - 1, PASSES_OF_AN_EPOCH)
     return epoch * (STEPS // EPOCHS) + rest // PARTS
 
 
 def resumptions(passes: int, every: int = EVERY) -> list[tuple[int, int]]:
-    """Where a group can go on after a stage was lost in that pass: right after a checkpoint, its own may be the only
-    one that is whole.
+    """Return the workers and steps with which a group can go on after a stage was lost in that pass.
+
+    A stage that is lost right after the group's newest checkpoint may not have saved its part of it.
     """
-    steps = whole_steps(passes)
+    steps = complete_steps(passes)
     newest = steps // every * every
     return [(WORKERS, newest), *([(WORKERS, newest - every)] if steps == newest else [])]
 
 
 def check_model(control: Control, directory: Path, spec: dict[str, Any]) -> None:
-    """The newest model is what one process would have trained that was never disturbed."""
+    """Assert that the newest model is what one process would have trained."""
     path, seed = directory / "model.safetensors", spec.get("seed", 0)
     control.export_model(0, path)
-    samples: Any = digits().train
-    model = build_model("tests.fault.mortal_models:stages", {}, seed, ["tests"])
+    model = build_model("tests.fault.signalled_models:stages", {}, seed, ["tests"])
     optimizer = torch.optim.SGD(model.parameters(), lr=spec.get("lr", 0.05), momentum=0.9)
-    for round_, epoch in product(range(1, spec.get("rounds", 1) + 1), range(spec["epochs"])):
-        order = epoch_order(
-            SAMPLES, seed=seed * 1_000_003 + round_, epoch=epoch, wanted=spec.get("subset_size", SAMPLES)
-        )
-        replicas = spec["pipeline"].get("replicas", 1)
-        ranks = [shares(order, 0, World(rank, replicas), BATCH) for rank in range(replicas)]
-        for parts in zip(*ranks, strict=True):
-            inputs, labels = samples.batch(torch.cat([share.indices for share in parts]))
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+    orders = [
+        epoch_order(SAMPLES, seed=seed * 1_000_003 + round_, epoch=epoch, wanted=spec.get("subset_size", SAMPLES))
+        for round_, epoch in product(range(1, spec.get("rounds", 1) + 1), range(spec["epochs"]))
+    ]
+    replicas = spec["pipeline"].get("replicas", 1)
+    train_in_one_process(model, optimizer, digits().train, orders, batch=BATCH, replicas=replicas)
     for ours, theirs in zip(load_model(path, stages()).parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
@@ -104,19 +98,19 @@ def test_a_stage_that_comes_back_goes_on_from_the_checkpoint(
     tmp_path: Path, number: int, every: int, repeat: int
 ) -> None:
     fleet = fleet_of(tmp_path)
-    doom = doom_of(fleet, number)
+    planned = plan_signal(fleet, number)
     with fleet, Control(fleet.control) as control:
         spec = job({"checkpoint_every": every})
-        story = Story(fleet, control, spec)
-        assert began_at(story.until("group_formed")) == (WORKERS, 0)
-        doom.wait()
-        lost = story.until("group_lost")
-        assert doom.noticed_after() < NOTICED
+        started = StartedJob(fleet, control, spec)
+        assert workers_and_step(started.until("group_formed")) == (WORKERS, 0)
+        planned.wait()
+        lost = started.until("group_lost")
+        assert planned.seconds_since() < NOTICED_WITHIN
         assert "generation 1 has ended" in lost.text
-        del fleet.clients[doom.victim].env["FL_TEST_FATE"]
-        fleet.restart(doom.victim)
-        assert began_at(story.until("group_formed")) in resumptions(doom.step, every)
-        story.until("job_ended")
+        del fleet.clients[planned.victim].env["FL_TEST_SIGNAL"]
+        fleet.restart(planned.victim)
+        assert workers_and_step(started.until("group_formed")) in resumptions(planned.step, every)
+        started.until("job_ended")
         assert control.job(1).state == "completed"
         (round_,) = control.rounds(job_id=1)
         assert (round_.phase, list(round_.missing)) == ("published", [])
@@ -125,20 +119,20 @@ def test_a_stage_that_comes_back_goes_on_from_the_checkpoint(
 
 
 @pytest.mark.parametrize("repeat", REPEATED)
-def test_the_job_goes_on_by_itself_when_the_server_was_killed_and_is_back(tmp_path: Path, repeat: int) -> None:
+def test_a_pipeline_job_goes_on_by_itself_after_the_server_was_killed(tmp_path: Path, repeat: int) -> None:
     fleet = fleet_of(tmp_path)
-    doom = doom_of(fleet, 0)  # harms nobody
+    planned = plan_signal(fleet, 0)  # harms nobody
     with fleet, Control(fleet.control) as control:
-        spec = job(rounds=2, epochs=LONG, lr=0.01)  # a larger one would make much of the last bits
-        story = Story(fleet, control, spec)
-        assert began_at(story.until("group_formed")) == (WORKERS, 0)
-        doom.wait()
+        spec = job(rounds=2, epochs=LONG, lr=0.01)  # a larger learning rate would amplify rounding errors
+        started = StartedJob(fleet, control, spec)
+        assert workers_and_step(started.until("group_formed")) == (WORKERS, 0)
+        planned.wait()
         fleet.restart_server()
-        workers, done = began_at(story.until("group_formed"))
+        workers, done = workers_and_step(started.until("group_formed"))
         assert workers == WORKERS
-        assert (workers, done) >= min(resumptions(doom.step))  # they went on in the meantime
-        assert done % EVERY == 0 or done == LONG * STEPS // EPOCHS  # but from a checkpoint
-        story.until("job_ended")
+        assert (workers, done) >= min(resumptions(planned.step))  # they may have gone on while the server was down
+        assert done % EVERY == 0 or done == LONG * STEPS // EPOCHS  # at a checkpoint
+        started.until("job_ended")
         assert control.job(1).state == "completed"
         rounds = control.rounds(job_id=1)
         assert [(round_.phase, list(round_.missing)) for round_ in rounds] == [("published", [])] * 2
@@ -146,89 +140,82 @@ def test_the_job_goes_on_by_itself_when_the_server_was_killed_and_is_back(tmp_pa
         check_model(control, tmp_path, spec)
 
 
-TWICE = {"stages": 2, "cut": ["4"], "replicas": 2}
-"""Four workers, two of each stage."""
-WHOLE = SAMPLES // (2 * BATCH) * 2 * BATCH
-"""Samples of an epoch all of whose steps have all micro-batches."""
+REPLICATED = {"stages": 2, "cut": ["4"], "replicas": 2}
+"""Two stages with two workers each."""
+EVEN_SAMPLES = SAMPLES // (2 * BATCH) * 2 * BATCH
+"""Samples of an epoch whose steps all have all micro-batches."""
 
 
-def doom_of_one_of_two(fleet: Fleet) -> Doom:
-    """SIGKILL for a worker of a stage that another one has as well."""
-    return Doom(fleet, signal.SIGKILL, passes=EPOCHS * PARTS * WHOLE // (2 * BATCH), workers=4)
+def plan_signal_to_replica(fleet: Fleet) -> PlannedSignal:
+    """Plan SIGKILL for one of the two workers of a stage."""
+    return PlannedSignal(fleet, signal.SIGKILL, passes=EPOCHS * PARTS * EVEN_SAMPLES // (2 * BATCH), workers=4)
 
 
 @pytest.mark.parametrize("repeat", REPEATED)
 def test_a_spare_client_takes_the_place_of_one_of_two_workers_of_a_stage(tmp_path: Path, repeat: int) -> None:
     fleet = fleet_of(tmp_path, 5)
-    doom = doom_of_one_of_two(fleet)
-    seed = next(seed for seed in range(100) if doom.victim in drawn(seed, 4))
+    planned = plan_signal_to_replica(fleet)
+    seed = seed_that_selects(planned.victim, 4)
     with fleet, Control(fleet.control) as control:
-        spec = job(TWICE, subset_size=WHOLE, min_clients=5, seed=seed)
-        story = Story(fleet, control, spec)
-        assert began_at(story.until("group_formed")) == (4, 0)
-        doom.wait()
-        story.until("group_lost")
-        assert doom.noticed_after() < NOTICED
-        steps = (doom.step - 1) // PARTS
+        spec = job(REPLICATED, subset_size=EVEN_SAMPLES, min_clients=5, seed=seed)
+        started = StartedJob(fleet, control, spec)
+        assert workers_and_step(started.until("group_formed")) == (4, 0)
+        planned.wait()
+        started.until("group_lost")
+        assert planned.seconds_since() < NOTICED_WITHIN
+        steps = (planned.step - 1) // PARTS
         newest = steps // EVERY * EVERY
-        assert began_at(story.until("group_formed")) in [(4, newest), (4, newest - EVERY * (steps == newest))]
-        story.until("job_ended")
+        assert workers_and_step(started.until("group_formed")) in [(4, newest), (4, newest - EVERY * (steps == newest))]
+        started.until("job_ended")
         assert control.job(1).state == "completed"
         (round_,) = control.rounds(job_id=1)
-        assert (round_.phase, round_.selected, list(round_.missing)) == ("published", 5, [f"client-{doom.victim}"])
+        assert (round_.phase, round_.selected, list(round_.missing)) == ("published", 5, [f"client-{planned.victim}"])
         check_model(control, tmp_path, spec)
 
 
-def test_without_a_spare_the_loss_of_one_of_two_workers_of_a_stage_ends_the_job_with_a_reason(tmp_path: Path) -> None:
+def test_without_a_spare_client_the_job_fails_when_one_of_two_workers_of_a_stage_is_lost(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, 4)
-    doom = doom_of_one_of_two(fleet)
+    planned = plan_signal_to_replica(fleet)
     with fleet, Control(fleet.control) as control:
-        table = {**TWICE, "replacement_seconds": 0.5}
-        story = Story(fleet, control, job(table, subset_size=WHOLE))
-        doom.wait()
-        story.until("group_lost")
-        assert "too_few_clients" in story.until("job_ended").text
+        table = {**REPLICATED, "replacement_seconds": 0.5}
+        started = StartedJob(fleet, control, job(table, subset_size=EVEN_SAMPLES))
+        planned.wait()
+        started.until("group_lost")
+        assert "too_few_clients" in started.until("job_ended").text
         assert control.job(1).state == "failed"
         assert control.job(1).reason.startswith("too_few_clients")
 
 
 def test_a_client_that_was_not_selected_takes_the_place_of_a_lost_stage(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, WORKERS + 1)
-    doom = doom_of(fleet)
-    seed = next(seed for seed in range(100) if doom.victim in drawn(seed, WORKERS))
+    planned = plan_signal(fleet)
+    seed = seed_that_selects(planned.victim, WORKERS)
     with fleet, Control(fleet.control) as control:
-        # Without the spare client, the others' turn would come first: the barrier waits for all four.
-        story = Story(fleet, control, job(min_clients=WORKERS + 1, seed=seed))
-        doom.wait()
-        story.until("group_lost")
-        assert began_at(story.until("group_formed")) in resumptions(doom.step)
-        story.until("job_ended")
+        # The barrier waits for all four clients, so that the seed decides who is selected.
+        started = StartedJob(fleet, control, job(min_clients=WORKERS + 1, seed=seed))
+        planned.wait()
+        started.until("group_lost")
+        assert workers_and_step(started.until("group_formed")) in resumptions(planned.step)
+        started.until("job_ended")
         (round_,) = control.rounds(job_id=1)
         assert (round_.phase, round_.selected, list(round_.missing)) == (
             "published",
             WORKERS + 1,
-            [f"client-{doom.victim}"],
+            [f"client-{planned.victim}"],
         )
 
 
-def drawn(seed: int, workers: int) -> list[int]:
-    """The clients, but for one, that a job of this seed selects for the first round of a server."""
-    names = [f"client-{number}" for number in range(workers + 1)]
-    rules = Rules(min_clients=workers + 1, sample_clients=workers, seed=seed)
-    return [names.index(name) for name in sample(names, Round(1, rules, Phase.WAITING, 0.0))]
-
-
-def test_without_a_replacement_the_round_is_abandoned_and_the_next_one_begins_with_the_published_model(
+def test_without_a_replacement_the_round_is_abandoned_and_the_next_round_starts_from_the_published_model(
     tmp_path: Path,
 ) -> None:
     fleet = fleet_of(tmp_path)
-    doom = doom_of(fleet)
+    planned = plan_signal(fleet)
     with fleet, Control(fleet.control) as control:
-        story = Story(fleet, control, job({"replacement_seconds": 0.5}, rounds=2))
-        doom.wait()
-        assert "too_few_clients" in story.until("round_abandoned").text
-        del fleet.clients[doom.victim].env["FL_TEST_FATE"]
-        fleet.restart(doom.victim)
-        assert story.until("round_published").state.round == 2
-        story.until("job_ended")
+        started = StartedJob(fleet, control, job({"replacement_seconds": 0.5}, rounds=2))
+        planned.wait()
+        assert "too_few_clients" in started.until("round_abandoned").text
+        del fleet.clients[planned.victim].env["FL_TEST_SIGNAL"]
+        fleet.restart(planned.victim)
+        assert started.until("round_published").state.round == 2
+        started.until("job_ended")
         assert control.job(1).state == "completed"

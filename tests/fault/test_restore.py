@@ -1,4 +1,4 @@
-"""flctl restore: a backup becomes the state, or nothing changes; a restore that is killed can be repeated."""
+"""flctl restore: a backup becomes the state, or nothing changes; a restore that was killed can be repeated."""
 
 import json
 import os
@@ -22,30 +22,30 @@ from fedring.server.state.failures import StorageError
 from fedring.server.state.identity import open_state
 from tests import forks
 from tests.damage import ask, flip
-from tests.fault.patience import SECONDS
-from tests.fault.stored import files, is_whole, rows, until_open_round
+from tests.fault.faulty_fleet import SECONDS
+from tests.fault.state_folder import files, is_complete, make_state_with_open_round, rows
 from tests.fleets import Control, Fleet
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a backup and its server's state some rounds later, and with the state of another server."""
+    """Make a folder with `copy`, a backup of one server, and `state`, the state of another one."""
     folder = tmp_path_factory.mktemp("made")
-    state = until_open_round(folder / "one", 1)
+    state = make_state_with_open_round(folder / "one", 1)
     back_up(state, folder / "copy")
-    shutil.copytree(until_open_round(folder / "other", 2), folder / "state")
+    shutil.copytree(make_state_with_open_round(folder / "other", 2), folder / "state")
     return folder
 
 
 @pytest.fixture
 def copy(made: Path, tmp_path: Path) -> Path:
-    """The backup, to be damaged."""
+    """Copy the backup for a test that damages it."""
     return Path(shutil.copytree(made / "copy", tmp_path / "copy"))
 
 
 @pytest.fixture
 def state(made: Path, tmp_path: Path) -> Path:
-    """The other server's state, to be replaced."""
+    """Copy the other server's state for a test that replaces it."""
     return Path(shutil.copytree(made / "state", tmp_path / "state" / "server"))
 
 
@@ -54,46 +54,55 @@ def a_blob(copy: Path) -> Path:
 
 
 def check_restored(state: Path, copy: Path) -> int:
-    """The state holds what the copy does, and says that it was restored from it; returns the epoch of its rounds."""
+    """Assert that the state has the contents of the backup `copy` and names it; return the epoch of its rounds."""
     found, wanted = rows(state), rows(copy)
     meta, before = dict(found.pop("meta")), dict(wanted.pop("meta"))
     epoch = int(meta["epoch"])
     assert meta == before | {"epoch": str(epoch), "restored_from": digest_of(copy / "facts.sqlite")}
     assert found == wanted
     assert epoch > int(before.get("epoch", "0"))
-    assert is_whole(state)
+    assert is_complete(state)
     return epoch
 
 
-def own_digest(copy: Path) -> None:
-    """Let the backup say of its database what is true of it now."""
+def update_digest(copy: Path) -> None:
+    """Write the present digest of the backup's database into its manifest."""
     manifest = json.loads((copy / "backup.json").read_text())
     manifest["facts_digest"] = digest_of(copy / "facts.sqlite")
     (copy / "backup.json").write_text(json.dumps(manifest))
 
 
-def cut_facts(copy: Path) -> None:
+def truncate_facts(copy: Path) -> None:
     os.truncate(copy / "facts.sqlite", (copy / "facts.sqlite").stat().st_size // 2)
 
 
-def cut_facts_unnoticed(copy: Path) -> None:
-    cut_facts(copy)
-    own_digest(copy)
+def truncate_facts_with_digest(copy: Path) -> None:
+    truncate_facts(copy)
+    update_digest(copy)
 
 
-def make_newer(copy: Path) -> None:
+def set_newer_schema(copy: Path) -> None:
     ask(copy, "PRAGMA user_version = 99")
-    own_digest(copy)
+    update_digest(copy)
 
 
 def damage_epoch(copy: Path) -> None:
     ask(copy, "INSERT INTO meta VALUES ('epoch', '-1')")
-    own_digest(copy)
+    update_digest(copy)
 
 
-def escape(copy: Path) -> None:
+def name_blob_outside(copy: Path) -> None:
     ask(copy, "UPDATE models SET blob = '../../state_id' WHERE version = 1")
-    own_digest(copy)
+    update_digest(copy)
+
+
+def refused_restore(copy: Path, state: Path) -> Exception:
+    """Restore `copy`, which must fail and change no file of `state`; return the error."""
+    before = files(state)
+    with pytest.raises((BackupError, ConfigError)) as caught:
+        restore(copy, state, replace=True)
+    assert files(state) == before
+    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -106,22 +115,20 @@ def escape(copy: Path) -> None:
         (lambda copy: (copy / "blobs" / "state_id").unlink(), "state_id is missing"),
         (lambda copy: flip(copy / "facts.sqlite"), "facts.sqlite does not hold what was written to it"),
         (lambda copy: (copy / "facts.sqlite").unlink(), "facts.sqlite is missing"),
-        (cut_facts, "facts.sqlite does not hold"),
-        (cut_facts_unnoticed, "is damaged"),
+        (truncate_facts, "facts.sqlite does not hold"),
+        (truncate_facts_with_digest, "is damaged"),
         (damage_epoch, "is damaged, its epoch is not a number: use another backup"),
-        (escape, "is damaged: it names '../../state_id' as the file of model 1"),
+        (name_blob_outside, "is damaged: it names '../../state_id' as the file of model 1"),
     ],
 )
 def test_a_damaged_backup_changes_nothing(
     damage: Callable[[Path], object], words: str, copy: Path, state: Path
 ) -> None:
     damage(copy)
-    before = files(state)
-    with pytest.raises(BackupError) as caught:
-        restore(copy, state, replace=True)
-    assert words in str(caught.value)
-    assert caught.value.exit_code == Exit.FAILED
-    assert files(state) == before
+    error = refused_restore(copy, state)
+    assert isinstance(error, BackupError)
+    assert words in str(error)
+    assert error.exit_code == Exit.FAILED
 
 
 @pytest.mark.parametrize(
@@ -132,21 +139,19 @@ def test_a_damaged_backup_changes_nothing(
         (lambda copy: (copy / "backup.json").write_text("[]"), "is not what flctl backup writes"),
         (lambda copy: (copy / "backup.json").write_text('{"format": 2}'), "has format 2, this program knows 1"),
         (shutil.rmtree, "is not a complete backup"),
-        (make_newer, "written by a newer version: schema 99"),
+        (set_newer_schema, "written by a newer version: schema 99"),
     ],
 )
-def test_what_is_no_backup_is_not_restored(
+def test_a_folder_that_is_not_a_backup_is_not_restored(
     damage: Callable[[Path], object], words: str, copy: Path, state: Path
 ) -> None:
     damage(copy)
-    before = files(state)
-    with pytest.raises(ConfigError) as caught:
-        restore(copy, state, replace=True)
-    assert words in str(caught.value)
-    assert files(state) == before
+    error = refused_restore(copy, state)
+    assert isinstance(error, ConfigError)
+    assert words in str(error)
 
 
-def test_a_state_is_replaced_only_on_demand_and_kept(made: Path, state: Path) -> None:
+def test_a_state_is_replaced_only_with_the_flag_and_is_kept(made: Path, state: Path) -> None:
     before, facts = files(state), rows(state)
     with pytest.raises(ConfigError, match="there is a state in"):
         restore(made / "copy", state)
@@ -157,13 +162,13 @@ def test_a_state_is_replaced_only_on_demand_and_kept(made: Path, state: Path) ->
     assert done.replaced.parent == state
     assert {name.partition("/")[0] for name in files(done.replaced)} <= {"blobs", "facts.sqlite", "facts.sqlite-wal"}
     assert rows(done.replaced) == facts
-    assert is_whole(done.replaced)
+    assert is_complete(done.replaced)
     twice = restore(made / "copy", state, replace=True)
     assert twice.replaced not in (None, done.replaced)
     assert check_restored(state, made / "copy") > epoch
 
 
-def test_a_copy_of_a_restored_state_begins_a_later_epoch_wherever_it_is_restored(made: Path, tmp_path: Path) -> None:
+def test_a_backup_of_a_restored_state_begins_a_later_epoch_wherever_it_is_restored(made: Path, tmp_path: Path) -> None:
     epochs, copy = [0], made / "copy"
     for number in range(3):
         restore(copy, tmp_path / f"state-{number}")
@@ -173,14 +178,14 @@ def test_a_copy_of_a_restored_state_begins_a_later_epoch_wherever_it_is_restored
     assert epochs == sorted(set(epochs))
 
 
-def test_the_epoch_is_later_than_that_of_a_state_that_is_replaced_whatever_the_time(
+def test_the_epoch_is_later_than_that_of_the_replaced_state_even_if_the_clock_is_wrong(
     made: Path, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restore(made / "copy", state, replace=True)
     epoch = check_restored(state, made / "copy")
     monkeypatch.setattr(
         "fedring.server.state.backup.restore.time.time", lambda: 1.0
-    )  # a host without a clock of its own
+    )  # a host whose clock has lost the time
     for later in (1, 2):
         restore(made / "copy", state, replace=True)
         assert check_restored(state, made / "copy") == epoch + later
@@ -194,7 +199,7 @@ def test_a_state_whose_epoch_is_damaged_can_be_replaced(made: Path, state: Path,
     assert began <= check_restored(state, made / "copy") <= time.time()
 
 
-def test_a_database_whose_epoch_cannot_be_read_is_damaged(state: Path) -> None:
+def test_a_database_with_an_unreadable_epoch_is_refused_as_damaged(state: Path) -> None:
     ask(state, "INSERT INTO meta VALUES ('epoch', 'x')")
     with pytest.raises(StorageError, match="the database is damaged") as caught:
         open_state(state)
@@ -213,7 +218,7 @@ def test_a_replaced_state_can_be_restored_by_hand(made: Path, state: Path, tmp_p
     blobs.close()
 
 
-def test_a_server_that_runs_is_not_restored_into(made: Path, tmp_path: Path) -> None:
+def test_the_state_of_a_running_server_is_not_restored(made: Path, tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         state = fleet.directory / "state" / "server"
         done = forks.run("fedring.ctl.main", "restore", made / "copy", "--state-dir", state, "--replace", timeout=60)
@@ -229,21 +234,21 @@ def test_flctl_says_what_was_restored(made: Path, state: Path) -> None:
     assert (done.returncode, done.stdout) == (Exit.CONFIG, "")
     assert done.stderr.startswith(f"flctl: there is a state in {state}: with --replace")
     done = forks.run("fedring.ctl.main", *words, "--replace", "--output", "json", timeout=60)
-    told = json.loads(done.stdout)
-    assert (told["models"], told["newest_model"], told["rounds"], told["open_round"]) == (2, 2, 2, 2)
-    assert (Path(told["replaced"]).parent, told["finished"]) == (state, False)
+    printed = json.loads(done.stdout)
+    assert (printed["models"], printed["newest_model"], printed["rounds"], printed["open_round"]) == (2, 2, 2, 2)
+    assert (Path(printed["replaced"]).parent, printed["finished"]) == (state, False)
     done = forks.run("fedring.ctl.main", *words, "--replace", timeout=60)
     assert "earlier state" in done.stdout
     assert f"{state}/replaced-" in done.stdout
 
 
 def epoch_of(folder: Path) -> int:
-    """The epoch that a restored database says its rounds are of."""
+    """Return the epoch in the database of a restored state."""
     return int(dict(rows(folder)["meta"])["epoch"])
 
 
-def refused(state: Path) -> bool:
-    """Whether fl-server would not start there; then it changes nothing, but that SQLite may end the database's log."""
+def refuses_to_start(state: Path) -> bool:
+    """Return whether fl-server refuses the state; assert that it changes nothing then but the database's log."""
 
     def content() -> tuple[object, ...]:
         return {k: v for k, v in files(state).items() if not k.startswith("facts.sqlite")}, rows(state)
@@ -259,66 +264,66 @@ def refused(state: Path) -> bool:
     return False
 
 
-def killed(place: str, copy: Path, state: Path, *flags: str) -> None:
-    """Restore, and be killed at the place."""
+def kill_restore(place: str, copy: Path, state: Path, *flags: str) -> None:
+    """Run a restore that is killed at this crash point."""
     env = os.environ | {"FL_CRASH_AT": place}
     words: tuple[str | Path, ...] = ("restore", copy, "--state-dir", state, *flags)
     assert forks.run("fedring.ctl.main", *words, timeout=60, env=env).returncode == 137
 
 
 @pytest.mark.parametrize("place", sorted(RESTORING))
-def test_a_restore_that_is_killed_leaves_a_whole_state_or_none_that_starts(
+def test_a_killed_restore_leaves_a_complete_state_or_one_that_no_server_starts_on(
     place: str, made: Path, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (state / "partial").mkdir(exist_ok=True)
     (state / "partial" / "3-b").write_text("half an upload")
     old, old_blobs = rows(state), {path.name for path in (state / "blobs").iterdir()}
-    killed(place, made / "copy", state, "--replace")
+    kill_restore(place, made / "copy", state, "--replace")
 
-    looked_at = Path(shutil.copytree(state, tmp_path / "look"))
-    whole = not refused(looked_at)
+    examined = Path(shutil.copytree(state, tmp_path / "examine"))
+    whole = not refuses_to_start(examined)
     assert whole == (place in ("restore_staged", "restore_facts_placed"))
     begun = None if whole else epoch_of(state / "restoring")
-    monkeypatch.setattr(identity, "refuse_pending", lambda folder: None)  # as a server of before would not know of it
-    looked_at = Path(shutil.copytree(state, tmp_path / "look again"))
-    if not refused(looked_at):
-        assert is_whole(looked_at)
-        assert rows(looked_at)["models"] in (old["models"], rows(made / "copy")["models"])
+    monkeypatch.setattr(identity, "refuse_pending", lambda folder: None)  # as an older server that does not check
+    examined = Path(shutil.copytree(state, tmp_path / "examine again"))
+    if not refuses_to_start(examined):
+        assert is_complete(examined)
+        assert rows(examined)["models"] in (old["models"], rows(made / "copy")["models"])
     monkeypatch.undo()
 
     done = restore(made / "copy", state, replace=True)
     epoch = check_restored(state, made / "copy")
-    assert begun in (None, epoch)  # a restore that is repeated is one, however often it was killed
-    assert not refused(state)
+    assert begun in (None, epoch)  # a restore that is repeated keeps its epoch
+    assert not refuses_to_start(state)
     assert done.finished == (not whole)
     replaced = [path for path in state.glob("replaced-*") if rows(path)["models"] == old["models"]]
     assert len(replaced) == 1
-    assert is_whole(replaced[0])
+    assert is_complete(replaced[0])
     assert {path.name for path in (replaced[0] / "blobs").iterdir()} == old_blobs
     assert (replaced[0] / "partial" / "3-b").read_text() == "half an upload"
 
 
 @pytest.mark.parametrize("place", sorted(RESTORING - {"restore_facts_aside", "restore_blob_aside"}))
-def test_a_restore_into_nothing_that_is_killed_is_repeated(place: str, made: Path, tmp_path: Path) -> None:
+def test_a_killed_restore_into_an_empty_folder_can_be_repeated(place: str, made: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
-    killed(place, made / "copy", state)
+    kill_restore(place, made / "copy", state)
     if place not in ("restore_staged", "restore_facts_placed"):
-        assert refused(state)
+        assert refuses_to_start(state)
         with pytest.raises(ConfigError, match="was interrupted: repeat flctl restore"):
             create_offline(state, Role.CLIENT, "a", 0)
     began = [path for path in (state / "restoring", state) if (path / "facts.sqlite").exists()]
     epochs = [epoch_of(path) for path in began]
     done = restore(made / "copy", state, replace=place == "restore_facts_placed")
-    if place == "restore_facts_placed":  # it had come to its end
+    if place == "restore_facts_placed":  # the first one was complete when it was killed
         assert check_restored(state, made / "copy") > epochs[0]
     else:
         assert check_restored(state, made / "copy") in (epochs or [epoch_of(state)])
     assert (done.replaced is None) == (place != "restore_facts_placed")
 
 
-def test_another_backup_than_the_one_that_was_broken_off_needs_replace(made: Path, state: Path, tmp_path: Path) -> None:
+def test_after_a_killed_restore_another_backup_needs_the_replace_flag(made: Path, state: Path, tmp_path: Path) -> None:
     back_up(state, tmp_path / "newer")
-    killed("restore_blob_placed", made / "copy", tmp_path / "new")
+    kill_restore("restore_blob_placed", made / "copy", tmp_path / "new")
     with pytest.raises(ConfigError, match="with --replace"):
         restore(tmp_path / "newer", tmp_path / "new")
     epoch = check_restored(tmp_path / "new", made / "copy")
@@ -326,8 +331,8 @@ def test_another_backup_than_the_one_that_was_broken_off_needs_replace(made: Pat
     assert check_restored(tmp_path / "new", tmp_path / "newer") > epoch
 
 
-def test_a_server_says_that_a_restore_was_broken_off(made: Path, state: Path, tmp_path: Path) -> None:
-    killed("restore_facts_aside", made / "copy", state, "--replace")
+def test_a_server_refuses_to_start_after_an_unfinished_restore(made: Path, state: Path, tmp_path: Path) -> None:
+    kill_restore("restore_facts_aside", made / "copy", state, "--replace")
     before = files(state)
     fleet = Fleet(tmp_path)
     (tmp_path / "logs").mkdir()
@@ -342,7 +347,7 @@ def test_a_server_says_that_a_restore_was_broken_off(made: Path, state: Path, tm
         assert [model.version for model in control.models()] == [2, 1]
 
 
-def test_an_interrupted_copy_leaves_nothing_behind(made: Path, state: Path) -> None:
+def test_an_interrupted_restore_leaves_nothing_behind(made: Path, state: Path) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -353,7 +358,7 @@ def test_an_interrupted_copy_leaves_nothing_behind(made: Path, state: Path) -> N
     assert not list(state.glob("restoring*"))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of files")
 def test_what_root_restores_belongs_to_the_servers_user(made: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()

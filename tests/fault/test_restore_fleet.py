@@ -1,4 +1,4 @@
-"""Clients that go on and on beside a server whose state is put back to an older one again and again."""
+"""Clients that train on while their server's state is reverted to an older one again and again."""
 
 import os
 import random
@@ -10,8 +10,8 @@ import pytest
 
 from tests.conftest import path_to
 from tests.damage import ask
-from tests.fault.owing import WAYS, keep, put_back
-from tests.fault.patience import FaultyFleet, patiently
+from tests.fault.faulty_fleet import FaultyFleet, wait_for
+from tests.fault.residual_fleet import WAYS, revert_state, save_state
 from tests.fleets import Control, until_watching
 from tests.system.wire import WireClient, outcome, parameters, vector_job
 
@@ -23,8 +23,8 @@ TIMES, ROUNDS = 10, 60
 
 @pytest.mark.soak
 @pytest.mark.parametrize("way", WAYS)
-def test_ten_restores_within_a_job_lose_nothing_of_what_was_backed_up(tmp_path: Path, way: str) -> None:
-    """Each client adds the number of the round, so what every model must hold is known."""
+def test_ten_reverts_within_a_job_lose_nothing_that_was_saved(tmp_path: Path, way: str) -> None:
+    """Each client adds the number of the round to every value, so the values of each version are known."""
     print(f"FL_TEST_SEED={SEED}")
     rng = random.Random(SEED)
     settings = {**TRUSTED, "keep_models": ROUNDS + 1, "keep_update_rounds": ROUNDS + 1}
@@ -35,20 +35,20 @@ def test_ten_restores_within_a_job_lose_nothing_of_what_was_backed_up(tmp_path: 
             job_id = control.start_job({**job, "deadline_seconds": 240}).job_id
         newest = 0
         for repeat in range(TIMES):
-            published(fleet, job_id, 2)
+            wait_for_rounds(fleet, job_id, 2)
             time.sleep(rng.uniform(0, 0.2))
-            keep(fleet, way, tmp_path / f"copy-{repeat}")
+            save_state(fleet, way, tmp_path / f"copy-{repeat}")
             ((kept,),) = ask(tmp_path / f"copy-{repeat}", "SELECT max(version) FROM models")
             assert isinstance(kept, int)
             assert kept > newest
             newest = kept
-            published(fleet, job_id, 1)
+            wait_for_rounds(fleet, job_id, 1)
             time.sleep(rng.uniform(0, 0.2))
-            put_back(fleet, way, tmp_path / f"copy-{repeat}").rename(tmp_path / f"lost-{repeat}")
+            revert_state(fleet, way, tmp_path / f"copy-{repeat}").rename(tmp_path / f"lost-{repeat}")
             with Control(fleet.control) as control:
                 assert control.models(limit=1)[0].version >= newest
         with Control(fleet.control) as control:
-            ended = patiently(fleet, "the end of the job", lambda: outcome(control, job_id, control.follow_job(job_id)))
+            ended = wait_for(fleet, "the end of the job", lambda: outcome(control, job_id, control.follow_job(job_id)))
             assert (ended.state, ended.rounds_done) == ("completed", ROUNDS)
             assert all(round_.delivered == 2 for round_ in control.rounds(job_id=job_id, limit=ROUNDS))
         with WireClient(fleet.listen, "reader") as reader:
@@ -58,9 +58,9 @@ def test_ten_restores_within_a_job_lose_nothing_of_what_was_backed_up(tmp_path: 
         assert all(client.running for client in fleet.clients)
 
 
-def published(fleet: FaultyFleet, job_id: int, count: int) -> None:
-    """Return when so many more rounds of the job have been published."""
+def wait_for_rounds(fleet: FaultyFleet, job_id: int, count: int) -> None:
+    """Return when `count` more rounds of the job have been published."""
     with Control(fleet.control) as control:
         events = control.follow_job(job_id)
         for _ in range(count):
-            patiently(fleet, "a round", lambda: next(event for event in events if event.kind == "round_published"))
+            wait_for(fleet, "a round", lambda: next(event for event in events if event.kind == "round_published"))

@@ -1,4 +1,4 @@
-"""A state folder whose parts are missing, exchanged, or in use: the server says so, and touches nothing."""
+"""A state folder whose parts are missing, exchanged, or in use: the server refuses it and changes nothing."""
 
 import shutil
 import sqlite3
@@ -12,13 +12,13 @@ from fedring.daemon.exits import Exit
 from fedring.train import load_model
 from fedring.train.models import vector
 from tests.damage import ask
-from tests.fault.patience import SECONDS
+from tests.fault.faulty_fleet import SECONDS
 from tests.fleets import Control, Fleet
 from tests.system.wire import SIZE, WireClient, deliver, outcome, run
 
 
 def train(fleet: Fleet) -> None:
-    """One round is published."""
+    """Train one round, which must be published."""
     with Control(fleet.control) as control, WireClient(fleet.listen, "a") as client:
         job_id, events = run(control)
         deliver(client)
@@ -27,7 +27,7 @@ def train(fleet: Fleet) -> None:
 
 @pytest.fixture(scope="module")
 def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two states, `one` and `other`, of servers that have published two models and were killed."""
+    """Make two states, `one` and `other`, of servers that have published two models and were killed."""
     folder = tmp_path_factory.mktemp("states")
     for name in ("one", "other"):
         with Fleet(folder / name) as fleet:
@@ -38,18 +38,18 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def state(states: Path, tmp_path: Path) -> Path:
-    """The first of them, to be changed."""
+    """Copy the first of them for a test that changes it."""
     shutil.copytree(states / "one", tmp_path, dirs_exist_ok=True)
     return tmp_path / "state" / "server"
 
 
 def files(state: Path) -> dict[str, int]:
-    """All that must not change."""
+    """Return the sizes of all files that must not change, by path."""
     return {str(path.relative_to(state)): path.stat().st_size for path in (state / "blobs").rglob("*")}
 
 
-def refused(folder: Path) -> str:
-    """The one sentence of a server that does not start there."""
+def refusal(folder: Path) -> str:
+    """Start a server, which must refuse its state; return the last line of its log."""
     fleet = Fleet(folder)
     (folder / "logs").mkdir(exist_ok=True)
     fleet.server.start()
@@ -95,12 +95,12 @@ def exchange_blobs(state: Path, other: Path) -> None:
         (exchange_blobs, "belong to different states"),
     ],
 )
-def test_parts_of_two_states_are_not_one(
+def test_a_state_with_missing_or_foreign_parts_is_refused_and_not_changed(
     change: Callable[[Path, Path], None], words: str, state: Path, states: Path, tmp_path: Path
 ) -> None:
     change(state, states / "other" / "state" / "server")
     before = files(state)
-    last = refused(tmp_path)
+    last = refusal(tmp_path)
     assert words in last
     assert "Nothing was changed" in last
     assert files(state) == before
@@ -115,24 +115,24 @@ def damage_value(state: Path) -> None:
     ask(state, "UPDATE models SET delta_packets = '['")
 
 
-def test_a_newest_model_whose_row_names_what_can_be_no_blob_is_refused(state: Path, tmp_path: Path) -> None:
+def test_a_newest_model_whose_row_has_no_valid_blob_name_is_refused(state: Path, tmp_path: Path) -> None:
     ask(state, "UPDATE models SET blob = upper(blob)")
-    last = refused(tmp_path)
+    last = refusal(tmp_path)
     assert "model 2 is damaged" in last
     assert "is missing" in last
 
 
 @pytest.mark.parametrize("change", [damage_schema, damage_value])
-def test_a_database_of_which_a_value_cannot_be_read_is_refused(
+def test_a_database_with_an_unreadable_value_is_refused(
     change: Callable[[Path], None], state: Path, tmp_path: Path
 ) -> None:
     ask(state, "PRAGMA wal_checkpoint(TRUNCATE)")
     change(state)
-    assert "corrupt: the database is damaged (" in refused(tmp_path)
+    assert "corrupt: the database is damaged (" in refusal(tmp_path)
 
 
-def as_of_before(state: Path) -> None:
-    """Make the state one of schema 3, from before there were ids."""
+def make_schema_3(state: Path) -> None:
+    """Turn the state into one of schema 3, which has no id yet."""
     (state / "blobs" / "state_id").unlink()
     with closing(sqlite3.connect(state / "facts.sqlite")) as database:
         database.execute("DELETE FROM meta WHERE name = 'state_id'")
@@ -141,8 +141,8 @@ def as_of_before(state: Path) -> None:
         database.commit()
 
 
-def test_a_state_of_before_is_adopted_once(state: Path, tmp_path: Path) -> None:
-    as_of_before(state)
+def test_a_state_without_an_id_gets_one_once(state: Path, tmp_path: Path) -> None:
+    make_schema_3(state)
     with Fleet(tmp_path) as fleet:
         train(fleet)
         ((stored,),) = ask(state, "SELECT value FROM meta WHERE name = 'state_id'")
@@ -150,19 +150,19 @@ def test_a_state_of_before_is_adopted_once(state: Path, tmp_path: Path) -> None:
         fleet.restart_server()
         train(fleet)
     ask(state, "DELETE FROM meta WHERE name = 'state_id'")
-    assert "belong to different states" in refused(tmp_path)
+    assert "belong to different states" in refusal(tmp_path)
 
 
-def test_a_state_of_before_without_its_database_is_not_swept(state: Path, tmp_path: Path) -> None:
-    as_of_before(state)
+def test_the_blobs_of_a_state_without_id_and_database_are_not_deleted(state: Path, tmp_path: Path) -> None:
+    make_schema_3(state)
     lose_facts(state, state)
     before = files(state)
-    assert "facts.sqlite is missing or empty" in refused(tmp_path)
+    assert "facts.sqlite is missing or empty" in refusal(tmp_path)
     assert files(state) == before
 
 
 @pytest.mark.parametrize("written", ["half a draft", "draft", "draft and row"])
-def test_a_first_start_that_was_killed_is_repeated(written: str, tmp_path: Path) -> None:
+def test_a_killed_first_start_can_be_repeated(written: str, tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         fleet.server.kill()
     state = tmp_path / "state" / "server"
@@ -177,8 +177,8 @@ def test_a_first_start_that_was_killed_is_repeated(written: str, tmp_path: Path)
         assert not (state / "blobs" / "state_id.new").exists()
 
 
-def test_a_look_at_the_configuration_changes_no_state(state: Path, tmp_path: Path) -> None:
-    as_of_before(state)
+def test_check_config_does_not_change_the_state(state: Path, tmp_path: Path) -> None:
+    make_schema_3(state)
     fleet = Fleet(tmp_path)
     fleet.server.flags = ["--check-config"]
     fleet.server.start()
@@ -188,13 +188,13 @@ def test_a_look_at_the_configuration_changes_no_state(state: Path, tmp_path: Pat
     assert ask(state, "SELECT value FROM meta WHERE name = 'state_id'") == []
 
 
-def test_other_files_beside_the_blobs_are_no_state(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_beside_the_blobs_is_a_new_state(tmp_path: Path) -> None:
     (tmp_path / "state" / "server" / "blobs" / "lost+found").mkdir(parents=True)
     with Fleet(tmp_path) as fleet:
         train(fleet)
 
 
-def test_a_second_server_does_not_start_when_somebody_deleted_the_lock(tmp_path: Path) -> None:
+def test_a_second_server_does_not_start_even_if_the_lock_file_was_deleted(tmp_path: Path) -> None:
     with Fleet(tmp_path / "one") as fleet:
         train(fleet)
         state = tmp_path / "one" / "state" / "server"

@@ -1,4 +1,4 @@
-"""A disk that is full, or fails, while rounds go on: nothing is promised that cannot be kept, and nothing is lost."""
+"""A disk that is full or fails during rounds: no update is accepted that cannot be stored, and nothing is lost."""
 
 import re
 import resource
@@ -21,18 +21,18 @@ from fedring.ctl.control import Events
 from fedring.ctl.operate.port_health import check_health
 from fedring.daemon.exits import Exit
 from fedring.v1 import federation_pb2 as pb
-from tests.fault.patience import SECONDS, patiently
+from tests.fault.faulty_fleet import SECONDS, wait_for
 from tests.fleets import Control, Fleet
 from tests.system.wire import Refused, WireClient, parameters, payload_of, vector_job
 
 DISK_BYTES = 16 << 20
 SIZE = 500_000  # of the model: 2 MB
-FACTS_BYTES = 1 << 19  # more than all rows, less than a model
+FACTS_BYTES = 1 << 19  # room for all rows, but not for a model
 ONES = np.ones(SIZE, np.float32)
 
 
 class Disk:
-    """Where the server keeps its state; it can be full, or refuse what is written."""
+    """A file system of its own for the server's state, which a test fills."""
 
     reason = "disk_full"
 
@@ -40,7 +40,7 @@ class Disk:
         self.folder = folder
 
     def fail(self, fleet: Fleet, *, room: int = 0) -> None:
-        """From now on nothing more goes on it, but `room` bytes."""
+        """Fill the disk but for `room` bytes."""
         with (self.folder / "filler").open("wb", buffering=0) as filler:
             with suppress(OSError):
                 while True:
@@ -48,12 +48,12 @@ class Disk:
             filler.truncate(filler.tell() - room)
 
     def mend(self, fleet: Fleet) -> None:
-        """There is room again."""
+        """Make room again."""
         (self.folder / "filler").unlink()
 
 
-class Limited(Disk):
-    """An ordinary folder in which no file of the server's may grow, which is what a disk that fails looks like."""
+class FailingDisk(Disk):
+    """An ordinary folder, and a limit on the size of the server's files, whose errors are those of a failing disk."""
 
     reason = "disk_error"
 
@@ -66,7 +66,7 @@ class Limited(Disk):
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of its own."""
+    """Mount a file system of DISK_BYTES on `folder`."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
@@ -79,25 +79,28 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[Disk]:
+    """Mount a disk that a test can fill."""
     with small_disk(tmp_path / "disk") as folder:
         yield Disk(folder)
 
 
 @pytest.fixture(params=["full", "failing"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Disk:
-    disk: Disk = request.getfixturevalue("full") if request.param == "full" else Limited(tmp_path)
+    """Return a disk that can be full, and one that can fail."""
+    disk: Disk = request.getfixturevalue("full") if request.param == "full" else FailingDisk(tmp_path)
     return disk
 
 
 @pytest.fixture
 def fleet(disk: Disk, tmp_path: Path) -> Iterator[Fleet]:
+    """Start an fl-server whose state is on the disk."""
     settings = {"state_dir": str(disk.folder / "state"), "metrics_listen": "127.0.0.1:0"}
     with Fleet(tmp_path, settings) as fleet:
         yield fleet
 
 
 class Health:
-    """What the port for clients says, as it comes."""
+    """The stream of health statuses of the port for clients."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet, self._channel = fleet, grpc.insecure_channel(fleet.listen)
@@ -105,30 +108,30 @@ class Health:
         self._statuses = stub.Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS)
 
     def until(self, name: str) -> None:
-        """The port says so."""
+        """Wait for the status of this name."""
         status = health_pb2.HealthCheckResponse.ServingStatus.Value(name)
-        assert patiently(self._fleet, name, lambda: any(reply.status == status for reply in self._statuses))
+        assert wait_for(self._fleet, name, lambda: any(reply.status == status for reply in self._statuses))
 
     def close(self) -> None:
         self._statuses.cancel()
         self._channel.close()
 
 
-def failing(fleet: Fleet) -> float:
-    """What the metric says."""
+def storage_failing(fleet: Fleet) -> float:
+    """Return the value of the metric fl_server_storage_failing."""
     with urllib.request.urlopen(f"http://{fleet.ready['metrics']}/metrics", timeout=SECONDS) as page:
         found = re.search(r"^fl_server_storage_failing (\S+)$", page.read().decode(), re.MULTILINE)
     assert found
     return float(found[1])
 
 
-def test_what_cannot_be_kept_is_refused_and_said_and_the_round_goes_on_when_it_can(disk: Disk, fleet: Fleet) -> None:
+def test_updates_that_cannot_be_stored_are_refused_until_the_disk_works_again(disk: Disk, fleet: Fleet) -> None:
     health = Health(fleet)
     health.until("SERVING")
     with Control(fleet.control) as control, WireClient(fleet.listen, "a") as client:
         events = control.events()
         job_id = control.start_job(vector_job(model_args={"size": SIZE}, rounds=2)).job_id
-        told = control.follow_job(job_id, events)
+        job_events = control.follow_job(job_id, events)
         command, payload = client.expect("train"), payload_of(ONES)
         disk.fail(fleet)
         with pytest.raises(Refused) as refused:
@@ -136,23 +139,23 @@ def test_what_cannot_be_kept_is_refused_and_said_and_the_round_goes_on_when_it_c
         assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, disk.reason)
         health.until("NOT_SERVING")
         assert check_health(fleet.control, SECONDS) == "not_serving"
-        assert failing(fleet) == 1
+        assert storage_failing(fleet) == 1
         assert control.clients()[0].updates == 0
 
         disk.mend(fleet)
         health.until("SERVING")
-        assert failing(fleet) == 0
+        assert storage_failing(fleet) == 0
         reply = client.push(client.header(command, payload), payload)
         assert reply is not None
         assert not reply.accepted.already
         command = client.expect("train")
         client.push(client.header(command, payload), payload)
-        assert [event.kind for event in told].count("round_published") == 2
+        assert [event.kind for event in job_events].count("round_published") == 2
         assert control.job(job_id).state == "completed"
     health.close()
 
 
-def test_operators_see_in_the_events_what_the_disk_did(disk: Disk, fleet: Fleet) -> None:
+def test_events_tell_operators_when_the_disk_fails_and_works_again(disk: Disk, fleet: Fleet) -> None:
     with Control(fleet.control) as control, WireClient(fleet.listen, "a") as client:
         events = control.events()
         control.start_job(vector_job(model_args={"size": SIZE}))
@@ -160,14 +163,14 @@ def test_operators_see_in_the_events_what_the_disk_did(disk: Disk, fleet: Fleet)
         disk.fail(fleet)
         with pytest.raises(Refused):
             client.push(client.header(command, payload), payload)
-        failed = patiently(fleet, "storage_failed", lambda: next(e for e in events if e.kind == "storage_failed"))
+        failed = wait_for(fleet, "storage_failed", lambda: next(e for e in events if e.kind == "storage_failed"))
         assert disk.reason in failed.text
         disk.mend(fleet)
-        assert patiently(fleet, "storage_works", lambda: next(e for e in events if e.kind == "storage_works"))
+        assert wait_for(fleet, "storage_works", lambda: next(e for e in events if e.kind == "storage_works"))
         events.cancel()
 
 
-def test_a_job_that_starts_while_there_is_no_room_for_its_model_waits(disk: Disk, fleet: Fleet) -> None:
+def test_a_job_without_room_for_its_first_model_waits(disk: Disk, fleet: Fleet) -> None:
     health = Health(fleet)
     disk.fail(fleet, room=FACTS_BYTES)
     with Control(fleet.control) as control, WireClient(fleet.listen, "a") as client:
@@ -183,31 +186,31 @@ def test_a_job_that_starts_while_there_is_no_room_for_its_model_waits(disk: Disk
     health.close()
 
 
-def waits_with_its_model(
+def start_aggregation_without_room(
     disk: Disk, fleet: Fleet, a: WireClient, b: WireClient, control: Control
 ) -> tuple[int, Events]:
-    """A job whose round has one update and no room for the model that it makes of it; and what is told of it."""
+    """Start a job whose round has one update and no room for its new model; return the job's id and its events."""
     events = control.events()
     job_id = control.start_job(vector_job(model_args={"size": SIZE}, min_clients=2, max_abandoned=1)).job_id
     command, payload = a.expect("train"), payload_of(ONES)
     a.push(a.header(command, payload), payload)
     disk.fail(fleet, room=FACTS_BYTES)
     b.say(pb.WatchRequest(matched=True, failure=pb.Failure(round=b.expect("train").round, reason="train_error")))
-    assert patiently(fleet, "storage_failed", lambda: next(e for e in events if e.kind == "storage_failed"))
+    assert wait_for(fleet, "storage_failed", lambda: next(e for e in events if e.kind == "storage_failed"))
     assert control.status().round.phase == "aggregating"
     return job_id, events
 
 
-def test_an_aggregation_waits_for_room_and_loses_nothing(disk: Disk, fleet: Fleet) -> None:
+def test_an_aggregation_waits_for_room_on_the_disk_and_loses_nothing(disk: Disk, fleet: Fleet) -> None:
     with (
         Control(fleet.control) as control,
         WireClient(fleet.listen, "a") as a,
         WireClient(fleet.listen, "b") as b,
     ):
-        job_id, events = waits_with_its_model(disk, fleet, a, b, control)
+        job_id, events = start_aggregation_without_room(disk, fleet, a, b, control)
         disk.mend(fleet)
-        told = patiently(fleet, "the end of the job", lambda: list(control.follow_job(job_id, events)))
-        assert [event.kind for event in told if event.kind.startswith("round_")] == [
+        job_events = wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id, events)))
+        assert [event.kind for event in job_events if event.kind.startswith("round_")] == [
             "round_published",
             "round_evaluated",
         ]
@@ -221,45 +224,45 @@ def test_an_aggregation_that_waits_for_room_can_be_stopped(disk: Disk, fleet: Fl
         WireClient(fleet.listen, "a") as a,
         WireClient(fleet.listen, "b") as b,
     ):
-        job_id, events = waits_with_its_model(disk, fleet, a, b, control)
+        job_id, events = start_aggregation_without_room(disk, fleet, a, b, control)
         assert control.stop_job(job_id).round == 1
         disk.mend(fleet)
-        told = patiently(fleet, "the end of the job", lambda: list(control.follow_job(job_id, events)))
-        assert [event.kind for event in told if event.kind.startswith("round_")] == ["round_abandoned"]
+        job_events = wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id, events)))
+        assert [event.kind for event in job_events if event.kind.startswith("round_")] == ["round_abandoned"]
         assert control.job(job_id).state == "stopped"
 
 
-def test_a_round_that_cannot_start_for_want_of_room_can_be_stopped(disk: Disk, fleet: Fleet) -> None:
+def test_a_round_that_cannot_start_without_room_can_be_stopped(disk: Disk, fleet: Fleet) -> None:
     with Control(fleet.control) as control:
         events = control.events()
         job_id = control.start_job(vector_job(model_args={"size": SIZE})).job_id
-        assert patiently(fleet, "round_waits", lambda: next(e for e in events if e.kind == "round_waits"))
+        assert wait_for(fleet, "round_waits", lambda: next(e for e in events if e.kind == "round_waits"))
         if disk.reason == "disk_full":
             disk.fail(fleet)
-        else:  # neither does the database's log grow
+        else:  # not even the database's log can grow
             disk.fail(fleet, room=1)
         with WireClient(fleet.listen, "a"):
-            assert patiently(fleet, "storage_failed", lambda: next(e for e in events if e.kind == "storage_failed"))
+            assert wait_for(fleet, "storage_failed", lambda: next(e for e in events if e.kind == "storage_failed"))
             assert control.stop_job(job_id).round == 1
             disk.mend(fleet)
-            assert patiently(fleet, "the end", lambda: list(control.follow_job(job_id, events)))
+            assert wait_for(fleet, "the end", lambda: list(control.follow_job(job_id, events)))
             assert control.job(job_id).state == "stopped"
 
 
-def test_a_disk_with_room_for_the_trial_alone_is_tried_less_and_less(full: Disk, tmp_path: Path) -> None:
+def test_a_disk_with_room_for_the_test_file_only_is_tested_less_and_less_often(full: Disk, tmp_path: Path) -> None:
     with Fleet(tmp_path, {"state_dir": str(full.folder / "state")}) as fleet, Control(fleet.control) as control:
-        full.fail(fleet, room=3 << 19)  # 1.5 MiB: more than is tried, less than the job's first model
+        full.fail(fleet, room=3 << 19)  # 1.5 MiB: more than the test file, less than the job's first model
         events = control.events()
         control.start_job(vector_job(model_args={"size": SIZE}))
         began = time.monotonic()
         for _ in range(3):
-            assert patiently(fleet, "storage_works", lambda: next(e for e in events if e.kind == "storage_works"))
+            assert wait_for(fleet, "storage_works", lambda: next(e for e in events if e.kind == "storage_works"))
         assert time.monotonic() - began > 5, "after 1, 2 and 4 s"
         full.mend(fleet)
         events.cancel()
 
 
-def test_the_first_start_on_a_full_disk_may_be_repeated(full: Disk, tmp_path: Path) -> None:
+def test_a_first_start_on_a_full_disk_can_be_repeated(full: Disk, tmp_path: Path) -> None:
     (full.folder / "state").mkdir()
     fleet = Fleet(tmp_path, {"state_dir": str(full.folder / "state")})
     (tmp_path / "logs").mkdir(exist_ok=True)
@@ -272,7 +275,7 @@ def test_the_first_start_on_a_full_disk_may_be_repeated(full: Disk, tmp_path: Pa
         pass
 
 
-def test_a_round_does_not_run_out_of_time_while_nothing_can_be_kept(disk: Disk, fleet: Fleet) -> None:
+def test_the_deadline_of_a_round_waits_while_the_disk_fails(disk: Disk, fleet: Fleet) -> None:
     with Control(fleet.control) as control, WireClient(fleet.listen, "a") as client:
         events = control.events()
         spec = vector_job(model_args={"size": SIZE}, deadline_seconds=4, max_abandoned=1)
@@ -280,16 +283,16 @@ def test_a_round_does_not_run_out_of_time_while_nothing_can_be_kept(disk: Disk, 
         command, payload = client.expect("train"), payload_of(ONES)
         disk.fail(fleet)
         deadline = time.monotonic() + 5
-        while time.monotonic() < deadline:  # as a client does; that is longer than the round was to take
+        while time.monotonic() < deadline:  # longer than the deadline; a client repeats its upload, too
             with pytest.raises(Refused):
                 client.push(client.header(command, payload), payload)
         disk.mend(fleet)
-        assert patiently(fleet, "storage_works", lambda: next(e for e in events if e.kind == "storage_works"))
+        assert wait_for(fleet, "storage_works", lambda: next(e for e in events if e.kind == "storage_works"))
         client.push(client.header(command, payload), payload)
         assert "round_published" in [event.kind for event in control.follow_job(job_id, events)]
 
 
-def test_a_server_that_is_killed_comes_back_on_a_full_disk_but_does_not_serve(full: Disk, tmp_path: Path) -> None:
+def test_a_server_starts_on_a_full_disk_but_is_not_serving(full: Disk, tmp_path: Path) -> None:
     with Fleet(tmp_path, {"state_dir": str(full.folder / "state")}) as fleet:
         fleet.server.kill()
         full.fail(fleet)
@@ -301,7 +304,7 @@ def test_a_server_that_is_killed_comes_back_on_a_full_disk_but_does_not_serve(fu
         health.close()
 
 
-def test_a_full_disk_is_no_fault_of_the_configuration(full: Disk, tmp_path: Path) -> None:
+def test_a_start_that_fails_on_a_full_disk_does_not_blame_the_configuration(full: Disk, tmp_path: Path) -> None:
     with Fleet(tmp_path, {"state_dir": str(full.folder / "state")}) as fleet:
         fleet.server.send(signal.SIGTERM)
         assert fleet.server.wait(SECONDS) == Exit.OK

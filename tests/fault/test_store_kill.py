@@ -1,4 +1,4 @@
-"""What was acknowledged survives kill -9 at any moment (promise P2), and a sweep leaves nothing else."""
+"""Everything that was acknowledged survives kill -9 at any moment, and a sweep deletes everything else."""
 
 import os
 import random
@@ -10,7 +10,7 @@ import pytest
 from fedring.codec.digest import name_of
 from fedring.daemon.crash import REGISTERED
 from tests.conftest import REPEATED
-from tests.fault.acceptor import BATCH, open_state
+from tests.fault.publisher import BATCH, open_state
 from tests.forks import Fork
 
 SEED = int(os.environ.get("FL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
@@ -18,9 +18,9 @@ POINTS = sorted(name for name in REGISTERED if name.split("_")[1] in ("blob", "r
 
 
 def run_child(root: Path, crash_at: str, *, kill_after: int) -> list[list[str]]:
-    """What the child acknowledged until it died: at `crash_at`, or killed after so many lines."""
+    """Run a publisher that dies at `crash_at`, or is killed after so many lines; return what it acknowledged."""
     arguments = [str(root), crash_at]
-    child = Fork("tests.fault.acceptor", arguments, stdout=subprocess.PIPE)
+    child = Fork("tests.fault.publisher", arguments, stdout=subprocess.PIPE)
     assert child.stdout is not None
     with child.stdout:
         lines = []
@@ -33,7 +33,7 @@ def run_child(root: Path, crash_at: str, *, kill_after: int) -> list[list[str]]:
 
 
 def check_state(root: Path, acknowledged: list[list[str]]) -> None:
-    """All that was acknowledged is there, all that is named is whole, and a sweep leaves nothing else."""
+    """Assert that acknowledged rows exist, that named blobs are undamaged, and that a sweep deletes all others."""
     blobs, store = open_state(root)
     for kind, number, name, digest in acknowledged:
         if kind == "update":
@@ -55,14 +55,14 @@ def check_state(root: Path, acknowledged: list[list[str]]) -> None:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_what_was_acknowledged_survives_every_crash_point(tmp_path: Path, point: str) -> None:
+def test_acknowledged_updates_and_models_survive_every_crash_point(tmp_path: Path, point: str) -> None:
     acknowledged = run_child(tmp_path, point, kill_after=0)
     assert len([line for line in acknowledged if line[0] == "update"]) >= 2 * BATCH
     check_state(tmp_path, acknowledged)
 
 
 @pytest.mark.parametrize("repeat", REPEATED)
-def test_what_was_acknowledged_survives_kills_at_random(tmp_path: Path, repeat: int) -> None:
+def test_acknowledged_updates_and_models_survive_random_kills(tmp_path: Path, repeat: int) -> None:
     print(f"FL_TEST_SEED={SEED}")
     rng = random.Random(SEED + repeat)
     acknowledged = []

@@ -1,4 +1,4 @@
-"""The law of aggregation: the same updates give the same bytes, in any order and with any number of threads."""
+"""The law of aggregation: the same updates give the same bytes, in any order of arrival and with any threads."""
 
 import tempfile
 from concurrent.futures import ThreadPoolExecutor

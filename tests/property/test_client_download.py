@@ -1,4 +1,4 @@
-"""Downloads that come in any pieces, break anywhere, or are wrong in any byte."""
+"""Downloads that arrive in any pieces, break at any byte, or are wrong in any byte."""
 
 from functools import cache
 
@@ -19,14 +19,14 @@ from fedring.v1 import federation_pb2 as pb
 
 @cache
 def model() -> tuple[Schema, Vectors]:
-    """A small model with an odd number of parameters, so that its buffers are not aligned in the payload."""
+    """Return a small model with an odd number of parameters, so that its buffers are not aligned in the payload."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
     return schema_of(module), read_vectors(module)
 
 
 def offer(vectors: Vectors, result: Vectors, kind: "pb.Kind.ValueType", encoding: str) -> tuple[pb.ModelHeader, bytes]:
-    """`vectors` as a payload that leads to `result`."""
+    """Return a header and a payload with `vectors`; a client that decodes them must get `result`."""
     schema, _ = model()
     parts = [encode(vectors.parameters, Encoding(encoding, chunk=8, keep_ratio=1.0)), encode_buffers(vectors.buffers)]
     header = pb.ModelHeader(
@@ -65,14 +65,14 @@ def download(header: pb.ModelHeader) -> Download:
 
 @pytest.mark.parametrize("make", [whole, step])
 @given(cuts=st.lists(st.tuples(st.integers(1, 200), st.booleans())))
-def test_the_model_is_the_same_in_whatever_pieces_it_comes(make, cuts: list[tuple[int, bool]]) -> None:  # type: ignore[no-untyped-def]  # one of two functions
+def test_the_model_is_the_same_in_whatever_pieces_it_arrives(make, cuts: list[tuple[int, bool]]) -> None:  # type: ignore[no-untyped-def]  # one of two functions
     header, payload = make()
     got = download(header)
     got.begin(header)
     for size, breaks in [*cuts, (len(payload), False)]:
         if breaks:
             assert got.request.offset == got.received
-            got.begin(header)  # the stream broke; another one goes on
+            got.begin(header)  # the stream has broken, and another one resumes
         data = payload[got.received : got.received + size]
         if data:
             got.add(pb.Chunk(offset=got.received, data=data))
@@ -82,7 +82,7 @@ def test_the_model_is_the_same_in_whatever_pieces_it_comes(make, cuts: list[tupl
 
 @pytest.mark.parametrize("make", [whole, step])
 @given(data=st.data())
-def test_no_wrong_byte_goes_unnoticed(make, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]  # one of two functions
+def test_a_wrong_byte_is_noticed_or_changes_no_value(make, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]  # one of two functions
     header, payload = make()
     place = data.draw(st.integers(0, len(payload) - 1))
     wrong = bytearray(payload)
@@ -94,7 +94,7 @@ def test_no_wrong_byte_goes_unnoticed(make, data: st.DataObject) -> None:  # typ
         vectors = got.finish().vectors
     except BadModel:
         return
-    assert vectors.digest() == header.model_digest  # a byte that means nothing, such as the sign of a zero's index
+    assert vectors.digest() == header.model_digest  # the byte does not matter, such as the sign of an index of zero
 
 
 @given(noise=st.binary(max_size=400))
@@ -108,13 +108,13 @@ def test_noise_is_never_a_model(noise: bytes) -> None:
 
 
 @given(st.binary(max_size=300).map(lambda data: _parsed(data)))
-def test_no_header_makes_anything_but_a_refusal(header: pb.ModelHeader) -> None:
+def test_any_header_is_either_valid_or_refused(header: pb.ModelHeader) -> None:
     with pytest.raises((BadModel, ValueError)):
         download(whole()[0]).begin(header)
 
 
 def _parsed(data: bytes) -> pb.ModelHeader:
-    """`data` as a header, if it is one; else one that claims what nobody has."""
+    """Return `data` as a header if it is one, and otherwise a header with impossible claims."""
     try:
         return pb.ModelHeader.FromString(data)
     except Exception:  # noqa: BLE001  # protobuf's DecodeError, which has no public base

@@ -1,4 +1,4 @@
-"""Any bytes either raise CodecError or decode to finite values."""
+"""Any bytes either decode to finite values or raise CodecError."""
 
 import contextlib
 
@@ -19,8 +19,8 @@ VECTOR = (np.random.default_rng(0).standard_normal(LENGTH) ** 5).astype(np.float
 PAYLOADS = {name: encode(VECTOR, Encoding(name, chunk=16, keep_ratio=0.4, step=0.1)) for name in NAMES}
 
 
-def check_decode(payload: bytes, name: str, length: int = LENGTH) -> None:
-    """Check that `payload` is refused with CodecError, or decodes to finite values."""
+def survives(payload: bytes, name: str, length: int = LENGTH) -> None:
+    """Assert that `payload` raises CodecError or decodes to finite values."""
     with contextlib.suppress(CodecError):
         values = decode(payload, name=name, length=length)
         assert values.shape == (length,)
@@ -29,26 +29,26 @@ def check_decode(payload: bytes, name: str, length: int = LENGTH) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(FORMATS), st.binary(max_size=200), st.integers(0, 50))
-def test_random_bytes_raise_only_codec_errors(name: str, data: bytes, length: int) -> None:
-    check_decode(data, name, length)
-    check_decode(HEADS[name] + data, name, length)
+def test_random_bytes_are_decoded_or_refused(name: str, data: bytes, length: int) -> None:
+    survives(data, name, length)
+    survives(HEADS[name] + data, name, length)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(NAMES), st.data())
-def test_flipped_bits_raise_only_codec_errors(name: str, data: st.DataObject) -> None:
+def test_flipped_bits_are_decoded_or_refused(name: str, data: st.DataObject) -> None:
     payload = bytearray(PAYLOADS[name])
     for place in data.draw(st.lists(st.integers(0, 8 * len(payload) - 1), min_size=1, max_size=4)):
         payload[place // 8] ^= 1 << place % 8
-    check_decode(bytes(payload), name)
+    survives(bytes(payload), name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_single_flipped_bit_raises_only_codec_errors(name: str) -> None:
+def test_each_single_flipped_bit_is_decoded_or_refused(name: str) -> None:
     for place in range(8 * len(PAYLOADS[name])):
         payload = bytearray(PAYLOADS[name])
         payload[place // 8] ^= 1 << place % 8
-        check_decode(bytes(payload), name)
+        survives(bytes(payload), name)
 
 
 @settings(max_examples=200, deadline=None)
@@ -70,7 +70,7 @@ def test_another_length_is_refused_before_anything_is_allocated(name: str, lengt
 
 
 @given(st.sampled_from(NAMES), st.integers(0, LENGTH - 1), st.sampled_from([np.nan, np.inf, -np.inf]))
-def test_nan_and_infinity_are_never_encoded(name: str, place: int, bad: float) -> None:
+def test_values_that_are_not_finite_are_never_encoded(name: str, place: int, bad: float) -> None:
     vector = VECTOR.copy()
     vector[place] = bad
     with pytest.raises(CodecError) as refused:

@@ -1,4 +1,4 @@
-"""What decoding gives back after encoding, for every encoding and any vector."""
+"""Every encoding keeps its promise about decoded values, for any vector."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -19,13 +19,13 @@ quick = settings(max_examples=60, deadline=None)
 
 
 def through(vector: NDArray[np.float32], encoding: Encoding) -> NDArray[np.float64]:
-    """Encode `vector`, and return what a receiver decodes."""
+    """Encode and decode `vector`."""
     payload = encode(vector, encoding)
     return decode(payload, name=encoding.name, length=vector.size).astype(np.float64)
 
 
 def peaks(vector: NDArray[np.float32], chunk: int) -> NDArray[np.float64]:
-    """Return for each value the largest magnitude in its chunk."""
+    """Return, for each value, the largest magnitude in its chunk."""
     found = np.zeros(vector.size)
     for start in range(0, vector.size, chunk):
         found[start : start + chunk] = np.abs(vector[start : start + chunk]).max()
@@ -67,7 +67,7 @@ def test_int8_is_within_half_a_scale(vector: NDArray[np.float32], chunk: int) ->
 
 @quick
 @given(VECTORS, RATIOS)
-def test_fp32_sparse_is_exact_in_the_entries_it_keeps(vector: NDArray[np.float32], ratio: float) -> None:
+def test_fp32_sparse_is_exact_for_the_values_that_it_keeps(vector: NDArray[np.float32], ratio: float) -> None:
     decoded = through(vector, Encoding("fp32_sparse", keep_ratio=ratio))
     kept = largest(vector, max(1, int(np.ceil(ratio * vector.size))))
     expected = np.zeros(vector.size)
@@ -77,7 +77,7 @@ def test_fp32_sparse_is_exact_in_the_entries_it_keeps(vector: NDArray[np.float32
 
 @quick
 @given(VECTORS, RATIOS, CHUNKS, st.sampled_from(["sq8", "packed"]))
-def test_quantised_sparse_is_within_half_a_scale_in_the_entries_it_keeps(
+def test_quantised_sparse_is_within_half_a_scale_for_the_values_that_it_keeps(
     vector: NDArray[np.float32], ratio: float, chunk: int, name: str
 ) -> None:
     decoded = through(vector, Encoding(name, chunk=chunk, keep_ratio=ratio))
@@ -101,7 +101,7 @@ def test_uniform_is_within_half_a_step(vector: NDArray[np.float32], chunk: int, 
 
 @settings(max_examples=150, deadline=None)
 @given(VECTORS, RATIOS, CHUNKS, st.sampled_from(NAMES), st.data())
-def test_any_range_is_a_slice_of_the_whole(
+def test_decoding_a_range_equals_a_slice_of_the_whole_vector(
     vector: NDArray[np.float32], ratio: float, chunk: int, name: str, data: st.DataObject
 ) -> None:
     payload = encode(vector, Encoding(name, chunk=chunk, keep_ratio=ratio))

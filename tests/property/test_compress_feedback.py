@@ -1,4 +1,4 @@
-"""The law of error feedback, for any vectors: nothing is lost."""
+"""The law of error feedback: nothing is lost."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -29,7 +29,7 @@ def test_decoded_plus_residual_is_update_plus_old_residual(
 
 
 @given(SMALL, SMALL, st.sampled_from(["fp32_sparse", "fp16", "bf16"]), st.floats(0.01, 1))
-def test_the_law_is_exact_where_float32_is(
+def test_the_law_is_exact_where_float32_is_exact(
     update: NDArray[np.float32], old: NDArray[np.float32], name: str, ratio: float
 ) -> None:
     sent = compress(update, old, Encoding(name, keep_ratio=ratio))

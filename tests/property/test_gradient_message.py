@@ -1,4 +1,4 @@
-"""Gradient messages: decoding inverts encoding, and any bytes raise nothing but CodecError."""
+"""Decoding inverts encoding, and any other bytes raise nothing but CodecError."""
 
 import contextlib
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def test_decode_inverts_encode(bucket: list[tuple[Part, int]]) -> None:
 
 
 @given(st.lists(FLOATS, max_size=40), st.sampled_from(PRECISIONS))
-def test_one_subtraction_keeps_the_rounding_error(values: list[float], precision: Precision) -> None:
+def test_the_residual_of_rounding_is_exact(values: list[float], precision: Precision) -> None:
     exact = np.array(values, np.float32)
     words = to_words(exact, precision)
     rest = exact - words.values
@@ -59,7 +59,7 @@ def test_one_subtraction_keeps_the_rounding_error(values: list[float], precision
 
 
 @given(st.lists(st.integers(0, 2**31), max_size=30), st.integers(20, 31))
-def test_unpack_gaps_inverts_pack_gaps(gaps: list[int], bits: int) -> None:
+def test_decoding_returns_the_encoded_gaps(gaps: list[int], bits: int) -> None:
     values = np.array(gaps, np.int64)
     data = pack_gaps(values, bits)
     assert len(data) == coded_size(values, bits)
@@ -67,8 +67,8 @@ def test_unpack_gaps_inverts_pack_gaps(gaps: list[int], bits: int) -> None:
     assert unpack_gaps(memoryview(data), len(gaps), bits=bits, size=size).tolist() == gaps
 
 
-def check_decode(data: bytes, sizes: list[int]) -> None:
-    """Check that `data` is refused with CodecError, or decodes to something that encode_gradient could have written."""
+def survives(data: bytes, sizes: list[int]) -> None:
+    """Assert that `data` raises CodecError or decodes to a valid message."""
     with contextlib.suppress(CodecError):
         for entries, size in zip(decode_gradient(data, sizes=sizes), sizes, strict=True):
             assert np.isfinite(entries.values).all()
@@ -82,19 +82,19 @@ def check_decode(data: bytes, sizes: list[int]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(BUCKETS, st.data())
-def test_flipped_bits_in_messages_raise_only_codec_errors(bucket: list[tuple[Part, int]], data: st.DataObject) -> None:
+def test_flipped_bits_raise_nothing_but_codec_errors(bucket: list[tuple[Part, int]], data: st.DataObject) -> None:
     message, sizes = written(bucket)
     changed = bytearray(message)
     for place in data.draw(st.lists(st.integers(0, 8 * len(changed) - 1), max_size=4)):
         changed[place // 8] ^= 1 << place % 8
-    check_decode(bytes(changed), sizes)
+    survives(bytes(changed), sizes)
 
 
 @given(BUCKETS, st.binary(max_size=80))
-def test_random_bodies_of_messages_raise_only_codec_errors(bucket: list[tuple[Part, int]], body: bytes) -> None:
+def test_random_bodies_raise_nothing_but_codec_errors(bucket: list[tuple[Part, int]], body: bytes) -> None:
     message, sizes = written(bucket)
-    check_decode(body, sizes)
+    survives(body, sizes)
     table = 12 + 12 * len(sizes)
-    check_decode(message[:12] + body, sizes)
-    check_decode(message[:table] + body, sizes)
-    check_decode(message[:table] + body[: len(message) - table].ljust(len(message) - table, b"\xaa"), sizes)
+    survives(message[:12] + body, sizes)
+    survives(message[:table] + body, sizes)
+    survives(message[:table] + body[: len(message) - table].ljust(len(message) - table, b"\xaa"), sizes)

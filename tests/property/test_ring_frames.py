@@ -1,4 +1,4 @@
-"""No bytes, however made, are read as a frame that was not written, or raise anything but BadFrame."""
+"""Bytes that are not a frame raise BadFrame and nothing else."""
 
 import contextlib
 
@@ -59,7 +59,7 @@ def test_no_flipped_bit_of_a_frame_with_a_checksum_changes_what_is_read() -> Non
             frame = read(bytes(damaged))
         except BadFrame:
             noticed += 1
-        else:  # a bit of the padding; or the checksum is not found, and an endpoint that wants one refuses the frame
+        else:  # a bit of the padding, or of the checksum's tag; an endpoint that needs checksums refuses the latter
             intact = (frame.head, bytes(frame.payload)) == (HEAD, b"sixteen bytes...")
             assert intact or not frame.head.HasField("checksum")
     assert noticed > 0.8 * 8 * len(WRITTEN)

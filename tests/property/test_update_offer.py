@@ -1,4 +1,4 @@
-"""Offers of updates that were damaged: no bit of one goes unnoticed, and none makes anything but a refusal."""
+"""Damaged offers of updates: every flipped bit is noticed, and any bytes are either a valid offer or refused."""
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -12,7 +12,7 @@ from fedring.v1 import federation_pb2 as pb
 
 
 def offer_of(header: bytes, payload: bytes = b"a payload") -> pb.UpdateOffer:
-    """An offer that is what its name says."""
+    """Return a valid offer of the payload."""
     digest = name_of(payload)
     return pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
 
@@ -31,7 +31,7 @@ HEADERS = st.builds(
 
 
 @given(header=HEADERS, payload=st.binary(max_size=20))
-def test_an_offer_gives_back_what_was_put_in(header: pb.UpdateHeader, payload: bytes) -> None:
+def test_a_parsed_offer_has_the_header_and_payload_that_it_was_made_of(header: pb.UpdateHeader, payload: bytes) -> None:
     offered = open_offer(offer_of(header.SerializeToString(), payload))
     assert offered.header == header
     assert offered.digest == name_of(payload)
@@ -44,7 +44,9 @@ def test_a_bit_that_flips_in_any_field_is_noticed(header: pb.UpdateHeader, data:
     value = getattr(offer, field)
     raw = bytearray(value if field == "header" else value.encode())
     place = data.draw(st.integers(0, len(raw) - 1))
-    raw[place] ^= 1 << data.draw(st.integers(0, 7 if field == "header" else 6))  # text stays text
+    raw[place] ^= 1 << data.draw(
+        st.integers(0, 7 if field == "header" else 6)
+    )  # the top bit would make the text invalid
     setattr(offer, field, bytes(raw) if field == "header" else raw.decode())
     with pytest.raises(DamagedOnTheWay):
         open_offer(offer)
@@ -75,7 +77,7 @@ def test_an_offer_that_is_cut_short_is_noticed(header: pb.UpdateHeader, cut: int
 
 
 @given(header=st.binary(max_size=300), digest=st.text(max_size=80), name=st.none() | st.text(max_size=80))
-def test_noise_makes_nothing_but_a_refusal_or_what_it_says(header: bytes, digest: str, name: str | None) -> None:
+def test_random_fields_are_either_a_valid_offer_or_refused(header: bytes, digest: str, name: str | None) -> None:
     true = update_name(header, digest)
     offer = pb.UpdateOffer(header=header, payload_digest=digest, name=true if name is None else name)
     try:

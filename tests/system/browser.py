@@ -1,4 +1,4 @@
-"""A real browser that looks at a page, and remembers what it said and asked for."""
+"""A real browser with a page, which records the page's errors and requests."""
 
 import importlib.util
 import json
@@ -38,7 +38,7 @@ _UNTIL = """() => new Promise((done, fail) => {
 
 @contextmanager
 def open_browser() -> Iterator[Any]:
-    """Headless Chromium; the test is skipped without it."""
+    """Start a headless Chromium; skip the test if it is not installed."""
     path = next(filter(None, map(shutil.which, _NAMES)), None)
     if path is None or importlib.util.find_spec("playwright") is None:
         missing("Chromium, or the package playwright")
@@ -52,13 +52,13 @@ def open_browser() -> Iterator[Any]:
             browser.close()
 
 
-class Look:
-    """One window with the page in it."""
+class Window:
+    """One browser window with the page."""
 
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
-        """The page has been loaded, and has heard from the server."""
-        self.hosts: set[str] = set()  # that were asked for anything
-        self.complaints: list[str] = []
+        """Load the page, and wait until it is connected to the server."""
+        self.hosts: set[str] = set()  # to which the page has sent requests
+        self.complaints: list[str] = []  # errors and warnings
         self.page = browser.new_page(**options)
         self.page.set_default_timeout(1000 * SECONDS)
         self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).hostname or request.url[:40]))
@@ -68,24 +68,24 @@ class Look:
         self.until("document.querySelector('#link').dataset.link === 'live'")
 
     def until(self, condition: str) -> None:
-        """Return when this is true in the page."""
-        # Not wait_for_function, whose polling is an eval, which the page's policy forbids.
+        """Return when this JavaScript expression is true in the page."""
+        # wait_for_function would poll with eval, which the page's policy forbids.
         self.page.evaluate(_UNTIL % (condition, 1000 * SECONDS, json.dumps(condition)))
 
     def text(self, selector: str) -> str:
-        """What a reader sees there."""
+        """Return the visible text of an element."""
         return str(self.page.inner_text(selector))
 
     def points(self, plot: str) -> list[int]:
-        """How many points each curve of the plot has."""
+        """Return the number of points of each curve of the plot."""
         return list(
             self.page.evaluate(f"(document.getElementById('{plot}').data ?? []).map((trace) => trace.x.length)")
         )
 
     def shot(self, path: Path, *, whole: bool) -> bytes:
-        """A picture of the page, or of the part that the window shows, in this file."""
+        """Save a picture of the whole page, or of the visible part; return the contents of the file."""
         picture = self.page.screenshot(full_page=whole, animations="disabled")
-        with Image.open(BytesIO(picture)) as image:  # in few colours it is a third as long
+        with Image.open(BytesIO(picture)) as image:  # with 128 colours, the file has a third of the size
             image.convert("RGB").quantize(128).save(path, optimize=True)
         return path.read_bytes()
 

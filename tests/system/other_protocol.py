@@ -1,6 +1,6 @@
-"""fl-client as it is, but for the number of the protocol that it says: FL_TEST_PROTOCOL.
+"""fl-client with another protocol number, FL_TEST_PROTOCOL.
 
-As a fork it has imported everything already, so the number is set wherever it has been imported to.
+As a fork, it has imported everything already, so the number is changed in every module that has imported it.
 """
 
 import os

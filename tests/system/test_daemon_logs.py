@@ -1,4 +1,4 @@
-"""The daemons' logs: what they run with comes first, and each line of a round says which round and client it is of."""
+"""The daemons' logs: the first line has versions and settings; lines of a round have the round and the client."""
 
 import json
 from pathlib import Path
@@ -15,12 +15,12 @@ Records = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """What a server and two clients log in two rounds, and the server of a call that it refuses."""
+    """Run two rounds of two clients and a call that is refused; return the log records of all daemons."""
     folder = tmp_path_factory.mktemp("logs")
     with Fleet(folder, None, [{}, {}]) as fleet, Control(fleet.control) as control:
         started = control.start_job({"rounds": 2, "min_clients": 2})
         assert [event.kind for event in control.follow_job(started.job_id)][-1] == "job_ended"
-        with WireClient(fleet.listen, "stranger") as client, pytest.raises(Refused, match="unknown_model"):
+        with WireClient(fleet.listen, "caller") as client, pytest.raises(Refused, match="unknown_model"):
             client.fetch(777)
         addresses = {"listen": fleet.listen, "control": fleet.control}
     logs = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("logs/*")}
@@ -28,7 +28,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 
 @pytest.mark.parametrize("name", ["server", "client-0", "client-1"])
-def test_the_first_line_says_what_runs_and_with_what(records: Records, name: str, tmp_path: Path) -> None:
+def test_the_first_line_has_the_version_and_the_settings(records: Records, name: str, tmp_path: Path) -> None:
     first = records[name][0]["text"]
     assert SOFTWARE in first
     assert "configuration from override" in first
@@ -37,12 +37,12 @@ def test_the_first_line_says_what_runs_and_with_what(records: Records, name: str
     assert server in first if name != "server" else "clients at 127.0.0.1:" in first
 
 
-def test_the_server_says_where_it_listens(records: Records) -> None:
+def test_the_server_logs_its_addresses(records: Records) -> None:
     (found,) = (record for record in records["server"] if "serves clients at" in record["text"])
     assert {key: found[key] for key in ("listen", "control")} == records["addresses"][0]
 
 
-def test_every_line_of_the_server_within_a_round_says_which(records: Records) -> None:
+def test_every_line_of_the_server_within_a_round_names_the_round(records: Records) -> None:
     lines = records["server"]
     begins = next(i for i, line in enumerate(lines) if line.get("event") == "round_started")
     ends = max(i for i, line in enumerate(lines) if line.get("event") == "round_evaluated")
@@ -51,14 +51,14 @@ def test_every_line_of_the_server_within_a_round_says_which(records: Records) ->
     assert {line["round"] for line in within} == {1, 2}
 
 
-def test_a_line_about_a_clients_call_says_whose_it_is(records: Records) -> None:
+def test_a_line_about_a_call_names_the_client(records: Records) -> None:
     (refused,) = (line for line in records["server"] if line.get("reason") == "unknown_model")
-    assert refused["client"] == "stranger"
+    assert refused["client"] == "caller"
     assert not refused.get("round")
 
 
 @pytest.mark.parametrize("name", ["client-0", "client-1"])
-def test_every_line_of_a_client_says_whose_it_is_and_of_which_round(records: Records, name: str) -> None:
+def test_every_line_of_a_client_names_the_client_and_the_round(records: Records, name: str) -> None:
     lines = records[name]
     assert {line["client"] for line in lines} == {name}
     trained = [line for line in lines if "update accepted" in line["text"] or "samples of" in line["text"]]

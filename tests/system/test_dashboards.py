@@ -1,4 +1,4 @@
-"""Every panel of every dashboard shows something: a real Prometheus, configured as shipped, reads real daemons."""
+"""Every panel of every dashboard shows something, with a real Prometheus, our configuration, and real daemons."""
 
 import json
 import math
@@ -16,7 +16,7 @@ import pytest
 
 from fedring.rpc.channel import open_sync_channel
 from tests.conftest import ROOT, missing
-from tests.fleets import Control, Fleet, until_watching
+from tests.fleets import Control, Fleet, run_job, until_watching
 from tests.metrics_page import address_of
 from tests.pki import Pki
 from tests.ports import free_port
@@ -36,7 +36,7 @@ Series = list[dict[str, Any]]
 
 
 class Prometheus:
-    """Debian's, while a `with` lasts."""
+    """A Prometheus server, from Debian's package; it runs until the `with` block ends."""
 
     def __init__(self, folder: Path) -> None:
         self.address = f"127.0.0.1:{free_port()}"
@@ -65,7 +65,7 @@ class Prometheus:
         self._listener.join()
 
     def query(self, expression: str) -> Series:
-        """What it answers now."""
+        """Return the present result of the query."""
         text = urllib.parse.urlencode({"query": expression})
         with urllib.request.urlopen(f"http://{self.address}/api/v1/query?{text}", timeout=SECONDS) as answer:
             result: Series = json.load(answer)["data"]["result"]
@@ -80,24 +80,24 @@ class Prometheus:
                     self._ready.set()
 
 
-def eventually(look: Callable[[], T], true: Callable[[T], bool]) -> T:
-    """The first answer of which that is true, or the last one."""
+def eventually(look: Callable[[], T], condition: Callable[[T], bool]) -> T:
+    """Return the first answer that meets the condition, or the last answer before the time is up."""
     deadline = time.monotonic() + SECONDS
-    while not true(found := look()) and time.monotonic() < deadline:
+    while not condition(found := look()) and time.monotonic() < deadline:
         pass
     return found
 
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """It has seen the daemons start and train, and one job goes on."""
+    """Run a Prometheus that has scraped daemons from their start through five jobs, the last of which still runs."""
     if shutil.which("prometheus") is None:
         missing("prometheus (Debian's package)")
     folder = tmp_path_factory.mktemp("dashboards")
     pki = Pki(folder / "pki")
     pki.issue("client-0", "client-1")
-    told = [{**ANY_PORT, "tls": pki.table(name)} for name in ("server", "client-0", "client-1")]
-    with Fleet(folder, told[0], told[1:]) as fleet, open_control(fleet, pki) as control:
+    settings = [{**ANY_PORT, "tls": pki.table(name)} for name in ("server", "client-0", "client-1")]
+    with Fleet(folder, settings[0], settings[1:]) as fleet, open_control(fleet, pki) as control:
         until_watching(control, 2)
         configure(folder / "prometheus", fleet)
         with Prometheus(folder / "prometheus") as running:
@@ -107,7 +107,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
             run(control, PIPELINE)
             seen = eventually(lambda: running.query("fl_pipe_stage_seconds_count"), lambda found: len(found) == 6)
             assert len(seen) == 6, seen  # three kinds of actions in two stages
-            run(control, PIPELINE)  # a rate is that of what was there before
+            run(control, PIPELINE)  # a rate needs a series that existed before
             run(control, {**FEDERATED, "rounds": 2})
             endless = control.start_job({**FEDERATED, "rounds": 10_000}).job_id
             yield running
@@ -115,12 +115,12 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 def open_control(fleet: Fleet, pki: Pki) -> Control:
-    """An operator's connection."""
+    """Connect as an operator."""
     return Control(fleet.control, channel=open_sync_channel(fleet.control, pki.tls("operator")))
 
 
 def configure(folder: Path, fleet: Fleet) -> None:
-    """The folder holds what is shipped, but for the intervals and the daemons' addresses."""
+    """Copy our configuration to the folder, with short intervals and the daemons' addresses."""
     shutil.copytree(SHIPPED, folder)
     file = folder / "prometheus.yml"
     text = file.read_text()
@@ -132,15 +132,12 @@ def configure(folder: Path, fleet: Fleet) -> None:
 
 
 def run(control: Control, spec: dict[str, Any]) -> None:
-    events = control.events()
-    job_id = control.start_job(spec).job_id
-    for _ in control.follow_job(job_id, events):
-        pass
-    assert control.job(job_id).state == "completed"
+    """Run the job, which must complete."""
+    assert run_job(control, spec).state == "completed"
 
 
 def queries() -> Iterator[Any]:
-    """Every query of every panel."""
+    """Yield every query of every panel."""
     for path in DASHBOARDS:
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel.get("targets", []):
@@ -149,7 +146,7 @@ def queries() -> Iterator[Any]:
 
 
 def shown(found: Series) -> bool:
-    """Whether there is a number to draw."""
+    """Return whether the result has a number to draw."""
     return any(math.isfinite(float(series["value"][1])) for series in found)
 
 
@@ -159,7 +156,7 @@ def test_a_panel_shows_something(prometheus: Prometheus, expression: str) -> Non
     assert shown(found), found
 
 
-def test_no_alert_fires_while_all_is_well(prometheus: Prometheus) -> None:
+def test_no_alert_fires_while_everything_works(prometheus: Prometheus) -> None:
     assert prometheus.query('ALERTS{alertstate="firing"}') == []
 
 

@@ -23,9 +23,9 @@ from tests.fleets import PATIENCE, Control, Fleet, until_watching
 
 @contextmanager
 def _demo(out: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """It runs; in the end neither it nor any of its daemons does."""
+    """Run the demo; terminate it when the `with` block ends."""
     command = [sys.executable, "-m", "fedring.ctl.main", "demo", "--out", str(out), *arguments]
-    # A test run in the background of a shell ignores SIGINT, and so would its children.
+    # A test run that was started in the background ignores SIGINT; its children would do so, too.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -39,7 +39,7 @@ def _demo(out: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def _daemons(out: Path) -> list[int]:
-    """The ids of the daemons of a demo, from the locks of their state folders."""
+    """Return the process ids of a demo's daemons, from the locks of their state folders."""
     return [int(lock.read_text()) for lock in (out / "state").glob("*/lock")]
 
 
@@ -51,7 +51,7 @@ def _gone(pid: int) -> bool:
     return False
 
 
-def test_the_demo_trains_and_leaves_its_report_model_plot_and_logs(tmp_path: Path) -> None:
+def test_the_demo_trains_and_writes_a_report_a_model_a_plot_and_logs(tmp_path: Path) -> None:
     with _demo(tmp_path, "--clients", "2", "--rounds", "3", "--output", "json") as demo:
         out, err = demo.communicate(timeout=200)
     assert demo.returncode == 0, err
@@ -65,7 +65,7 @@ def test_the_demo_trains_and_leaves_its_report_model_plot_and_logs(tmp_path: Pat
     assert report["parameters"] == sum(tensor.size for tensor in load_file(model).values()) == 4810
     assert (tmp_path / "rounds.png").stat().st_size > 10_000
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"server.log", "client-0.log", "client-1.log"}
-    assert len(err.splitlines()) == 5  # where the page is, a line a round, and the job's end
+    assert len(err.splitlines()) == 5  # the page's address, a line for each round, and the end of the job
     assert re.match(r"watch it at http://127\.0\.0\.1:\d+/\n", err)
     assert all(map(_gone, _daemons(tmp_path)))
 
@@ -93,7 +93,7 @@ def test_a_daemon_that_dies_early_ends_the_experiment_and_shows_its_log(tmp_path
     assert all(map(_gone, _daemons(tmp_path)))
 
 
-def test_a_fleet_can_be_killed_and_restarted_piece_by_piece(tmp_path: Path) -> None:
+def test_each_daemon_of_a_fleet_can_be_killed_and_restarted(tmp_path: Path) -> None:
     with Fleet(tmp_path, {"keep_models": 3}, [{}]) as fleet:
         addresses, first = (fleet.listen, fleet.control), fleet.server.pid
         with Control(fleet.control) as control:

@@ -1,4 +1,4 @@
-"""Training with deep gradient compression in groups of real processes, on two backends."""
+"""Compressed training over real groups of real processes."""
 
 import importlib.util
 import os
@@ -31,7 +31,7 @@ CONFIG = DGC(ratio=0.01, warmup_epochs=3, min_numel_to_compress=100)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The rank of this worker, and the folder that all workers share."""
+    """The rank of a worker, and the folder for its files."""
 
     rank: int
     world: int
@@ -43,7 +43,7 @@ Scenario = Callable[[Place], dict[str, Any]]
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    """Return the name of a backend; skip if it is missing."""
+    """Return the name of an installed backend."""
     name = str(request.param)
     if name == "fedring" and importlib.util.find_spec("fedring.ring") is None:
         pytest.skip("fedring.ring is missing")
@@ -51,7 +51,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def run(scenario: Scenario, *, world: int, backend: str, folder: Path) -> list[dict[str, Any]]:
-    """Run `scenario` on each rank, and return its results."""
+    """Run the scenario on each rank; return the results by rank."""
     folder.mkdir(exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
     calls = [partial(_worker, scenario, Place(rank, world, folder), backend) for rank in range(world)]
@@ -61,7 +61,7 @@ def run(scenario: Scenario, *, world: int, backend: str, folder: Path) -> list[d
 
 def _worker(scenario: Scenario, place: Place, backend: str) -> None:
     torch.set_num_threads(1)
-    os.environ.setdefault("FEDRING_RING_LOST_AFTER_SECONDS", "60")  # a busy machine is no loss
+    os.environ.setdefault("FEDRING_RING_LOST_AFTER_SECONDS", "60")  # a busy machine must not count as a loss
     if backend == "fedring":
         importlib.import_module("fedring.ring")
     store = FileStore(str(place.folder / "store"), place.world)
@@ -77,7 +77,7 @@ def model(seed: int = 0) -> nn.Module:
 
 
 def batches(place: Place, epoch: int) -> list[tuple[Tensor, Tensor]]:
-    """Return this worker's batches of an epoch, as many as on each other rank."""
+    """Return this worker's batches of an epoch: as many as each other rank has."""
     train = digits().train
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch))  # type: ignore[arg-type]
     order = order[: len(order) // (BATCH * place.world) * BATCH * place.world]
@@ -104,7 +104,7 @@ def parameters(net: nn.Module) -> list[Tensor]:
 def compressed(
     config: DGC, *, bucket_cap_mb: float = 0.01, lr: float = 0.1, seed: int = 0
 ) -> tuple[DistributedDataParallel, DGCSGD, DGCState]:
-    """Return a model in several buckets, with its optimizer and the state of compression."""
+    """Return a model in several buckets with the DGC hook, its optimizer, and the hook's state."""
     net = model(seed)
     optimizer = DGCSGD(net.parameters(), lr)
     state = DGCState(None, config, named_parameters=net.named_parameters(), optimizer=optimizer)
@@ -117,7 +117,7 @@ SEEDS = range(3)
 
 
 def dense_and_compressed(place: Place) -> dict[str, Any]:
-    """Train four epochs from each seed, with the whole gradient, and with a hundredth of it from the first step on."""
+    """Train four epochs from each seed: with the whole gradient, and with a hundredth of it from the first step on."""
     runs = [_dense_and_compressed(place, seed) for seed in SEEDS]
     return {key: [run[key] for run in runs] for key in runs[0]}
 
@@ -147,7 +147,7 @@ def _dense_and_compressed(place: Place, seed: int) -> dict[str, Any]:
 
 
 def test_a_hundredth_of_the_gradient_trains_nearly_as_well_as_all_of_it(backend: str, tmp_path: Path) -> None:
-    """Three seeds reach 96 and 92 % on average; without a memory of what was not sent they reach 68 %."""
+    """On average, three seeds reach 96 and 92 % accuracy; without residuals they reach 68 %."""
     first, second = run(dense_and_compressed, world=2, backend=backend, folder=tmp_path)
     for ours, theirs in zip(first["parameters"], second["parameters"], strict=True):
         assert all(map(torch.equal, ours, theirs))
@@ -159,8 +159,8 @@ def test_a_hundredth_of_the_gradient_trains_nearly_as_well_as_all_of_it(backend:
         assert wait > 0
 
 
-def straight_and_half(place: Place) -> dict[str, Any]:
-    """Train two epochs, and save the state after the first."""
+def two_epochs(place: Place) -> dict[str, Any]:
+    """Train two epochs; save a checkpoint after the first one."""
     ddp, optimizer, state = compressed(CONFIG)
     result: dict[str, Any] = {}
     for epoch in range(2):
@@ -173,8 +173,8 @@ def straight_and_half(place: Place) -> dict[str, Any]:
     return result
 
 
-def second_half(place: Place) -> dict[str, Any]:
-    """Train the second epoch from what was saved, in one bucket, and in a loop without DistributedDataParallel."""
+def resumed_epoch(place: Place) -> dict[str, Any]:
+    """Train the second epoch from the checkpoint: in one bucket, and by the loop without DistributedDataParallel."""
     result = {}
     for kind in ("hook", "stepper"):
         saved = torch.load(place.folder / f"half-{place.rank}", weights_only=True)
@@ -196,9 +196,9 @@ def second_half(place: Place) -> dict[str, Any]:
     return result
 
 
-def test_resuming_in_other_buckets_changes_no_bit(backend: str, tmp_path: Path) -> None:
-    straight = run(straight_and_half, world=2, backend=backend, folder=tmp_path)
-    resumed = run(second_half, world=2, backend=backend, folder=tmp_path)
+def test_resuming_from_a_checkpoint_with_other_buckets_changes_no_bit(backend: str, tmp_path: Path) -> None:
+    straight = run(two_epochs, world=2, backend=backend, folder=tmp_path)
+    resumed = run(resumed_epoch, world=2, backend=backend, folder=tmp_path)
     assert not torch.equal(straight[0]["after_0"][0], straight[0]["after_1"][0])
     for rank in range(2):
         for kind in ("hook", "stepper"):
@@ -206,7 +206,7 @@ def test_resuming_in_other_buckets_changes_no_bit(backend: str, tmp_path: Path) 
 
 
 def as_dense(place: Place) -> dict[str, Any]:
-    """Take three steps with plain DistributedDataParallel, and three that send every entry."""
+    """Train three steps with plain DistributedDataParallel, and three with DGC that sends every entry."""
     everything = DGC(ratio=1, warmup_epochs=0, momentum=0.9, masking=False, precision="fp32")
     dense = model()
     ddp = DistributedDataParallel(dense)
@@ -217,14 +217,14 @@ def as_dense(place: Place) -> dict[str, Any]:
     return {"dense": parameters(dense), "sparse": parameters(sparse)}
 
 
-def test_three_workers_that_send_everything_equal_plain_ddp(backend: str, tmp_path: Path) -> None:
+def test_workers_that_send_every_entry_train_as_plain_ddp_does(backend: str, tmp_path: Path) -> None:
     for result in run(as_dense, world=3, backend=backend, folder=tmp_path):
         for dense, sparse in zip(result["dense"], result["sparse"], strict=True):
             assert torch.allclose(dense, sparse, atol=1e-6)
 
 
-def one_worker_fails(place: Place) -> dict[str, Any]:
-    """Take a step in which the second worker's gradient is not finite, and exchange messages of different sizes."""
+def one_bad_gradient(place: Place) -> dict[str, Any]:
+    """Exchange messages of several sizes, and try a step in which rank 1 has a gradient that is not finite."""
     group = dist.group.WORLD
     assert group is not None
     mine = bytes([place.rank]) * place.rank
@@ -235,12 +235,12 @@ def one_worker_fails(place: Place) -> dict[str, Any]:
         some[0][0].fill_(float("nan"))
     try:
         train(ddp, optimizer, some)
-    except (RuntimeError, CodecError) as error:  # gloo's C++ code turns a CodecError into a RuntimeError
+    except (RuntimeError, CodecError) as error:  # gloo turns a CodecError into a RuntimeError
         result["error"] = str(error)
     return result
 
 
 def test_every_worker_refuses_a_step_in_which_one_gradient_is_not_finite(backend: str, tmp_path: Path) -> None:
-    for result in run(one_worker_fails, world=3, backend=backend, folder=tmp_path):
+    for result in run(one_bad_gradient, world=3, backend=backend, folder=tmp_path):
         assert result["messages"] == [[], [1], [2, 2]]
         assert "non_finite: from rank 1" in result["error"]

@@ -1,4 +1,4 @@
-"""What `flctl doctor` finds at servers with TLS: each mistake by its name."""
+"""`flctl doctor` names each mistake in a daemon's TLS settings, addresses and identity."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from tests.pki import Pki
 
 @dataclass
 class Site:
-    """Two authorities, and servers of the first one, by what they ask of callers."""
+    """Two authorities, and servers with certificates of the first one, by what they ask of callers."""
 
     pki: Pki
     other: Pki
@@ -43,14 +43,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that the machine keeps waiting is not taken for one that does not answer."""
+    """Let flctl doctor wait for servers that a busy machine keeps waiting."""
     monkeypatch.setattr(doctor_checks, "_TIMEOUT_SECONDS", PATIENCE)
 
 
 def examine(
     capsys: pytest.CaptureFixture[str], side: str, folder: Path, **keys: Any
 ) -> dict[str, tuple[str, str, str]]:
-    """Result, finding and advice by check, of a daemon with these keys."""
+    """Run flctl doctor for a daemon with these keys; return level, finding and advice by check."""
     config = folder / f"{side}.json"
     config.write_text(json.dumps({"state_dir": str(folder / "none"), **keys}, default=str))
     code = main(["doctor", f"--{side}-config", str(config), "--output", "json"])
@@ -75,7 +75,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("server", "case", "level", "found", "advice"), CASES, ids=[": ".join(c[:2]) for c in CASES])
-def test_a_client_learns_why_its_server_cannot_be_reached(
+def test_the_doctor_tells_a_client_why_it_cannot_reach_its_server(
     site: Site,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -100,7 +100,7 @@ def test_a_client_learns_why_its_server_cannot_be_reached(
     assert advice in rows["server"][2]
 
 
-def test_a_client_learns_that_its_server_is_the_port_for_flctl(
+def test_the_doctor_notices_that_a_clients_server_is_the_port_for_flctl(
     site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     plain, mutual = site.servers["plain"], site.servers["mutual"]
@@ -111,7 +111,7 @@ def test_a_client_learns_that_its_server_is_the_port_for_flctl(
         assert "`listen`" in advice
 
 
-def test_a_server_learns_that_another_one_has_its_port(
+def test_the_doctor_notices_that_another_server_has_the_port(
     site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     fleet = site.servers["plain"]
@@ -119,7 +119,7 @@ def test_a_server_learns_that_another_one_has_its_port(
     assert [rows[port][0] for port in ("listen", "control_listen")] == ["fail", "fail"]
 
 
-def test_a_client_learns_that_its_server_is_called_otherwise(
+def test_the_doctor_notices_a_server_whose_certificate_has_another_name(
     site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     address = f"127.0.0.2:{site.servers['mutual'].listen.rpartition(':')[2]}"
@@ -131,7 +131,7 @@ def test_a_client_learns_that_its_server_is_called_otherwise(
     assert (level, "unreachable" in found) == ("fail", True)
 
 
-def test_a_client_learns_that_it_is_somebody_else(
+def test_the_doctor_notices_a_certificate_of_another_client_or_an_expired_one(
     site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     keys = {"server": site.servers["mutual"].listen, "tls": site.pki.tls("ann").model_dump()}
@@ -144,7 +144,7 @@ def test_a_client_learns_that_it_is_somebody_else(
     assert "expired" in rows["tls"][1]
 
 
-def test_a_client_learns_that_its_token_is_no_secret(
+def test_the_doctor_notices_a_token_file_that_others_can_read(
     site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
@@ -158,7 +158,7 @@ def test_a_client_learns_that_its_token_is_no_secret(
 
 
 @pytest.mark.parametrize("server", ["mutual", "one-sided", "plain"])
-def test_a_server_finds_itself_at_its_ports(
+def test_the_doctor_finds_a_running_server_at_its_ports(
     site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path, server: str
 ) -> None:
     fleet = site.servers[server]

@@ -1,4 +1,4 @@
-"""Models on their way down: as deltas to who holds a version, whole to who holds none, and the same bits for all."""
+"""Downloads: a client that holds a version gets deltas, others get the whole model, and all get the same bits."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,21 +11,21 @@ from numpy.typing import NDArray
 from fedring.codec import BUFFERS, Vectors, decode, encode_buffers
 from fedring.train.state import schema_of
 from fedring.v1 import federation_pb2 as pb
-from tests.fleets import Control, Fleet
+from tests.fleets import Control, Fleet, run_job
 from tests.system.user_models import normed
-from tests.system.wire import WireClient, model_of, payload_of, vector_job
+from tests.system.wire import WireClient, payload_of, published_version, vector_job
 
 SIZE = 50_000
 ROUNDS = 4
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 TRUSTED = {"trusted": ["fedring", "user_models"]}
 ENCODINGS = {"packed": 0.1, "uniform": 0.12, "int8": 0.26}
-"""And the most that a delta may take of the whole model."""
+"""Encodings of downloads, and the largest part of the whole model's bytes that a delta may have."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file."""
+    """Start one fl-server for all tests of this file."""
     with Fleet(tmp_path_factory.mktemp("downloads"), TRUSTED, env=HERE) as fleet:
         yield fleet
 
@@ -35,7 +35,7 @@ def noise(size: int, seed: int) -> NDArray[np.float32]:
 
 
 def received(header: pb.ModelHeader, payload: bytes, base: Vectors | None, sizes: tuple[int, int]) -> Vectors:
-    """What a stranger makes of a download who has read FORMATS.md: packets are added in order."""
+    """Decode a download as FORMATS.md says, by adding its packets in order; check its digest."""
     assert len(payload) == header.total_bytes
     if header.base_digest:
         assert base is not None
@@ -57,14 +57,14 @@ def received(header: pb.ModelHeader, payload: bytes, base: Vectors | None, sizes
 
 
 class Holder:
-    """A client that keeps what it has fetched."""
+    """A client that keeps the versions that it has fetched."""
 
     def __init__(self, wire: WireClient, sizes: tuple[int, int]) -> None:
         self.wire, self.sizes = wire, sizes
         self.held: dict[int, Vectors] = {}
 
     def fetch(self, version: int, held: int = 0) -> pb.ModelHeader:
-        """Get the version; it is the same, bit for bit, as when it was fetched before."""
+        """Fetch a version, given one that is held; assert that it has the same bits each time."""
         header, payload = self.wire.fetch(version, held)
         vectors = received(header, payload, self.held.get(held), self.sizes)
         known = self.held.setdefault(version, vectors)
@@ -76,9 +76,7 @@ class Holder:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_who_holds_a_version_gets_steps_that_lead_to_the_same_bits(
-    server: Fleet, control: Control, encoding: str
-) -> None:
+def test_deltas_from_any_held_version_lead_to_the_same_bits(server: Fleet, control: Control, encoding: str) -> None:
     events = control.events()
     keys = {"model_args": {"size": SIZE}, "download_encoding": encoding, "rounds": ROUNDS}
     job_id = control.start_job(vector_job(**keys, seed=sorted(ENCODINGS).index(encoding))).job_id
@@ -98,19 +96,19 @@ def test_who_holds_a_version_gets_steps_that_lead_to_the_same_bits(
             wanted = wanted + noise(SIZE, number)
             payload = payload_of(noise(SIZE, number))
             wire.push(wire.header(command, payload), payload)
-        last = model_of(control, round_)
-        for held in (*versions[::-1], 0):  # one step, chains, and the whole
+        last = published_version(control, round_)
+        for held in (*versions[::-1], 0):  # one delta, chains of deltas, and the whole model
             header = holder.fetch(last, held)
             assert wire.base_of(header) == held
             assert len(header.packets) == (last - held if held else 1)
-        # What an encoding leaves out is owed, not lost.
+        # Errors of an encoding go into the residual and are not lost.
         moved = holder.held[last].parameters - holder.held[versions[0]].parameters
         assert np.dot(moved, wanted) / np.dot(wanted, wanted) > {"packed": 0.3}.get(encoding, 0.95)
     for _ in control.follow_job(job_id, events):
         pass
 
 
-def test_buffers_travel_exactly_and_weigh_by_samples(server: Fleet, control: Control) -> None:
+def test_buffers_are_sent_exactly_and_averaged_by_samples(server: Fleet, control: Control) -> None:
     schema = schema_of(normed())
     sizes = schema.num_parameters, schema.num_buffers
     events = control.events()
@@ -130,16 +128,16 @@ def test_buffers_travel_exactly_and_weigh_by_samples(server: Fleet, control: Con
             if not last:
                 last = command.model_version
                 holder.fetch(last)
-            version = model_of(control, command.round)
+            version = published_version(control, command.round)
             header = holder.fetch(version, last)
             assert a.base_of(header) == last
             assert [packet.vector for packet in header.packets] == [pb.VECTOR_PARAMETERS, pb.VECTOR_BUFFERS]
             got = holder.held[version].buffers
             mean = (parts[1] + 3 * parts[3]) / 4
-            assert got[count] == 25 + number  # a whole number
+            assert got[count] == 25 + number  # rounded to an integer
             np.testing.assert_allclose(np.delete(got, count), np.delete(mean, count), rtol=1e-14)
             last = version
-        holder.fetch(last)  # whole, and the same bits
+        holder.fetch(last)  # the whole model has the same bits
     for _ in control.follow_job(job_id, events):
         pass
 
@@ -147,7 +145,7 @@ def test_buffers_travel_exactly_and_weigh_by_samples(server: Fleet, control: Con
 def push(
     client: WireClient, command: pb.TrainCmd, delta: NDArray[np.float32], buffers: NDArray[np.float64], samples: int
 ) -> None:
-    """Send parameters as a delta, and buffers as they are."""
+    """Push an update: parameters as a delta, buffers as values."""
     payloads = [payload_of(delta), encode_buffers(buffers)]
     packets = [
         pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32"),
@@ -159,14 +157,14 @@ def push(
     client.push(client.header(command, payload, packets=packets), payload)
 
 
-def test_real_clients_fetch_deltas_and_a_newcomer_the_model(tmp_path: Path) -> None:
+def test_real_clients_fetch_deltas_and_a_new_client_the_whole_model(tmp_path: Path) -> None:
     keys = {"model": "user_models:normed", "download_encoding": "uniform", "rounds": 3, "evaluate": False}
     fleet = Fleet(tmp_path, TRUSTED, [TRUSTED] * 3, env=HERE)
-    newcomer = fleet.clients.pop()
+    new_client = fleet.clients.pop()
     with fleet, Control(fleet.control) as control:
         first = bytes_to_clients(control, {**keys, "min_clients": 2})
-        newcomer.settings["server"] = fleet.listen
-        fleet.clients.append(newcomer)
+        new_client.settings["server"] = fleet.listen
+        fleet.clients.append(new_client)
         fleet.restart(2)
         second = bytes_to_clients(control, {**keys, "min_clients": 3})
     whole = 4 * schema_of(normed()).num_parameters
@@ -178,17 +176,13 @@ def test_real_clients_fetch_deltas_and_a_newcomer_the_model(tmp_path: Path) -> N
 
 
 def bytes_to_clients(control: Control, job: dict[str, Any]) -> list[dict[str, int]]:
-    """Run the job: what went to each client in each round."""
-    events = control.events()
-    job_id = control.start_job(job).job_id
-    for _ in control.follow_job(job_id, events):
-        pass
-    rounds = control.rounds(job_id=job_id)[::-1]
+    """Run the job; return the bytes that each client downloaded, by round."""
+    rounds = control.rounds(job_id=run_job(control, job).job_id)[::-1]
     assert [round_.phase for round_ in rounds] == ["published"] * len(rounds)
     return [{client.client_id: client.download_bytes for client in round_.clients} for round_ in rounds]
 
 
-def test_a_job_that_asks_for_whole_models_gets_them(server: Fleet, control: Control) -> None:
+def test_a_job_without_a_download_encoding_sends_whole_models(server: Fleet, control: Control) -> None:
     events = control.events()
     job_id = control.start_job(vector_job(model_args={"size": 77}, rounds=2)).job_id
     with WireClient(server.listen) as wire:

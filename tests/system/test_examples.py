@@ -1,4 +1,4 @@
-"""What the documentation shows is what happens."""
+"""The examples of the documentation work as it says."""
 
 import json
 import re
@@ -29,13 +29,13 @@ Program = Fork | subprocess.Popen[str]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file."""
+    """Start one fl-server for all tests of this file."""
     with Fleet(tmp_path_factory.mktemp("examples")) as fleet:
         yield fleet
 
 
 def run(module: str, *arguments: str | Path, cwd: Path, **variables: str) -> Fork:
-    """A program, as its documentation says, with its output in a pipe."""
+    """Start a program as its documentation says, with its output in a pipe."""
     path = [str(ROOT / name) for name in ("docs/examples", "server", "client", "common", "protos")]
     env = {"PYTHONPATH": ":".join(path), "PATH": "/usr/bin:/bin", **variables}
     words = [str(argument) for argument in arguments]
@@ -43,8 +43,8 @@ def run(module: str, *arguments: str | Path, cwd: Path, **variables: str) -> For
 
 
 @pytest.fixture
-def three_ways_in(server: Fleet, tmp_path: Path) -> Iterator[dict[str, Program]]:
-    """A client for each example, as docs/clients.md starts it but for the server's port."""
+def example_clients(server: Fleet, tmp_path: Path) -> Iterator[dict[str, Program]]:
+    """Start a client for each example as docs/clients.md says, but with our server's port."""
     commands: dict[str, tuple[str, *tuple[str | Path, ...]]] = {
         "ward-7": ("fedring.client.main", EXAMPLES / "declared.toml", f"server={server.listen}"),
         "ward-8": ("fedring.client.main", EXAMPLES / "trainer.toml", f"server={server.listen}"),
@@ -63,7 +63,7 @@ def three_ways_in(server: Fleet, tmp_path: Path) -> Iterator[dict[str, Program]]
         yield processes | {"own-loop": loop}
 
 
-def test_each_way_in_takes_part_in_a_round(control: Control, three_ways_in: dict[str, Program]) -> None:
+def test_each_example_of_a_client_takes_part_in_a_round(control: Control, example_clients: dict[str, Program]) -> None:
     events = control.events()
     job_id = control.start_round({"min_clients": 3, "rounds": 1}).job_id
     for _ in control.follow_job(job_id, events):
@@ -76,14 +76,14 @@ def test_each_way_in_takes_part_in_a_round(control: Control, three_ways_in: dict
         "ward-8": 718,
     }
     assert round_.eval_total == 360 + 180 + 180  # all test samples, and two halves
-    for name, process in three_ways_in.items():
+    for name, process in example_clients.items():
         process.terminate()
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, f"{name}:\n{output}"
 
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem in CHECKS], ids=lambda path: path.stem)
-def test_a_configuration_that_is_shipped_can_be_used(path: Path, tmp_path: Path) -> None:
+def test_a_shipped_configuration_is_good(path: Path, tmp_path: Path) -> None:
     ports = ["listen=127.0.0.1:0", "control_listen=127.0.0.1:0"] if path.stem == "server" else []
     with run(CHECKS[path.stem], path, "--check-config", *ports, cwd=tmp_path) as check:
         output, _ = check.communicate(timeout=120)
@@ -91,7 +91,7 @@ def test_a_configuration_that_is_shipped_can_be_used(path: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem in JOBS], ids=lambda path: path.stem)
-def test_a_job_that_is_shipped_is_taken_as_it_is(path: Path, server: Fleet, control: Control, tmp_path: Path) -> None:
+def test_a_shipped_job_is_accepted(path: Path, server: Fleet, control: Control, tmp_path: Path) -> None:
     options = ["--no-wait", "--server", server.control, "--output", "json"]
     with run("fedring.ctl.main", "run", path, *options, cwd=tmp_path) as flctl:
         output, _ = flctl.communicate(timeout=120)
@@ -103,28 +103,28 @@ def test_a_job_that_is_shipped_is_taken_as_it_is(path: Path, server: Fleet, cont
 
 
 @pytest.mark.parametrize("page", ["federated", "data-parallel", "pipeline", "clients"])
-def test_the_example_of_a_page_can_be_typed(page: str, tmp_path: Path) -> None:
-    """As the page says, but for the ports, in a folder of its own."""
+def test_the_commands_of_a_page_work(page: str, tmp_path: Path) -> None:
+    """Run the commands of the page in a new folder, with free ports."""
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
     block = next(text for _, text in Page(ROOT / "docs" / f"{page}.md").blocks if "fl-server" in text)
-    assert json.loads(typed(block, tmp_path))["accuracy"] > 0.9
+    assert json.loads(run_commands(block, tmp_path))["accuracy"] > 0.9
 
 
-def test_the_recipe_for_two_machines_can_be_typed(tmp_path: Path) -> None:
-    """On one machine, which has both names, and both folders in one."""
+def test_the_commands_for_two_machines_work(tmp_path: Path) -> None:
+    """Run them on one machine, in one folder."""
     recipe = Page(ROOT / "docs" / "security.md").text.partition("## Two machines")[2]
     blocks = re.findall(r"^```sh\n(.*?)^```$", recipe, re.MULTILINE | re.DOTALL)
     shell = "\n".join(blocks).replace("fl.example.org", "localhost")
-    for name in ("ca.crt", "hospital-a.crt", "hospital-a.key"):  # as scp has it
+    for name in ("ca.crt", "hospital-a.crt", "hospital-a.key"):  # as scp does
         (tmp_path / name).symlink_to(tmp_path / "pki" / name)
     for name, text in written(shell).items():
         (tmp_path / name).write_text(text)
-    events = [json.loads(line) for line in typed(shell, tmp_path).splitlines()]
+    events = [json.loads(line) for line in run_commands(shell, tmp_path).splitlines()]
     assert "round_published" in [event["kind"] for event in events]
 
 
-def typed(shell: str, cwd: Path) -> str:
-    """What the last flctl prints, after all commands were typed, each daemon in a terminal of its own."""
+def run_commands(shell: str, cwd: Path) -> str:
+    """Run all commands, each daemon as in a terminal of its own; return the output of the last flctl."""
     variables = {"FEDRING_SERVER_LISTEN": "127.0.0.1:0", "FEDRING_SERVER_CONTROL_LISTEN": "127.0.0.1:0"}
     variables |= {"FEDRING_CLIENT_PEER_LISTEN": "127.0.0.1:0", "FLCTL_OUTPUT": "json"} | PATIENT | exported(shell)
     output = ""
@@ -143,16 +143,16 @@ def typed(shell: str, cwd: Path) -> str:
 
 
 def first_object(process: Fork) -> str:
-    """What a server prints when it serves, among the lines of its log."""
+    """Return the JSON object that a server prints when it serves, from among the lines of its log."""
     assert process.stdout is not None
     return next(line.decode() for line in process.stdout if line.startswith(b'{"listen"'))
 
 
-def test_every_configuration_that_is_shipped_is_tested() -> None:
+def test_every_shipped_configuration_is_tested() -> None:
     assert {path.stem for path in CONFIGS} == {*CHECKS, *JOBS}
 
 
-def test_the_pages_show_the_examples_that_are_there() -> None:
+def test_the_pages_name_every_example() -> None:
     page = (ROOT / "docs" / "clients.md").read_text()
     declared = (EXAMPLES / "declared.toml").read_text().partition("\n")[2]
     assert declared in page

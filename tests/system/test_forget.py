@@ -1,4 +1,4 @@
-"""flctl clients forget, against a real fl-server."""
+"""flctl clients forget, with a real fl-server."""
 
 import json
 from pathlib import Path
@@ -17,19 +17,19 @@ SECONDS = 60.0
 
 
 def flctl(server: Fleet, *words: str) -> tuple[int, str, str]:
-    """The exit code, the data and the words for people of `flctl clients`."""
+    """Run `flctl clients`; return its exit code, stdout and stderr."""
     done = forks.run("fedring.ctl.main", "clients", *words, "--server", server.control, timeout=SECONDS)
     return done.returncode, done.stdout, done.stderr
 
 
 def rows_of(server: Fleet, client: str) -> dict[str, int]:
-    """How many rows of each table are of the client."""
+    """Return how many rows of each table belong to the client."""
     state, tables = Path(server.server.settings["state_dir"]), ("clients", "updates", "evaluations")
     query = "SELECT count(*) FROM {} WHERE client_id = ?"
     return {name: int(str(ask(state, query.format(name), client)[0][0])) for name in tables}
 
 
-def gone(control: Control, client: str) -> None:
+def wait_until_away(control: Control, client: str) -> None:
     """Return when the server knows that the client is away."""
     until(lambda: all(each.state == "away" for each in control.clients() if each.client_id == client))
 
@@ -41,7 +41,7 @@ def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp_path:
         with WireClient(server.listen, "b") as b:
             with WireClient(server.listen, "a") as a:
                 until_watching(control, 2)
-                for _ in range(2):  # of which the first one is not kept
+                for _ in range(2):  # the server keeps the updates of the second round only
                     job_id, events = run(control, min_clients=2)
                     deliver(a)
                     deliver(b)
@@ -54,7 +54,7 @@ def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp_path:
                     "",
                     "flctl: a is in session: stop its fl-client first\n",
                 )
-            gone(control, "a")
+            wait_until_away(control, "a")
             code, out, err = flctl(server, *forget)
             assert (code, out) == (Exit.FAILED, "")
             assert err == "flctl: an update of a is in round 3: wait until the round has ended\n"

@@ -1,4 +1,4 @@
-"""What a server remembers of a large fleet can be asked for."""
+"""The history of a large fleet can be listed."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.fleets import Control, Fleet
 CLIENTS, ROUNDS = 1000, 60
 
 
-def test_many_rounds_of_many_clients_are_listed_though_no_message_holds_them(tmp_path: Path) -> None:
+def test_many_rounds_of_many_clients_are_listed_in_several_messages(tmp_path: Path) -> None:
     state = tmp_path / "state" / "server"
     state.mkdir(parents=True)
     names = [f"hospital-{number:04}.example.org" for number in range(CLIENTS)]
@@ -25,7 +25,7 @@ def test_many_rounds_of_many_clients_are_listed_though_no_message_holds_them(tmp
     with Fleet(tmp_path) as fleet, Control(fleet.control) as control:
         rounds = control.rounds()
         assert [round_.round for round_ in rounds] == list(range(ROUNDS, 0, -1))
-        assert sum(round_.ByteSize() for round_ in rounds) > 4 << 20  # of which gRPC lets no message be
+        assert sum(round_.ByteSize() for round_ in rounds) > 4 << 20  # more than gRPC allows in one message
         assert [len(round_.clients) for round_ in rounds] == [CLIENTS] * ROUNDS
         assert [round_.round for round_ in control.rounds(limit=25)] == list(range(ROUNDS, ROUNDS - 25, -1))
         assert [round_.round for round_ in control.rounds(number=7)] == [7]

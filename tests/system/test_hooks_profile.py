@@ -11,7 +11,7 @@ def flctl(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return forks.run("fedring.ctl.main", "profile", "--dataset", "digits", *arguments, timeout=240)
 
 
-def test_a_profile_has_figures_of_every_hook_a_verdict_and_a_plot(tmp_path: Path) -> None:
+def test_a_profile_has_figures_of_every_hook_a_recommendation_and_a_plot(tmp_path: Path) -> None:
     done = flctl("--hooks", "none,int8,topk(ratio=0.02)", "--steps", "10", "--out", str(tmp_path), "--output", "json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -27,7 +27,7 @@ def test_a_profile_has_figures_of_every_hook_a_verdict_and_a_plot(tmp_path: Path
     assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_worker_that_fails_ends_the_others_and_its_error_is_shown(tmp_path: Path) -> None:
+def test_a_worker_that_fails_ends_the_profile_with_its_error(tmp_path: Path) -> None:
     done = flctl("--model", "fedring.train.models:none_such", "--out", str(tmp_path))
     assert done.returncode == 1
     assert "none_such" in done.stderr

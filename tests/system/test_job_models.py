@@ -1,4 +1,4 @@
-"""What becomes of the models of jobs on a real fl-server: their line, their optimizer, their evaluation, their end."""
+"""The models of jobs on a real fl-server: how versions follow each other, momentum, evaluation, and pruning."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +20,10 @@ from tests.system.wire import (
     Refused,
     WireClient,
     deliver,
-    model_of,
     outcome,
     parameters,
     payload_of,
+    published_version,
     run,
     vector_job,
 )
@@ -37,13 +37,13 @@ Clients = Callable[..., list[WireClient]]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file."""
+    """Start one fl-server for all tests of this file."""
     job = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "min_clients": 1, "evaluate": False}
     with Fleet(tmp_path_factory.mktemp("models"), {"keep_models": KEPT, "job": job}) as fleet:
         yield fleet
 
 
-def test_a_job_with_another_model_begins_a_new_line(control: Control, clients: Clients) -> None:
+def test_a_job_with_another_model_starts_from_a_new_model(control: Control, clients: Clients) -> None:
     (client,) = clients()
     job_id, events = run(control)
     command = deliver(client)
@@ -72,19 +72,17 @@ def test_only_the_newest_models_are_kept(control: Control, clients: Clients) -> 
     with pytest.raises(Refused, match="unknown_model"):
         client.fetch(versions[-1] - 1)
     rounds = control.rounds(job_id=job_id)
-    assert len(rounds) == KEPT + 2  # what happened is not forgotten
+    assert len(rounds) == KEPT + 2  # the history of rounds is kept
 
 
-def test_momentum_is_that_of_the_formula_and_survives_a_restart(
-    server: Fleet, control: Control, clients: Clients
-) -> None:
+def test_momentum_follows_its_formula_and_survives_a_restart(server: Fleet, control: Control, clients: Clients) -> None:
     (client,) = clients()
     ends = []
     for size, restart in ((SIZE + 1, False), (SIZE + 2, True)):
         job_id, events = run(control, model_args={"size": size}, **MOMENTUM)
         velocity = expected = np.float32(0)
         for number, step in enumerate(STEPS):
-            version = model_of(control, deliver(client, np.full(size, step, np.float32)).round)
+            version = published_version(control, deliver(client, np.full(size, step, np.float32)).round)
             velocity = np.float32(0.9) * velocity + np.float32(step)
             expected = expected + velocity
             np.testing.assert_allclose(parameters(client, version), np.full(size, expected), rtol=1e-6)
@@ -97,11 +95,11 @@ def test_momentum_is_that_of_the_formula_and_survives_a_restart(
     assert ends[0] == ends[1]
 
 
-def test_the_server_counts_on_its_own_test_set(control: Control, clients: Clients) -> None:
+def test_the_server_evaluates_on_its_own_test_set(control: Control, clients: Clients) -> None:
     (client,) = clients()
     events = control.events()
     keys = {"model": "fedring.train.models:digits_mlp", "evaluate_on_server": True, "seed": 5}
-    job_id = control.start_job(keys).job_id  # the default model's arguments are not for this one
+    job_id = control.start_job(keys).job_id  # without the arguments of the default model
     command: fed.TrainCmd = client.expect("train")
     payload = payload_of(np.zeros(4810, np.float32))
     client.push(client.header(command, payload), payload)
@@ -114,7 +112,7 @@ def test_the_server_counts_on_its_own_test_set(control: Control, clients: Client
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "state dict"])
-def test_given_weights_are_the_first_model_of_an_empty_store_only(tmp_path: Path, kind: str) -> None:
+def test_init_path_is_used_for_the_first_model_of_an_empty_state_only(tmp_path: Path, kind: str) -> None:
     given, other = vector(SIZE), vector(SIZE)
     torch.nn.init.constant_(given.get_parameter("values"), 3.0)
     path = tmp_path / "init"
@@ -124,7 +122,7 @@ def test_given_weights_are_the_first_model_of_an_empty_store_only(tmp_path: Path
         with WireClient(fleet.listen) as client:
             command = deliver(client)
             np.testing.assert_array_equal(parameters(client, command.model_version), 3 * ONES)
-            model_of(control, command.round)
+            published_version(control, command.round)
         save_file(other.state_dict(), path)
         fleet.restart_server()
         with WireClient(fleet.listen) as client:

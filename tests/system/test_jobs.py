@@ -18,7 +18,7 @@ from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed
 from tests.fleets import Control, Fleet
-from tests.system.wire import SIZE, WireClient, deliver, drawn, outcome, payload_of, run, stop_jobs, vector_job
+from tests.system.wire import SIZE, WireClient, deliver, next_commands, outcome, payload_of, run, vector_job
 
 ONES = np.ones(SIZE, np.float32)
 DEFAULTS = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "encoding": "fp32", "epochs": 3}
@@ -27,25 +27,17 @@ Clients = Callable[..., list[WireClient]]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file."""
+    """Start one fl-server for all tests of this file."""
     job = {**DEFAULTS, "min_clients": 1, "evaluate": False, "lr": 0.25}
     with Fleet(tmp_path_factory.mktemp("jobs"), {"job": job}) as fleet:
         yield fleet
 
 
-@pytest.fixture
-def control(server: Fleet) -> Iterator[Control]:
-    """flctl's connection; at the end no job is left."""
-    with Control(server.control) as control:
-        yield control
-        stop_jobs(control)
-
-
 class TestQueue:
     def test_a_second_job_runs_after_the_first(self, control: Control, clients: Clients) -> None:
         (client,) = clients()
-        first, told = run(control, rounds=2)
-        assert any(event.kind == "job_started" for event in told)
+        first, first_events = run(control, rounds=2)
+        assert any(event.kind == "job_started" for event in first_events)
         second, events = run(control, name="later")
         assert (control.job(second).state, control.status().jobs_queued) == ("queued", 1)
         commands = [deliver(client) for _ in range(3)]
@@ -55,7 +47,7 @@ class TestQueue:
         assert control.job(first).rounds_done == 2
         assert control.status().jobs_queued == 0
 
-    def test_a_round_takes_the_servers_defaults_and_what_is_set_over_them(
+    def test_a_round_uses_the_servers_defaults_and_the_overrides_of_its_command(
         self, control: Control, clients: Clients
     ) -> None:
         (client,) = clients()
@@ -65,7 +57,7 @@ class TestQueue:
         assert (command.epochs, command.lr, command.momentum, command.job.rounds) == (3, 0.25, 0.5, 1)
         assert outcome(control, job_id, control.follow_job(job_id, events)).state == "completed"
 
-    def test_a_job_may_set_some_keys_of_a_default_table(self, control: Control, clients: Clients) -> None:
+    def test_a_job_may_override_some_keys_of_a_default_table(self, control: Control, clients: Clients) -> None:
         (client,) = clients()
         _, events = run(control, model_args={"size": 5})
         command = client.expect("train")
@@ -73,7 +65,7 @@ class TestQueue:
         control.stop_job()
         assert [event.kind for event in events][-1] == "job_ended"
 
-    def test_the_same_key_starts_nothing_twice(self, control: Control) -> None:
+    def test_the_same_idempotency_key_starts_a_job_once(self, control: Control) -> None:
         first = control.start_job(vector_job(), key="once")
         again = control.start_job(vector_job(), key="once")
         assert (first.already, again.already) == (False, True)
@@ -81,7 +73,7 @@ class TestQueue:
         round_ = control.start_round({}, key="twice")
         assert control.start_round({}, key="twice").job_id == round_.job_id
 
-    def test_the_key_of_another_job_is_refused(self, server: Fleet, control: Control) -> None:
+    def test_an_idempotency_key_of_another_job_is_refused(self, server: Fleet, control: Control) -> None:
         first = control.start_job(vector_job(), key="mine").job_id
         with pytest.raises(Failure, match=f"the key 'mine' belongs to job {first}, another one") as refused:
             control.start_job(vector_job(rounds=4), key="mine")
@@ -96,7 +88,7 @@ class TestQueue:
         assert (error.code(), reason_of(error)) == (grpc.StatusCode.ALREADY_EXISTS, "other_job")
         assert [job.job_id for job in control.jobs() if job.job_id >= first] == [first]
 
-    def test_a_key_lives_on_when_the_server_restarts(self, tmp_path: Path) -> None:
+    def test_an_idempotency_key_is_known_after_a_restart(self, tmp_path: Path) -> None:
         with Fleet(tmp_path, {"job": DEFAULTS}) as fleet, Control(fleet.control) as control:
             optimizer = {"name": "Adam", "args": {"lr": 1}}
             first = control.start_job({"rounds": 3, "server_optimizer": optimizer}, key="kept")
@@ -141,7 +133,7 @@ class TestStop:
         assert outcome(control, first, events).state == "completed"
         assert control.rounds(job_id=queued) == []
 
-    def test_what_does_not_run_cannot_be_stopped(self, control: Control) -> None:
+    def test_stopping_a_job_or_round_that_does_not_run_is_refused(self, control: Control) -> None:
         with pytest.raises(Failure, match="no job is running") as nothing:
             control.stop_job()
         with pytest.raises(Failure, match="no round is in progress"):
@@ -226,23 +218,23 @@ class TestBadJobs:
                 assert (error.code(), reason_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "bad_job")
                 assert error.details() == sentence
 
-    def test_the_longest_key_is_kept_whole(self, control: Control) -> None:
+    def test_the_longest_idempotency_key_is_not_truncated(self, control: Control) -> None:
         first, second = (control.start_job(vector_job(), key="k" * 127 + letter) for letter in "ab")
         assert first.job_id != second.job_id
 
-    def test_long_jobs_do_not_keep_a_list_from_its_reader(self, control: Control) -> None:
+    def test_a_list_of_long_jobs_is_shortened(self, control: Control) -> None:
         long = {"size": SIZE, "note": "x" * 60_000}
         started = [control.start_job(vector_job(model_args=long)).job_id for _ in range(30)]
         listed = [job.job_id for job in control.jobs(limit=1000)]
         assert listed == sorted(started, reverse=True)[: len(listed)]
-        assert 8 < len(listed) < 30  # jobs that have failed already are longer, by their reasons
+        assert 8 < len(listed) < 30  # jobs that have failed already also have a long reason
         assert control.job(started[0]).job_id == started[0]
         assert (
             list(control.follow_job(started[-1]))[-1].kind == "job_ended"
-        )  # all have failed: there is no such argument
+        )  # all jobs fail, as the model has no such argument
 
     @pytest.mark.parametrize("state", ["queued", "running"])
-    def test_a_job_of_an_older_server_that_is_refused_now_fails_in_peace(self, tmp_path: Path, state: str) -> None:
+    def test_a_stored_job_that_is_not_valid_any_more_fails_with_a_reason(self, tmp_path: Path, state: str) -> None:
         spec = {**vector_job(), "seed": 2**63, "min_clients": 10**20, "name": "a\0b", "model_args": {"a": [10**30]}}
         with Fleet(tmp_path, {"job": DEFAULTS}) as fleet:
             store = SqlStore(f"sqlite:///{tmp_path / 'state' / 'server' / 'facts.sqlite'}")
@@ -288,10 +280,10 @@ class TestRounds:
     def test_a_barrier_that_stays_closed_abandons_the_round(self, control: Control, clients: Clients) -> None:
         clients()
         job_id, events = run(control, min_clients=2, barrier_timeout_seconds=0.3, max_abandoned=2, rounds=5)
-        told = [event for event in events if event.kind.startswith("round_")]
+        round_events = [event for event in events if event.kind.startswith("round_")]
         first, second = (round_.round for round_ in reversed(control.rounds(job_id=job_id)))
         readiness = "ready=1/2 (min=2, barrier matched)"
-        assert [event.text for event in told] == [
+        assert [event.text for event in round_events] == [
             f"round {first} waits for clients: {readiness}",
             f"round {first} was abandoned: barrier_timeout: {readiness}",
             f"round {second} waits for clients: {readiness}",
@@ -303,7 +295,7 @@ class TestRounds:
         rounds = control.rounds(job_id=job_id)
         assert [(round_.phase, round_.reason) for round_ in rounds] == [("abandoned", "barrier_timeout")] * 2
 
-    def test_too_few_results_make_no_model(self, control: Control, clients: Clients) -> None:
+    def test_a_round_with_too_few_updates_publishes_no_model(self, control: Control, clients: Clients) -> None:
         a, b = clients("a", "b")
         job_id, events = run(control, min_clients=2, min_clients_to_aggregate=2)
         before = control.status().model_version
@@ -314,9 +306,11 @@ class TestRounds:
         assert reason == "too_few_clients: b could not train: no_data: the folder is gone"
         (round_,) = control.rounds(job_id=job_id)
         assert (round_.delivered, list(round_.missing), round_.model_version) == (1, ["b"], 0)
-        assert control.status().model_version in (before, before + 1)  # a first one, if there was none
+        assert control.status().model_version in (before, before + 1)  # +1 if the job has published the first model
 
-    def test_a_deadline_closes_the_round_with_what_is_there(self, control: Control, clients: Clients) -> None:
+    def test_a_round_ends_at_its_deadline_with_the_updates_that_it_has(
+        self, control: Control, clients: Clients
+    ) -> None:
         a, b = clients("a", "b")
         job_id, events = run(control, min_clients=2, deadline_seconds=10.0)
         deliver(a)
@@ -324,17 +318,17 @@ class TestRounds:
         assert outcome(control, job_id, events).state == "completed"
         (round_,) = control.rounds(job_id=job_id)
         assert (round_.delivered, list(round_.missing)) == (1, ["b"])
-        assert 10 <= round_.seconds < 60  # which the usual one is
+        assert 10 <= round_.seconds < 60  # the default deadline
 
     @pytest.mark.parametrize("keys", [{"sample_clients": 2}, {"sample_ratio": 0.4}])
-    def test_as_many_clients_are_drawn_as_wanted(
+    def test_a_round_samples_as_many_clients_as_configured(
         self, control: Control, clients: Clients, keys: dict[str, Any]
     ) -> None:
         several = clients("a", "b", "c", "d")
         job_id, events = run(control, min_clients=4, rounds=6, **keys)
         groups = []
         for _ in range(6):
-            commands = drawn(several, 2)
+            commands = next_commands(several, 2)
             assert len({command.round for command in commands.values()}) == 1
             groups.append(frozenset(commands))
             for client in several:
@@ -342,16 +336,16 @@ class TestRounds:
                     client.push(client.header(command, payload_of(ONES)), payload_of(ONES))
         assert outcome(control, job_id, events).state == "completed"
         assert [round_.selected for round_ in control.rounds(job_id=job_id)] == [2] * 6
-        assert len(set(groups)) > 1  # not always the same ones
+        assert len(set(groups)) > 1  # not the same clients each time
 
 
 class TestEvents:
-    def test_a_watcher_sees_all_of_a_job_in_order_also_afterwards(self, control: Control, clients: Clients) -> None:
+    def test_a_watcher_gets_all_events_of_a_job_in_order_even_later(self, control: Control, clients: Clients) -> None:
         (client,) = clients()
         job_id, events = run(control, rounds=2)
         for _ in range(2):
             deliver(client)
-        # Not "client_joined", which may fall anywhere, nor that a round waits for a client that is not ready yet.
+        # "client_joined" may come at any time, and "round_waits" depends on when clients are ready.
         seen = [event for event in events if event.job_id and event.kind != "round_waits"]
         a_round = ["round_started", "update_accepted", "round_published", "round_evaluated"]
         assert [event.kind for event in seen] == ["job_started", *a_round, *a_round, "job_ended"]
@@ -362,7 +356,7 @@ class TestEvents:
             later = control.follow_job(job_id, control.events(after=ids[place]))
             assert [event for event in later if event.job_id and event.kind != "round_waits"] == seen[place + 1 :]
 
-    def test_an_event_of_a_round_carries_the_round(self, control: Control, clients: Clients) -> None:
+    def test_an_event_of_a_round_contains_the_state_of_the_round(self, control: Control, clients: Clients) -> None:
         (client,) = clients()
         _, events = run(control)
         deliver(client)

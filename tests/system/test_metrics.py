@@ -1,4 +1,4 @@
-"""What real daemons tell Prometheus after known jobs: every count is what it must be."""
+"""The metrics of real daemons after known jobs: every count is right."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -33,16 +33,18 @@ PAYLOAD = len(payload_of(ONES))
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Fleet]:
+    """Start an fl-server that serves metrics."""
     with Fleet(tmp_path, {"metrics_listen": ANY_PORT}) as fleet:
         yield fleet
 
 
 @pytest.fixture
 def address(server: Fleet) -> str:
+    """Return the address of its metrics."""
     return server.ready["metrics"]
 
 
-def test_a_job_is_counted_round_by_round(
+def test_the_metrics_count_a_jobs_rounds_and_updates(
     server: Fleet, address: str, control: Control, clients: Callable[..., list[WireClient]]
 ) -> None:
     before = Page(address)
@@ -82,7 +84,7 @@ def test_a_job_is_counted_round_by_round(
     assert eventually(address, lambda page: page("fl_server_event_loop_lag_seconds_count") > 0)
 
 
-def test_refusals_are_counted_by_their_reasons_and_stopped_rounds_as_abandoned(
+def test_the_metrics_count_refusals_by_reason_and_stopped_rounds_as_abandoned(
     server: Fleet, address: str, control: Control, clients: Callable[..., list[WireClient]]
 ) -> None:
     client, _ = clients("hospital-a", "hospital-b")
@@ -112,12 +114,12 @@ def test_refusals_are_counted_by_their_reasons_and_stopped_rounds_as_abandoned(
     assert page.by("grpc_code", "grpc_server_handled_total", grpc_method=PUSH) == codes
     assert page.by("result", "fl_server_rounds_total") == {"abandoned": 1}
     assert page("fl_server_round_duration_seconds_count") == 0
-    assert "hospital" not in page.text  # no label grows with the fleet
+    assert "hospital" not in page.text  # no label may depend on the number of clients
 
 
-def test_both_daemons_pages_are_clean_and_agree_after_real_jobs(tmp_path: Path) -> None:
-    told = {"metrics_listen": ANY_PORT}
-    with Fleet(tmp_path, told, [told, told]) as fleet, Control(fleet.control) as control:
+def test_the_metrics_of_both_daemons_are_valid_and_agree_after_real_jobs(tmp_path: Path) -> None:
+    settings = {"metrics_listen": ANY_PORT}
+    with Fleet(tmp_path, settings, [settings, settings]) as fleet, Control(fleet.control) as control:
         for spec in (FEDERATED, PARALLEL):
             events = control.events()
             job_id = control.start_job(spec).job_id
@@ -128,9 +130,9 @@ def test_both_daemons_pages_are_clean_and_agree_after_real_jobs(tmp_path: Path) 
         ]
         server = Page(fleet.ready["metrics"])
         for page in (server, *pages):
-            said = promtool("check", "metrics", given=page.text)
-            assert (said.returncode, said.stdout) == (0, "")
-            assert "client-0" not in page.text  # no label grows with the fleet
+            check = promtool("check", "metrics", given=page.text)
+            assert (check.returncode, check.stdout) == (0, "")
+            assert "client-0" not in page.text  # no label may depend on the number of clients
 
     assert server.by("result", "fl_server_rounds_total") == {"published": 5}
     assert server.by("result", "fl_server_updates_total") == {"accepted": 3 * 2 + 2}
@@ -159,9 +161,9 @@ def test_both_daemons_pages_are_clean_and_agree_after_real_jobs(tmp_path: Path) 
         assert page.by("grpc_code", "grpc_client_handled_total", grpc_method="TrainCmdService/Join") == {"OK": 1}
 
 
-def test_a_server_that_comes_back_is_a_reconnect(tmp_path: Path) -> None:
-    told = {"metrics_listen": ANY_PORT}
-    with Fleet(tmp_path, told, [told]) as fleet, Control(fleet.control) as control:
+def test_a_client_counts_a_reconnect_after_a_restart_of_the_server(tmp_path: Path) -> None:
+    settings = {"metrics_listen": ANY_PORT}
+    with Fleet(tmp_path, settings, [settings]) as fleet, Control(fleet.control) as control:
         until_watching(control, 1)
         address = address_of(fleet.clients[0])
         assert Page(address)("fl_client_reconnects_total") == 0
@@ -170,11 +172,13 @@ def test_a_server_that_comes_back_is_a_reconnect(tmp_path: Path) -> None:
         assert page.by("grpc_code", "grpc_client_handled_total", grpc_method="TrainCmdService/Watch")
 
 
-def test_refused_callers_are_counted_and_certificates_dated(tmp_path: Path) -> None:
+def test_the_metrics_count_refused_callers_and_show_when_certificates_expire(tmp_path: Path) -> None:
     pki = Pki(tmp_path / "pki")
     pki.issue("client-0")
-    mine, told = pki.tls("client-0"), {"metrics_listen": ANY_PORT}
-    with Fleet(tmp_path, {**told, "tls": pki.table("server")}, [{**told, "tls": pki.table("client-0")}]) as fleet:
+    mine, settings = pki.tls("client-0"), {"metrics_listen": ANY_PORT}
+    with Fleet(
+        tmp_path, {**settings, "tls": pki.table("server")}, [{**settings, "tls": pki.table("client-0")}]
+    ) as fleet:
         with Control(fleet.control, channel=open_sync_channel(fleet.control, mine)) as control:
             for _ in range(2):
                 with pytest.raises(Failure, match="no operator"):
@@ -189,8 +193,8 @@ def test_refused_callers_are_counted_and_certificates_dated(tmp_path: Path) -> N
     assert page.by("reason", "fl_server_auth_refusals_total") == {"not_operator": 2}
     assert page.by("grpc_code", "grpc_server_handled_total", grpc_method=STATUS) == {"PERMISSION_DENIED": 2}
     assert page("fl_server_handshakes_total") > page("fl_server_connections_total") > 0
-    for daemon, told_by in (("server", page), ("client", client)):
-        assert told_by(f"fl_{daemon}_certificate_expiry_timestamp_seconds") > time.time()
+    for daemon, exposed in (("server", page), ("client", client)):
+        assert exposed(f"fl_{daemon}_certificate_expiry_timestamp_seconds") > time.time()
 
 
 def test_a_daemon_whose_address_is_taken_does_not_start(server: Fleet, address: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Offers of updates, byte by byte: what names one, what damage to it does, and what nobody may offer."""
+"""Offers of updates, byte by byte: their names, damage to them, and hostile ones."""
 
 import hashlib
 import os
@@ -20,18 +20,17 @@ from fedring.v1 import federation_pb2 as pb
 from tests.conftest import REPEATED
 from tests.damage import ask
 from tests.fleets import Control, Fleet
-from tests.lines import flipped
+from tests.proxy import flip_bits
 from tests.system.wire import (
     SECONDS,
     SIZE,
     Refused,
     WireClient,
-    model_of,
     offer_of,
     parameters,
     payload_of,
+    published_version,
     run,
-    stop_jobs,
 )
 
 SEED = int(os.environ.get("FL_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
@@ -41,39 +40,25 @@ WAYS = ("PushUpdate", "PushSmallUpdates")
 
 MISMATCH = (StatusCode.DATA_LOSS, "digest_mismatch")
 ON_THE_WAY = {MISMATCH, (StatusCode.INVALID_ARGUMENT, "bad_request"), (StatusCode.INVALID_ARGUMENT, "bad_chunk")}
-"""How an update is refused that was damaged on its way."""
+"""How a damaged update is refused, depending on the place of the damage."""
 
 UNKNOWN = 1000 << 3  # the tag of a field that no message has
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file: whatever is offered, it lives."""
+    """Start one fl-server for all tests of this file, which must survive all offers."""
     with Fleet(tmp_path_factory.mktemp("offers"), {"keep_update_rounds": 100}) as fleet:
         yield fleet
 
 
-@pytest.fixture
-def control(server: Fleet) -> Iterator[Control]:
-    """flctl's connection; at the end no job is left."""
-    with Control(server.control) as control:
-        yield control
-        stop_jobs(control)
-
-
-@pytest.fixture
-def wire(server: Fleet) -> Iterator[WireClient]:
-    with WireClient(server.listen) as client:
-        yield client
-
-
 def named(header: bytes, digest: str = name_of(PAYLOAD)) -> pb.UpdateOffer:
-    """An offer of these very bytes, as who wrote them would make it."""
+    """Return a valid offer of these header bytes and this payload digest."""
     return pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
 
 
 def push(wire: WireClient, way: str, offer: pb.UpdateOffer) -> pb.Accepted:
-    """Offer the payload; the answer."""
+    """Push PAYLOAD with this offer and this call; return the answer."""
     if way == "PushSmallUpdates":
         return wire.push_small(offer, PAYLOAD)
     reply = wire.push(offer, PAYLOAD)
@@ -82,19 +67,19 @@ def push(wire: WireClient, way: str, offer: pb.UpdateOffer) -> pb.Accepted:
 
 
 def refusal(wire: WireClient, way: str, offer: pb.UpdateOffer) -> Refused:
-    """How the offer is refused."""
+    """Push with this offer, which must be refused; return the error."""
     with pytest.raises(Refused) as refused:
         push(wire, way, offer)
     return refused.value
 
 
 def samples(server: Fleet, round_: int) -> list[tuple[object, ...]]:
-    """The numbers of samples of the updates that were accepted for the round."""
+    """Return the numbers of samples of the round's accepted updates."""
     return ask(server.directory / "state" / "server", "SELECT num_samples FROM updates WHERE round = ?", round_)
 
 
 def fields(message: bytes) -> Iterator[bytes]:
-    """The fields of a serialised message, in order; only of the wire types that headers have."""
+    """Yield the fields of a serialised message in order; it knows the wire types that headers have."""
     at = 0
     while at < len(message):
         start, (tag, at) = at, read_varint(message, at)
@@ -110,12 +95,12 @@ def fields(message: bytes) -> Iterator[bytes]:
 
 
 def longer(number: bytes) -> bytes:
-    """The same varint in two more bytes."""
+    """Return the same varint with two more bytes than it needs."""
     return number[:-1] + bytes([number[-1] | 0x80, 0x80, 0])
 
 
-def spellings(header: pb.UpdateHeader) -> dict[str, bytes]:
-    """Bytes that all say the same: headers as other writers of protobuf may write them."""
+def serialisations(header: pb.UpdateHeader) -> dict[str, bytes]:
+    """Return serialisations of the same header, as other implementations of protobuf may write it."""
     plain = header.SerializeToString(deterministic=True)
     parts = list(fields(plain))
     group = varint(UNKNOWN | 3) + varint(UNKNOWN | 4)
@@ -134,7 +119,7 @@ def spellings(header: pb.UpdateHeader) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_header_may_be_spelled_in_any_way_and_each_is_another_update(
+def test_a_header_may_be_serialised_in_any_way_and_each_is_another_update(
     server: Fleet, control: Control, wire: WireClient, way: str
 ) -> None:
     count = 8
@@ -143,12 +128,12 @@ def test_a_header_may_be_spelled_in_any_way_and_each_is_another_update(
         command = wire.expect("train")
         base = parameters(wire, command.model_version)
         header = wire.header(command, PAYLOAD, train_seconds=0, metrics={"a": 1.0, "b": 2.0, "c": 3.0})
-        offers = {name: named(sent) for name, sent in spellings(header).items()}
+        offers = {name: named(sent) for name, sent in serialisations(header).items()}
         assert len({offer.name for offer in offers.values()}) == count
         name = list(offers)[number]
         assert not push(wire, way, offers[name]).already, name
         np.testing.assert_array_equal(
-            parameters(wire, model_of(control, command.round)), base + np.arange(1, SIZE + 1, dtype=np.float32)
+            parameters(wire, published_version(control, command.round)), base + np.arange(1, SIZE + 1, dtype=np.float32)
         )
         assert samples(server, command.round) == [(10,)]
         for other, offer in offers.items():
@@ -178,7 +163,7 @@ def field(number: int, content: bytes) -> bytes:
 
 
 def sent(way: str, offer: pb.UpdateOffer) -> list[bytes]:
-    """The messages that carry the update, as they are on the wire."""
+    """Return the serialised messages that carry the update."""
     offered = field(3, offer.SerializeToString())
     if way == "PushSmallUpdates":
         return [offered + field(2, PAYLOAD)]
@@ -186,7 +171,7 @@ def sent(way: str, offer: pb.UpdateOffer) -> list[bytes]:
 
 
 def push_bytes(wire: WireClient, way: str, messages: list[bytes]) -> list[bytes]:
-    """Send these messages; the answers."""
+    """Send these serialised messages; return the answers."""
     call: Any = wire.channel.stream_stream(f"/fedring.v1.ClientUpdateService/{way}")
     try:
         return list(call(iter(messages), metadata=wire.metadata, timeout=SECONDS))
@@ -196,7 +181,7 @@ def push_bytes(wire: WireClient, way: str, messages: list[bytes]) -> list[bytes]
 
 @pytest.mark.parametrize("repeat", REPEATED)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_flipped_bit_is_noticed_wherever_it_is_and_the_honest_update_counts(
+def test_an_update_with_a_flipped_bit_is_refused_and_the_right_one_is_accepted(
     server: Fleet, control: Control, wire: WireClient, way: str, repeat: int
 ) -> None:
     print(f"FL_TEST_SEED={SEED}")
@@ -212,7 +197,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is_and_the_honest_update_counts(
     between = [place for place in range(len(whole)) if not any(place in part for part in parts.values())]
     for place in [place for part in parts.values() for place in rng.choices(part, k=FLIPS)] + between:
         bits = 1 << rng.randrange(8)
-        damaged = flipped(whole, place, bits)
+        damaged = flip_bits(whole, place, bits)
         with pytest.raises(Refused) as refused:
             push_bytes(wire, way, [damaged[:first], damaged[first:]][: len(messages)])
         is_text = place in parts[digest] or place in parts[name]
@@ -220,13 +205,13 @@ def test_a_flipped_bit_is_noticed_wherever_it_is_and_the_honest_update_counts(
         assert (refused.value.code, refused.value.reason) in expected, f"bits {bits} of byte {place}: {refused.value}"
     answer = pb.Accepted() if way == "PushSmallUpdates" else pb.UpdateReply(accepted=pb.Accepted())
     assert push_bytes(wire, way, messages)[-1] == answer.SerializeToString()
-    moved = parameters(wire, model_of(control, command.round))
+    moved = parameters(wire, published_version(control, command.round))
     np.testing.assert_array_equal(moved, base + np.arange(1, SIZE + 1, dtype=np.float32))
     assert samples(server, command.round) == [(10,)]
 
 
 def nested(depth: int) -> bytes:
-    """Groups that no message has, one in the other."""
+    """Return nested groups with an unknown tag."""
     return depth * varint(UNKNOWN | 3) + depth * varint(UNKNOWN | 4)
 
 
@@ -253,7 +238,7 @@ HOSTILE: dict[str, tuple[pb.UpdateOffer, tuple[StatusCode, str]]] = {
 }
 
 
-def test_what_nobody_may_offer_is_refused(server: Fleet, control: Control, wire: WireClient) -> None:
+def test_hostile_offers_are_refused(server: Fleet, control: Control, wire: WireClient) -> None:
     run(control)
     command = wire.expect("train")
     for way in WAYS:
@@ -264,26 +249,26 @@ def test_what_nobody_may_offer_is_refused(server: Fleet, control: Control, wire:
         with pytest.raises(Refused) as refused:
             push_bytes(wire, way, [nested(100_000)])
         assert refused.value.reason == "bad_request"
-    assert wire.ended.empty()  # its session goes on
+    assert wire.ended.empty()  # the session goes on
     assert not wire.push_small(offer_of(wire.header(command, PAYLOAD), PAYLOAD), PAYLOAD).already
-    assert model_of(control, command.round)
+    assert published_version(control, command.round)
 
 
 def test_refused_offers_take_no_memory(server: Fleet, control: Control, wire: WireClient) -> None:
     offer, _ = HOSTILE["one of almost 4 MiB"]
 
     def after(count: int) -> int:
-        """The server's memory in MiB."""
+        """Push so many refused offers; return the server's memory in MiB."""
         for _ in range(count):
             assert refusal(wire, "PushUpdate", offer).reason == "bad_header"
         pages = int(Path(f"/proc/{server.server.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") >> 20
 
     before = after(30)
-    assert after(150) - before < 120  # a third of them stayed before: 200 MiB
+    assert after(150) - before < 120  # an earlier version kept a third of them: 200 MiB
 
 
-def test_an_update_of_a_call_that_is_refused_ends_that_call_alone(server: Fleet, control: Control) -> None:
+def test_a_refused_update_ends_its_call_and_no_other(server: Fleet, control: Control) -> None:
     job_id, events = run(control, min_clients=2, rounds=2)
     with WireClient(server.listen, "a") as a, WireClient(server.listen, "b") as b:
         waiting: queue.Queue[pb.SmallUpdate | None] = queue.Queue()
@@ -291,11 +276,11 @@ def test_an_update_of_a_call_that_is_refused_ends_that_call_alone(server: Fleet,
         for _ in range(2):
             command, _ = a.expect("train"), b.expect("train")
             offer = offer_of(a.header(command, PAYLOAD), PAYLOAD)
-            good, bad = (pb.SmallUpdate(offer=offer, payload=payload) for payload in (PAYLOAD, flipped(PAYLOAD, 100)))
+            good, bad = (pb.SmallUpdate(offer=offer, payload=payload) for payload in (PAYLOAD, flip_bits(PAYLOAD, 100)))
             with pytest.raises(Refused, match="digest_mismatch"):
                 list(a.push_many_small([bad, good]))
             waiting.put(pb.SmallUpdate(offer=offer_of(b.header(command, PAYLOAD), PAYLOAD), payload=PAYLOAD))
-            assert not next(answers).already  # of the other client's call, which goes on
+            assert not next(answers).already  # the other client's call goes on
             assert a.ended.empty()
             assert not a.push_small(offer, PAYLOAD).already
         waiting.put(None)

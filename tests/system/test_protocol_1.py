@@ -1,7 +1,8 @@
-"""What a server and clients of protocol 1 left on their disks goes on with this version.
+"""The state folders of a server and clients of protocol 1 work with this version.
 
-tests/data/make_protocol_1.py says what is in the archive. All is read as an operator could: by flctl, in files, and in
-tables of the database. What the files of that time look like is spelled out here, so that no later change changes it.
+tests/data/make_protocol_1.py says what is in the archive. The tests read the folders as an operator could: with flctl,
+as files, and as tables of the database. This file describes the old file formats itself, so that later changes of the
+code do not change what is tested.
 """
 
 import hashlib
@@ -30,12 +31,12 @@ from tests.waiting import until
 
 ARCHIVE = ROOT / "tests" / "data" / "protocol-1.tar.xz"
 HIDDEN, PARAMETERS = 144, 10_810
-WHOLE = 4 * PARAMETERS  # bytes of a model as it is
+WHOLE = 4 * PARAMETERS  # bytes of a whole model
 MODELS = range(1, 5)
-OPEN, NEXT = 4, 5  # the round in progress, and the one after it
-JOB = 2  # of these two rounds
+OPEN, NEXT = 4, 5  # the open round, and the one after it
+JOB = 2  # the job of these two rounds
 KEPT: dict[str, Any] = {"keep_models": 100, "keep_update_rounds": 100}
-STILL: dict[str, Any] = {"trainer": "user_trainers:still"}  # so a client sends what it owes, and nothing else
+STILL: dict[str, Any] = {"trainer": "user_trainers:still"}  # with it, a client sends nothing but its residual
 CLIENTS = ("client-0", "client-1", "client-2")
 SECONDS = 60.0
 
@@ -44,7 +45,7 @@ Values = NDArray[np.float32]  # [PARAMETERS]
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """The folders of that time, as they were; their copies in `tmp_path`/state are those of a fleet in `tmp_path`."""
+    """Unpack the old folders; return them. `tmp_path`/state has copies for a fleet in `tmp_path`."""
     if not ARCHIVE.exists():
         missing("tests/data/protocol-1.tar.xz, which is only in the repository,")
     with tarfile.open(ARCHIVE) as archive:
@@ -53,27 +54,27 @@ def old(tmp_path: Path) -> Path:
     return tmp_path / "old"
 
 
-def test_a_server_of_this_version_adopts_the_state_as_it_is(old: Path, tmp_path: Path) -> None:
+def test_a_server_of_this_version_opens_the_old_state_without_changing_its_blobs(old: Path, tmp_path: Path) -> None:
     state = tmp_path / "state" / "server"
     with Fleet(tmp_path) as fleet, Control(fleet.control) as control:
         status = control.status()
         assert (status.job.job_id, status.job.state, status.job.rounds_done) == (JOB, "running", 0)
         assert (status.round.round, status.round.phase) == (OPEN, "training")
-        until(lambda: control.status().round.delivered == 2)  # the server listens before it goes on with the round
+        until(lambda: control.status().round.delivered == 2)  # the server listens before it resumes the round
         finished = control.job(1)
         assert (finished.state, finished.rounds_done) == ("completed", 3)
         assert {round_.round: round_.model_version for round_ in control.rounds()} == {1: 2, 2: 3, 3: 4, 4: 0}
-        told = flctl(fleet, "models", "list", "-o", "json")
+        listed = flctl(fleet, "models", "list", "-o", "json")
         for version in MODELS:
             ((digest,),) = ask(old / "backup", "SELECT digest FROM models WHERE version = ?", version)
-            assert str(digest) in told
+            assert str(digest) in listed
             check_model(fleet, old, version)
         fleet.server.send(signal.SIGTERM)
         assert fleet.server.wait(SECONDS) == 0
     assert blobs(state) == blobs(old / "server")
 
 
-def test_what_was_named_by_sha_256_is_still_checked_by_it(old: Path, tmp_path: Path) -> None:
+def test_blobs_that_are_named_by_sha_256_are_still_checked(old: Path, tmp_path: Path) -> None:
     flip(model_file(old / "server", 2))
     with pytest.raises(SeamError, match="damaged"):
         load_model(2, digits_mlp(HIDDEN), state_dir=old / "server")
@@ -92,7 +93,7 @@ def test_what_was_named_by_sha_256_is_still_checked_by_it(old: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("source", ["found", "restored"])
-def test_the_round_of_then_goes_on_with_the_clients_of_then(old: Path, tmp_path: Path, source: str) -> None:
+def test_the_old_round_goes_on_with_the_old_clients(old: Path, tmp_path: Path, source: str) -> None:
     state = tmp_path / "state" / "server"
     if source == "restored":
         shutil.rmtree(state)
@@ -106,23 +107,25 @@ def test_the_round_of_then_goes_on_with_the_clients_of_then(old: Path, tmp_path:
             for number in (OPEN, NEXT):
                 (round_,) = control.rounds(number=number)
                 assert (round_.model_version, list(round_.missing), round_.delivered) == (number + 1, [], 3)
-            for client in round_.clients:  # they held a model of then, and were sent what had changed
+            for client in round_.clients:  # a client that holds an old model gets a delta
                 assert 0 < client.download_bytes < WHOLE
             for version in MODELS:
                 check_model(fleet, old, version)
-        until(lambda: not any(is_spooled(tmp_path / "state" / name) for name in CLIENTS))  # all have noted it
+        until(
+            lambda: not any(has_spooled_update(tmp_path / "state" / name) for name in CLIENTS)
+        )  # all clients have recorded the acceptance
     query = "SELECT residual_blob, optimizer_blob FROM models"
-    of_the_newest = {str(name) for row in ask(old / "backup", query) for name in row}  # let go by the next one
-    kept = {name: digest for name, digest in blobs(old / "server").items() if name not in of_the_newest}
+    of_newest = {str(name) for row in ask(old / "backup", query) for name in row}  # the next model replaces these
+    kept = {name: digest for name, digest in blobs(old / "server").items() if name not in of_newest}
     assert kept.items() <= blobs(state).items()
     assert not list((state / "partial").iterdir())
     for name in CLIENTS:
-        check_debts(old, tmp_path, name)
+        check_residual(old, tmp_path, name)
     check_mixed(state, tmp_path)
 
 
 def check_model(fleet: Fleet, old: Path, version: int) -> None:
-    """The model of that version can be had in each way that there is, and is what it was."""
+    """Export and load a version; assert that it has its old values."""
     truth = safetensors.numpy.load_file(model_file(old / "backup", version))
     out = fleet.directory / "exported.safetensors"
     flctl(fleet, "models", "export", version, "--out", out)
@@ -131,33 +134,33 @@ def check_model(fleet: Fleet, old: Path, version: int) -> None:
     assert_same({name: tensor.numpy() for name, tensor in loaded.state_dict().items()}, truth)
 
 
-def check_debts(old: Path, now: Path, name: str) -> None:
-    """What the client owed was sent once, or is still in its residual.
+def check_residual(old: Path, now: Path, name: str) -> None:
+    """Assert that the client's old residual was sent once, or is still in its residual.
 
-    A spooled update that the server did not have may be dropped, if the log says so: then what was owed before it is
-    still owed. One that the server had is never sent again.
+    The client may drop a spooled update that the server does not have, if its log says so; then its residual is the one
+    from before that update. It must not send an update again that the server has.
     """
     state = now / "state" / "server"
     before, log = old / name, (now / "logs" / f"{name}.log").read_text()
     assert "dropped the residual" not in log
     dropped = bool(re.search("dropped .*spooled update", log))
-    sent, owed = sent_by(state, NEXT, name), residual(before)
-    assert owed.any(), "there was nothing to lose"
+    sent, expected = sent_by(state, NEXT, name), residual(before)
+    assert expected.any(), "there is no residual to test"
     if name == "client-2":
         sent = sent + sent_by(state, OPEN, name)
         if not dropped:
-            owed = spooled(before) + residual(before, "update.residual")
+            expected = spooled(before) + residual(before, "update.residual")
     else:
         assert not dropped
         np.testing.assert_array_equal(sent_by(state, OPEN, name), sent_by(old / "backup", OPEN, name))
-        if is_spooled(before):
+        if has_spooled_update(before):
             np.testing.assert_array_equal(sent_by(state, OPEN, name), spooled(before))
-            owed = residual(before, "update.residual")
-    np.testing.assert_array_equal(sent + residual(now / "state" / name), owed)
+            expected = residual(before, "update.residual")
+    np.testing.assert_array_equal(sent + residual(now / "state" / name), expected)
 
 
 def check_mixed(state: Path, folder: Path) -> None:
-    """A backup of models of then and of now is as good as any other."""
+    """Back up and restore old and new models; assert that they keep their values."""
     run_flctl("backup", folder / "copy", "--state-dir", state)
     run_flctl("restore", folder / "copy", "--state-dir", folder / "again")
     for version in (1, NEXT + 1):
@@ -173,7 +176,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def flctl(fleet: Fleet, *words: object) -> str:
-    """What the verb prints of that server."""
+    """Run flctl on this server; return its output."""
     return run_flctl(*words, "--server", fleet.control)
 
 
@@ -184,24 +187,24 @@ def run_flctl(*words: object) -> str:
 
 
 def blobs(state: Path) -> dict[str, str]:
-    """The SHA-256 of each file in blobs/, by its name."""
+    """Return the SHA-256 of each file in blobs/, by name."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (state / "blobs").iterdir()}
 
 
 def sent_by(state: Path, number: int, client: str) -> Values:
-    """The accepted update of the client in the round."""
+    """Return the client's accepted update for the round."""
     query = "SELECT blob, payload FROM updates WHERE round = ? AND client_id = ?"
     ((blob, payload),) = ask(state, query, number, client)
     return sparse((state / "blobs" / str(blob)).read_bytes() if blob else payload)
 
 
-def is_spooled(folder: Path) -> bool:
-    """Whether the client in this folder has an update that it does not know to be accepted."""
+def has_spooled_update(folder: Path) -> bool:
+    """Return whether the client in this folder has an update of which it does not know whether it was accepted."""
     return any((folder / "update").read_bytes()[:8])
 
 
 def spooled(folder: Path) -> Values:
-    """That update, as protocol 1 spools it: a prefix, a header of the length that it says, and the payload."""
+    """Return that update. Protocol 1 spools a prefix, a header of the length in the prefix, and the payload."""
     data = (folder / "update").read_bytes()
     magic, version, leaves, length = struct.unpack_from("<2sBBI", data)
     assert (magic, version, leaves) == (b"SP", 1, 1)
@@ -213,7 +216,7 @@ def sparse(payload: Any) -> Values:
 
 
 def residual(folder: Path, name: str = "residual.safetensors") -> Values:
-    """What the client owes, or what its spooled update leaves out."""
+    """Return the client's residual, or the one that its spooled update leaves."""
     path = folder / name
     found: Values = safetensors.numpy.load_file(path)["residual"]
     return found

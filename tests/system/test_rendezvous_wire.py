@@ -1,4 +1,4 @@
-"""The rendezvous, spoken by workers of their own against a real fl-server."""
+"""The rendezvous of a real fl-server, used by workers that speak the wire contract by hand."""
 
 import queue
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from fedring.v1 import federation_pb2 as fed
 from fedring.v1 import rendezvous_pb2 as pb
 from fedring.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 from tests.fleets import Control, Fleet
-from tests.system.wire import SECONDS, SIZE, Refused, WireClient, drawn, payload_of, run, stop_jobs
+from tests.system.wire import SECONDS, SIZE, Refused, WireClient, next_commands, payload_of, run
 
 Clients = Callable[..., list[WireClient]]
 DIGEST = bytes(32)
@@ -21,17 +21,9 @@ DIGEST = bytes(32)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file."""
+    """Start one fl-server for all tests of this file."""
     with Fleet(tmp_path_factory.mktemp("rendezvous")) as fleet:
         yield fleet
-
-
-@pytest.fixture
-def control(server: Fleet) -> Iterator[Control]:
-    """flctl's connection; at the end no job is left."""
-    with Control(server.control) as control:
-        yield control
-        stop_jobs(control)
 
 
 class WireWorker:
@@ -50,7 +42,7 @@ class WireWorker:
         self._out.put(pb.WorkerMessage(**message))
 
     def hear(self, kind: str) -> Any:
-        """The next message, which must be of this kind."""
+        """Return the next message, which must be of this kind."""
         try:
             message = next(self._call)
         except grpc.RpcError as error:
@@ -59,19 +51,19 @@ class WireWorker:
         return getattr(message, kind)
 
     def be_ready(self) -> int:
-        """The generation that the worker is now ready for."""
+        """Answer the next `prepare`; return its generation."""
         generation: int = self.hear("prepare").generation
         self.say(ready=pb.Ready(generation=generation, address=f"{self.client.client_id}.example:1"))
         return generation
 
     def join(self, generation: int) -> pb.Group:
-        """The group, joined."""
+        """Join the group that the server announces, and return it."""
         group: pb.Group = self.hear("group")
         self.say(joined=pb.Joined(generation=generation))
         return group
 
     def train(self, generation: int, digest: bytes = DIGEST) -> None:
-        """Be done with what the group was to train."""
+        """Report that the training of the group is done."""
         assert self.hear("start").generation == generation
         self.say(done=pb.Done(generation=generation, digest=digest, num_samples=5, metrics={"steps": 3.0}))
 
@@ -138,12 +130,12 @@ def test_a_lost_worker_ends_the_generation_for_the_others(control: Control, clie
     a.join(generation + 1)
     a.train(generation + 1)
     a.deliver()
-    told = [event for event in events if event.kind in ("group_formed", "group_lost", "round_published")]
-    assert [event.kind for event in told] == ["group_formed", "group_lost", "group_formed", "round_published"]
-    assert "lost b" in told[1].text
+    changes = [event for event in events if event.kind in ("group_formed", "group_lost", "round_published")]
+    assert [event.kind for event in changes] == ["group_formed", "group_lost", "group_formed", "round_published"]
+    assert "lost b" in changes[1].text
 
 
-def test_the_loss_of_the_session_is_the_loss_of_the_worker(control: Control, clients: Clients) -> None:
+def test_a_worker_whose_session_ends_is_lost(control: Control, clients: Clients) -> None:
     opened = clients("a", "b")
     start(control, 2, data_parallel={"replacement_seconds": 0})
     a, b = workers(opened)
@@ -151,13 +143,13 @@ def test_the_loss_of_the_session_is_the_loss_of_the_worker(control: Control, cli
     b.be_ready()
     a.hear("group")
     b.hear("group")
-    clients("b")  # the same client joins anew: its older session ends
+    clients("b")  # the client joins again, which ends its older session
     assert a.be_ready() == generation + 1
     with pytest.raises((Refused, StopIteration)):
         b.hear("start")
 
 
-def test_workers_that_differ_end_the_round(control: Control, clients: Clients) -> None:
+def test_a_round_whose_workers_have_different_models_is_abandoned(control: Control, clients: Clients) -> None:
     opened = clients("a", "b")
     job_id, events = start(control, 2, max_abandoned=1)
     a, b = workers(opened)
@@ -172,7 +164,7 @@ def test_workers_that_differ_end_the_round(control: Control, clients: Clients) -
     assert control.job(job_id).reason == "diverged"
 
 
-def test_who_has_not_trained_with_the_group_cannot_deliver(control: Control, clients: Clients) -> None:
+def test_a_client_that_has_not_trained_with_the_group_cannot_deliver(control: Control, clients: Clients) -> None:
     (client,) = clients()
     start(control, 1)
     command = client.expect("train")
@@ -188,17 +180,17 @@ def refusal(worker: WireWorker) -> Refused:
     return caught.value
 
 
-def test_who_does_not_belong_to_the_round_is_turned_away(control: Control, clients: Clients) -> None:
+def test_a_client_that_does_not_belong_to_the_round_is_refused(control: Control, clients: Clients) -> None:
     both = clients("a", "b")
     start(control, 2, sample_clients=1)
-    ((chosen, command),) = drawn(both, 1).items()
+    ((chosen, command),) = next_commands(both, 1).items()
     another_round = fed.TrainCmd(run_id=command.run_id, round=command.round + 1)
     for client in both:
         error = refusal(WireWorker(client, another_round if client.client_id == chosen else command))
         assert (error.code, error.reason) == (StatusCode.FAILED_PRECONDITION, "unknown_round")
 
 
-def test_a_generation_that_was_never_formed_is_not_believed(control: Control, clients: Clients) -> None:
+def test_a_generation_that_was_never_formed_is_refused(control: Control, clients: Clients) -> None:
     (client,) = clients()
     start(control, 1)
     command = client.expect("train")
@@ -208,7 +200,7 @@ def test_a_generation_that_was_never_formed_is_not_believed(control: Control, cl
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "a b:1", "x" * 300 + ":1"])
-def test_an_address_that_cannot_be_one_is_refused(control: Control, clients: Clients, address: str) -> None:
+def test_a_malformed_address_is_refused(control: Control, clients: Clients, address: str) -> None:
     (client,) = clients()
     start(control, 1)
     worker = WireWorker(client, client.expect("train"))
@@ -230,7 +222,7 @@ def test_an_address_that_cannot_be_one_is_refused(control: Control, clients: Cli
         ({"metrics": {f"m{i}": 1.0 for i in range(33)}}, "bad_metrics"),
     ],
 )
-def test_what_cannot_be_kept_of_a_workers_report_is_refused(
+def test_an_invalid_report_of_a_worker_is_refused(
     control: Control, clients: Clients, done: dict[str, Any], reason: str
 ) -> None:
     (client,) = clients()

@@ -1,4 +1,4 @@
-"""The ways to start: torchrun, the environment, an address; and scripts that forget to stop."""
+"""Ways to start ranks: torchrun, environment variables, an address; and scripts that do not destroy the group."""
 
 import json
 import os
@@ -18,7 +18,7 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("common", "protos")),
     "GRPC_VERBOSITY": "ERROR",
     "OMP_NUM_THREADS": "1",
-    "PYTHONFAULTHANDLER": "1",  # torchrun ends hanging workers with a signal
+    "PYTHONFAULTHANDLER": "1",  # shows stacks when torchrun ends hanging workers with a signal
 }
 
 
@@ -47,7 +47,7 @@ def test_torchrun_launches_an_unmodified_script() -> None:
     check(results(run.stdout), 2)
 
 
-def test_scripts_that_forget_to_destroy_the_group_end_all_the_same() -> None:
+def test_scripts_that_do_not_destroy_the_group_end_normally() -> None:
     environment = os.environ | ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
@@ -69,6 +69,6 @@ def test_scripts_that_forget_to_destroy_the_group_end_all_the_same() -> None:
     check(results("".join(output for output, _ in ends)), 2)
 
 
-def test_an_address_is_enough(tmp_path: Path) -> None:
+def test_an_address_is_enough_to_form_a_group(tmp_path: Path) -> None:
     body = partial(ranks.sum_of_ones, init_method=f"tcp://127.0.0.1:{free_port()}")
     assert ranks.run(body, 3, tmp_path, backend="") == [3.0] * 3

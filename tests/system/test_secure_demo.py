@@ -1,4 +1,4 @@
-"""deploy/quickstart.sh: from nothing to two trained jobs with mutual TLS between everything."""
+"""deploy/quickstart.sh: two trained jobs with mutual TLS between all programs, from one command."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_one_command_makes_certificates_and_trains_with_mutual_tls(tmp_path: Pat
         assert not Path(f"/proc/{pid}").exists()
 
 
-def test_it_touches_nothing_that_is_there(tmp_path: Path) -> None:
+def test_the_script_does_not_change_an_existing_folder(tmp_path: Path) -> None:
     done = quickstart(tmp_path)
     assert done.returncode == 1
     assert "exists already" in done.stderr

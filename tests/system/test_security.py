@@ -1,4 +1,4 @@
-"""Who is let in, who is not, and with which word: the table of docs/security.md, against real daemons."""
+"""Which callers are accepted, and with which reasons others are refused: the table of docs/security.md."""
 
 import json
 import queue
@@ -39,7 +39,7 @@ SECONDS = 60.0
 
 @dataclass
 class Site:
-    """A server, what is signed for it, and its operator."""
+    """A server, two authorities, the first of which it trusts, and an operator's connection."""
 
     fleet: Fleet
     pki: Pki
@@ -48,15 +48,18 @@ class Site:
     tokens: dict[str, str] = field(default_factory=dict)
 
     def counts(self) -> dict[str, int]:
+        """Return the numbers of refusals, by reason."""
         return dict(self.control.status().refused)
 
     def audit(self) -> list[dict[str, Any]]:
+        """Return the entries of the audit log."""
         text = (self.fleet.directory / "state" / "server" / "audit.jsonl").read_text()
         return [json.loads(line) for line in text.splitlines()]
 
 
 @contextmanager
 def site(folder: Path, *, mutual: bool, tokens: bool) -> Iterator[Site]:
+    """Start a server that asks for certificates if `mutual`, and takes tokens if `tokens`."""
     pki, other = Pki(folder / "pki"), Pki(folder / "other")
     pki.issue("ann", "bob")
     other.issue("ann")
@@ -71,7 +74,7 @@ def site(folder: Path, *, mutual: bool, tokens: bool) -> Iterator[Site]:
 
 
 def keep_token(fleet: Fleet, role: str, *, ends: float | None = None) -> str:
-    """A token of ann's, put beside the running server into its own files."""
+    """Write a new token of ann into the running server's database; return it."""
     row, token = new_token(role, "ann", 0)
     store = SqlStore(f"sqlite:///{fleet.directory / 'state' / 'server' / 'facts.sqlite'}")
     store.add_token(replace(row, expires_at=ends))
@@ -81,7 +84,7 @@ def keep_token(fleet: Fleet, role: str, *, ends: float | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def mutual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A server that asks for certificates, and takes tokens."""
+    """Start a server that asks for certificates and takes tokens."""
     with site(tmp_path_factory.mktemp("mutual"), mutual=True, tokens=True) as made:
         made.pki.sign("nameless")
         made.pki.sign("past", "fedring://client/past", ended=True)
@@ -90,7 +93,7 @@ def mutual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def bearers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A server with TLS that asks for tokens alone; it knows a good one, an expired one and a revoked one."""
+    """Start a server with TLS that asks for tokens only; it knows a good, an expired and a revoked token."""
     with site(tmp_path_factory.mktemp("bearers"), mutual=False, tokens=True) as made:
         control = made.control
         made.tokens["good"] = control.create_token("client", "ann").secret
@@ -108,7 +111,7 @@ def join(channel: grpc.Channel, client: str, token: str = "") -> Any:
 
 
 def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
-    """How the call is refused."""
+    """Make the call, which must be refused; return the status and the reason."""
     with pytest.raises(grpc.RpcError) as refused:
         call()
     return refused.value.code(), reason_of(refused.value)
@@ -128,11 +131,11 @@ def test_a_bad_handshake_never_becomes_a_call(mutual: Site, case: str) -> None:
     before, written = mutual.counts()["handshake"], len(mutual.audit())
     with open_sync_channel(mutual.fleet.listen, tls) as channel:
         assert refusal(lambda: join(channel, "ann"))[0] is grpc.StatusCode.UNAVAILABLE
-    until(lambda: mutual.counts()["handshake"] > before)  # the server may have yet to see who it was
+    until(lambda: mutual.counts()["handshake"] > before)  # the server may notice it a little later
     assert len(mutual.audit()) == written
 
 
-def test_a_client_does_not_believe_a_server_of_another_authority(mutual: Site) -> None:
+def test_a_client_refuses_a_server_of_another_authority(mutual: Site) -> None:
     with open_sync_channel(mutual.fleet.listen, mutual.pki.tls("ann", ca=mutual.other)) as channel:
         assert refusal(lambda: join(channel, "ann"))[0] is grpc.StatusCode.UNAVAILABLE
 
@@ -151,16 +154,20 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "deed", "status", "reason"), CALLS, ids=[f"{who}: {what}" for who, what, *_ in CALLS])
-def test_a_caller_does_only_what_is_theirs(mutual: Site, name: str, deed: str, status: str, reason: str) -> None:
-    ann = session(mutual) if "session" in deed else ""
-    bob = mutual.control.create_token("client", "bob").secret if "token" in deed else ""
+@pytest.mark.parametrize(
+    ("name", "action", "status", "reason"), CALLS, ids=[f"{who}: {what}" for who, what, *_ in CALLS]
+)
+def test_a_caller_is_refused_what_its_identity_does_not_allow(
+    mutual: Site, name: str, action: str, status: str, reason: str
+) -> None:
+    ann = session(mutual) if "session" in action else ""
+    bob = mutual.control.create_token("client", "bob").secret if "token" in action else ""
     before = mutual.counts()
-    address = mutual.fleet.control if deed in ("status", "stop") else mutual.fleet.listen
+    address = mutual.fleet.control if action in ("status", "stop") else mutual.fleet.listen
     with open_sync_channel(address, mutual.pki.tls(name)) as channel:
         operate = ControlServiceStub(channel)
         fetch = ModelBlobServiceStub(channel).FetchModel
-        deeds: dict[str, Any] = {
+        actions: dict[str, Any] = {
             "join as ann": lambda: join(channel, "ann"),
             "join as bob": lambda: join(channel, "bob"),
             "fetch in ann's session": lambda: list(fetch(FetchModelRequest(), metadata=(("fl-session", ann),))),
@@ -169,34 +176,36 @@ def test_a_caller_does_only_what_is_theirs(mutual: Site, name: str, deed: str, s
             "join with bob's token": lambda: join(channel, "ann", bob),
             "call nothing": lambda: call(channel, "/fedring.v1.TrainCmdService/Nothing"),
         }
-        code, found = refusal(deeds[deed])
+        code, found = refusal(actions[action])
     assert (code.name, found) == (status, reason)
     after = mutual.counts()
-    # On a busy machine gRPC may try a handshake anew.
+    # On a busy machine, gRPC may repeat a handshake.
     assert {key for key in after if after[key] != before[key]} - {"handshake"} == {reason}
     assert mutual.audit()[-1]["result"] == reason
 
 
-def test_a_method_that_is_not_there_tells_its_caller_so_and_nobody_else(mutual: Site) -> None:
+def test_only_a_caller_with_an_identity_learns_that_a_method_is_unknown(mutual: Site) -> None:
     before, written = mutual.counts(), len(mutual.audit())
     with open_sync_channel(mutual.fleet.listen, mutual.pki.tls("nameless")) as channel:
         path = "/made.up.Service/Method"
         assert refusal(lambda: call(channel, path)) == (grpc.StatusCode.UNAUTHENTICATED, "no_identity")
     assert mutual.counts()["no_identity"] == before["no_identity"] + 1
-    assert [line["verb"] for line in mutual.audit()[written:]] == ["an unknown method"]  # not what a stranger writes
+    assert [line["verb"] for line in mutual.audit()[written:]] == [
+        "an unknown method"
+    ]  # without the path, which an unknown caller has chosen
     with open_sync_channel(mutual.fleet.listen, mutual.pki.tls("ann")) as channel:
         assert refusal(lambda: call(channel, path)) == (grpc.StatusCode.UNIMPLEMENTED, "unknown_method")
     assert len(mutual.audit()) == written + 1
 
 
 def call(channel: grpc.Channel, path: str) -> bytes:
-    """The answer of that method to an empty message."""
+    """Call the method with an empty message; return the answer."""
     raw: Any = channel.unary_unary(path)
     return bytes(raw(b"", timeout=SECONDS))
 
 
 def session(site: Site) -> str:
-    """Of ann, who is who she says."""
+    """Join as ann with her certificate; return the session's id."""
     with open_sync_channel(site.fleet.listen, site.pki.tls("ann")) as channel:
         return str(join(channel, "ann").session_id)
 
@@ -211,7 +220,7 @@ TOKENS = [
 
 
 @pytest.mark.parametrize(("token", "reason"), TOKENS)
-def test_a_token_that_is_not_valid_opens_nothing(bearers: Site, token: str, reason: str) -> None:
+def test_an_invalid_token_is_refused_with_its_reason(bearers: Site, token: str, reason: str) -> None:
     before = bearers.counts()[reason]
     with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
         code, found = refusal(lambda: join(channel, "ann", bearers.tokens.get(token, "")))
@@ -220,7 +229,7 @@ def test_a_token_that_is_not_valid_opens_nothing(bearers: Site, token: str, reas
     assert bearers.audit()[-1]["result"] == reason
 
 
-def test_a_client_with_a_token_is_that_client_and_no_operator(bearers: Site) -> None:
+def test_a_client_token_is_good_for_that_client_only_and_not_for_operators(bearers: Site) -> None:
     good = bearers.tokens["good"]
     with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
         assert join(channel, "ann", good).session_id
@@ -230,7 +239,7 @@ def test_a_client_with_a_token_is_that_client_and_no_operator(bearers: Site) -> 
         assert refusal(lambda: status(pb.GetStatusRequest())) == (grpc.StatusCode.PERMISSION_DENIED, "not_operator")
 
 
-def test_a_token_is_kept_as_a_digest_alone(bearers: Site) -> None:
+def test_the_server_stores_only_the_digest_of_a_token(bearers: Site) -> None:
     secret = bearers.tokens["good"].rpartition("_")[2].encode()
     kept = b"".join(path.read_bytes() for path in (bearers.fleet.directory / "state" / "server").glob("facts*"))
     assert bearers.tokens["good"].split("_")[1].encode() in kept
@@ -243,46 +252,46 @@ def test_a_revoked_token_ends_the_session_that_it_opened(bearers: Site) -> None:
     with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
         shown = (("authorization", f"Bearer {made.secret}"),)
         session_id = join(channel, "carol", made.secret).session_id
-        said: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()
-        said.put(WatchRequest(matched=True))
+        requests: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()
+        requests.put(WatchRequest(matched=True))
         metadata = (("fl-session", session_id), *shown)
-        watch = TrainCmdServiceStub(channel).Watch(iter(said.get, None), metadata=metadata)
+        watch = TrainCmdServiceStub(channel).Watch(iter(requests.get, None), metadata=metadata)
         assert next(event.client_id for event in events if event.kind == "client_joined") == "carol"
         bearers.control.revoke_token(made.token.token_id)
         assert refusal(lambda: list(watch)) == (grpc.StatusCode.UNAUTHENTICATED, "revoked_token")
-        said.put(None)
-        # A round that waited for her does so no more.
+        requests.put(None)
+        # so that no round waits for her
         assert next(event.client_id for event in events if event.kind == "client_lost") == "carol"
     events.cancel()
 
 
-def test_a_session_ends_with_the_token_that_opened_it(bearers: Site) -> None:
+def test_a_session_ends_when_its_token_expires(bearers: Site) -> None:
     token = keep_token(bearers.fleet, "client", ends=time.time() + 10.0)
     with open_sync_channel(bearers.fleet.listen, bearers.pki.trust()) as channel:
         metadata = (("fl-session", join(channel, "ann", token).session_id), ("authorization", f"Bearer {token}"))
-        said: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()
-        watch = TrainCmdServiceStub(channel).Watch(iter(said.get, None), metadata=metadata, timeout=SECONDS)
+        requests: queue.SimpleQueue[WatchRequest | None] = queue.SimpleQueue()
+        watch = TrainCmdServiceStub(channel).Watch(iter(requests.get, None), metadata=metadata, timeout=SECONDS)
 
         def talk() -> None:
             for _ in watch:
-                said.put(WatchRequest())
+                requests.put(WatchRequest())
 
         assert refusal(talk) == (grpc.StatusCode.UNAUTHENTICATED, "expired_token")
-        said.put(None)
+        requests.put(None)
 
 
-def test_tls_to_a_plaintext_port_is_no_call(server: Fleet, tmp_path: Path) -> None:
+def test_tls_to_a_plaintext_port_fails(server: Fleet, tmp_path: Path) -> None:
     with open_sync_channel(server.listen, Pki(tmp_path / "pki").trust()) as channel:
         assert refusal(lambda: join(channel, "ann"))[0] is grpc.StatusCode.UNAVAILABLE
 
 
-def test_on_loopback_without_tls_and_tokens_everybody_is_the_local_user(server: Fleet, control: Control) -> None:
+def test_on_loopback_without_tls_and_tokens_every_caller_is_accepted(server: Fleet, control: Control) -> None:
     with open_sync_channel(server.listen) as channel:
         assert join(channel, "anybody", "any token").session_id
     assert set(control.status().refused.values()) == {0}
 
 
-def test_operators_deeds_are_written_down(mutual: Site) -> None:
+def test_calls_of_operators_are_in_the_audit_log(mutual: Site) -> None:
     token = mutual.control.create_token("client", "dave").token
     with pytest.raises(Failure):
         mutual.control.stop_round()
@@ -295,12 +304,12 @@ def test_operators_deeds_are_written_down(mutual: Site) -> None:
     assert all(line["peer"].startswith("ipv4:127.0.0.1:") and line["at"] for line in lines)
 
 
-def test_health_is_told_to_everybody_who_gets_through_the_handshake(mutual: Site, bearers: Site) -> None:
+def test_every_caller_that_passes_the_handshake_may_check_health(mutual: Site, bearers: Site) -> None:
     assert check_health(mutual.fleet.listen, SECONDS, Access(mutual.pki.tls("nameless"))) == "serving"
     assert check_health(bearers.fleet.listen, SECONDS, Access(bearers.pki.trust())) == "serving"
 
 
-def test_flctl_shows_who_its_user_is(mutual: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flctl_shows_its_users_certificate(mutual: Site, capsys: pytest.CaptureFixture[str]) -> None:
     tls = mutual.pki.tls("operator")
     options = ["--tls-ca", str(tls.ca), "--tls-cert", str(tls.cert), "--tls-key", str(tls.key)]
     assert main(["status", "--server", mutual.fleet.control, *options, "--output", "json"]) == Exit.OK
@@ -312,18 +321,18 @@ def test_flctl_shows_who_its_user_is(mutual: Site, capsys: pytest.CaptureFixture
     assert "fedring://client/ann is not an operator" in capsys.readouterr().err
 
 
-def test_a_new_certificate_is_shown_without_a_restart(mutual: Site) -> None:
+def test_a_server_uses_a_new_certificate_without_a_restart(mutual: Site) -> None:
     with open_sync_channel(mutual.fleet.listen, mutual.pki.tls("ann")) as channel:
         assert join(channel, "ann").session_id
         before = serial(mutual)
         flctl("certs", "renew", mutual.pki.folder, "server")
         assert serial(mutual) != before
-        assert join(channel, "ann").session_id  # over the connection that was there
+        assert join(channel, "ann").session_id  # over the existing connection
     with open_sync_channel(mutual.fleet.listen, mutual.pki.tls("ann")) as channel:
         assert join(channel, "ann").session_id
 
 
-def test_half_a_new_certificate_changes_nothing(mutual: Site) -> None:
+def test_a_server_keeps_its_certificate_until_the_new_one_is_complete(mutual: Site) -> None:
     key, before = mutual.pki.folder / "server.key", serial(mutual)
     kept = key.read_bytes()
     key.write_bytes((mutual.pki.folder / "ann.key").read_bytes())
@@ -333,7 +342,7 @@ def test_half_a_new_certificate_changes_nothing(mutual: Site) -> None:
 
 
 def serial(site: Site) -> int:
-    """Of the certificate that the server shows now, to somebody who speaks no gRPC."""
+    """Return the serial number of the server's present certificate, from a TLS handshake."""
     tls, (host, _, port) = site.pki.tls("ann"), site.fleet.listen.rpartition(":")
     context = ssl.create_default_context(cafile=str(tls.ca))
     context.load_cert_chain(str(tls.cert), str(tls.key))

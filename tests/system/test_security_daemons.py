@@ -1,4 +1,4 @@
-"""Daemons with certificates and tokens: how they live with them, change them, and end."""
+"""Daemons with certificates and tokens: trainings, new certificates, revoked tokens, and bad files."""
 
 import shutil
 import stat
@@ -21,7 +21,7 @@ from tests.waiting import until
 SECONDS = 60.0
 
 
-def test_a_client_takes_up_its_new_certificate_without_a_restart(tmp_path: Path) -> None:
+def test_a_client_uses_its_new_certificate_without_a_restart(tmp_path: Path) -> None:
     pki, other = Pki(tmp_path / "pki"), Pki(tmp_path / "other")
     for authority in (pki, other):
         authority.issue("client-0")
@@ -41,7 +41,7 @@ def test_a_client_takes_up_its_new_certificate_without_a_restart(tmp_path: Path)
         assert next(event.client_id for event in events if event.kind == "client_joined") == "client-0"
 
 
-def test_a_server_says_why_handshakes_failed_if_it_is_asked_to(tmp_path: Path) -> None:
+def test_a_server_logs_why_handshakes_failed_with_grpc_verbosity_info(tmp_path: Path) -> None:
     pki = Pki(tmp_path / "pki")
     with Programs(tmp_path, {"tls": pki.table("server")}, env={"GRPC_VERBOSITY": "INFO"}) as fleet:
         assert check_health(fleet.listen, SECONDS, Access(pki.trust())) == "unreachable"
@@ -83,7 +83,7 @@ def test_a_client_with_a_token_trains_until_it_is_revoked(tmp_path: Path) -> Non
     with Fleet(tmp_path, {"tls": server, "tokens": True, "control_listen": control_at}, [client]) as fleet:
         assert stat.S_IMODE((tmp_path / "control.sock").stat().st_mode) & 0o077 == 0
         with Control(control_at) as control:
-            # the client ended, as it had no token
+            # The client has ended because it has no token.
             assert fleet.clients[0].wait(SECONDS) == Exit.CONFIG
             made = control.create_token("client", "client-0")
             token.write_text(made.secret)
@@ -99,7 +99,7 @@ def test_a_client_with_a_token_trains_until_it_is_revoked(tmp_path: Path) -> Non
             assert "revoked_token" in fleet.clients[0].tail()
 
 
-def test_the_first_operators_token_is_made_in_the_servers_own_files(
+def test_the_first_operators_token_is_created_in_the_state_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pki = Pki(tmp_path / "pki")
@@ -136,8 +136,8 @@ def test_a_daemon_does_not_start_with_a_bad_certificate(tmp_path: Path, name: st
 
 
 def install(pki: Pki, name: str, folder: Path) -> None:
-    """The owner's files are in the folder, in the place of older ones."""
+    """Replace the certificate and the key in the folder by those of `pki`."""
     for ending in ("key", "crt"):
         new = folder / "new"
-        shutil.copy(pki.folder / f"{name}.{ending}", new)  # with its mode
+        shutil.copy(pki.folder / f"{name}.{ending}", new)  # keeps the file's mode
         new.replace(folder / f"{name}.{ending}")

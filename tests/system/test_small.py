@@ -1,4 +1,4 @@
-"""What is small goes in one message: a model with its command, an update as a whole."""
+"""Small models come with their command, and small updates are sent in one message."""
 
 import queue
 import sqlite3
@@ -22,7 +22,7 @@ Clients = Callable[..., list[WireClient]]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file."""
+    """Start one fl-server for all tests of this file."""
     with Fleet(tmp_path_factory.mktemp("small"), {"metrics_listen": "127.0.0.1:0"}) as fleet:
         yield fleet
 
@@ -33,21 +33,21 @@ def update_of(client: WireClient, command: pb.TrainCmd) -> pb.SmallUpdate:
 
 
 @contextmanager
-def until_it_has_come(server: Fleet) -> Iterator[None]:
-    """Inside one small update is sent, and afterwards the server has read it."""
+def until_received(server: Fleet) -> Iterator[None]:
+    """Wait at the end of the block until the server has received the update that the block sends."""
     address = server.ready["metrics"]
-    before = received(Page(address))
+    before = received_bytes(Page(address))
     yield
-    eventually(address, lambda page: received(page) > before)
+    eventually(address, lambda page: received_bytes(page) > before)
 
 
-def received(page: Page) -> float:
+def received_bytes(page: Page) -> float:
     return page("grpc_server_received_bytes_total", grpc_method="ClientUpdateService/PushSmallUpdates")
 
 
 @contextmanager
-def nothing_is_stored(server: Fleet) -> Iterator[None]:
-    """Inside, each of the server's transactions waits."""
+def blocked_database(server: Fleet) -> Iterator[None]:
+    """Let the server's transactions wait until the end of the block."""
     database = sqlite3.connect(server.directory / "state" / "server" / "facts.sqlite", SECONDS, isolation_level=None)
     with closing(database):
         database.execute("BEGIN IMMEDIATE")
@@ -73,7 +73,7 @@ def test_a_small_update_in_one_message_moves_the_model(control: Control, clients
     assert control.rounds(job_id=job_id)[0].upload_bytes > len(payload)
 
 
-def test_one_call_takes_the_updates_of_many_rounds_and_each_round_counts_its_own(
+def test_one_call_takes_updates_of_many_rounds_and_each_counts_for_its_own_round(
     control: Control, clients: Clients
 ) -> None:
     job_id, events = run(control, rounds=3)
@@ -104,11 +104,11 @@ def test_a_call_that_waits_for_updates_ends_with_its_session(server: Fleet, cont
     sent.put(None)
     assert refused.value.code is StatusCode.CANCELLED
     log = (server.directory / "logs" / "server.log").read_text()
-    assert "PushSmallUpdates refused: no_session" not in log  # that a client leaves is nothing to warn of
+    assert "PushSmallUpdates refused: no_session" not in log  # a client that leaves causes no warning
     control.stop_job(job_id)
 
 
-def test_an_update_that_is_being_stored_is_answered_though_its_session_ends(
+def test_an_update_that_is_being_stored_is_answered_even_if_its_session_ends(
     server: Fleet, control: Control, clients: Clients
 ) -> None:
     job_id = control.start_job(vector_job(min_clients=2)).job_id
@@ -116,9 +116,9 @@ def test_an_update_that_is_being_stored_is_answered_though_its_session_ends(
     update = update_of(a, a.expect("train"))
     sent: queue.Queue[pb.SmallUpdate | None] = queue.Queue()
     answers = a.push_many_small(iter(sent.get, None))
-    with ThreadPoolExecutor(1) as reading, nothing_is_stored(server):
+    with ThreadPoolExecutor(1) as reading, blocked_database(server):
         first = reading.submit(next, answers)
-        with until_it_has_come(server):
+        with until_received(server):
             sent.put(update)
         (newer,) = clients("a")
         a.ended.get(timeout=SECONDS)
@@ -130,21 +130,21 @@ def test_an_update_that_is_being_stored_is_answered_though_its_session_ends(
     control.stop_job(job_id)
 
 
-def test_updates_that_are_stored_together_are_told_with_the_round_after_all_of_them(
+def test_events_of_updates_that_are_stored_together_have_the_round_after_all_of_them(
     server: Fleet, control: Control, clients: Clients
 ) -> None:
     _, events = run(control, min_clients=3)
     three = clients("a", "b", "c")
     updates = [update_of(client, client.expect("train")) for client in three]
-    with ThreadPoolExecutor(3) as pushing, nothing_is_stored(server):
+    with ThreadPoolExecutor(3) as pushing, blocked_database(server):
         for client, update in zip(three, updates, strict=True):
-            with until_it_has_come(server):
+            with until_received(server):
                 pushing.submit(client.push_small, update.offer, update.payload)
     delivered = [event.state.delivered for event in events if event.kind == "update_accepted"]
     assert delivered == [1, 3, 3]
 
 
-def test_the_same_update_is_known_whichever_way_it_comes_again(control: Control, clients: Clients) -> None:
+def test_a_repeated_update_is_recognised_with_either_call(control: Control, clients: Clients) -> None:
     job_id = control.start_job(vector_job(min_clients=2)).job_id
     a, b = clients("a", "b")
     command, _ = a.expect("train"), b.expect("train")
@@ -161,7 +161,7 @@ def test_the_same_update_is_known_whichever_way_it_comes_again(control: Control,
     control.stop_job(job_id)
 
 
-def test_one_message_holds_a_whole_and_small_update_only(control: Control, clients: Clients) -> None:
+def test_one_message_may_only_contain_a_complete_small_update(control: Control, clients: Clients) -> None:
     size = 20_000
     job_id, events = run(control, model_args={"size": size})
     (a,) = clients("a")
@@ -176,7 +176,9 @@ def test_one_message_holds_a_whole_and_small_update_only(control: Control, clien
     assert control.job(job_id).state == "completed"
 
 
-def test_a_small_model_comes_with_its_command_to_who_was_not_sent_it_before(control: Control, clients: Clients) -> None:
+def test_a_small_model_comes_with_its_command_unless_the_client_was_sent_it_before(
+    control: Control, clients: Clients
+) -> None:
     run(control, rounds=3, evaluate=True)
     (a,) = clients("a")
     for fetches in (True, False, True):
@@ -195,7 +197,7 @@ def test_a_small_model_comes_with_its_command_to_who_was_not_sent_it_before(cont
         assert carried == (command.job_round != 2)
 
 
-def test_a_command_that_is_sent_again_carries_no_model(control: Control, clients: Clients) -> None:
+def test_a_repeated_command_contains_no_model(control: Control, clients: Clients) -> None:
     job_id = control.start_job(vector_job()).job_id
     (a,) = clients("a")
     assert a.expect("train").HasField("model")
@@ -205,7 +207,7 @@ def test_a_command_that_is_sent_again_carries_no_model(control: Control, clients
 
 
 @pytest.mark.parametrize("keys", [{"model_args": {"size": 20_000}}, {"download_encoding": "uniform"}])
-def test_a_large_model_and_one_that_is_sent_as_deltas_is_fetched(
+def test_large_models_and_models_sent_as_deltas_do_not_come_with_their_command(
     control: Control, clients: Clients, keys: dict[str, object]
 ) -> None:
     job_id = control.start_job(vector_job(**keys)).job_id

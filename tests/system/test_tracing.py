@@ -1,4 +1,4 @@
-"""A round is one trace, from the server's phases to the clients' calls; and nothing at all unless it is wanted."""
+"""A round is one trace, from the server's phases to the clients' calls; without configuration there are no traces."""
 
 import os
 import subprocess
@@ -16,13 +16,13 @@ from tests.fleets import Control, Fleet
 
 
 class Collector:
-    """Takes spans as an OpenTelemetry collector does."""
+    """A server that receives spans as an OpenTelemetry collector does."""
 
     def __init__(self) -> None:
         from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
         from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as rpc
 
-        self.spans: list[tuple[str, Any]] = []  # the service, and its span
+        self.spans: list[tuple[str, Any]] = []  # name of the service, and the span
         self._reply = pb.ExportTraceServiceResponse()
         self._server = grpc.server(ThreadPoolExecutor(2))
         untyped: Any = rpc
@@ -59,7 +59,7 @@ def test_a_round_is_one_trace_across_the_daemons(collector: Collector, tmp_path:
     with Fleet(tmp_path, None, [{}, {}], env=env) as fleet, Control(fleet.control) as control:
         started = control.start_round({"min_clients": 2})
         assert [event.kind for event in control.follow_job(started.job_id)][-1] == "job_ended"
-    spans = collector.spans  # the daemons have ended: all are here
+    spans = collector.spans  # complete, as the daemons have ended
     (root,) = (span for service, span in spans if span.name == "round")
     assert {span.trace_id for _, span in spans} == {root.trace_id}
     below = [(service, span.name) for service, span in spans if span.parent_span_id == root.span_id]
@@ -86,12 +86,12 @@ with span("nothing"):
 
 
 @pytest.mark.parametrize("exporter", [None, "none", "no_such_exporter"])
-def test_nothing_is_traced_or_imported_unless_it_is_wanted_and_there(exporter: str | None) -> None:
+def test_nothing_is_traced_or_imported_without_a_configured_and_installed_exporter(exporter: str | None) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     env |= {"OTEL_TRACES_EXPORTER": exporter} if exporter else {}
     done = subprocess.run([sys.executable, "-c", QUIET], env=env, capture_output=True, text=True, check=True)
-    told = "no traces to no_such_exporter" in done.stderr
-    assert told == (exporter == "no_such_exporter")
-    if not told:
+    warned = "no traces to no_such_exporter" in done.stderr
+    assert warned == (exporter == "no_such_exporter")
+    if not warned:
         assert done.stdout.strip() == "() []"
     assert done.stdout.startswith("()")

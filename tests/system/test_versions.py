@@ -1,4 +1,4 @@
-"""What a server of this version does with clients of others."""
+"""A server of this version with clients of other versions."""
 
 import json
 import re
@@ -16,14 +16,14 @@ from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 from tests.fleets import Control, Fleet
 from tests.system.wire import WireClient, deliver, outcome, run
 
-FIELD_1000 = bytes([0xC2, 0x3E, 5]) + b"later"  # a text that this version knows nothing of
+FIELD_1000 = bytes([0xC2, 0x3E, 5]) + b"later"  # an unknown field
 SECONDS = 60.0
 OTHERS = [(PROTOCOL - 1, "update the client"), (PROTOCOL + 1, "update fl-server")]
 
 
 @pytest.mark.parametrize(("protocol", "advice"), OTHERS)
-def test_a_client_of_another_protocol_is_told_who_is_to_be_updated(server: Fleet, protocol: int, advice: str) -> None:
-    """The request is what a client of protocol 1 sends, byte by byte, whatever later messages look like."""
+def test_a_client_of_another_protocol_is_told_which_side_to_update(server: Fleet, protocol: int, advice: str) -> None:
+    """The bytes of the request are those of a client of protocol 1, however later messages look."""
     request = bytes([0x0A, 5]) + b"other" + bytes([0x10, protocol, 0x1A, 7]) + b"other/9" + bytes([0x21]) + bytes(8)
     with grpc.insecure_channel(server.listen) as channel:
         join: Any = channel.unary_unary("/fedring.v1.TrainCmdService/Join", request_serializer=bytes)
@@ -36,7 +36,7 @@ def test_a_client_of_another_protocol_is_told_who_is_to_be_updated(server: Fleet
 
 
 @pytest.mark.parametrize(("protocol", "advice"), OTHERS)
-def test_a_daemon_of_another_protocol_ends_and_says_why(tmp_path: Path, protocol: int, advice: str) -> None:
+def test_a_client_daemon_of_another_protocol_ends_with_the_reason(tmp_path: Path, protocol: int, advice: str) -> None:
     fleet = Fleet(tmp_path, {}, [{}])
     (client,) = fleet.clients
     client.module, client.env["FL_TEST_PROTOCOL"] = "tests.system.other_protocol", str(protocol)
@@ -49,25 +49,25 @@ def test_a_daemon_of_another_protocol_ends_and_says_why(tmp_path: Path, protocol
 
 
 def check_sentence(sentence: str, protocol: int, advice: str) -> None:
-    """It says which protocols the two sides speak, and what to do."""
+    """Assert that the sentence names the protocols of both sides, and says what to do."""
     assert {*re.findall(r"\d+", sentence)} == {str(PROTOCOL), str(protocol)}
     assert advice in sentence
 
 
-class Newer(WireClient):
-    """Says more in its messages than this version can read."""
+class NewerClient(WireClient):
+    """A client whose messages have a field that this version does not know."""
 
     def header(self, command: pb.TrainCmd, payload: bytes, **changes: Any) -> pb.UpdateHeader:
         known = super().header(command, payload, **changes)
         return pb.UpdateHeader.FromString(known.SerializeToString() + FIELD_1000)
 
 
-def test_fields_that_a_newer_client_adds_are_no_obstacle(server: Fleet, control: Control) -> None:
+def test_unknown_fields_of_a_newer_client_are_ignored(server: Fleet, control: Control) -> None:
     with grpc.insecure_channel(server.listen) as channel:
         known = pb.JoinRequest(client_id="b", protocol=PROTOCOL)
         request = pb.JoinRequest.FromString(known.SerializeToString() + FIELD_1000)
         assert TrainCmdServiceStub(channel).Join(request).session_id
-    with Newer(server.listen, "newer") as client:
+    with NewerClient(server.listen, "newer") as client:
         client.say(pb.WatchRequest.FromString(FIELD_1000))
         job_id, events = run(control)
         deliver(client)

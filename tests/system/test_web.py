@@ -25,13 +25,13 @@ SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A server with its page, and no client."""
+    """Start a server with its page, and without clients."""
     with Fleet(tmp_path_factory.mktemp("web"), {"web_port": 0}) as fleet:
         yield fleet
 
 
 def ask(fleet: Fleet, path: str, *, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
-    """The answer, to exactly this path."""
+    """Request exactly this path; return the response and its body."""
     connection = open_connection(fleet)
     try:
         connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
@@ -62,7 +62,7 @@ class Stream:
         self.response = self._connection.getresponse()
 
     def news(self) -> Any:
-        """The next message with data."""
+        """Return the data of the next message."""
         while not (line := self.response.readline()).startswith(b"data: "):
             assert line, "the stream has ended"
         return json.loads(line.removeprefix(b"data: "))
@@ -88,7 +88,7 @@ class TestFiles:
         assert response.headers["content-type"].startswith("text/javascript")
         assert b"plotly.js" in body[:100]
 
-    def test_scripts_name_no_other_place(self) -> None:
+    def test_the_pages_files_contain_no_urls_of_other_hosts(self) -> None:
         for path in STATIC.iterdir():
             text = path.read_text().replace("http://www.w3.org/2000/svg", "")
             assert "http://" not in text.replace("http://HOST", "")
@@ -107,21 +107,21 @@ class TestFiles:
             "/%00",
         ],
     )
-    def test_no_path_leads_out_of_the_page(self, fleet: Fleet, path: str) -> None:
+    def test_no_path_leads_to_files_outside_of_the_page(self, fleet: Fleet, path: str) -> None:
         response, body = ask(fleet, path)
         assert response.status == 404
         assert body == b"Not Found"
 
-    def test_health_is_told(self, fleet: Fleet) -> None:
+    def test_the_page_answers_health_checks(self, fleet: Fleet) -> None:
         assert ask(fleet, "/healthz")[1] == b"ok\n"
 
 
-class TestCare:
+class TestSecurity:
     @pytest.mark.parametrize(
         ("path", "status"),
         [("/", 200), ("/style.css", 200), ("/api/state", 200), ("/none", 404), ("/api/rounds?job=x", 400)],
     )
-    def test_every_answer_tells_the_browser_to_trust_nothing_else(self, fleet: Fleet, path: str, status: int) -> None:
+    def test_every_response_has_the_security_headers(self, fleet: Fleet, path: str, status: int) -> None:
         response, _ = ask(fleet, path)
         assert response.status == status
         assert response.headers["content-security-policy"] == POLICY
@@ -134,7 +134,7 @@ class TestCare:
         assert response.headers["server"] is None
 
     @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE"])
-    def test_the_page_can_only_be_read(self, fleet: Fleet, method: str) -> None:
+    def test_only_get_is_allowed(self, fleet: Fleet, method: str) -> None:
         for path in ("/", "/api/state", "/api/stream"):
             response, _ = ask(fleet, path, method=method)
             assert (response.status, response.headers["allow"]) == (405, "GET")
@@ -149,7 +149,7 @@ class TestCare:
             assert (response.status, body) == (400, b"Invalid host header")
 
     @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1", "[::1]:9"])
-    def test_its_own_names_are_answered(self, fleet: Fleet, host: str) -> None:
+    def test_the_names_of_this_host_are_answered(self, fleet: Fleet, host: str) -> None:
         assert ask(fleet, "/healthz", Host=host)[0].status == 200
 
     def test_scripts_of_other_sites_are_refused_but_links_work(self, fleet: Fleet) -> None:
@@ -160,23 +160,23 @@ class TestCare:
         own, _ = ask(fleet, "/api/state", Sec_Fetch_Site="same-origin", Sec_Fetch_Mode="cors")
         assert own.status == 200
 
-    def test_garbage_is_refused_and_harms_nobody(self, fleet: Fleet) -> None:
+    def test_garbage_is_refused_and_the_page_stays_up(self, fleet: Fleet) -> None:
         place = urlsplit(fleet.web)
         for garbage in (b"\x16\x03\x01\x00\xff", b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 10_000, b"GET /\r\n\r\n"):
             with socket.create_connection((place.hostname, place.port), timeout=SECONDS) as raw:
-                told = b""
-                with suppress(ConnectionError):  # what was not read yet when the connection was closed resets it
+                answer = b""
+                with suppress(ConnectionError):  # the server may close the connection before it has read everything
                     raw.sendall(garbage)
-                    told = raw.recv(100)
-                assert told.startswith(b"HTTP/1.1 400") or told == b""
+                    answer = raw.recv(100)
+                assert answer.startswith(b"HTTP/1.1 400") or answer == b""
         assert ask(fleet, "/healthz")[0].status == 200
 
-    def test_half_sent_requests_of_one_address_leave_the_page_to_others(self, tmp_path: Path) -> None:
+    def test_unfinished_requests_from_one_address_do_not_block_others(self, tmp_path: Path) -> None:
         with Fleet(tmp_path, {"web_port": 0}) as fleet, ExitStack() as stack:
             place = urlsplit(fleet.web)
             for _ in range(600):
                 raw = stack.enter_context(socket.create_connection((place.hostname, place.port), timeout=SECONDS))
-                with suppress(ConnectionError):  # it may be closed already
+                with suppress(ConnectionError):  # the server may have closed it already
                     raw.sendall(b"GET / HTTP/1.1\r\nHo")
             other = HTTPConnection(place.hostname or "", place.port, SECONDS, source_address=("127.0.0.2", 0))
             with closing(other):
@@ -185,7 +185,7 @@ class TestCare:
 
 
 class TestEmpty:
-    def test_an_empty_server_says_so(self, fleet: Fleet) -> None:
+    def test_a_new_server_has_an_empty_state(self, fleet: Fleet) -> None:
         state = read(fleet, "/api/state")
         assert state["jobs"] == state["models"] == state["clients"] == []
         assert state["round"] is state["waits_for"] is state["group"] is None
@@ -195,17 +195,17 @@ class TestEmpty:
     @pytest.mark.parametrize(
         "path", ["/api/rounds?job=-1", "/api/rounds?after=1e3", "/api/events?after=٣", "/api/rounds?job=" + "9" * 99]
     )
-    def test_what_is_no_number_is_refused(self, fleet: Fleet, path: str) -> None:
+    def test_a_malformed_number_is_refused(self, fleet: Fleet, path: str) -> None:
         response, body = ask(fleet, quote(path, safe="/?=&"))
         assert (response.status, body.partition(b" ")[2]) == (400, b"must be a number, 0 or above")
 
-    def test_large_numbers_are_no_fault(self, fleet: Fleet) -> None:
+    def test_large_numbers_give_empty_lists(self, fleet: Fleet) -> None:
         assert read(fleet, f"/api/rounds?job={10**19 - 1}&after={10**19 - 1}") == {"job": None, "rounds": []}
         assert read(fleet, f"/api/events?after={10**19 - 1}") == {"events": []}
 
 
 class TestStreams:
-    def test_only_so_many_look_at_once_and_who_leaves_makes_room(self, fleet: Fleet) -> None:
+    def test_the_number_of_viewers_is_limited_and_a_viewer_that_leaves_makes_room(self, fleet: Fleet) -> None:
         streams = [Stream(fleet) for _ in range(MOST_VIEWERS)]
         try:
             assert all("server" in stream.news() for stream in streams)
@@ -217,7 +217,7 @@ class TestStreams:
             for stream in streams:
                 stream.close()
 
-    def test_a_stop_does_not_wait_for_who_looks(self, tmp_path: Path) -> None:
+    def test_a_stop_does_not_wait_for_viewers(self, tmp_path: Path) -> None:
         with Fleet(tmp_path, {"web_port": 0, "drain_seconds": 200}) as fleet:
             stream = Stream(fleet)
             assert "server" in stream.news()
@@ -228,7 +228,7 @@ class TestStreams:
 
 
 def open_stream(fleet: Fleet) -> Stream:
-    """A stream, as soon as there is room for it."""
+    """Open a stream as soon as there is room for it."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         stream = Stream(fleet)
@@ -238,7 +238,7 @@ def open_stream(fleet: Fleet) -> Stream:
     pytest.fail("there is no room for one more stream")
 
 
-def test_what_a_job_did_can_be_read_live_and_afterwards(tmp_path: Path) -> None:
+def test_the_progress_of_a_job_can_be_read_live_and_afterwards(tmp_path: Path) -> None:
     name = '<img src="x" onerror="alert(1)">'
     with Fleet(tmp_path, {"web_port": 0}, [{}] * CLIENTS) as fleet, Control(fleet.control) as control:
         stream = Stream(fleet)
@@ -254,24 +254,26 @@ def test_what_a_job_did_can_be_read_live_and_afterwards(tmp_path: Path) -> None:
         assert {client["client_id"]: client["state"] for client in seen["clients"]} == {
             f"client-{i}": "watching" for i in range(CLIENTS)
         }
-        told = read(fleet, f"/api/rounds?job={job_id}")
+        answer = read(fleet, f"/api/rounds?job={job_id}")
         assert (
-            told["job"] | {"name": name, "mode": "federated", "encoding": "uniform"} == told["job"] == seen["jobs"][0]
+            answer["job"] | {"name": name, "mode": "federated", "encoding": "uniform"}
+            == answer["job"]
+            == seen["jobs"][0]
         )
         expected = sorted(control.rounds(job_id=job_id), key=lambda round_: round_.round)
-        for row, round_ in zip(told["rounds"], expected, strict=True):
+        for row, round_ in zip(answer["rounds"], expected, strict=True):
             assert row["accuracy"] == round_.eval_correct / round_.eval_total > 0.5
             assert row["loss"] == pytest.approx(round_.eval_loss_sum / round_.eval_total)
             assert row["upload_by_encoding"] == {"uniform": round_.upload_bytes}
             assert row["download_bytes"] == round_.download_bytes
-        assert read(fleet, f"/api/rounds?job={job_id}&after={expected[0].round}")["rounds"] == told["rounds"][1:]
+        assert read(fleet, f"/api/rounds?job={job_id}&after={expected[0].round}")["rounds"] == answer["rounds"][1:]
         models = {model.version: model.accuracy for model in control.models() if model.HasField("accuracy")}
         assert {row["version"]: row["accuracy"] for row in seen["models"] if row["accuracy"]} == models
         kinds = [event["kind"] for event in read(fleet, "/api/events")["events"] if event["job_id"] == job_id]
         assert (kinds[0], kinds[-1]) == ("job_started", "job_ended")
         last = seen["events"][-1]["id"]
         assert read(fleet, f"/api/events?after={last}") == {"events": []}
-        fleet.server.send(signal.SIGTERM)  # it stores its last events, which SIGKILL may cut off
+        fleet.server.send(signal.SIGTERM)  # so that it stores its last events, too
         assert fleet.server.wait(SECONDS) == 0
         fleet.start_server()
         after = read(fleet, "/api/state")
@@ -280,7 +282,7 @@ def test_what_a_job_did_can_be_read_live_and_afterwards(tmp_path: Path) -> None:
 
 
 class TestConfiguration:
-    def test_a_port_in_use_is_named(self, fleet: Fleet, tmp_path: Path) -> None:
+    def test_a_port_in_use_is_named_in_the_error(self, fleet: Fleet, tmp_path: Path) -> None:
         port = urlsplit(fleet.web).port
         code, error = start(tmp_path, f"web_port={port}")
         assert (code, error) == (
@@ -288,19 +290,19 @@ class TestConfiguration:
             f"fl-server: web_port: cannot listen on 127.0.0.1:{port}: Address already in use\n",
         )
 
-    def test_other_hosts_are_let_in_by_an_explicit_word_alone(self, tmp_path: Path) -> None:
+    def test_the_page_is_open_to_other_hosts_only_with_insecure(self, tmp_path: Path) -> None:
         code, error = start(tmp_path, "web_port=0", "web_host=0.0.0.0")
         assert code == 78
         assert "set insecure = true" in error
-        assert start(tmp_path, "web_host=0.0.0.0") == (0, "")  # there is no page
+        assert start(tmp_path, "web_host=0.0.0.0") == (0, "")  # without web_port there is no page
 
-    def test_a_host_that_is_none_is_named(self, tmp_path: Path) -> None:
+    def test_an_unknown_web_host_is_refused(self, tmp_path: Path) -> None:
         code, error = start(tmp_path, "web_port=0", "web_host=127.0.0.1.", "insecure=true")
         assert (code, error.partition(" on ")[0]) == (78, "fl-server: web_port: cannot listen")
 
 
 def start(state: Path, *overrides: str) -> tuple[int, str]:
-    """How a server that is only checked ends, and what it says of it."""
+    """Run fl-server --check-config; return the exit code and stderr."""
     fixed = ["listen=127.0.0.1:0", "control_listen=127.0.0.1:0", "log_level=error", f"state_dir={state}"]
     done = forks.run("fedring.server.main", "--check-config", *fixed, *overrides, timeout=2 * SECONDS)
     return done.returncode, done.stderr

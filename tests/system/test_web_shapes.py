@@ -1,4 +1,4 @@
-"""The page in a real browser, shown what real daemons bring about only with many machines or bad luck."""
+"""The page in a real browser, with states that real daemons reach only with many machines or rare failures."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedring.web.serve import WebServer
-from tests.system.browser import SECONDS, Look, open_browser
+from tests.system.browser import SECONDS, Window, open_browser
 
 JOB = {
     "job_id": 7, "name": "large", "state": "running", "reason": "", "rounds": 2000, "rounds_done": 990,
@@ -33,7 +33,7 @@ SERVER = {
 
 
 class Script:
-    """A source that says what a test wants."""
+    """A source of states that a test sets."""
 
     def __init__(self) -> None:
         self.now: dict[str, Any] = {
@@ -59,7 +59,7 @@ def script() -> Script:
 
 @pytest.fixture
 def url(script: Script) -> Iterator[str]:
-    """The page, served on a free port by an event loop in a thread of its own."""
+    """Serve the page on a free port, with an event loop in a thread of its own; return its URL."""
     loop = asyncio.new_event_loop()
     server = WebServer(script, "127.0.0.1", 0, local=True)
     thread = threading.Thread(target=loop.run_forever)
@@ -80,11 +80,11 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def look(browser: Any, url: str) -> Iterator[Look]:
-    look = Look(browser, url, viewport={"width": 1280, "height": 900})
-    yield look
-    assert look.complaints == []
-    look.close()
+def window(browser: Any, url: str) -> Iterator[Window]:
+    window = Window(browser, url, viewport={"width": 1280, "height": 900})
+    yield window
+    assert window.complaints == []
+    window.close()
 
 
 def workers(*states: str) -> list[dict[str, Any]]:
@@ -97,28 +97,30 @@ def group(mode: str, *states: str, **keys: Any) -> dict[str, Any]:
     return {"mode": mode, **fixed, "members": workers(*states), **keys}
 
 
-def test_the_stages_of_a_pipeline_stand_in_a_row(look: Look, script: Script) -> None:
+def test_the_stages_of_a_pipeline_are_drawn_in_a_row(window: Window, script: Script) -> None:
     script.now["group"] = group("pipeline", "joined", "joined", "done", "lost")
-    look.until("document.querySelectorAll('#group rect').length === 4")
-    assert look.text("#group-title") == "Pipeline of 4 workers"
-    boxes = [box.bounding_box() for box in look.page.locator("#group rect").all()]
+    window.until("document.querySelectorAll('#group rect').length === 4")
+    assert window.text("#group-title") == "Pipeline of 4 workers"
+    boxes = [box.bounding_box() for box in window.page.locator("#group rect").all()]
     assert len({box["y"] for box in boxes}) == 1
     assert all(left["x"] + left["width"] < right["x"] for left, right in pairwise(boxes))
-    assert [text.text_content() for text in look.page.locator("#group .rank").all()] == [f"stage {i}" for i in range(4)]
+    assert [text.text_content() for text in window.page.locator("#group .rank").all()] == [
+        f"stage {i}" for i in range(4)
+    ]
     script.now["group"] = group("pipeline", *["joined"] * 4, replicas=2, stages_per_worker=2)
-    look.until("document.querySelector('#group .rank').textContent === 'stage 0, 2'")
-    assert len({box["y"] for one in look.page.locator("#group rect").all() if (box := one.bounding_box())}) == 2
+    window.until("document.querySelector('#group .rank').textContent === 'stage 0, 2'")
+    assert len({box["y"] for one in window.page.locator("#group rect").all() if (box := one.bounding_box())}) == 2
     script.now["group"] = group("data_parallel", *["joined"] * 4)
-    look.until("document.querySelectorAll('#group .node').length === 4")
+    window.until("document.querySelectorAll('#group .node').length === 4")
     script.now["group"] = None
-    look.until("document.querySelector('#group').hidden")
+    window.until("document.querySelector('#group').hidden")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 16, 64, 200])
-def test_a_ring_of_any_size_is_drawn_without_overlap(look: Look, script: Script, count: int) -> None:
+def test_a_ring_of_any_size_is_drawn_without_overlap(window: Window, script: Script, count: int) -> None:
     script.now["group"] = group("data_parallel", *["joined"] * count)
-    look.until(f"document.querySelectorAll('#group .node').length === {count}")
-    circles = look.page.evaluate(
+    window.until(f"document.querySelectorAll('#group .node').length === {count}")
+    circles = window.page.evaluate(
         "[...document.querySelectorAll('#group .node')].map((n) => [n.cx, n.cy, n.r].map((one) => one.baseVal.value))"
     )
     for i, (x, y, r) in enumerate(circles):
@@ -126,20 +128,20 @@ def test_a_ring_of_any_size_is_drawn_without_overlap(look: Look, script: Script,
             assert (x - other_x) ** 2 + (y - other_y) ** 2 > (r + other_r) ** 2
 
 
-def test_a_long_job_is_shown_whole_in_its_curves_and_by_its_newest_rounds_in_the_table(
-    look: Look, script: Script
+def test_a_long_job_has_all_rounds_in_its_curves_and_the_newest_ones_in_its_table(
+    window: Window, script: Script
 ) -> None:
     script.history = [ROUND | {"round": i, "job_round": i, "accuracy": i / 1000} for i in range(1, 991)]
     script.history[4] |= {"phase": "abandoned", "reason": "too_few_clients", "missing": ["b"], "accuracy": None}
     script.now |= {"jobs": [JOB], "round": script.history[-1]}
-    look.until("document.getElementById('accuracy').data?.[0].x.length === 989")
-    assert look.page.locator("#rounds tbody tr").count() == 200
-    assert "and 790 older ones: flctl rounds --job 7" in look.text("#rounds")
-    assert "98.90 %" not in look.text("#tiles")
-    assert "99.00 %" in look.text("#tiles")
+    window.until("document.getElementById('accuracy').data?.[0].x.length === 989")
+    assert window.page.locator("#rounds tbody tr").count() == 200
+    assert "and 790 older ones: flctl rounds --job 7" in window.text("#rounds")
+    assert "98.90 %" not in window.text("#tiles")
+    assert "99.00 %" in window.text("#tiles")
 
 
-def test_what_is_not_shown_of_many_clients_is_counted(look: Look, script: Script) -> None:
+def test_clients_that_are_not_shown_are_counted(window: Window, script: Script) -> None:
     client = {
         "state": "watching",
         "activity": "training",
@@ -153,9 +155,9 @@ def test_what_is_not_shown_of_many_clients_is_counted(look: Look, script: Script
         "server": SERVER | {"clients": 1000},
         "clients": [client | {"client_id": f"client-{i}"} for i in range(200)],
     }
-    look.until("document.querySelectorAll('#clients tbody tr').length === 200")
-    assert "and 800 more: flctl clients" in look.text("#clients")
-    assert look.page.get_attribute("#clients [role=progressbar]", "aria-valuenow") == "40"
+    window.until("document.querySelectorAll('#clients tbody tr').length === 200")
+    assert "and 800 more: flctl clients" in window.text("#clients")
+    assert window.page.get_attribute("#clients [role=progressbar]", "aria-valuenow") == "40"
 
 
 @pytest.mark.parametrize(
@@ -173,15 +175,15 @@ def test_what_is_not_shown_of_many_clients_is_counted(look: Look, script: Script
         ),
     ],
 )
-def test_what_a_round_waits_for_is_said_in_a_sentence(
-    look: Look, script: Script, waits: dict[str, Any], sentence: str
+def test_a_sentence_says_what_a_round_waits_for(
+    window: Window, script: Script, waits: dict[str, Any], sentence: str
 ) -> None:
     script.now |= {
         "jobs": [JOB],
         "round": ROUND | {"phase": "training"},
         "waits_for": {"clients": [], "until": "", **waits},
     }
-    look.until("document.querySelector('.waits')")
-    assert sentence in look.text(".waits")
+    window.until("document.querySelector('.waits')")
+    assert sentence in window.text(".waits")
     script.now |= {"round": ROUND | {"phase": "abandoned", "reason": "barrier_timeout"}, "waits_for": None}
-    look.until("document.querySelector('.waits').textContent.includes('was abandoned: barrier_timeout')")
+    window.until("document.querySelector('.waits').textContent.includes('was abandoned: barrier_timeout')")

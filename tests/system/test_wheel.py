@@ -1,7 +1,7 @@
 """The wheel, built and installed into an environment of its own, runs the demo.
 
-Installing all that it depends on takes long: only `make soak` does that. Otherwise the environment sees this one's
-packages, except fedring.
+To install all dependencies takes long, so only `make soak` does it. Otherwise the environment uses this one's packages
+except fedring.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What the command prints, if it ends well; it knows nothing of this checkout."""
+    """Run a command that must succeed, without variables that lead to this checkout; return its output."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "FEDRING_", "FLCTL_", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=900)
@@ -41,7 +41,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, from a copy of the sources without what was generated in them."""
+    """Build the wheel from a copy of the sources without generated files."""
     if importlib.util.find_spec("build") is None:
         missing("the package `build`")
     folder = tmp_path_factory.mktemp("wheel")
@@ -57,7 +57,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_holds_the_program_its_data_and_no_tests(wheel: Path) -> None:
+def test_the_wheel_contains_the_program_and_its_data_but_no_tests(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         names = set(archive.namelist())
     for needed in (
@@ -88,7 +88,9 @@ def test_the_demo_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path, empty: 
     else:
         run(*pip, "--no-deps", wheel, cwd=elsewhere)
         (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-        (packages / "beside.pth").write_text(sysconfig.get_paths()["purelib"])  # whose own .pth files do not count
+        (packages / "beside.pth").write_text(
+            sysconfig.get_paths()["purelib"]
+        )  # Python does not read the .pth files there
     where = run(programs / "python", "-c", "import fedring.server.main as m; print(m.__file__)", cwd=elsewhere)
     assert where.startswith(str(tmp_path))
     output = run(programs / "flctl", "demo", "--rounds", "3", "--clients", "2", "--output", "json", cwd=elsewhere)

@@ -1,4 +1,4 @@
-"""The wire contract, spoken by a client of its own against a real fl-server."""
+"""The wire contract of a real fl-server, tested with a client that is written from the .proto files."""
 
 import queue
 from collections.abc import Iterator
@@ -15,43 +15,29 @@ from fedring.rpc.contract import PROTOCOL
 from fedring.server.round.sessions import MOST_CALLS
 from fedring.v1 import federation_pb2 as pb
 from tests.fleets import Control, Fleet
-from tests.system.wire import SECONDS, SIZE, Refused, WireClient, model_of, offer_of, payload_of, stop_jobs, vector_job
+from tests.system.wire import SECONDS, SIZE, Refused, WireClient, offer_of, payload_of, published_version, vector_job
 
 ONES = np.ones(SIZE, np.float32)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file: whatever they send, it lives."""
+    """Start one fl-server for all tests of this file, which must survive everything that they send."""
     with Fleet(tmp_path_factory.mktemp("wire")) as fleet:
         yield fleet
 
 
 @pytest.fixture
-def control(server: Fleet) -> Iterator[Control]:
-    """flctl's connection; at the end no job is left."""
-    with Control(server.control) as control:
-        yield control
-        stop_jobs(control)
-
-
-@pytest.fixture
-def wire(server: Fleet) -> Iterator[WireClient]:
-    with WireClient(server.listen) as client:
-        yield client
-
-
-@pytest.fixture
 def command(control: Control, wire: WireClient) -> pb.TrainCmd:
-    """The command of an open round of one client."""
+    """Open a round of one client; return its command."""
     control.start_job(vector_job())
     received: pb.TrainCmd = wire.expect("train")
     return received
 
 
 def published(control: Control, wire: WireClient, command: pb.TrainCmd) -> np.ndarray[Any, Any]:
-    """The parameters that the round's end brought."""
-    return parameters_of(wire, model_of(control, command.round))
+    """Wait until the round is published; return its parameters, [SIZE]."""
+    return parameters_of(wire, published_version(control, command.round))
 
 
 def parameters_of(wire: WireClient, version: int) -> np.ndarray[Any, Any]:
@@ -78,7 +64,9 @@ def test_an_update_moves_the_model(control: Control, wire: WireClient, command: 
     np.testing.assert_array_equal(published(control, wire, command), base + ONES)
 
 
-def test_weights_are_taken_as_well_as_deltas(control: Control, wire: WireClient, command: pb.TrainCmd) -> None:
+def test_an_update_may_contain_weights_instead_of_deltas(
+    control: Control, wire: WireClient, command: pb.TrainCmd
+) -> None:
     payload = payload_of(3 * ONES)
     header = wire.header(command, payload, packets=[packet(len(payload), kind=pb.KIND_WEIGHTS)])
     wire.push(header, payload)
@@ -96,7 +84,7 @@ def test_packets_of_one_update_add_up_whatever_their_encodings(
     np.testing.assert_array_equal(published(control, wire, command), base + 5 * ONES)
 
 
-def test_the_last_packets_sample_count_weighs_the_update(server: Fleet, control: Control) -> None:
+def test_the_sample_count_of_the_last_packet_is_the_weight_of_the_update(server: Fleet, control: Control) -> None:
     control.start_job(vector_job(min_clients=2))
     with WireClient(server.listen, "a") as a, WireClient(server.listen, "b") as b:
         commands = [client.expect("train") for client in (a, b)]
@@ -109,7 +97,7 @@ def test_the_last_packets_sample_count_weighs_the_update(server: Fleet, control:
         np.testing.assert_array_equal(published(control, a, commands[0]), base + 3 * ONES)
 
 
-def test_a_broken_upload_goes_on_at_the_servers_offset(server: Fleet, control: Control) -> None:
+def test_a_broken_upload_resumes_at_the_servers_offset(server: Fleet, control: Control) -> None:
     size = 600_000
     control.start_job(vector_job(model_args={"size": size}))
     with WireClient(server.listen) as wire:
@@ -131,7 +119,9 @@ def test_a_broken_upload_goes_on_at_the_servers_offset(server: Fleet, control: C
         assert replies[-1].HasField("accepted")
 
 
-def test_the_same_update_again_is_the_same_acceptance(server: Fleet, control: Control) -> None:
+def test_a_retry_of_an_accepted_update_is_accepted_and_another_update_is_refused(
+    server: Fleet, control: Control
+) -> None:
     control.start_job(vector_job(min_clients=2))
     with WireClient(server.listen, "a") as a, WireClient(server.listen, "b") as b:
         command, _ = a.expect("train"), b.expect("train")
@@ -146,7 +136,9 @@ def test_the_same_update_again_is_the_same_acceptance(server: Fleet, control: Co
         assert (refused.value.code, refused.value.reason) == (StatusCode.ALREADY_EXISTS, "already_accepted_other")
 
 
-def test_an_update_is_still_known_after_its_round(control: Control, wire: WireClient, command: pb.TrainCmd) -> None:
+def test_a_retry_after_the_end_of_the_round_is_accepted(
+    control: Control, wire: WireClient, command: pb.TrainCmd
+) -> None:
     payload = payload_of(ONES)
     header = wire.header(command, payload)
     wire.push(header, payload)
@@ -210,7 +202,7 @@ CASES: dict[str, tuple[bytes, dict[str, Any], StatusCode, str]] = {
 }
 
 
-def test_a_bad_update_is_refused_with_its_reason_and_harms_nothing(server: Fleet, control: Control) -> None:
+def test_a_bad_update_is_refused_with_its_reason_and_changes_nothing(server: Fleet, control: Control) -> None:
     control.start_job(vector_job())
     with WireClient(server.listen) as wire:
         command = wire.expect("train")
@@ -263,7 +255,7 @@ def test_a_bad_stream_is_refused(
 
 
 def test_a_partial_upload_that_was_damaged_is_sent_again(server: Fleet, control: Control) -> None:
-    size = 100_000  # a smaller payload waits in memory, and is always sent from the start
+    size = 100_000  # a smaller payload is kept in memory, and is always sent from the start
     control.start_job(vector_job(model_args={"size": size}))
     with WireClient(server.listen) as wire:
         command = wire.expect("train")
@@ -275,7 +267,7 @@ def test_a_partial_upload_that_was_damaged_is_sent_again(server: Fleet, control:
             wire.push(header, payload)
         assert (refused.value.code, refused.value.reason) == (StatusCode.UNAVAILABLE, "damaged")
         wire.push(header, payload)
-        assert model_of(control, command.round)
+        assert published_version(control, command.round)
 
 
 def test_a_call_without_a_session_is_refused(wire: WireClient, command: pb.TrainCmd) -> None:
@@ -286,7 +278,7 @@ def test_a_call_without_a_session_is_refused(wire: WireClient, command: pb.Train
         assert (refused.value.code, refused.value.reason) == (StatusCode.UNAUTHENTICATED, "no_session")
 
 
-def test_bytes_that_are_no_message_get_one_clear_answer(wire: WireClient, command: pb.TrainCmd) -> None:
+def test_malformed_messages_get_a_clear_error(wire: WireClient, command: pb.TrainCmd) -> None:
     raw: Any = wire.channel.stream_stream("/fedring.v1.ClientUpdateService/PushUpdate")
     with pytest.raises(Exception, match="the bytes are not a valid message") as refused:
         list(raw(iter([b"\xff\xff\xff"]), metadata=wire.metadata))
@@ -313,7 +305,7 @@ def test_the_newest_session_of_a_client_wins(server: Fleet, wire: WireClient, co
         assert newer.expect("train").round == command.round
 
 
-def test_a_broken_download_goes_on_at_the_offset(wire: WireClient, command: pb.TrainCmd) -> None:
+def test_a_broken_download_resumes_at_the_offset(wire: WireClient, command: pb.TrainCmd) -> None:
     header, payload = wire.fetch(command.model_version)
     request = pb.FetchModelRequest(digest=command.model_digest, offset=1000, payload_name=header.payload_name)
     messages = list(wire.models.FetchModel(request, metadata=wire.metadata))
@@ -324,7 +316,7 @@ def test_a_broken_download_goes_on_at_the_offset(wire: WireClient, command: pb.T
 
 
 def test_one_client_cannot_take_all_streams(server: Fleet, wire: WireClient) -> None:
-    for _ in range(2 * MOST_CALLS):  # those that have ended do not count
+    for _ in range(2 * MOST_CALLS):  # calls that have ended do not count
         with pytest.raises(Refused, match="unknown_model"):
             wire.fetch(777)
     silent: queue.Queue[pb.WatchRequest | None] = queue.Queue()
@@ -346,7 +338,7 @@ def test_an_unknown_model_is_refused(wire: WireClient, command: pb.TrainCmd) -> 
     assert (refused.value.code, refused.value.reason) == (StatusCode.NOT_FOUND, "unknown_model")
 
 
-def test_a_client_that_says_it_cannot_is_not_waited_for(wire: WireClient, command: pb.TrainCmd) -> None:
+def test_a_round_does_not_wait_for_a_client_that_reports_a_failure(wire: WireClient, command: pb.TrainCmd) -> None:
     failure = pb.Failure(round=command.round, reason="no_data", detail="the folder is gone")
     wire.say(pb.WatchRequest(matched=True, failure=failure))
     ended = wire.expect("round_ended")
@@ -365,7 +357,7 @@ def test_a_late_update_of_a_closed_round_is_refused(server: Fleet, control: Cont
         assert refused.value.reason in ("unknown_round", "round_closed")
 
 
-def test_losses_that_have_no_sum_are_refused(server: Fleet, control: Control) -> None:
+def test_losses_without_a_finite_sum_are_refused(server: Fleet, control: Control) -> None:
     job_id = control.start_job(vector_job(min_clients=2, evaluate=True)).job_id
     with WireClient(server.listen, "a") as a, WireClient(server.listen, "b") as b:
         for client in (a, b):

@@ -1,4 +1,4 @@
-"""What PROTOCOL.md leaves to a client: its encodings, when it closes its side, and calls that outlive their session."""
+"""What PROTOCOL.md allows clients: other encodings, when to close their side, and calls that outlive their session."""
 
 import queue
 from collections.abc import Iterator
@@ -20,37 +20,22 @@ from tests.system.wire import (
     SIZE,
     Refused,
     WireClient,
-    model_of,
     offer_of,
     parameters,
     payload_of,
+    published_version,
     run,
-    stop_jobs,
 )
 
 ONES = np.ones(SIZE, np.float32)
-LARGE = 300_000  # values, more than a chunk of them
+LARGE = 300_000  # values, which are more than one chunk
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file."""
+    """Start one fl-server for all tests of this file."""
     with Fleet(tmp_path_factory.mktemp("freedoms")) as fleet:
         yield fleet
-
-
-@pytest.fixture
-def control(server: Fleet) -> Iterator[Control]:
-    """flctl's connection; at the end no job is left."""
-    with Control(server.control) as control:
-        yield control
-        stop_jobs(control)
-
-
-@pytest.fixture
-def wire(server: Fleet) -> Iterator[WireClient]:
-    with WireClient(server.listen) as client:
-        yield client
 
 
 class Upload:
@@ -63,7 +48,7 @@ class Upload:
         )
 
     def offer(self, offer: pb.UpdateOffer) -> pb.UpdateReply:
-        """Send the offer; the server's answer to it."""
+        """Send the offer; return the server's answer."""
         self._messages.put(pb.ClientUpdate(offer=offer))
         return self.reply()
 
@@ -72,21 +57,21 @@ class Upload:
         self._messages.put(pb.ClientUpdate(chunk=pb.Chunk(offset=offset, data=data)))
 
     def reply(self) -> pb.UpdateReply:
-        """What the server says next."""
+        """Return the server's next reply."""
         reply: pb.UpdateReply = next(self.replies)
         return reply
 
     def close(self) -> None:
-        """No message follows."""
+        """Close the client's side of the call."""
         self._messages.put(None)
 
     @property
     def ended_well(self) -> bool:
-        """Whether the server ends the call, and says no more; waits for it."""
+        """Whether the server ends the call without another reply and without an error; waits for the end."""
         return list(self.replies) == [] and self.replies.code() is StatusCode.OK
 
 
-def test_an_update_may_come_in_another_encoding_than_the_command_asks_for(server: Fleet, control: Control) -> None:
+def test_an_update_may_have_another_encoding_than_the_command_asks_for(server: Fleet, control: Control) -> None:
     run(control, encoding="int8", rounds=len(NAMES))
     with WireClient(server.listen) as wire:
         values = np.linspace(-1, 1, SIZE, dtype=np.float32)
@@ -98,7 +83,7 @@ def test_an_update_may_come_in_another_encoding_than_the_command_asks_for(server
                 vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=name, bytes=len(payload), num_samples=3
             )
             wire.push(wire.header(command, payload, packets=[packet]), payload)
-            after = parameters(wire, model_of(control, command.round))
+            after = parameters(wire, published_version(control, command.round))
             delta = decode(payload, name=name, length=SIZE).astype(np.float64)
             np.testing.assert_array_equal(after, (before + delta * 3 / 3).astype(np.float32))
 
@@ -114,7 +99,7 @@ def test_an_update_is_accepted_before_the_client_closes_its_side(control: Contro
     upload.close()
 
 
-def test_what_follows_the_last_byte_is_not_read(control: Control, wire: WireClient) -> None:
+def test_messages_after_the_last_byte_are_ignored(control: Control, wire: WireClient) -> None:
     run(control)
     command, payload = wire.expect("train"), payload_of(ONES)
     upload = Upload(wire)
@@ -126,7 +111,7 @@ def test_what_follows_the_last_byte_is_not_read(control: Control, wire: WireClie
     assert upload.ended_well
 
 
-def test_an_update_that_is_accepted_already_is_not_asked_for(control: Control, wire: WireClient) -> None:
+def test_the_payload_of_an_accepted_update_is_not_requested_again(control: Control, wire: WireClient) -> None:
     run(control)
     command, payload = wire.expect("train"), payload_of(ONES)
     header = wire.header(command, payload)
@@ -137,7 +122,7 @@ def test_an_update_that_is_accepted_already_is_not_asked_for(control: Control, w
     upload.close()
 
 
-def test_an_upload_goes_on_though_its_session_has_ended(server: Fleet, control: Control) -> None:
+def test_an_upload_goes_on_after_its_session_has_ended(server: Fleet, control: Control) -> None:
     job_id, events = run(control, model_args={"size": LARGE})
     with WireClient(server.listen) as wire:
         command, payload = wire.expect("train"), payload_of(np.ones(LARGE, np.float32))
@@ -146,7 +131,7 @@ def test_an_upload_goes_on_though_its_session_has_ended(server: Fleet, control: 
         upload.chunk(0, payload[:CHUNK])
         wire.stop_watching()
         assert next(event.client_id for event in events if event.kind == "client_lost") == wire.client_id
-        with pytest.raises(Refused) as refused:  # a new call of that session
+        with pytest.raises(Refused) as refused:  # a new call of the ended session
             wire.fetch(command.model_version)
         assert (refused.value.code, refused.value.reason) == (StatusCode.UNAUTHENTICATED, "no_session")
         upload.chunk(CHUNK, payload[CHUNK:])
@@ -156,8 +141,8 @@ def test_an_upload_goes_on_though_its_session_has_ended(server: Fleet, control: 
     assert control.job(job_id).state == "completed"
 
 
-def test_a_download_goes_on_though_its_session_has_ended(server: Fleet, control: Control) -> None:
-    _, events = run(control, model_args={"size": 40 * LARGE})  # more than waits on its way
+def test_a_download_goes_on_after_its_session_has_ended(server: Fleet, control: Control) -> None:
+    _, events = run(control, model_args={"size": 40 * LARGE})  # more than fits into buffers on the way
     with WireClient(server.listen) as wire:
         command = wire.expect("train")
         stream = wire.models.FetchModel(pb.FetchModelRequest(digest=command.model_digest), metadata=wire.metadata)
@@ -167,7 +152,7 @@ def test_a_download_goes_on_though_its_session_has_ended(server: Fleet, control:
         assert sum(len(message.chunk.data) for message in stream) == header.total_bytes
 
 
-def test_a_client_that_comes_back_is_asked_again_and_its_upload_goes_on(server: Fleet, control: Control) -> None:
+def test_a_client_that_rejoins_gets_its_command_again_and_resumes_its_upload(server: Fleet, control: Control) -> None:
     run(control, model_args={"size": LARGE})
     payload = payload_of(np.ones(LARGE, np.float32))
     with WireClient(server.listen) as before:
@@ -189,8 +174,8 @@ def test_a_client_that_comes_back_is_asked_again_and_its_upload_goes_on(server: 
         assert upload.reply().HasField("accepted")
 
 
-def offered_at_last(wire: WireClient, offer: pb.UpdateOffer) -> tuple[Upload, int]:
-    """A call that was offered the update, and the offset that the server named; an older one may not have ended yet."""
+def offer_until_admitted(wire: WireClient, offer: pb.UpdateOffer) -> tuple[Upload, int]:
+    """Offer the update until the server has room for the call; return the call and the offset to resume from."""
     while True:
         upload = Upload(wire)
         try:
@@ -200,7 +185,7 @@ def offered_at_last(wire: WireClient, offer: pb.UpdateOffer) -> tuple[Upload, in
                 raise
 
 
-def test_a_newer_upload_of_a_client_takes_the_place_of_its_older_one(server: Fleet, control: Control) -> None:
+def test_a_newer_upload_of_a_client_replaces_its_older_one(server: Fleet, control: Control) -> None:
     run(control, model_args={"size": LARGE})
     payload = payload_of(np.ones(LARGE, np.float32))
     with WireClient(server.listen) as wire:
@@ -208,12 +193,12 @@ def test_a_newer_upload_of_a_client_takes_the_place_of_its_older_one(server: Fle
         older = Upload(wire)
         older.offer(offer)
         older.chunk(0, payload[:CHUNK])
-        newer, start = offered_at_last(wire, offer)
+        newer, start = offer_until_admitted(wire, offer)
         assert start in (0, CHUNK)
         for offset in range(start, len(payload), CHUNK):
             newer.chunk(offset, payload[offset : offset + CHUNK])
         assert newer.reply().HasField("accepted")
-        older.replies.cancel()  # nobody answers it any more
+        older.replies.cancel()  # the server does not answer it any more
         for upload in (older, newer):
             upload.close()
 
@@ -223,9 +208,8 @@ def test_a_client_may_leave_by_closing_its_side_of_watch(server: Fleet, control:
     with WireClient(server.listen, "leaver") as wire:
         wire.expect("heartbeat")
         next(event for event in events if event.kind == "client_joined" and event.client_id == "leaver")
-        wire._done.set()
-        wire._beats.put(None)
-        assert wire.ended.get(timeout=SECONDS) is None  # OK
+        wire.leave()
+        assert wire.ended.get(timeout=SECONDS) is None  # status OK
         next(event for event in events if event.kind == "client_lost" and event.client_id == "leaver")
     events.cancel()
 
@@ -238,7 +222,7 @@ def test_two_watches_of_a_session_end_together(server: Fleet) -> None:
         first, second = (
             commands.Watch(iter(silent.get, None), metadata=(("fl-session", joined.session_id),)) for _ in range(2)
         )
-        next(first)  # a heartbeat: it is there
+        next(first)  # a heartbeat, so the call is open
         next(second)
         first.cancel()
         with pytest.raises(grpc.RpcError) as caught:
@@ -248,7 +232,7 @@ def test_two_watches_of_a_session_end_together(server: Fleet) -> None:
             silent.put(None)
 
 
-def test_the_samples_of_every_packet_are_checked_though_the_last_ones_count(control: Control, wire: WireClient) -> None:
+def test_the_sample_counts_of_all_packets_are_checked(control: Control, wire: WireClient) -> None:
     run(control)
     command, payload = wire.expect("train"), payload_of(ONES)
     packets = [
@@ -264,13 +248,13 @@ def test_the_samples_of_every_packet_are_checked_though_the_last_ones_count(cont
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A server to which a client is lost after a tenth of a second."""
+    """Start a server that takes a silent client for lost after a tenth of a second."""
     patience = {"heartbeat_seconds": 0.05, "lost_after_seconds": 0.1}
     with Fleet(tmp_path_factory.mktemp("impatient"), patience) as fleet:
         yield fleet
 
 
-def test_a_client_that_says_nothing_is_told_nothing(impatient: Fleet) -> None:
+def test_a_client_that_sends_nothing_gets_nothing_but_heartbeats(impatient: Fleet) -> None:
     with grpc.insecure_channel(impatient.listen) as channel:
         commands = TrainCmdServiceStub(channel)
         joined = commands.Join(pb.JoinRequest(client_id="silent", protocol=PROTOCOL))
@@ -281,12 +265,12 @@ def test_a_client_that_says_nothing_is_told_nothing(impatient: Fleet) -> None:
         silent.put(None)
 
 
-def test_a_session_that_does_not_watch_in_time_is_over(impatient: Fleet) -> None:
+def test_a_session_that_does_not_watch_in_time_ends(impatient: Fleet) -> None:
     with grpc.insecure_channel(impatient.listen) as channel:
         joined = TrainCmdServiceStub(channel).Join(pb.JoinRequest(client_id="idle", protocol=PROTOCOL))
         fetch, metadata = ModelBlobServiceStub(channel).FetchModel, (("fl-session", joined.session_id),)
         reasons: list[str] = []
-        while "no_session" not in reasons:  # calls do not prolong it
+        while "no_session" not in reasons:  # other calls do not keep the session alive
             with pytest.raises(grpc.RpcError) as caught:
                 list(fetch(pb.FetchModelRequest(digest="none"), metadata=metadata))
             reasons.append(Refused(caught.value).reason)

@@ -1,4 +1,4 @@
-"""What the wire refuses beside updates: downloads, evaluations and ids that make no sense, and what gRPC refuses."""
+"""Refusals beside those of updates: invalid downloads, evaluations and ids, and what gRPC itself refuses."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -14,54 +14,40 @@ from fedring.v1 import control_pb2 as control_pb
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.control_pb2_grpc import ControlServiceStub
 from tests.fleets import Control, Fleet
-from tests.system.wire import SECONDS, SIZE, Refused, WireClient, deliver, payload_of, run, stop_jobs, vector_job
+from tests.system.wire import SECONDS, SIZE, Refused, WireClient, deliver, payload_of, run, vector_job
 
 ONES = np.ones(SIZE, np.float32)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One fl-server for all tests of this file."""
+    """Start one fl-server for all tests of this file."""
     with Fleet(tmp_path_factory.mktemp("refusals")) as fleet:
         yield fleet
 
 
 @pytest.fixture
-def control(server: Fleet) -> Iterator[Control]:
-    """flctl's connection; at the end no job is left."""
-    with Control(server.control) as control:
-        yield control
-        stop_jobs(control)
-
-
-@pytest.fixture
-def wire(server: Fleet) -> Iterator[WireClient]:
-    with WireClient(server.listen) as client:
-        yield client
-
-
-@pytest.fixture
 def operator(server: Fleet) -> Iterator[ControlServiceStub]:
-    """The control port as a stranger calls it."""
+    """Connect to the control port, to make calls by hand."""
     with grpc.insecure_channel(server.control) as channel:
         yield ControlServiceStub(channel)
 
 
 def refusal(call: Callable[[], object]) -> Refused:
-    """How the call is refused."""
+    """Make the call, which must be refused; return the error."""
     with pytest.raises(grpc.RpcError) as caught:
         call()
     return Refused(caught.value)
 
 
 def report(order: Any, **changes: Any) -> pb.EvaluationReport:
-    """A good report for the command, but for the changes."""
+    """Return a valid report for the command, with these changes."""
     facts = {"round": order.round, "model_digest": order.model_digest, "correct": 1, "total": 2, "loss_sum": 3.0}
     return pb.EvaluationReport(**{**facts, **changes})
 
 
 @pytest.mark.parametrize("name", ["FetchModel", "ExportModel"])
-def test_a_download_that_cannot_go_on_there_is_refused(
+def test_a_download_from_an_invalid_offset_is_refused(
     control: Control, wire: WireClient, operator: ControlServiceStub, name: str
 ) -> None:
     control.start_job(vector_job())
@@ -79,11 +65,11 @@ def test_a_download_that_cannot_go_on_there_is_refused(
         error = refusal(lambda offset=offset, named=named: ask(offset, named))  # type: ignore[misc]  # bound now
         assert (error.code, error.reason) == (StatusCode.INVALID_ARGUMENT, "bad_offset")
         assert f"offset {offset}" in str(error)
-    assert len(ask(len(payload), payload_name)) == 1  # all of it is there: the header alone
+    assert len(ask(len(payload), payload_name)) == 1  # nothing is left to send but the header
     assert b"".join(message.chunk.data for message in ask(2**63, "another")[1:]) == payload
 
 
-def test_a_report_of_no_evaluation_that_is_in_progress_is_refused(
+def test_a_report_that_fits_no_evaluation_in_progress_is_refused(
     server: Fleet, control: Control, wire: WireClient
 ) -> None:
     job_id, events = run(control, evaluate=True, evaluate_seconds=600)
@@ -94,7 +80,7 @@ def test_a_report_of_no_evaluation_that_is_in_progress_is_refused(
 
     unknown = (StatusCode.FAILED_PRECONDITION, "unknown_round")
     command = wire.expect("train")
-    assert refused(report(command)) == unknown  # it is being trained
+    assert refused(report(command)) == unknown  # the round is still training
     payload = payload_of(ONES)
     wire.push(wire.header(command, payload), payload)
     order = wire.expect("evaluate")
@@ -114,13 +100,13 @@ def test_a_report_of_no_evaluation_that_is_in_progress_is_refused(
     assert refused(report(order)) == (StatusCode.FAILED_PRECONDITION, "round_closed")
 
 
-def test_the_same_report_again_while_others_evaluate_counts_once(server: Fleet, control: Control) -> None:
+def test_a_repeated_evaluation_report_counts_once(server: Fleet, control: Control) -> None:
     job_id, events = run(control, min_clients=2, evaluate=True, evaluate_seconds=600)
     with WireClient(server.listen, "a") as a, WireClient(server.listen, "b") as b:
         for client in (a, b):
             deliver(client)
         orders = [client.expect("evaluate") for client in (a, b)]
-        for _ in range(2):  # as a client does whose answer was lost
+        for _ in range(2):  # as a client does when the answer was lost
             a.commands.ReportEvaluation(report(orders[0]), metadata=a.metadata)
         b.commands.ReportEvaluation(report(orders[1]), metadata=b.metadata)
         assert [event.kind for event in events][-1] == "job_ended"
@@ -128,7 +114,7 @@ def test_the_same_report_again_while_others_evaluate_counts_once(server: Fleet, 
 
 
 @pytest.mark.parametrize("number", [2**63, 2**64 - 1])
-def test_an_id_that_cannot_be_is_refused_or_names_nothing(operator: ControlServiceStub, number: int) -> None:
+def test_an_id_that_is_too_large_is_refused_or_finds_nothing(operator: ControlServiceStub, number: int) -> None:
     watched = operator.WatchEvents(control_pb.WatchEventsRequest(after=number), timeout=SECONDS)
     error = refusal(lambda: next(watched))
     assert (error.code, error.reason) == (StatusCode.INVALID_ARGUMENT, "bad_event_id")
@@ -144,7 +130,7 @@ def test_an_id_that_cannot_be_is_refused_or_names_nothing(operator: ControlServi
     assert operator.ListRounds(control_pb.ListRequest(below=number)) == operator.ListRounds(control_pb.ListRequest())
 
 
-def test_a_method_that_no_port_serves_is_refused_with_a_reason(server: Fleet) -> None:
+def test_an_unknown_method_is_refused_with_a_reason(server: Fleet) -> None:
     for address in (server.listen, server.control):
         with grpc.insecure_channel(address) as channel:
             for path in ("/fedring.v1.TrainCmdService/Leave", "/fedring.v1.ControlService/Leave", "/a.B/c", "x", ""):
@@ -152,7 +138,7 @@ def test_a_method_that_no_port_serves_is_refused_with_a_reason(server: Fleet) ->
                 assert (error.code, error.reason) == (StatusCode.UNIMPLEMENTED, "unknown_method")
 
 
-def test_a_path_that_is_no_text_ends_its_call_alone(server: Fleet) -> None:
+def test_a_path_that_is_not_utf_8_ends_only_its_own_call(server: Fleet) -> None:
     for address in (server.listen, server.control):
         headers = {":method": "POST", ":scheme": "http", ":path": "/\xe6", ":authority": "x"}
         headers |= {"te": "trailers", "content-type": "application/grpc"}
@@ -171,12 +157,12 @@ def test_a_path_that_is_no_text_ends_its_call_alone(server: Fleet) -> None:
 
 
 def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
-    """A frame of HTTP/2: 4 = settings, 1 = headers; flags 1 = the stream's last, 4 = all of the headers."""
+    """Return a frame of HTTP/2: kind 4 is settings, 1 is headers; flag 1 ends the stream, 4 ends the headers."""
     return len(content).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + content
 
 
-class TestWhatGrpcRefusesItself:
-    """Before any code of ours: what federation.proto lists, and nothing of it has a reason."""
+class TestRefusalsOfGrpcItself:
+    """What gRPC refuses before any code of ours runs, as federation.proto lists; these errors have no reason."""
 
     def check(self, call: Callable[[], object], code: StatusCode, words: str) -> None:
         with pytest.raises(grpc.RpcError) as caught:
@@ -184,18 +170,20 @@ class TestWhatGrpcRefusesItself:
         error: Any = caught.value
         assert (error.code(), reason_in(error.trailing_metadata())) == (code, "")
         assert words in error.details()
-        assert reason_of(error) == code.name.lower()  # what callers go by
+        assert reason_of(error) == code.name.lower()  # what callers use instead
 
     def test_a_message_above_4_mib(self, wire: WireClient) -> None:
         limit = 4 << 20
         raw: Any = wire.channel.unary_unary("/fedring.v1.TrainCmdService/Join")
         words = "larger than max"
         self.check(lambda: raw(bytes(limit + 1), timeout=SECONDS), StatusCode.RESOURCE_EXHAUSTED, words)
-        packed = grpc.Compression.Gzip  # 4 KB of which become as much
+        packed = grpc.Compression.Gzip  # about 4 KB on the wire
         self.check(
             lambda: raw(bytes(limit + 1), timeout=SECONDS, compression=packed), StatusCode.RESOURCE_EXHAUSTED, words
         )
-        assert refusal(lambda: raw(b"\xff" * limit, timeout=SECONDS)).reason == "bad_request"  # we have seen this one
+        assert (
+            refusal(lambda: raw(b"\xff" * limit, timeout=SECONDS)).reason == "bad_request"
+        )  # this one reaches our code
 
     def test_a_message_above_4_mib_in_a_stream(self, wire: WireClient) -> None:
         push: Any = wire.channel.stream_stream("/fedring.v1.ClientUpdateService/PushUpdate")
@@ -216,9 +204,9 @@ class TestWhatGrpcRefusesItself:
         request = control_pb.WatchEventsRequest()
         with grpc.insecure_channel(server.control) as channel:
             stub = ControlServiceStub(channel)
-            streams = [stub.WatchEvents(request, timeout=SECONDS) for _ in range(80)]  # of which it serves 64
+            streams = [stub.WatchEvents(request, timeout=SECONDS) for _ in range(80)]  # the port serves 64
             for stream in streams:
-                stream.initial_metadata()  # each is served, or has been refused
+                stream.initial_metadata()  # now the call is served or refused
             status = control_pb.GetStatusRequest()
             self.check(
                 lambda: stub.GetStatus(status, timeout=SECONDS),

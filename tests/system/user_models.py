@@ -1,4 +1,4 @@
-"""A user's own model, for jobs that name it as "user_models:normed"."""
+"""Models of a user, which jobs name as "user_models:normed" and so on."""
 
 import torch
 from torch import Tensor, nn
@@ -14,25 +14,25 @@ class Normed(nn.Module):
         self.second = nn.Linear(width, 10)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits [batch, 10] of digits [batch, 1, 8, 8]."""
+        """Return logits [batch, 10] of digits [batch, 1, 8, 8]."""
         logits: Tensor = self.second(torch.relu(self.norm(self.first(inputs.flatten(1)))))
         return logits
 
 
 def normed(width: int = 256) -> nn.Module:
-    """The model."""
+    """Build a model with buffers."""
     return Normed(width)
 
 
 class Untraceable(nn.Module):
-    """A model whose forward asks for values."""
+    """A model whose forward depends on values, so that it cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(64, 32), nn.Linear(32, 10)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits [batch, 10] of digits [batch, 1, 8, 8]."""
+        """Return logits [batch, 10] of digits [batch, 1, 8, 8]."""
         hidden = self.first(inputs.flatten(1))
         logits: Tensor = self.second(hidden if hidden.sum() > 0 else -hidden)
         return logits
@@ -47,21 +47,21 @@ class Tied(nn.Module):
         self.last.weight = self.first.weight
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits [batch, 64] of digits [batch, 1, 8, 8]."""
+        """Return logits [batch, 64] of digits [batch, 1, 8, 8]."""
         logits: Tensor = self.last(self.middle(self.first(inputs.flatten(1))))
         return logits
 
 
 def untraceable() -> nn.Module:
-    """The model."""
+    """Build a model that cannot be traced."""
     return Untraceable()
 
 
 def tied() -> nn.Module:
-    """The model."""
+    """Build a model with tied weights."""
     return Tied()
 
 
 def halves(model: nn.Sequential) -> list[nn.Module]:
-    """A cut of one's own."""
+    """Cut the model into two stages."""
     return [model[:4], model[4:]]

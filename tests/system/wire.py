@@ -1,4 +1,4 @@
-"""A client of the wire contract alone: what a stranger writes from the .proto files, and what an attacker does."""
+"""A client of the wire contract, written from the .proto files alone; it can also send invalid messages."""
 
 import queue
 import threading
@@ -29,18 +29,18 @@ CHUNK = 1 << 20
 
 
 def vector_job(**keys: Any) -> dict[str, Any]:
-    """A job on a model that is one vector of SIZE values."""
+    """Return a job whose model is one vector of SIZE values, with these keys changed."""
     fixed = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "encoding": "fp32"}
     return {**fixed, "min_clients": 1, "evaluate": False, "deadline_seconds": 60, **keys}
 
 
 def vector_schema() -> Schema:
-    """The schema of that model."""
+    """Return the schema of that model."""
     return schema_of(vector(SIZE))
 
 
 class Refused(Exception):
-    """The server's status and reason."""
+    """A refused call, with the server's status and reason."""
 
     def __init__(self, error: grpc.RpcError) -> None:
         super().__init__(f"{error.code().name} {reason_of(error)}: {error.details()}")
@@ -49,12 +49,12 @@ class Refused(Exception):
 
 
 class WireClient:
-    """Joins, watches in a thread, and pushes whatever it is told to.
+    """A client that joins, watches in a thread, and makes the calls that a test asks for.
 
-    A newer one of the same name takes the session over, as it shows the older one's secret.
+    A newer client with the same name takes the session over, since it presents the older one's resume secret.
     """
 
-    secrets: ClassVar[dict[tuple[str, str], str]] = {}  # of each address and name
+    secrets: ClassVar[dict[tuple[str, str], str]] = {}  # resume secrets, by address and name
 
     def __init__(self, address: str, client_id: str = "wire") -> None:
         self.client_id = client_id
@@ -87,30 +87,43 @@ class WireClient:
         self.close()
 
     def close(self) -> None:
-        """Vanish."""
+        """Cancel all calls and close the channel."""
         self._done.set()
         self._beats.put(None)
         self._watch.cancel()
         self.channel.close()
 
     def stop_watching(self) -> None:
-        """End the session; other calls go on as long as the server lets them."""
+        """End the session; other calls go on as long as the server allows."""
         self._done.set()
         self._watch.cancel()
+
+    def leave(self) -> None:
+        """Close this side of the Watch stream, and wait for nothing."""
+        self._done.set()
+        self._beats.put(None)
 
     def say(self, request: pb.WatchRequest) -> None:
         """Send a message up the Watch stream."""
         self._beats.put(request)
 
     def expect(self, kind: str, seconds: float = SECONDS) -> Any:
-        """The next event of this kind; the others before it are dropped."""
+        """Return the next event of this kind; drop those before it."""
         while True:
             event = self.events.get(timeout=seconds)
             if event.WhichOneof("event") == kind:
                 return getattr(event, kind)
 
     def fetch(self, version: int = 0, held: int | str = 0) -> tuple[pb.ModelHeader, bytes]:
-        """A model as it is sent to somebody who holds another one: a version that was fetched here, or a digest."""
+        """Fetch a model.
+
+        Args:
+            version: 0 for the newest one.
+            held: a model that the client says to hold: a version that it has fetched, or a digest.
+
+        Returns:
+            The header and the payload.
+        """
         held_digest = held if isinstance(held, str) else self.digests[held]
         request = pb.FetchModelRequest(version=version, held_digest=held_digest)
         try:
@@ -122,11 +135,11 @@ class WireClient:
         return header, b"".join(message.chunk.data for message in messages[1:])
 
     def base_of(self, header: pb.ModelHeader) -> int:
-        """The version, fetched here, to which the packets are to be added; 0 = none."""
+        """Return the fetched version to which the packets must be added; 0 for a whole model."""
         return next(version for version, digest in self.digests.items() if digest == header.base_digest)
 
     def header(self, command: pb.TrainCmd, payload: bytes, **changes: Any) -> pb.UpdateHeader:
-        """A header that fits the command and the payload, but for the changes."""
+        """Return a header that fits the command and the payload, with these changes."""
         packet = pb.Packet(
             vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=len(payload), num_samples=10
         )
@@ -146,7 +159,7 @@ class WireClient:
     def push(
         self, header: pb.UpdateHeader | pb.UpdateOffer, payload: bytes, *, stop_at: int | None = None
     ) -> pb.UpdateReply | None:
-        """Push as the contract says; with `stop_at` the stream ends after so many bytes. The last reply."""
+        """Push an update as the contract says, or only its first `stop_at` bytes; return the last reply."""
         offsets: queue.Queue[int] = queue.Queue()
 
         def messages() -> Iterator[pb.ClientUpdate]:
@@ -160,12 +173,12 @@ class WireClient:
         return self.push_raw(messages(), offsets)
 
     def push_small(self, header: pb.UpdateHeader | pb.UpdateOffer, payload: bytes) -> pb.Accepted:
-        """Push all in one message, with a call of its own."""
+        """Push an update in one message, with a call of its own."""
         (accepted,) = self.push_many_small([pb.SmallUpdate(offer=offer_of(header, payload), payload=payload)])
         return accepted
 
     def push_many_small(self, updates: Iterable[pb.SmallUpdate]) -> Iterator[pb.Accepted]:
-        """Push them with one call, as the answers are asked for."""
+        """Push updates with one call; yield the answers, and push each update only when its answer is asked for."""
         try:
             yield from self.updates.PushSmallUpdates(iter(updates), metadata=self.metadata, timeout=SECONDS)
         except grpc.RpcError as error:
@@ -174,7 +187,7 @@ class WireClient:
     def push_raw(
         self, messages: Iterable[pb.ClientUpdate], offsets: "queue.Queue[int] | None" = None
     ) -> pb.UpdateReply | None:
-        """Push these very messages; the last reply."""
+        """Push exactly these messages; return the last reply."""
         last = None
         try:
             for reply in self.updates.PushUpdate(iter(messages), metadata=self.metadata):
@@ -185,7 +198,7 @@ class WireClient:
             raise Refused(error) from error
         finally:
             if offsets is not None:
-                offsets.put(0)  # nobody must wait for an offset that will not come
+                offsets.put(0)  # so that `messages` does not wait for an offset that will not come
         return last
 
     def _read(self) -> None:
@@ -204,7 +217,7 @@ class WireClient:
 
 
 def offer_of(header: pb.UpdateHeader | pb.UpdateOffer, payload: bytes, digest: str = "") -> pb.UpdateOffer:
-    """What offers the payload, or is said to have this digest; an offer that was made before stays what it is."""
+    """Return an offer of the payload; `digest` replaces its right digest. An offer is returned as it is."""
     if isinstance(header, pb.UpdateOffer):
         return header
     sent, digest = header.SerializeToString(), digest or name_of(payload)
@@ -212,19 +225,19 @@ def offer_of(header: pb.UpdateHeader | pb.UpdateOffer, payload: bytes, digest: s
 
 
 def payload_of(values: "np.ndarray[Any, np.dtype[np.float32]]", name: str = "fp32", **keys: Any) -> bytes:
-    """The values, encoded."""
+    """Return the values in this encoding."""
     return encode(values, Encoding(name, **keys))
 
 
 def run(control: Control, **keys: Any) -> tuple[int, Iterator[control_pb2.Event]]:
-    """A job that was started, and its events."""
+    """Start a job of `vector_job`; return its id and its events."""
     events = control.events()
     job_id = control.start_job(vector_job(**keys)).job_id
     return job_id, control.follow_job(job_id, events)
 
 
-def drawn(clients: Sequence[WireClient], count: int) -> dict[str, pb.TrainCmd]:
-    """The commands of the next `count` clients that get one, by their names."""
+def next_commands(clients: Sequence[WireClient], count: int) -> dict[str, pb.TrainCmd]:
+    """Return the commands of the next `count` clients that get one, by client."""
     commands: dict[str, pb.TrainCmd] = {}
     while len(commands) < count:
         for client in clients:
@@ -236,15 +249,15 @@ def drawn(clients: Sequence[WireClient], count: int) -> dict[str, pb.TrainCmd]:
 
 
 def deliver(client: WireClient, values: "np.ndarray[Any, np.dtype[np.float32]] | None" = None) -> pb.TrainCmd:
-    """The client's next command, answered with `values`, by default ones."""
+    """Answer the client's next command with `values`, by default ones; return the command."""
     command: pb.TrainCmd = client.expect("train")
     payload = payload_of(np.ones(SIZE, np.float32) if values is None else values)
     client.push(client.header(command, payload), payload)
     return command
 
 
-def model_of(control: Control, round_: int) -> int:
-    """The version that the round published, once it has: who delivered is not told."""
+def published_version(control: Control, round_: int) -> int:
+    """Wait until the round is published; return the version of its model."""
     events = control.events(after=1)
     ended = next(event for event in events if event.round == round_ and event.kind == "round_published")
     events.cancel()
@@ -252,24 +265,24 @@ def model_of(control: Control, round_: int) -> int:
 
 
 def outcome(control: Control, job_id: int, events: Iterator[control_pb2.Event]) -> control_pb2.Job:
-    """The job, once it has ended."""
+    """Return the job when it has ended."""
     for _ in events:
         pass
     return control.job(job_id)
 
 
 def parameters(client: WireClient, version: int = 0) -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """The parameters of a model of `vector`, as they are sent."""
+    """Fetch a version of a model of `vector_job`, by default the newest; return its parameters."""
     header, payload = client.fetch(version)
     assert [packet.encoding for packet in header.packets] == ["fp32"]
     return np.frombuffer(payload[16:], "<f4")
 
 
 def stop_jobs(control: Control) -> None:
-    """No job is left."""
+    """Stop all queued and running jobs, and wait for their end."""
     for job in control.jobs():
         if job.state in ("queued", "running"):
-            with suppress(Failure):  # it may end by itself before it is told to
+            with suppress(Failure):  # it may have ended by itself
                 control.stop_job(job.job_id)
             for _ in control.follow_job(job.job_id) if job.state == "running" else ():
                 pass

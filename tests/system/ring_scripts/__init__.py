@@ -1,1 +1,1 @@
-"""What the ring's tests run in processes of their own."""
+"""Functions and scripts that the ring's tests run as ranks in other processes."""

@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed, against what this rank computes for itself."""
+"""Checks of every collective of torch.distributed against results that each rank computes itself."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,13 +24,13 @@ DTYPES = (
 
 
 def make(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What a rank has: small whole numbers, which every dtype adds exactly, and others on each rank."""
+    """Return the input of a rank: small integers, which every dtype adds exactly, and other ones on each rank."""
     generator = torch.Generator().manual_seed(rank + 1)
     return torch.randint(0, 4, shape, generator=generator).to(dtype)
 
 
 def all_of(size: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What all ranks have, stacked."""
+    """Return the inputs of all ranks, stacked."""
     return torch.stack([make(rank, *shape, dtype=dtype) for rank in range(size)])
 
 
@@ -39,7 +39,7 @@ def equal(tensor: Tensor, wanted: Tensor) -> None:
 
 
 def started(work: dist.Work | None) -> dist.Work:
-    """What torch hands out to members of a group."""
+    """Return the work of an operation, which torch gives only to members of a group."""
     assert work is not None
     return work
 
@@ -79,9 +79,9 @@ def all_reduce_of_every_kind(rank: int, size: int) -> None:
         equal(tensor, result)
 
 
-def all_reduce_where_memory_is_not_plain(rank: int, size: int) -> None:
+def all_reduce_of_views_and_other_tensors(rank: int, size: int) -> None:
     base = torch.zeros(6, 8)
-    view = base[::2, 1:7:3]  # neither contiguous nor whole
+    view = base[::2, 1:7:3]  # a view that is not contiguous
     view.copy_(make(rank, 3, 2))
     dist.all_reduce(view)
     equal(view, all_of(size, 3, 2).sum(0))
@@ -103,20 +103,20 @@ def all_reduce_where_memory_is_not_plain(rank: int, size: int) -> None:
 
 def all_reduce_of_sparse_tensors(rank: int, size: int) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
-        for rows in (size + 1, 100_000):  # directly, and around the ring
+        for rows in (size + 1, 100_000):  # sent directly, and around the ring
             tensor = _some(rank, rows, dtype)
             wanted = torch.stack([_some(other, rows, dtype).to_dense() for other in range(size)]).sum(0)
             dist.all_reduce(tensor)
             assert tensor.is_coalesced()
             equal(tensor.to_dense(), wanted)
-    some = torch.full((5,), float(rank == 0)).to_sparse()  # only one rank has any
+    some = torch.full((5,), float(rank == 0)).to_sparse()  # only one rank has values
     work = started(dist.all_reduce(some, async_op=True))
     assert work.wait()
     equal(some.to_dense(), torch.ones(5))
 
 
 def _some(rank: int, rows: int, dtype: torch.dtype) -> Tensor:
-    """A rank's entries, one of them in two parts, of a tensor [rows, 3, 3] with one dense dimension."""
+    """Return a rank's sparse tensor [rows, 3, 3], with one dense dimension and with one entry in two parts."""
     places = torch.tensor([[0, rank, rank + 1, rank], [0, 1, 2, 1]])
     return torch.sparse_coo_tensor(places, make(rank, 4, 3, dtype=dtype), (rows, 3, 3), check_invariants=True)
 
@@ -129,9 +129,9 @@ def half_precision_on_the_wire(rank: int, size: int) -> None:
             tensor = make(rank, count) + 0.001
             dist.all_reduce(tensor, group=group)
             torch.testing.assert_close(tensor, all_of(size, count).sum(0) + 0.001 * size, rtol=2e-2, atol=1e-2)
-            equal(tensor.to(dtype).float(), tensor)  # all ranks hold what could travel
+            equal(tensor.to(dtype).float(), tensor)  # values that 16 bits can hold
             copies = [torch.empty_like(tensor) for _ in range(size)]
-            if count > 1000:  # 2 (n - 1) / n halves, and headers
+            if count > 1000:  # 2 (n - 1) / n 16-bit values, and headers
                 assert traffic().sent_bytes - before <= 2 * (size - 1) / size * 2 * count + 4000
             dist.all_gather(copies, tensor)
             for copy in copies:
@@ -279,7 +279,7 @@ def barriers(rank: int, size: int) -> None:
 CHECKS = [
     all_reduce_of_every_dtype,
     all_reduce_of_every_kind,
-    all_reduce_where_memory_is_not_plain,
+    all_reduce_of_views_and_other_tensors,
     all_reduce_of_sparse_tensors,
     half_precision_on_the_wire,
     broadcast_from_every_rank,

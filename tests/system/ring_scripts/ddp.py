@@ -1,4 +1,4 @@
-"""DistributedDataParallel as it is in torch, over whatever the default group is; and the same on one process."""
+"""Trainings with DistributedDataParallel over the default group, and the same trainings in one process."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ STEPS, BATCH = 6, 4  # per rank
 
 
 class Net(nn.Module):
-    """Two layers and two heads, of which a batch uses one; with `norm`, a BatchNorm between."""
+    """Two layers, with a BatchNorm if `norm`, and two heads, of which each batch uses one."""
 
     def __init__(self, *, norm: bool = False, width: int = 16) -> None:
         super().__init__()
@@ -27,17 +27,17 @@ class Net(nn.Module):
         self.heads = nn.ModuleList([nn.Linear(width, 3), nn.Linear(width, 3)])
 
     def forward(self, inputs: Tensor, head: int = 0) -> Tensor:
-        """Logits [batch, 3] of inputs [batch, 6]."""
+        """Return logits [batch, 3] of inputs [batch, 6]."""
         logits: Tensor = self.heads[head](self.body(inputs).relu())
         return logits
 
 
 class Plan(NamedTuple):
-    """How to train."""
+    """The options of a training."""
 
     bucket_mb: float = 25.0
     accumulate: int = 1  # batches per step
-    unused: bool = False  # every second rank and step uses the other head
+    unused: bool = False  # ranks and steps alternate between the heads
     norm: bool = False
     hook: str = ""
     width: int = 16
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a rank ends with."""
+    """The result of a rank."""
 
     parameters: list[float]
     digest: str
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Inputs [BATCH, 6] and classes [BATCH]."""
+    """Return inputs [BATCH, 6] and classes [BATCH]."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(BATCH, 6, generator=generator), torch.randint(0, 3, (BATCH,), generator=generator)
 
@@ -78,12 +78,12 @@ def train(rank: int, size: int, *, plan: Plan) -> Outcome:
                 _loss(parallel, plan, step * plan.accumulate + part, rank).backward()  # type: ignore[no-untyped-call]  # torch's
         optimizer.step()
     parallel.eval()
-    parallel(batch(0, rank)[0])  # sends the buffers, and changes none
+    parallel(batch(0, rank)[0])  # broadcasts the buffers and does not change them
     return _outcome(model)
 
 
 def train_words(rank: int, size: int, *, alone: bool = False) -> list[float]:
-    """The parameters of a model with a sparse gradient, trained by all ranks together, or by each for all."""
+    """Train a model with a sparse gradient by all ranks, or `alone` with their batches; return the parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
     trained = model if alone else DistributedDataParallel(model)
@@ -99,7 +99,7 @@ def train_words(rank: int, size: int, *, alone: bool = False) -> list[float]:
 
 
 def train_alone(ranks: Iterable[int], plan: Plan) -> Outcome:
-    """What the ranks would end with if each of their steps were one batch on one process."""
+    """Train in one process, with the batches of all ranks in each step."""
     ranks = list(ranks)
     model = _net(plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -113,7 +113,7 @@ def train_alone(ranks: Iterable[int], plan: Plan) -> Outcome:
 
 
 def train_often(rank: int, size: int, *, plan: Plan, times: int) -> list[str]:
-    """The digests of the parameters after each of several trainings."""
+    """Return the digests of the parameters after each of several trainings."""
     return [train(rank, size, plan=plan).digest for _ in range(times)]
 
 
@@ -157,7 +157,7 @@ def _register(model: DistributedDataParallel, hook: str) -> None:
 
 
 def _alternate(groups: list[dist.ProcessGroup], bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The buckets take turns on two groups."""
+    """Send the buckets over two groups in turn."""
     group = groups[bucket.index() % 2]
     buffer = bucket.buffer().div_(group.size())
     work: Any = dist.all_reduce(buffer, group=group, async_op=True)

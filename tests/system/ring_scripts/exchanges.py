@@ -1,4 +1,4 @@
-"""Messages, bytes, subgroups and futures, against what this rank computes for itself."""
+"""Checks of messages, bytes, subgroups and futures against results that each rank computes itself."""
 
 import queue
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def messages_from_any_rank(rank: int, size: int) -> None:
         for tag in [other % 2 for other in range(1, size) for _ in range(2)]:
             tensor = torch.empty(3)
             source = dist.recv(tensor, tag=tag)
-            equal(tensor, make(source + 20 * seen.count(source), 3))  # those of one rank come in their order
+            equal(tensor, make(source + 20 * seen.count(source), 3))  # messages of one rank arrive in order
             seen.append(source)
         assert sorted(seen) == sorted(2 * list(range(1, size)))
     dist.barrier()
@@ -118,7 +118,7 @@ def subgroups(rank: int, size: int) -> None:
 
 
 def a_group_under_another_backend(rank: int, size: int) -> float:
-    """The default group is not ours: the group has an endpoint of its own."""
+    """Use a group of fedring beside a default group of another backend; the group has its own endpoint."""
     group: Any = dist.new_group(backend="fedring")
     other: Any = dist.new_group([0, 1], backend="fedring")
     tensor = torch.ones(1000)
@@ -147,7 +147,7 @@ def futures(rank: int, size: int) -> None:
 
 
 def collectives_in_callbacks(rank: int, size: int) -> None:
-    """Callbacks that start collectives and wait for them, attached and run in another order on each rank."""
+    """Run callbacks that start collectives and wait for them, in another order on each rank."""
     works = [started(dist.all_reduce(torch.full((10,), float(number)), async_op=True)) for number in range(8)]
 
     def nested(number: int) -> Callable[[Any], Tensor]:
@@ -182,7 +182,7 @@ CHECKS = [
 
 
 def all_checks(rank: int, size: int) -> list[str]:
-    """The names of the checks that passed: all, or it raises."""
+    """Run all checks, which raise when they fail; return their names."""
     passed = []
     for check in CHECKS:
         check(rank, size)

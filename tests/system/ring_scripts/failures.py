@@ -1,4 +1,4 @@
-"""What goes wrong goes wrong on every rank, with a name."""
+"""Mistakes and failures, after which every rank returns the error that it got."""
 
 import threading
 from datetime import timedelta
@@ -30,7 +30,7 @@ def another_dtype(rank: int, size: int) -> Errors:
 
 
 def another_collective(rank: int, size: int) -> Errors:
-    """The root of a broadcast waits for nobody: it hears of it in the next collective."""
+    """Mix a broadcast with an all_reduce; the root waits for nobody, so it gets the error in the next collective."""
 
     def body() -> None:
         tensor = torch.ones(3)
@@ -48,7 +48,7 @@ def nothing_against_something(rank: int, size: int) -> Errors:
 
 
 def a_rank_that_does_not_come(rank: int, size: int) -> Errors:
-    """Rank 1 waits for a message instead, and hears of the failure."""
+    """Let rank 1 wait for a message instead of joining an all_reduce; it gets the error, too."""
     if rank != 1:
         dist.group.WORLD.set_timeout(timedelta(seconds=2))  # type: ignore[union-attr]
         return error_of(lambda: dist.all_reduce(torch.ones(3)))
@@ -63,7 +63,7 @@ def a_barrier_that_is_not_reached(rank: int, size: int) -> Errors:
 
 
 def a_monitored_barrier_that_some_do_not_reach(rank: int, size: int, *, name_all: bool) -> Errors:
-    """Ranks 1 and 3 wait for a message instead."""
+    """Let ranks 1 and 3 wait for a message instead of reaching the barrier."""
     _meet(_get_default_store(), "here", rank, size)
     if rank in (1, 3):
         dist.group.WORLD.set_timeout(timedelta(seconds=60))  # type: ignore[union-attr]
@@ -104,17 +104,17 @@ def a_failing_callback(rank: int, size: int) -> Errors:
     failed = work.get_future().then(lambda done: done.value()[7])
     after = failed.then(lambda done: done.value() + 1)
     error = error_of(after.wait)
-    dist.barrier()  # the group lives on
+    dist.barrier()  # the group is still usable
     return error
 
 
 def failing_backward(rank: int, size: int, *, hook: bool) -> Errors:
-    """DDP in C++ meets a group that has failed; with a hook, and with its own all_reduce."""
+    """Run DDP's backward, which is C++, on a group that has failed; with a hook, or with DDP's own all_reduce."""
     model = DistributedDataParallel(torch.nn.Linear(4, 2))
     if hook:
         model.register_comm_hook(None, _sum)
     loss = model(torch.ones(3, 4)).sum()
-    _meet(_get_default_store(), "made", rank, size)  # DistributedDataParallel sends something when it is made
+    _meet(_get_default_store(), "made", rank, size)  # the constructor of DistributedDataParallel sends something
     if rank == 1:
         dist.group.WORLD.abort()  # type: ignore[union-attr]
         return {"kind": "PeerLost"}
@@ -122,7 +122,7 @@ def failing_backward(rank: int, size: int, *, hook: bool) -> Errors:
 
 
 def _meet(store: Store, place: str, rank: int, size: int) -> None:
-    """Wait until all ranks have come so far, without the group."""
+    """Wait until all ranks are here, without using the group."""
     store.set(f"{place}/{rank}", "")
     store.wait([f"{place}/{other}" for other in range(size)])
 
@@ -150,12 +150,12 @@ def what_is_not_supported(rank: int, size: int) -> list[Errors]:
         error_of(lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint16))),
     ]
     tensor = torch.ones(3)
-    dist.all_reduce(tensor)  # the group lives on
+    dist.all_reduce(tensor)  # the group is still usable
     return [*errors, {"sum": tensor.sum().item()}]
 
 
 def generations(rank: int, size: int, *, folder: str) -> list[Any]:
-    """Groups that follow each other in one process, from a thread that is not the main one; one loses a member."""
+    """Join four groups in turn, from a thread that is not the main one; the last group misses a member."""
     results: list[Any] = []
 
     def body() -> None:
@@ -171,7 +171,7 @@ def generations(rank: int, size: int, *, folder: str) -> list[Any]:
 
 
 def _generation(store: Store, generation: int, rank: int, size: int, *, ranks: int) -> Any:
-    """All `size` ranks say where they are; then `ranks` of them come."""
+    """Publish the addresses of all `size` ranks; then let the first `ranks` of them join and use the group."""
     endpoint = Endpoint(generation=generation)
     store.set(f"{generation}/{rank}", endpoint.address)
     members = [store.get(f"{generation}/{other}").decode() for other in range(size)]
@@ -184,7 +184,7 @@ def _generation(store: Store, generation: int, rank: int, size: int, *, ranks: i
         dist.all_reduce(tensor)
         if generation == 1:
             assert error_of(lambda: join(endpoint, rank=rank, members=members, timeout=1))["kind"] == "RingError"
-            dist.all_reduce(torch.ones(1))  # the group lives on
+            dist.all_reduce(torch.ones(1))  # the group is still usable
         if generation == 2:
             _meet(store, "2/reduced", rank, size)
         if generation == 2 and rank == 0:
@@ -196,7 +196,7 @@ def _generation(store: Store, generation: int, rank: int, size: int, *, ranks: i
         return type(error).__name__
     finally:
         leave()
-        leave()  # again does nothing
+        leave()  # a second call does nothing
         assert not dist.is_initialized()
 
 

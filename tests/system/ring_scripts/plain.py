@@ -1,4 +1,4 @@
-"""A DistributedDataParallel script as anybody writes it; only the backend's name is ours. Prints one line of JSON."""
+"""An ordinary DistributedDataParallel script with our backend's name; it prints one line of JSON."""
 
 import hashlib
 import json

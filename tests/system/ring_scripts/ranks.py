@@ -1,4 +1,4 @@
-"""Runs a function as the ranks of a group, each in a process of its own."""
+"""Run a function as the ranks of a group, each in its own process."""
 
 import faulthandler
 import json
@@ -13,20 +13,28 @@ from typing import Any
 
 from tests import forks
 
-_SECONDS = 220  # for all of a run; then each process says where it hangs
-_PATIENCE = 60.0  # for ranks that a busy machine keeps waiting
+_SECONDS = 220  # the longest time of a run; then each process prints its stacks
+_PATIENCE = 60.0  # timeout of operations, longer than a busy machine keeps ranks waiting
 
-Body = Callable[[int, int], Any]  # of the rank and the number of ranks; what it returns must be JSON
+Body = Callable[[int, int], Any]  # called with the rank and the number of ranks; its result must be JSON
 
 
 class RankFailed(AssertionError):
-    """A rank has raised, hung or died; the text says how each ended."""
+    """A rank has raised, hung or died; the text has all exit codes and stacks."""
 
 
 def run(body: Body, size: int, folder: Path, *, backend: str = "fedring", timeout: float = _PATIENCE) -> list[Any]:
-    """What `body` returned on each rank; RankFailed if one has raised or hung.
+    """Run `body` on each rank; return the results by rank.
 
-    `body` is a module's function, or a partial of one; it finds the default group ready, unless `backend` is empty.
+    Args:
+        body: a function of a module, or a partial of one.
+        size: the number of ranks.
+        folder: for files of the ranks.
+        backend: of the default group, which `body` finds initialised; empty for no group.
+        timeout: of the group's operations, in seconds.
+
+    Raises:
+        RankFailed: if a rank has raised, hung or died.
     """
     folder.mkdir(parents=True, exist_ok=True)
     codes = forks.call_all(
@@ -40,10 +48,10 @@ def run(body: Body, size: int, folder: Path, *, backend: str = "fedring", timeou
 
 
 def error_of(body: Callable[[], Any]) -> dict[str, Any]:
-    """The error that `body` raises, as JSON: its kind, its text, and the rank that it names."""
+    """Return the error that `body` raises as JSON: its kind, its text, and the rank that it names."""
     try:
         body()
-    except Exception as error:  # noqa: BLE001  # whatever it is, the test looks at it
+    except Exception as error:  # noqa: BLE001  # the test decides which errors are right
         return {"kind": type(error).__name__, "text": str(error), "rank": getattr(error, "rank", None)}
     return {"kind": "", "text": "", "rank": None}
 
@@ -56,20 +64,22 @@ def _rank(body: Body, rank: int, size: int, folder: Path, *, backend: str, timeo
     with (folder / f"{rank}.err").open("w") as errors:
         faulthandler.dump_traceback_later(_SECONDS, exit=True, file=errors)
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", ".torch.distributed.* deprecated", FutureWarning)  # torch, of what we test
+        warnings.filterwarnings(
+            "ignore", ".torch.distributed.* deprecated", FutureWarning
+        )  # torch warns of functions that we test
         torch.set_num_threads(1)
         try:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("FEDRING_RING_LOST_AFTER_SECONDS", str(_PATIENCE))
             failed = error_of(partial(_enter, backend, rank, size, folder, timeout)) if backend else {"kind": ""}
-            # a rank that is still entering hears of the failure that a quicker one has caused by then
+            # A slow rank may get the error of a faster one while it still enters the group.
             result = failed if failed["kind"] else body(rank, size)
-            _come_to_the_end(rank, size, folder)
+            _leave_together(rank, size, folder)
             (folder / f"{rank}.json").write_text(json.dumps(result))
-        except BaseException:  # noqa: BLE001  # the test shows it
+        except BaseException:  # noqa: BLE001  # the test prints it
             traceback.print_exc(file=errors)
             errors.flush()
-            os._exit(1)  # at once: the others hear of it, and nothing waits for them
+            os._exit(1)  # at once, so that the other ranks notice, and nothing waits for them
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -81,20 +91,20 @@ def _enter(backend: str, rank: int, size: int, folder: Path, timeout: float) -> 
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
 
 
-def _come_to_the_end(rank: int, size: int, folder: Path) -> None:
-    """The group is left, by all who are still in it at once: nobody leaves faster than the news of a failure spread."""
+def _leave_together(rank: int, size: int, folder: Path) -> None:
+    """Leave the group when all ranks have finished, so that a failure reaches all ranks before one of them leaves."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
     ends = FileStore(str(folder / "ends"), size)
-    ends.set(str(rank), "here")
+    ends.set(str(rank), "finished")
     if dist.is_initialized():
         ends.wait([str(other) for other in range(size)], timedelta(seconds=_PATIENCE))
         dist.destroy_process_group()
 
 
 def sum_of_ones(rank: int, size: int, *, init_method: str) -> float:
-    """How many ranks meet there."""
+    """Sum one from each rank over a group that is made with `init_method`."""
     import torch
     import torch.distributed as dist
 

@@ -1,6 +1,8 @@
-"""A process that publishes round after round, says what is durable, and dies in its third round.
+"""A process that accepts updates and publishes rounds until it is killed, and prints what is durable.
 
-acceptor FOLDER CRASH_POINT
+    python -m tests.fault.publisher FOLDER CRASH_POINT
+
+It dies at CRASH_POINT in its third round; with an empty CRASH_POINT it goes on until the test kills it.
 """
 
 import os
@@ -16,16 +18,17 @@ BATCH = 4
 
 
 def main() -> None:
-    """Publish until the crash point, or until somebody kills this process."""
-    accept_for_ever(Path(sys.argv[1]), sys.argv[2])
+    """Publish rounds into the folder that the command line names."""
+    publish_until_killed(Path(sys.argv[1]), sys.argv[2])
 
 
 def open_state(root: Path) -> tuple[FileBlobs, SqlStore]:
+    """Open the blobs and the database in `root`."""
     return FileBlobs(root), SqlStore(f"sqlite:///{root / 'facts.sqlite'}")
 
 
-def accept_for_ever(root: Path, crash_at: str) -> None:
-    """The child: publishes round after round, prints what is durable, and dies at `crash_at` in its third round."""
+def publish_until_killed(root: Path, crash_at: str) -> None:
+    """Publish rounds, print a line for each update and model that is durable, and die at `crash_at` in round 3."""
     blobs, store = open_state(root)
     blobs.sweep(store.named_blobs())
     job = store.create_job(JobRow(0, "kill", {}, 1 << 20, 0.0))

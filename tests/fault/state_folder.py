@@ -1,4 +1,4 @@
-"""A state as a killed server has left it, in the middle of a round, and what is looked at in such a folder."""
+"""Make a state folder in the middle of a round, as a killed server leaves it, and compare such folders."""
 
 import hashlib
 import shutil
@@ -28,18 +28,14 @@ JOB: dict[str, Any] = {
 
 
 def push(client: WireClient, seed: int, size: int = SIZE) -> None:
-    """The client's next command, answered with noise; with a smaller one if the update is to fit into a row."""
+    """Answer the client's next command with `size` values of noise; few of them fit into a row of the database."""
     noise = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
     command, payload = client.expect("train"), payload_of(noise)
     client.push(client.header(command, payload), payload)
 
 
-def until_open_round(folder: Path, rounds: int = 2) -> Path:
-    """Train so many rounds, leave the next one open with the update of one client of two, kill the server.
-
-    Returns:
-        The state folder.
-    """
+def make_state_with_open_round(folder: Path, rounds: int = 2) -> Path:
+    """Train so many rounds, kill the server when one of two clients has delivered for the next, return its state."""
     with Fleet(folder) as fleet, Control(fleet.control) as control:
         with WireClient(fleet.listen, "a") as a, WireClient(fleet.listen, "b") as b:
             run(control, **JOB)
@@ -52,7 +48,7 @@ def until_open_round(folder: Path, rounds: int = 2) -> Path:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """The digest of every file below the folder but the lock's and SQLite's index, by its path in there."""
+    """Return the digest of every file in the folder by its path there, without the lock and SQLite's index."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -61,22 +57,22 @@ def files(folder: Path) -> dict[str, str]:
 
 
 def rows(state: Path) -> dict[str, list[Any]]:
-    """All rows of the database, with those that are only in its log yet, by table."""
-    with _looked_at(state) as facts, closing(sqlite3.connect(facts)) as database:
+    """Return all rows of the database by table, including those that are only in its log so far."""
+    with _database_copy(state) as facts, closing(sqlite3.connect(facts)) as database:
         names = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         return {name: sorted(database.execute(f"SELECT * FROM {name}"), key=repr) for name in names}
 
 
-def is_whole(state: Path) -> bool:
-    """Return whether every file that the database names is there, and is what it is named by."""
-    with _looked_at(state) as facts:
+def is_complete(state: Path) -> bool:
+    """Return whether every blob that the database names exists and has the digest that is its name."""
+    with _database_copy(state) as facts:
         named = [state / "blobs" / blob.digest for blob in read_contents(facts).blobs]
     return all(path.exists() and is_called(path.read_bytes(), path.name) for path in named)
 
 
 @contextmanager
-def _looked_at(state: Path) -> Iterator[Path]:
-    """Inside, the path of a copy of the database: to open the database itself would change it, and end its log."""
+def _database_copy(state: Path) -> Iterator[Path]:
+    """Copy the database and yield the copy's path; to open the database itself would change it and end its log."""
     with TemporaryDirectory() as folder:
         for path in state.glob("facts.sqlite*"):
             shutil.copy(path, folder)
@@ -87,7 +83,7 @@ def _looked_at(state: Path) -> Iterator[Path]:
 
 
 def blob_kinds() -> Iterator[tuple[str, str]]:
-    """A query for the name of one blob of each kind, and what a sentence calls it."""
+    """Yield, for each kind of blob, a query for the name of one, and how error messages call that blob."""
     for column, words in (
         ("blob", "model 2"),
         ("delta_blob", "the delta to model 2"),

@@ -1,4 +1,4 @@
-"""A state with an open round and with files of every kind, and what each of its models must be."""
+"""A server's state with an open round and with files of every kind, and the correct values of all its models."""
 
 import random
 import shutil
@@ -16,40 +16,40 @@ from numpy.typing import NDArray
 from fedring.codec import Encoding, decode, encode
 from fedring.v1 import federation_pb2 as pb
 from tests.damage import ask
-from tests.fault.ledger import Update, drawn
-from tests.fault.patience import patiently
+from tests.fault.faulty_fleet import wait_for
+from tests.fault.update_log import Update, random_update
 from tests.fleets import Control, Fleet
 from tests.system.wire import Refused, WireClient, vector_job
 
-SIZE = 17_000  # of the model: an update of all its values is too large for a row, one of a few is not
+SIZE = 17_000  # of the model: an update of all its values is too large for a row of the database
 NAMES = ("a", "b", "c")
-ROUNDS = 4  # the last of which is open, and lacks what c delivers
+ROUNDS = 4  # the last round is open, and lacks only the update of c
 LAST = ROUNDS + 1
-"""The version that the open round will publish."""
-RATE, MOMENTUM = 0.5, 0.9  # of the server's optimizer; a power of two is multiplied by without rounding
+"""The model version that the open round will publish."""
+RATE, MOMENTUM = 0.5, 0.9  # of the server's optimizer; to multiply by a power of two rounds nothing
 KINDS = (
     "model", "header", "update", "row", "delta", "residual", "optimizer",
     "facts", "wal", "shm", "state_id", "lock", "partial",
 )  # fmt: skip
-"""Of damage: to a blob, to an update that lies in its row, anywhere in the database's files, to the small files."""
+"""Kinds of damage: to a blob, to an update in its row, anywhere in the database's files, and to the small files."""
 
 Values = NDArray[np.float32]
 
 
 @dataclass(slots=True)
-class Prepared:
-    """The state's folder, and the truth about it."""
+class PreparedState:
+    """The folder of the state, and what it must contain."""
 
-    state: Path  # to be copied
-    known: Path  # the same, to be asked
+    state: Path  # tests damage copies of it
+    known: Path  # a copy for queries, which would change the -wal
     settings: dict[str, Any]
     job_id: int = 0
     command: pb.TrainCmd = field(default_factory=pb.TrainCmd)  # of the open round
     updates: dict[str, Update] = field(default_factory=dict)  # of the open round, by client
     models: dict[int, Values] = field(default_factory=dict)
 
-    def result(self, clients: frozenset[str]) -> Values:
-        """What the open round publishes if these clients' updates count, computed from the undamaged files."""
+    def expected_result(self, clients: frozenset[str]) -> Values:
+        """Compute from the undamaged files what the open round publishes if it counts these clients' updates."""
         total, samples = np.zeros(SIZE, np.float64), 0
         for name in sorted(clients):
             update = self.updates[name]
@@ -59,34 +59,34 @@ class Prepared:
         remembered = safetensors.numpy.load_file(self.blob("optimizer_blob"))["momentum_buffer"]
         velocity = remembered * np.float32(MOMENTUM) - (total / samples).astype(np.float32)
         target = base - np.float32(RATE) * velocity
-        owed = np.frombuffer(self.blob("residual_blob").read_bytes(), "<f4")
-        wanted = target.astype(np.float64) + owed - base
+        residual = np.frombuffer(self.blob("residual_blob").read_bytes(), "<f4")
+        wanted = target.astype(np.float64) + residual - base
         step = decode(encode(wanted.astype(np.float32), Encoding("uniform")), name="uniform", length=SIZE)
         moved: Values = np.add(base, step, dtype=np.float32)
         return moved
 
     def blob(self, column: str, version: int = LAST - 1) -> Path:
-        """The file that this column of the version's row names."""
+        """Return the file that this column of the version's row names."""
         ((name,),) = ask(self.known, f"SELECT {column} FROM models WHERE version = ?", version)
         return self.known / "blobs" / str(name)
 
 
-def prepare(folder: Path) -> Prepared:
-    """Train all rounds but the last, of which only c's update is missing, and kill the server."""
-    prepared = Prepared(folder / "prepared", folder / "known", {"keep_models": 100, "keep_update_rounds": 100})
+def prepare(folder: Path) -> PreparedState:
+    """Train rounds until only the update of c is missing from the last one, and kill the server."""
+    prepared = PreparedState(folder / "prepared", folder / "known", {"keep_models": 100, "keep_update_rounds": 100})
     with Fleet(folder, prepared.settings) as fleet:
-        start(fleet, prepared)
+        start_job(fleet, prepared)
         clients = [WireClient(fleet.listen, name) for name in NAMES]
         for number in range(1, LAST):
             for client in clients:
                 train(fleet, prepared, client, number)
         for client in clients:
             client.close()
-        fleet.server.send(signal.SIGTERM)  # the database's main file has all that was until now
-        patiently(fleet, "the server's end", fleet.server.wait)
+        fleet.server.send(signal.SIGTERM)  # moves everything so far into the database's main file
+        wait_for(fleet, "the server's end", fleet.server.wait)
         fleet.start_server()
         with WireClient(fleet.listen, "a") as client:
-            push(client, patiently(fleet, "a command", lambda: client.expect("train")), prepared.updates["a"])
+            push(client, wait_for(fleet, "a command", lambda: client.expect("train")), prepared.updates["a"])
         fleet.server.kill()
     for copy in (prepared.state, prepared.known):
         shutil.copytree(folder / "state" / "server", copy)
@@ -95,8 +95,8 @@ def prepare(folder: Path) -> Prepared:
     return prepared
 
 
-def start(fleet: Fleet, prepared: Prepared) -> None:
-    """Start the job."""
+def start_job(fleet: Fleet, prepared: PreparedState) -> None:
+    """Start a job of ROUNDS rounds for all clients."""
     keys = {"rounds": ROUNDS, "min_clients": len(NAMES), "model_args": {"size": SIZE}, "deadline_seconds": 30}
     optimizer = {"name": "SGD", "args": {"lr": RATE, "momentum": MOMENTUM}}
     with Control(fleet.control) as control:
@@ -104,11 +104,11 @@ def start(fleet: Fleet, prepared: Prepared) -> None:
         prepared.job_id = control.start_job(job).job_id
 
 
-def train(fleet: Fleet, prepared: Prepared, client: WireClient, number: int) -> None:
-    """Answer the client's command; of the last round, b alone delivers all, and c a part."""
+def train(fleet: Fleet, prepared: PreparedState, client: WireClient, number: int) -> None:
+    """Answer the client's command; in the last round b delivers its update, c a part of it, and a nothing."""
     name = client.client_id
-    prepared.command = patiently(fleet, "a command", lambda: client.expect("train"))
-    update = prepared.updates[name] = drawn(f"{name} {number}", SIZE, large=name != "b")
+    prepared.command = wait_for(fleet, "a command", lambda: client.expect("train"))
+    update = prepared.updates[name] = random_update(f"{name} {number}", SIZE, large=name != "b")
     if number < ROUNDS or name == "b":
         push(client, prepared.command, update)
     elif name == "c":
@@ -117,17 +117,17 @@ def train(fleet: Fleet, prepared: Prepared, client: WireClient, number: int) -> 
 
 
 def push(client: WireClient, command: pb.TrainCmd, update: Update, *, stop_at: int | None = None) -> None:
-    """Deliver the update, or its beginning."""
+    """Deliver the update, or its first `stop_at` bytes."""
     header = client.header(command, update.payload, packets=[update.packet])
     reply = client.push(header, update.payload, stop_at=stop_at)
     assert reply is not None
     assert reply.HasField("accepted")
 
 
-def file_of(prepared: Prepared, state: Path, kind: str, rng: random.Random) -> Path:
-    """One of the files of this kind in `state`, a copy."""
+def file_of(prepared: PreparedState, state: Path, kind: str, rng: random.Random) -> Path:
+    """Return a file of this kind in `state`, which is a copy; `rng` decides which if there are several."""
     if kind in ("row", "facts"):
-        ask(state, "PRAGMA wal_checkpoint(TRUNCATE)")  # else the -wal may have newer pages in the place of these
+        ask(state, "PRAGMA wal_checkpoint(TRUNCATE)")  # otherwise the -wal may hold newer pages than the main file
     if kind in ("row", "facts", "wal", "shm"):
         return state / {"wal": "facts.sqlite-wal", "shm": "facts.sqlite-shm"}.get(kind, "facts.sqlite")
     if kind in ("lock", "state_id"):
@@ -144,8 +144,8 @@ def file_of(prepared: Prepared, state: Path, kind: str, rng: random.Random) -> P
     return state / "blobs" / prepared.blob(f"{kind}_blob").name
 
 
-def span_of(prepared: Prepared, path: Path, kind: str) -> tuple[int, int]:
-    """The part of the file that is to be damaged: where it starts, and its bytes."""
+def span_of(prepared: PreparedState, path: Path, kind: str) -> tuple[int, int]:
+    """Return the part of the file that is to be damaged: its offset and its length in bytes."""
     data = path.read_bytes()
     if kind == "row":
         payload = prepared.updates["b"].payload
@@ -153,9 +153,9 @@ def span_of(prepared: Prepared, path: Path, kind: str) -> tuple[int, int]:
     return 0, len(data) - 4 * SIZE if kind == "header" else len(data)
 
 
-def differences(prepared: Prepared, state: Path) -> list[str]:
-    """What a copy of `state` says otherwise than it did, value by value, if SQLite finds it sound."""
-    copy = state.with_name("looked-at")
+def differences(prepared: PreparedState, state: Path) -> list[str]:
+    """Return how the values in the database in `state` differ from the right ones, or what SQLite finds wrong."""
+    copy = state.with_name("compared")
     shutil.copytree(state, copy)
     try:
         ((sound,),) = ask(copy, "PRAGMA integrity_check(1)")
@@ -171,7 +171,7 @@ def differences(prepared: Prepared, state: Path) -> list[str]:
 
 
 def values(state: Path) -> dict[str, object]:
-    """All values in the database, by table, row and column."""
+    """Return all values in the database, by table, row and column."""
     found: dict[str, object] = {}
     for (table,) in ask(state, "SELECT name FROM sqlite_master WHERE type = 'table'"):
         columns = [name for _, name, *_ in ask(state, f"PRAGMA table_info({table})")]

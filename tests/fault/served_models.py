@@ -1,4 +1,4 @@
-"""What clients, operators and programs beside the server get of each version of a prepared state."""
+"""Read each version of a prepared state as clients, operators and programs on the server's host do."""
 
 import queue
 from collections.abc import Callable, Iterable
@@ -17,46 +17,51 @@ from fedring.train.errors import SeamError
 from fedring.train.models import vector
 from fedring.v1 import control_pb2
 from fedring.v1 import federation_pb2 as pb
-from tests.fault.patience import patiently
-from tests.fault.prepared import LAST, NAMES, ROUNDS, SIZE, Prepared, Values, push
+from tests.fault.faulty_fleet import wait_for
+from tests.fault.prepared_state import LAST, NAMES, ROUNDS, SIZE, PreparedState, Values, push
 from tests.fleets import Control, Fleet
 from tests.system.wire import Refused, WireClient
 from tests.waiting import until
 
 DAMAGED = ("damaged_blob", "is damaged")
 MISSING = ("unknown_model", "is not kept", "keeps no model")
-"""What refusals say; the latter of what was never published."""
+"""What the sentences of refusals contain: for damaged versions, and for versions that were never published."""
 
 
 @dataclass(slots=True)
-class Seen:
-    """What came of all attempts."""
+class Downloads:
+    """The outcomes of all attempts to read a version."""
 
     right: int = 0
-    wrong: list[str] = field(default_factory=list)  # other values than the version has
-    unsound: list[str] = field(default_factory=list)  # other values than the digest beside them is of
+    wrong: list[str] = field(default_factory=list)  # the values are not those of the version
+    unsound: list[str] = field(default_factory=list)  # the values do not have the digest that came with them
     refused: list[str] = field(default_factory=list)
 
 
-def deliver_last(fleet: Fleet, prepared: Prepared, *, facts: bool) -> list[str]:
-    """Deliver the missing update, as often as the server asks for it, and wait for what follows.
+def deliver_missing_update(fleet: Fleet, prepared: PreparedState, *, facts: bool) -> list[str]:
+    """Deliver the update of c, and those of others for which the server asks again, until the job has ended.
 
-    Returns what became of the update, and of the job. With `facts` the database is damaged: then it is enough that
-    the round has ended.
+    Args:
+        fleet: its server has a copy of the prepared state.
+        prepared: the state.
+        facts: whether the database is damaged; then it is enough that the round has ended.
+
+    Returns:
+        Words on what became of the update and of the job.
     """
-    words = [patiently(fleet, "an answer to the update", lambda: push_last(fleet, prepared))]
+    words = [wait_for(fleet, "an answer to the update", lambda: push_missing_update(fleet, prepared))]
     with ExitStack() as stack:
         control = stack.enter_context(Control(fleet.control))
         others = [stack.enter_context(WireClient(fleet.listen, name)) for name in NAMES[:2]]
 
         def ended() -> bool:
             for client in others:
-                deliver_again(client, prepared)
+                redeliver(client, prepared)
             job = next(iter(control.jobs(job_id=prepared.job_id)), None)
             over = job is None or job.state in ENDED
             return over or (facts and all(row.phase in ("published", "abandoned") for row in last_round(control)))
 
-        patiently(fleet, "the end of the job", lambda: until(ended))
+        wait_for(fleet, "the end of the job", lambda: until(ended))
         for job in control.jobs(job_id=prepared.job_id):
             words.append(f"{job.state}: {job.reason}" if job.reason else job.state)
             assert facts or job.state == "completed" or job.reason.startswith("damaged_blob"), words
@@ -64,16 +69,16 @@ def deliver_last(fleet: Fleet, prepared: Prepared, *, facts: bool) -> list[str]:
     return words
 
 
-def deliver_again(client: WireClient, prepared: Prepared) -> None:
-    """Deliver the client's update once more if the server asks for it: it may have lost what it had accepted."""
+def redeliver(client: WireClient, prepared: PreparedState) -> None:
+    """Deliver the client's update again if the server asks for it, as it does when its accepted copy is damaged."""
     with suppress(queue.Empty, Refused):
         event = client.events.get_nowait()
         if event.HasField("train") and event.train.round == prepared.command.round:
             push(client, prepared.command, prepared.updates[client.client_id])
 
 
-def push_last(fleet: Fleet, prepared: Prepared) -> str:
-    """What the server says to c in the end."""
+def push_missing_update(fleet: Fleet, prepared: PreparedState) -> str:
+    """Push the update of c until the server accepts it or refuses it for good; return which, with the reason."""
     while True:
         try:
             with WireClient(fleet.listen, "c") as client:
@@ -86,18 +91,18 @@ def push_last(fleet: Fleet, prepared: Prepared) -> str:
                 return f"c: {error.reason}"
 
 
-def look(fleet: Fleet, prepared: Prepared) -> Seen:
-    """Get each version in every way that there is."""
-    seen = Seen()
+def read_all_versions(fleet: Fleet, prepared: PreparedState) -> Downloads:
+    """Fetch each version whole and as a delta, export it, and load it from the state folder."""
+    seen = Downloads()
     state, out = fleet.directory / "state" / "server", fleet.directory / "exported"
-    with Control(fleet.control) as control, WireClient(fleet.listen, "onlooker") as client:
+    with Control(fleet.control) as control, WireClient(fleet.listen, "reader") as client:
         truth: dict[int, Values | None] = {**prepared.models, LAST: last_model(control, prepared)}
 
         def fetched(version: int, held: str = "") -> Values:
             header, payload = client.fetch(version, held)
             values = values_of(header, payload, truth.values())
             sound = name_of(values.tobytes()) == header.model_digest
-            if not sound and not header.base_digest:  # who holds another base notices, and asks for the whole
+            if not sound and not header.base_digest:  # a client notices a wrong delta, and asks for the whole model
                 seen.unsound.append(f"model {version}")
             return values
 
@@ -118,8 +123,8 @@ def look(fleet: Fleet, prepared: Prepared) -> Seen:
     return seen
 
 
-def attempt(seen: Seen, get: Callable[[int], Values], version: int, truth: Values | None) -> None:
-    """Note what one way of getting a version gives."""
+def attempt(seen: Downloads, get: Callable[[int], Values], version: int, truth: Values | None) -> None:
+    """Call `get` for the version, and add the outcome to `seen`; `truth` is None for a version that must not exist."""
     try:
         values = get(version)
     except (Refused, Failure, SeamError) as error:
@@ -138,7 +143,7 @@ def attempt(seen: Seen, get: Callable[[int], Values], version: int, truth: Value
 
 
 def values_of(header: pb.ModelHeader, payload: bytes, known: Iterable[Values | None]) -> Values:
-    """The model that a client has after this answer, if it held what it said."""
+    """Decode the parameters that a client has after this answer; a delta is added to the base in `known`."""
     (packet,) = header.packets
     values = decode(payload, name=packet.encoding, length=SIZE)
     if header.base_digest:
@@ -147,13 +152,13 @@ def values_of(header: pb.ModelHeader, payload: bytes, known: Iterable[Values | N
 
 
 def last_round(control: Control) -> list[control_pb2.Round]:
-    """The round that was open, if it is known."""
+    """Return the round that was open, or nothing if the server does not know it."""
     return control.rounds(number=ROUNDS)
 
 
-def last_model(control: Control, prepared: Prepared) -> Values | None:
-    """What the last version must be by the clients that the round has counted; None if it was not published."""
+def last_model(control: Control, prepared: PreparedState) -> Values | None:
+    """Compute the last version from the updates that the round has counted; return None if it was not published."""
     for row in last_round(control):
         if row.model_version == LAST:
-            return prepared.result(frozenset(NAMES) - set(row.missing))
+            return prepared.expected_result(frozenset(NAMES) - set(row.missing))
     return None

@@ -1,4 +1,4 @@
-"""A deployment on this host: its commands run as they are written, below a temporary folder and on free ports."""
+"""A deployment on this host: its commands run as written, but in a temporary folder and on free ports."""
 
 import os
 import re
@@ -16,29 +16,33 @@ from tests.ports import free_port
 
 PROGRAMS = Path(sys.executable).parent
 SECONDS = 120.0
-"""Longest wait for whatever is sure to come."""
+"""The longest wait for an event, in seconds."""
 
 _HIDDEN = ("FEDRING_", "FLCTL_", "OTEL_", "NOTIFY_", "WATCHDOG_")
 _WEB_PORT = re.compile(r"\bweb_port = (\d+)")
 _ADDRESS = re.compile(r"\b(?P<host>0\.0\.0\.0|127\.0\.0\.1|[a-z][a-z0-9-]*):(?P<port>\d{4,5})\b")
 
 
-class Stage:
-    """Where the paths and ports of a deployment are on this host; one root folder for each machine or container."""
+class Translator:
+    """Translates paths and ports of a deployment to this host; each machine or container has its own root folder."""
 
     def __init__(self) -> None:
         self._ports: dict[str, int] = {}
 
     def port(self, number: str) -> int:
-        """The free port that stands for that one."""
+        """Return the free port that replaces this one."""
         if number not in self._ports:
             self._ports[number] = free_port()
         return self._ports[number]
 
     def translate(self, text: str, paths: Mapping[str, Path], machine: str = "") -> str:
-        """The text with this host's paths for those that begin with a key of `paths`, and its addresses.
+        """Return a text with translated paths and addresses.
 
-        A machine's own ports are its alone; a host name in an address is a machine's.
+        Args:
+            text: a command or a configuration of the deployment.
+            paths: folders of this host, by the prefix of the paths to replace.
+            machine: the machine that uses the text; other machines have their own ports. A host name in an address is
+                that of a machine.
         """
 
         def address(match: re.Match[str]) -> str:
@@ -52,7 +56,7 @@ class Stage:
 
 
 class Running:
-    """A command that runs, until the end of `with` at the latest; it knows nothing of this shell's settings."""
+    """A running command, without this shell's settings; it is killed at the end of the `with` block."""
 
     def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.log = log
@@ -79,7 +83,7 @@ class Running:
             self.process.stdout.close()
 
     def first_line(self) -> str:
-        """The first line on stdout."""
+        """Return the first line on stdout."""
         stdout = self.process.stdout
         assert stdout is not None
         deadline, data = time.monotonic() + SECONDS, b""
@@ -91,13 +95,13 @@ class Running:
         return data.decode()
 
     def end(self, number: int = signal.SIGTERM, seconds: float = SECONDS) -> int:
-        """Its exit code, after that signal."""
+        """Send the signal; return the exit code."""
         self.process.send_signal(number)
         return self.process.wait(seconds)
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """What became of the command, which ends by itself."""
+    """Run a command that ends by itself; return the result."""
     given = {name: value for name, value in os.environ.items() if not name.startswith(_HIDDEN)}
     path = f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"
     environment = {**given, "PATH": path, **(env or {})}

@@ -1,4 +1,4 @@
-"""What clients have offered to a server, and what they were told of it."""
+"""Random updates, and a log of what clients have offered to a server and what it answered."""
 
 import random
 import threading
@@ -16,21 +16,21 @@ Key = tuple[object, object, object]  # round, client, digest of the payload
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """One client's update: its values, [n], and the payload that says the same."""
+    """One client's update."""
 
-    values: NDArray[np.float32]
+    values: NDArray[np.float32]  # [n]
     samples: int
     encoding: str
-    payload: bytes
+    payload: bytes  # the encoded values
 
     @property
     def digest(self) -> str:
-        """The name of the payload."""
+        """The digest of the payload."""
         return name_of(self.payload)
 
     @property
     def packet(self) -> pb.Packet:
-        """What a header says of the payload."""
+        """The part of an update's header that describes the payload."""
         return pb.Packet(
             vector=pb.VECTOR_PARAMETERS,
             kind=pb.KIND_DELTA,
@@ -41,12 +41,17 @@ class Update:
 
     @property
     def large(self) -> bool:
-        """Whether it is too large for a row of the database."""
+        """Whether the payload is too large for a row of the database."""
         return len(self.payload) > 1 << 16
 
 
-def drawn(seed: str, size: int, *, large: bool | None = None) -> Update:
-    """An update of a model of `size` parameters that `seed` alone decides: all values, or if not `large` a few."""
+def random_update(seed: str, size: int, *, large: bool | None = None) -> Update:
+    """Return a random update of a model of `size` parameters.
+
+    Args:
+        seed: decides the update alone.
+        large: whether all values change, or one in 50; drawn by `seed` if it is None.
+    """
     rng = random.Random(seed)
     noise = np.random.default_rng(rng.randrange(1 << 63))
     values = noise.standard_normal(size).astype(np.float32)
@@ -60,25 +65,25 @@ def drawn(seed: str, size: int, *, large: bool | None = None) -> Update:
 
 
 @dataclass(slots=True)
-class Ledger:
-    """What all clients together have offered and heard; they write to it from threads of their own."""
+class UpdateLog:
+    """All updates that clients have offered, and the answers; each client writes to it from a thread of its own."""
 
     seed: int
     offered: dict[Key, Update] = field(default_factory=dict)
-    told: dict[tuple[object, object], str] = field(default_factory=dict)  # digest by round and client
-    refused: set[Key] = field(default_factory=set)  # for good: the client will not ask again
+    confirmed: dict[tuple[object, object], str] = field(default_factory=dict)  # accepted digest by round and client
+    refused: set[Key] = field(default_factory=set)  # for good: the client does not try again
     surprises: list[str] = field(default_factory=list)  # answers that no kill explains
-    again: int = 0  # acceptances that were told as those of before
+    repeated: int = 0  # confirmations that the server marked as `already`
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def accepted(self, number: int, client: str, digest: str, *, already: bool) -> None:
-        """The client was told that this update counts."""
+    def confirm(self, number: int, client: str, digest: str, *, already: bool) -> None:
+        """Log that the server told the client that this update is accepted."""
         with self.lock:
-            self.again += already
-            if self.told.setdefault((number, client), digest) != digest:
+            self.repeated += already
+            if self.confirmed.setdefault((number, client), digest) != digest:
                 self.surprises.append(f"two updates of {client} were accepted for round {number}")
 
     def summary(self) -> str:
-        """How much there was, for people."""
-        large = sum(self.offered[*key, digest].large for key, digest in self.told.items())
-        return f"{len(self.told)} told ({large} large, {self.again} asked again), {len(self.refused)} refused"
+        """Return the counts as a sentence."""
+        large = sum(self.offered[*key, digest].large for key, digest in self.confirmed.items())
+        return f"{len(self.confirmed)} confirmed ({large} large, {self.repeated} repeated), {len(self.refused)} refused"
