@@ -57,14 +57,14 @@ MUTANTS = {
     ),
     "hook by name": Mutant(
         "client/fedring/ddp/hooks/by_name.py",
-        "Ready(group, bf16_hook)",
-        "Ready(group, allreduce_hook)",
+        '"bf16": (_plain, plain(bf16_hook))',
+        '"bf16": (_plain, plain(allreduce_hook))',
         "tests/system/test_data_parallel.py",
     ),
     "rank of a job": Mutant(
-        "client/fedring/client/hooks.py",
-        "rank=table.rank,",
-        "rank=4 * table.rank,",
+        "common/fedring/train/data_parallel_table.py",
+        '"matrix_approximation_rank": self.rank,',
+        '"matrix_approximation_rank": 4 * self.rank,',
         "tests/system/test_data_parallel.py",
     ),
     "tied weights": Mutant(

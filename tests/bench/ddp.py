@@ -159,13 +159,13 @@ def _with_hook(
 
 
 def _dgc(model: nn.Module, group: dist.ProcessGroup) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    from fedring.ddp import DGC, DGCSGD, DGCState, dgc_hook
+    from fedring.ddp import DGCSGD
+    from fedring.ddp.hooks import hook_by_name
 
     parallel = DistributedDataParallel(model, process_group=group)
-    state = DGCState(
-        group, DGC(ratio=RATIO, warmup_epochs=1, momentum=MOMENTUM), named_parameters=model.named_parameters()
-    )
-    parallel.register_comm_hook(state, dgc_hook)
+    parameters = {"ratio": RATIO, "warmup_epochs": 1, "momentum": MOMENTUM}
+    state, hook = hook_by_name("dgc", model.named_parameters(), group, **parameters)
+    parallel.register_comm_hook(state, hook)
     return parallel, DGCSGD(model.parameters(), lr=LR), state
 
 

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fedring.compress.dgc import DGC
 from fedring.ddp import hooks
-from fedring.ddp.hooks.state import HookState
 from fedring.ddp.sgd import DGCSGD
+from fedring.ddp.state import HookState
 
 START = 2  # first step that PowerSGD compresses
 STEPS = 6
@@ -129,8 +129,7 @@ class Training:
         if isinstance(state, hooks.PowerSGDState):
             return state.error_dict.get(name, none).clone()
         if isinstance(state, hooks.DGCState):
-            residual: Tensor = state.state_dict()["residual"][name]
-            return residual.clone()
+            return state.owed()[name].clone()
         if isinstance(state, HookState) and name in state.kept and state.feedback != "none":  # type: ignore[attr-defined]
             return state.kept[name].own.clone()  # type: ignore[attr-defined,no-any-return]
         return none
@@ -156,7 +155,7 @@ def matrix(rank: int, size: int) -> dict[str, dict[str, Any]]:
     Returns:
         `digest` names the gradients of all steps. `off` is the largest distance, over the steps, of the result from the
         mean of gradients and residuals; `lost` is the largest part of that mean that is neither in the result nor in
-        the residuals. Both are relative. `buckets` is the number of buckets.
+        the residuals. Both are relative. `buckets` is the number of buckets, and `sent` the bytes of a step.
     """
     return {
         f"{name}, {buckets}": _measure(case, BUCKETS[buckets]) for name, case in CASES.items() for buckets in BUCKETS
@@ -176,4 +175,5 @@ def _measure(case: Case, bucket_mb: float) -> dict[str, Any]:
         off = max(off, float((result - wanted).norm() / wanted.norm()))
         gap = result - kept if estimates else result + kept - wanted
         lost = max(lost, float(gap.norm() / wanted.norm()))
-    return {"digest": digest.hexdigest(), "off": off, "lost": lost, "buckets": training.buckets}
+    sent = training.state.profile.means()["bytes_sent"] if isinstance(training.state, HookState) else 0
+    return {"digest": digest.hexdigest(), "off": off, "lost": lost, "buckets": training.buckets, "sent": sent}

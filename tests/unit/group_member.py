@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
-from fedring.client.hooks import Compressed, make_hook
+from fedring.client.hooks import JobHook, make_hook
 from fedring.data import Samples
 from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.losses import cross_entropy
@@ -44,8 +44,7 @@ def replica_of(model: nn.Module, momentum: float = 0.9) -> Replica:
 
 def train(replica: Replica, setup: DataParallelSetup, watcher: Watcher | None = None) -> DataParallelTraining:
     hook = make_hook(setup.table, setup.plan, replica.model.named_parameters(), ["tests"])
-    if isinstance(hook, Compressed):
-        hook.enter(0, replica.progress.steps)
+    hook.enter(0, replica.progress.steps)
     training = DataParallelTraining(replica, setup, hook, watcher or Watcher())
     training.run()
     return training
@@ -115,10 +114,9 @@ def newcomer_to(rank: int, hook: str, **table: Any) -> dict[str, Any]:
     return result_of(replica, training, source=source, equal=all_equal(replica), shared=shared)
 
 
-def _member(setup: DataParallelSetup) -> tuple[Replica, Compressed]:
+def _member(setup: DataParallelSetup) -> tuple[Replica, JobHook]:
     replica = replica_of(net())
     hook = make_hook(setup.table, setup.plan, replica.model.named_parameters(), ["tests"])
-    assert isinstance(hook, Compressed)
     replica.shared = hook.shared
     return replica, hook
 

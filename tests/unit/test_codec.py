@@ -1,4 +1,4 @@
-"""Every payload format keeps its promises on vectors of more than one tile."""
+"""Every payload format, on vectors of more than one tile: exactness, sizes, ranges, memory."""
 
 import tracemalloc
 from itertools import pairwise
@@ -14,7 +14,7 @@ DIM = 2 * TILE + TILE // 3 + 5
 
 
 def update(dim: int = DIM, seed: int = 0) -> NDArray[np.float32]:
-    """Like a model update: heavy tails, layers of different size, and units that did not move."""
+    """Return a vector like an update: heavy tails, layers of different magnitude, and units that did not change."""
     random = np.random.default_rng(seed)
     values = random.laplace(size=dim) * np.exp(random.normal(size=dim))
     values *= np.repeat(np.exp(random.normal(size=dim // 1000 + 1)), 1000)[:dim]
@@ -47,7 +47,7 @@ def test_add_is_decode_times_weight_in_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_vector_gives_the_same_bytes_and_stays_as_it_was(name: str) -> None:
+def test_encoding_is_deterministic_and_does_not_change_the_vector(name: str) -> None:
     vector = UPDATE[: TILE // 4].copy()
     vector.flags.writeable = False
     before = vector.tobytes()
@@ -79,8 +79,8 @@ def test_packed_is_near_the_entropy_of_positions_plus_levels(ratio: float) -> No
     vector = np.random.default_rng(3).standard_normal(2 * TILE, dtype=np.float32)
     encoding = Encoding("packed", keep_ratio=ratio)
     payload = encode(vector, encoding)
-    # As int8 has it, the largest kept value is level 127; the entropy of such levels of a
-    # Gaussian's tail is that of a much longer vector: 6.25, 5.99, 5.78 bits.
+    # As in int8, the largest kept value has level 127. The entropy of such levels in the tail of a Gaussian comes from
+    # a much longer vector: 6.25, 5.99, 5.78 bits.
     levels = {0.1: 6.25, 0.01: 5.99, 0.001: 5.78}[ratio]
     gaps = -(ratio * np.log2(ratio) + (1 - ratio) * np.log2(1 - ratio)) / ratio
     assert 8 * len(payload) <= 1.08 * (gaps + levels) * ratio * vector.size
@@ -116,7 +116,7 @@ def test_at_least_one_entry_is_kept(name: str) -> None:
 
 def test_packed_bridges_gaps_of_any_length() -> None:
     vector = np.zeros(3 * TILE, np.float32)
-    vector[:100] = np.arange(1, 101)  # a dense run makes the code expect short gaps
+    vector[:100] = np.arange(1, 101)  # a dense run makes the code choose few low bits
     vector[[5_000, TILE - 1, TILE, 3 * TILE - 1]] = 50, -127, 50, 127
     decoded = decode(encode(vector, Encoding("packed", keep_ratio=1.0)), name="packed", length=vector.size)
     assert np.flatnonzero(decoded).tolist() == np.flatnonzero(vector).tolist()
@@ -125,7 +125,7 @@ def test_packed_bridges_gaps_of_any_length() -> None:
 
 @pytest.mark.parametrize("name", ["int8", "sq8", "packed", "uniform"])
 @pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 1e30, 3.4028235e38])
-def test_the_smallest_and_the_largest_floats_stay_finite_and_near(name: str, size: float) -> None:
+def test_the_smallest_and_the_largest_floats_stay_finite_and_close(name: str, size: float) -> None:
     vector = np.array([1, -1, 0.5, 0], np.float32) * np.float32(size)
     decoded = decode(encode(vector, Encoding(name, keep_ratio=1.0, step=0.01)), name=name, length=4)
     assert np.isfinite(decoded).all()
@@ -148,7 +148,7 @@ def test_bf16_rounds_to_nearest_even() -> None:
     ]  # fmt: skip
 
 
-def test_uniform_steps_over_what_does_not_fit_its_levels() -> None:
+def test_uniform_raises_the_scale_where_a_level_would_not_fit() -> None:
     vector = np.ones(1 << 16, np.float32)
     vector[3] = 1e6
     decoded = decode(encode(vector, Encoding("uniform", chunk=1 << 16, step=1e-6)), name="uniform", length=vector.size)
@@ -164,7 +164,7 @@ def test_a_view_of_the_bytes_cannot_be_written_to(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_open_payload_holds_next_to_nothing(name: str) -> None:
+def test_an_open_payload_holds_little_memory(name: str) -> None:
     payload = encode(UPDATE, Encoding(name))
     tracemalloc.start()
     try:
@@ -180,7 +180,7 @@ def test_an_open_payload_holds_next_to_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp32_sparse", "sq8"])
-def test_a_range_of_a_sparse_payload_reads_what_it_holds_and_little_more(name: str) -> None:
+def test_a_range_of_a_sparse_payload_reads_few_bytes_beyond_its_entries(name: str) -> None:
     payload = encode(UPDATE, Encoding(name))
     read: list[int] = []
 
@@ -194,7 +194,7 @@ def test_a_range_of_a_sparse_payload_reads_what_it_holds_and_little_more(name: s
     assert sum(read) < 8 * (2 * 4096 + 1000)
 
 
-def test_indices_of_32_bits_refuse_longer_vectors() -> None:
+def test_vectors_too_long_for_32_bit_indices_are_refused() -> None:
     vector = np.broadcast_to(np.float32(0), 1 << 32)  # one value in memory
     with pytest.raises(CodecError) as refused:
         encode_sparse(vector, Encoding("fp32_sparse"))

@@ -1,4 +1,4 @@
-"""Names of bytes: BLAKE3 for what is named now, SHA-256 for what was named before."""
+"""Names of bytes: BLAKE3 for new names, SHA-256 for old ones."""
 
 import hashlib
 
@@ -16,7 +16,7 @@ OLD_NOTHING = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 OLD_ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
-def test_a_name_says_by_which_algorithm_it_was_taken() -> None:
+def test_a_name_says_which_algorithm_it_is_of() -> None:
     assert (name_of(b"abc"), name_of()) == (ABC, NOTHING)
     assert Digest().name == NOTHING
 
@@ -24,7 +24,7 @@ def test_a_name_says_by_which_algorithm_it_was_taken() -> None:
 @pytest.mark.parametrize(
     "parts", [[b"abc"], [b"a", b"bc"], [b"", b"ab", b"", b"c"], [bytearray(b"a"), memoryview(b"bc")]]
 )
-def test_the_name_is_that_of_all_bytes_however_they_come(parts: list[bytes]) -> None:
+def test_the_name_does_not_depend_on_how_bytes_are_divided(parts: list[bytes]) -> None:
     assert name_of(*parts) == ABC
     for like, name in ((ABC, ABC), (OLD_ABC, OLD_ABC), (NOTHING, ABC), (OLD_NOTHING, OLD_ABC)):
         digest = Digest(like)
@@ -33,14 +33,14 @@ def test_the_name_is_that_of_all_bytes_however_they_come(parts: list[bytes]) -> 
         assert digest.name == digest.name == name
 
 
-def test_what_was_named_by_sha256_is_still_recognised() -> None:
+def test_sha256_names_are_still_recognised() -> None:
     assert is_called(b"abc", OLD_ABC)
     assert is_called(b"", OLD_NOTHING)
     assert not is_called(b"abd", OLD_ABC)
     assert Digest(OLD_ABC).name == hashlib.sha256().hexdigest()
 
 
-def test_a_name_is_of_its_own_bytes_alone() -> None:
+def test_a_name_fits_its_own_bytes_only() -> None:
     assert is_called(b"abc", ABC)
     assert is_called(memoryview(b"abc"), ABC)
     assert not is_called(b"abd", ABC)
@@ -51,7 +51,7 @@ def test_a_name_is_of_its_own_bytes_alone() -> None:
 
 
 @pytest.mark.parametrize("name", [ABC, NOTHING, OLD_ABC, OLD_NOTHING, "0" * 64, "blake3-" + "f" * 64])
-def test_what_can_be_a_name(name: str) -> None:
+def test_these_texts_are_names(name: str) -> None:
     assert is_name(name)
 
 
@@ -63,11 +63,11 @@ def test_what_can_be_a_name(name: str) -> None:
         *(OLD_ABC[:-1], OLD_ABC + "0", OLD_ABC + "\n", OLD_ABC.upper(), "sha256-" + OLD_ABC),
     ],
 )
-def test_what_can_be_none(text: str) -> None:
+def test_these_texts_are_not_names(text: str) -> None:
     assert not is_name(text)
 
 
-def test_an_array_is_named_by_its_bytes_whatever_its_shape() -> None:
+def test_the_name_of_an_array_does_not_depend_on_its_shape() -> None:
     values = np.arange(12, dtype="<f4")
     wanted = name_of(values.tobytes())
     assert (
@@ -90,7 +90,7 @@ def test_an_array_without_values_adds_nothing(shape: tuple[int, ...], like: str)
 
 @pytest.mark.parametrize("like", [ABC, OLD_ABC])
 @pytest.mark.parametrize("values", [np.arange(12.0)[::2], np.arange(12.0).reshape(3, 4).T], ids=["strided", "turned"])
-def test_what_does_not_lie_in_one_piece_is_refused_and_not_misread(values: NDArray[np.float64], like: str) -> None:
+def test_arrays_that_are_not_contiguous_are_refused(values: NDArray[np.float64], like: str) -> None:
     digest = Digest(like)
     before = digest.name
     with pytest.raises(TypeError, match="contiguous"):
@@ -98,7 +98,7 @@ def test_what_does_not_lie_in_one_piece_is_refused_and_not_misread(values: NDArr
     assert digest.name == before
 
 
-def test_a_model_is_named_by_its_values_alone_however_they_lie() -> None:
+def test_the_name_of_a_model_does_not_depend_on_its_memory_layout() -> None:
     parameters, buffers = np.arange(6, dtype=np.float32), np.arange(3.0)
     wanted = name_of(parameters.astype("<f4").tobytes() + buffers.astype("<f8").tobytes())
     strided = Vectors(np.repeat(parameters, 2)[::2], np.repeat(buffers, 2)[::2])
@@ -112,7 +112,7 @@ def test_a_model_is_named_by_its_values_alone_however_they_lie() -> None:
 
 def test_an_update_is_named_by_its_header_and_the_name_of_its_payload() -> None:
     header = b"\x0a\x05run-1\x10\x07\x1a\x05alice"
-    # Taken with the package `blake3` alone, of the header's bytes followed by the characters of the payload's name.
+    # Computed with only the package `blake3`, from the header's bytes followed by the characters of the payload's name.
     wanted = "blake3-432157178669008dca95a36a920a812c0f663497fce14f41975b3a5256fcc506"
     assert update_name(header, ABC) == wanted
     assert update_name(header, OLD_ABC) == "blake3-053c1b21fe54d1d1afdbc23f3dfaf7031be882238de483361b88e713c7acd36e"

@@ -1,4 +1,4 @@
-"""A payload that lies is refused, for a stable reason and at a bounded cost."""
+"""Invalid payloads are refused, with a stable reason and at a bounded cost."""
 
 import struct
 import tracemalloc
@@ -14,31 +14,31 @@ ALL_NAMES = (*NAMES, "fp64")
 
 
 def reason(payload: bytes, name: str, length: int = 8) -> str:
-    """Why `payload` is refused."""
+    """Return the reason for which `payload` is refused."""
     with pytest.raises(CodecError) as refused:
         decode(payload, name=name, length=length)
     return refused.value.reason
 
 
 def frame(content: bytes) -> bytes:
-    """A compressed stream."""
+    """Return `content` as a compressed stream."""
     compressed = zstandard.ZstdCompressor().compress(content)
     return struct.pack("<I", len(compressed)) + compressed
 
 
 def segmented(magic: bytes, segment: bytes, dim: int = 8) -> bytes:
-    """A payload of one segment."""
+    """Return a payload of one segment."""
     return struct.pack("<2sBBIQI", magic, 0, 1, 8, dim, len(segment)) + segment
 
 
 def packed(levels: bytes, high: bytes, *, count: int | None = None, bits: int = 0, scale: float = 1.0) -> bytes:
-    """A packed payload of these levels and gaps."""
+    """Return a packed payload with these levels and gaps."""
     head = struct.pack("<IIf", len(levels) if count is None else count, bits, scale)
     return segmented(b"PK", head + frame(levels) + frame(high))
 
 
 def s4(dim: int, indices: list[int], values: list[float]) -> bytes:
-    """An fp32_sparse payload."""
+    """Return an fp32_sparse payload."""
     count = len(indices)
     return struct.pack(f"<2sBBII{count}I{count}f", b"S4", 0, 1, dim, count, *indices, *values)
 
@@ -51,12 +51,12 @@ def test_every_truncation_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_byte_too_many_is_refused(name: str) -> None:
+def test_an_extra_byte_is_refused(name: str) -> None:
     assert reason(encode(VECTOR, Encoding(name)) + b"\0", name) == "wrong_size"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_reader_that_falls_short_is_noticed(name: str) -> None:
+def test_a_reader_that_returns_too_few_bytes_is_refused(name: str) -> None:
     payload = encode(VECTOR, Encoding(name))
     with pytest.raises(CodecError) as refused:
         open_payload(lambda at, size: payload[at : at + size][:-1], len(payload), name=name, length=8).decode(0, 8)
@@ -70,7 +70,7 @@ def test_a_payload_of_another_length_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("place", range(4))
-def test_a_strange_magic_or_version_is_refused(name: str, place: int) -> None:
+def test_a_wrong_magic_or_version_is_refused(name: str, place: int) -> None:
     payload = bytearray(encode(VECTOR, Encoding(name)))
     payload[place] ^= 0x40
     assert reason(bytes(payload), name) == "bad_header"
@@ -85,7 +85,7 @@ def test_a_chunk_out_of_range_is_refused(name: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
-def test_a_chunk_where_none_belongs_is_refused(name: str) -> None:
+def test_a_chunk_in_a_format_without_chunks_is_refused(name: str) -> None:
     payload = bytearray(encode(VECTOR, Encoding(name)))
     payload[4] = 1
     assert reason(bytes(payload), name) == "bad_header"
@@ -97,7 +97,7 @@ def test_an_unknown_encoding_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("length", [1 << 31, 1 << 40])
-def test_a_promise_of_billions_of_entries_allocates_nothing(name: str, length: int) -> None:
+def test_a_header_that_claims_billions_of_entries_allocates_nothing(name: str, length: int) -> None:
     if name in {"fp32_sparse", "sq8"}:
         length = min(length, (1 << 32) - 1)
         head = struct.pack("<2sBBIII", b"S4" if name == "fp32_sparse" else b"SQ", 0, 1, length, length, 8192)
@@ -165,7 +165,7 @@ def test_gaps_past_the_end_are_refused() -> None:
     assert reason(packed(b"\1", b"\1", bits=13), "packed") == "bad_header"
 
 
-def test_a_bomb_is_refused_before_it_goes_off() -> None:
+def test_a_decompression_bomb_is_refused_without_decompressing_it() -> None:
     bomb = frame(bytes(1 << 24))
     tracemalloc.start()
     try:
@@ -184,7 +184,7 @@ def test_a_segment_larger_than_any_sender_needs_is_refused(name: str) -> None:
     assert reason(bytes(payload), name) == "bad_header"
 
 
-def test_a_bomb_that_hides_its_size_is_refused() -> None:
+def test_a_decompression_bomb_without_its_size_is_refused() -> None:
     for claim in (b"\1", None):
         raw = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))
         if claim:  # single segment, content size 1
@@ -193,7 +193,7 @@ def test_a_bomb_that_hides_its_size_is_refused() -> None:
         assert reason(segmented(b"PK", content), "packed") == "bad_compression"
 
 
-def test_a_stream_shorter_than_its_entries_or_followed_by_more_is_refused() -> None:
+def test_a_stream_of_a_wrong_length_is_refused() -> None:
     assert reason(packed(b"\1\1", b"\0"), "packed") == "bad_compression"
     assert reason(segmented(b"PK", struct.pack("<IIf", 1, 0, 1.0) + bytes(4)), "packed") == "bad_compression"
     good = packed(b"\1", b"\5")[20:]
@@ -203,7 +203,7 @@ def test_a_stream_shorter_than_its_entries_or_followed_by_more_is_refused() -> N
     assert reason(segmented(b"PK", content), "packed") == "bad_compression"
 
 
-def test_a_skippable_frame_is_no_stream() -> None:
+def test_a_skippable_frame_is_not_accepted_as_a_stream() -> None:
     skippable = b"\x50\x2a\x4d\x18" + struct.pack("<I", 4) + b"junk"
     content = struct.pack("<f", 1.0) + frame(b"\0") + (struct.pack("<I", len(skippable)) + skippable) * 3
     assert reason(segmented(b"UQ", content), "uniform") == "bad_compression"
@@ -213,7 +213,7 @@ def test_a_skippable_frame_is_no_stream() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_never_encoded(name: str, bad: float) -> None:
+def test_nan_and_infinity_are_never_encoded(name: str, bad: float) -> None:
     vector = VECTOR.copy()
     vector[3] = bad
     with pytest.raises(CodecError) as refused:

@@ -1,4 +1,4 @@
-"""Gradient messages: their bytes, their cost, and what is refused."""
+"""Gradient messages: their bytes, their sizes, and what is refused."""
 
 import struct
 
@@ -25,7 +25,7 @@ def random_part(size: int, count: int, precision: Precision) -> Part:
 
 
 def message(form: int = 2, precision: int = 0, bits: int = 0, count: int = 1, **other: object) -> bytes:
-    """A message of one part for one tensor of 8 entries, its positions 1 byte 0b1 and its values one float."""
+    """Return a message about one tensor of 8 entries, with one byte of positions, 0b1, and one float by default."""
     positions, words = other.get("positions", b"\1"), other.get("words", struct.pack("<f", 1))
     assert isinstance(positions, bytes)
     assert isinstance(words, bytes)
@@ -35,7 +35,7 @@ def message(form: int = 2, precision: int = 0, bits: int = 0, count: int = 1, **
 
 
 def reason(data: bytes, sizes: list[int] | None = None) -> str:
-    """Why `data` is refused."""
+    """Return the reason for which `data` is refused."""
     with pytest.raises(CodecError) as refused:
         decode_gradient(data, sizes=sizes or [8])
     return refused.value.reason
@@ -49,7 +49,7 @@ def test_a_thousandth_of_a_gradient_costs_close_to_its_entropy() -> None:
         assert bits < 11.7  # 32-bit positions cost 32, u16 gaps 16, the entropy is 11.4
 
 
-def test_gaps_that_are_cheaper_as_u16_travel_so() -> None:
+def test_gaps_travel_as_u16_where_that_is_smaller() -> None:
     far = list(range(9, 1_000_000, 60_000))
     data = encode_gradient([part(far, [1.0] * len(far))], sizes=[1_000_000])
     assert (data[12], struct.unpack_from("<I", data, 20)[0]) == (1, 2 * len(far))
@@ -58,7 +58,7 @@ def test_gaps_that_are_cheaper_as_u16_travel_so() -> None:
     assert entries.positions.tolist() == far
 
 
-def test_gaps_too_wide_for_u16_are_still_sent() -> None:
+def test_gaps_above_u16_are_rice_coded() -> None:
     data = encode_gradient([part([70_000, 2_000_000_000], [1, 2])], sizes=[2_000_000_001])
     (entries,) = decode_gradient(data, sizes=[2_000_000_001])
     assert entries.positions is not None
@@ -71,7 +71,7 @@ def test_tensors_too_large_for_a_message_are_not_encoded() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_no_message_is_larger_than_was_promised(precision: Precision) -> None:
+def test_no_message_is_larger_than_largest_message(precision: Precision) -> None:
     for size in (1, 2, 3, 7, 100, 1000, 70_000):
         for most in sorted({1, 2, 3, size // 1000 + 1, size // 3 + 1, size}):
             limit = largest_message([(size, min(most, size))], precision)
@@ -94,7 +94,7 @@ def test_every_truncation_and_every_extension_is_refused() -> None:
     assert reason(data + b"\0", [1000, 3]) == "wrong_size"
 
 
-def test_a_header_that_is_no_message_is_refused() -> None:
+def test_a_wrong_header_is_refused() -> None:
     assert reason(b"XX" + message()[2:]) == "bad_header"
     assert reason(message(zero=1)) == "bad_header"
     assert reason(message(form=3)) == "bad_header"
@@ -105,12 +105,12 @@ def test_a_header_that_is_no_message_is_refused() -> None:
     assert reason(message(form=0, positions=b"")) == "bad_header"  # a whole tensor has 8 entries
 
 
-def test_a_count_above_the_tensors_size_is_refused_before_it_is_believed() -> None:
+def test_a_count_above_the_size_of_the_tensor_is_refused() -> None:
     assert reason(message(count=9)) == "bad_header"
     assert reason(message(count=2**32 - 1)) == "bad_header"
 
 
-def test_positions_that_are_none_are_refused() -> None:
+def test_invalid_positions_are_refused() -> None:
     assert reason(message(positions=b"\0")) == "bad_indices"  # no one
     assert reason(message(positions=b"\3")) == "bad_indices"  # two ones
     assert reason(message(positions=b"\1\0")) == "bad_indices"  # a byte too many
@@ -119,18 +119,18 @@ def test_positions_that_are_none_are_refused() -> None:
     assert reason(message(form=1, positions=b"\xff\xff")) == "bad_indices"
 
 
-def test_positions_longer_than_the_tensor_allows_are_refused_before_they_are_unpacked() -> None:
+def test_positions_that_are_too_long_are_refused_before_they_are_unpacked() -> None:
     with pytest.raises(CodecError, match="bad_indices: 1001 bytes of 1 gaps"):
         decode_gradient(message(positions=bytes(1000) + b"\1"), sizes=[8])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_what_is_not_finite_is_sent_and_refused_by_every_reader(precision: Precision, bad: float) -> None:
+def test_a_message_that_is_not_finite_is_refused_by_every_receiver(precision: Precision, bad: float) -> None:
     assert reason(encode_gradient([part([3, 4], [1.0, bad], precision)], sizes=[8])) == "non_finite"
 
 
-def test_a_value_that_overflows_where_it_is_read_is_refused() -> None:
+def test_a_value_that_overflows_when_it_is_decoded_is_refused() -> None:
     words = struct.pack("<be", -128, 60_000)
     assert reason(message(precision=1, words=words)) == "non_finite"
 
@@ -143,13 +143,13 @@ def test_a_negative_scale_is_refused() -> None:
     assert reason(message(precision=2, words=struct.pack("<HB", 0xBF80, 1))) == "bad_scale"
 
 
-def test_words_of_another_size_are_refused() -> None:
+def test_values_of_a_wrong_size_are_refused() -> None:
     for precision in PRECISIONS:
         with pytest.raises(CodecError, match="wrong_size"):
             from_words(precision, memoryview(bytes(words_size(precision, 3) + 1)), 3)
 
 
-def test_halves_keep_their_precision_whatever_the_gradients_size() -> None:
+def test_halves_keep_their_precision_at_any_magnitude() -> None:
     values = np.random.default_rng(0).uniform(1, 2, 100).astype(np.float32)
     for power in (-80, -30, 0, 30, 100):
         scaled = np.ldexp(values, power)

@@ -1,4 +1,4 @@
-"""Which entries are sent."""
+"""Selection of the entries to send, on the host and on devices."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ DEVICES = [
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the entries are; what an accelerator does is also done on the host, where there is none."""
+    """Return the device of the entries; the code for accelerators also runs on the host."""
     if request.param == "as if on a device":
         monkeypatch.setattr(dgc_select, "_HostEntries", dgc_select._DeviceEntries)
         return "cpu"
@@ -36,14 +36,14 @@ def best(values: Tensor, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 10, 200])
-def test_a_small_tensors_largest_magnitudes_are_found_exactly(device: str, count: int) -> None:
+def test_the_selection_from_a_small_tensor_is_exact(device: str, count: int) -> None:
     values = normal(200).to(device)
     assert torch.equal(select(values, count, CONFIG), best(values, count))
 
 
 @pytest.mark.parametrize("strided", [True, False])
 @pytest.mark.parametrize("resample", [True, False])
-def test_a_large_tensors_selection_is_near_and_never_above_the_wanted_count(
+def test_the_selection_from_a_large_tensor_is_near_the_wanted_count_and_never_above(
     device: str, strided: bool, resample: bool
 ) -> None:
     config = dataclasses.replace(CONFIG, strided=strided, resample=resample)
@@ -59,7 +59,7 @@ def test_with_resampling_nearly_every_selection_is_exact() -> None:
     assert counts.count(100) >= 15
 
 
-def test_what_is_too_many_is_cut_to_the_largest_and_not_to_the_first(device: str) -> None:
+def test_of_too_many_entries_the_largest_are_taken_and_not_the_first(device: str) -> None:
     values = torch.full((10_000,), 1.0, device=device)
     values[-5:] = 2.0
     for resample in (True, False):
@@ -69,7 +69,7 @@ def test_what_is_too_many_is_cut_to_the_largest_and_not_to_the_first(device: str
         assert found[-5:].tolist() == [9995, 9996, 9997, 9998, 9999]
 
 
-def test_a_sample_that_missed_everything_is_made_up_for() -> None:
+def test_entries_that_the_sample_missed_are_found() -> None:
     values = torch.zeros(100_000)
     values[1::2300] = 1.0  # one place in 23 is sampled, from 0 on
     found = select(values, 30, CONFIG)
@@ -77,7 +77,7 @@ def test_a_sample_that_missed_everything_is_made_up_for() -> None:
     assert values[found].eq(1).all()
 
 
-def test_a_threshold_far_too_high_is_lowered() -> None:
+def test_a_threshold_that_is_far_too_high_is_lowered() -> None:
     values = normal(100_000) * 0.001
     values[::23] = 100.0  # every place that is sampled
     config = dataclasses.replace(CONFIG, resample=False, max_iterations=200)
@@ -93,7 +93,7 @@ def test_zeros_are_never_sent() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_selected_first(device: str, bad: float) -> None:
+def test_nan_and_infinity_are_selected_first(device: str, bad: float) -> None:
     values = normal(50_000).to(device)
     values[[7, 40_000]] = bad
     found = select(values, 50, CONFIG).tolist()
@@ -101,7 +101,7 @@ def test_what_is_not_finite_is_selected_first(device: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize("strided", [True, False])
-def test_the_same_step_selects_the_same(strided: bool) -> None:
+def test_the_same_step_selects_the_same_entries(strided: bool) -> None:
     config = dataclasses.replace(CONFIG, strided=strided, resample=False, max_iterations=0)
     values = normal(100_000)
     choices = [select(values, 1000, config, step=step).numel() for step in (0, *range(20))]

@@ -1,4 +1,4 @@
-"""The optimizer that goes with compression, and those that do not."""
+"""The optimizer for deep gradient compression, and the check of others."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def parameter(*values: float) -> nn.Parameter:
     return nn.Parameter(torch.tensor(values))
 
 
-def test_gradients_meet_no_momentum() -> None:
+def test_momentum_does_not_act_on_gradients() -> None:
     tensor = parameter(1.0, 2.0)
     optimizer = DGCSGD([tensor], 0.5, momentum=0.9)
     for _ in range(2):
@@ -21,7 +21,7 @@ def test_gradients_meet_no_momentum() -> None:
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_weight_decay_meets_momentum_as_in_sgd(nesterov: bool) -> None:
+def test_momentum_acts_on_weight_decay_as_in_sgd(nesterov: bool) -> None:
     ours, theirs = parameter(1.0, -2.0), parameter(1.0, -2.0)
     optimizer = DGCSGD([ours], 0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
     reference = torch.optim.SGD([theirs], 0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
@@ -33,14 +33,14 @@ def test_weight_decay_meets_momentum_as_in_sgd(nesterov: bool) -> None:
     assert ours[0] < 1
 
 
-def test_a_gradient_and_its_decay_are_those_of_the_same_parameter() -> None:
+def test_weight_decay_is_of_the_parameter_before_the_step() -> None:
     tensor = parameter(8.0)
     tensor.grad = torch.tensor([1.0])
     DGCSGD([tensor], 0.5, weight_decay=0.25).step()
     assert tensor.tolist() == [8 - 0.5 * (1 + 0.25 * 8)]
 
 
-def test_its_momentum_is_saved_and_restored() -> None:
+def test_the_momentum_is_saved_and_restored() -> None:
     def run(steps: int, tensor: nn.Parameter, optimizer: DGCSGD) -> None:
         for _ in range(steps):
             tensor.grad = torch.ones(1)
@@ -71,7 +71,7 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
     assert tensor.tolist() == [0]
 
 
-def test_momentum_twice_is_refused() -> None:
+def test_momentum_in_both_compression_and_optimizer_is_refused() -> None:
     tensors = [parameter(1.0)]
     for optimizer in (torch.optim.SGD(tensors, 0.1, momentum=0.9), torch.optim.Adam(tensors)):
         with pytest.raises(ValueError, match="momentum would act twice"):
@@ -79,7 +79,7 @@ def test_momentum_twice_is_refused() -> None:
         check_optimizer(optimizer, DGC(momentum=0))
 
 
-def test_optimizers_without_momentum_of_gradients_are_welcome() -> None:
+def test_optimizers_without_momentum_of_gradients_are_accepted() -> None:
     tensors = [parameter(1.0)]
     for optimizer in (torch.optim.SGD(tensors, 0.1, weight_decay=0.1), DGCSGD(tensors, 0.1, momentum=0.9)):
         check_optimizer(optimizer, DGC())

@@ -1,7 +1,8 @@
-"""The state of compression and the loop without DistributedDataParallel, with a real group of one worker."""
+"""The state of deep gradient compression, and loops without DistributedDataParallel, in a real group of one worker."""
 
 import dataclasses
 import io
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 
 from fedring.codec import CodecError
-from fedring.ddp import DGC, DGCState, DGCStepper, Profile, exchange
+from fedring.ddp import DGC, DGCSGD, DGCState, DGCStepper, Profile, exchange
 from fedring.ddp.profile import Meter
 
 CONFIG = DGC(ratio=0.01, warmup_epochs=0, min_numel_to_compress=100)
@@ -20,7 +21,7 @@ CONFIG = DGC(ratio=0.01, warmup_epochs=0, min_numel_to_compress=100)
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    """A group of this process alone."""
+    """Return a group of only this process."""
     dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
@@ -37,20 +38,20 @@ def state_of(net: nn.Module, group: dist.ProcessGroup) -> DGCState:
 
 
 def step(net: nn.Module, stepper: DGCStepper, seed: int) -> list[torch.Tensor]:
-    """The gradients after one exchange."""
+    """Exchange the gradients of a random batch, and return them."""
     net.zero_grad()
     net(torch.randn(8, 40, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
     stepper.exchange()
     return [p.grad.clone() for p in net.parameters() if p.grad is not None]
 
 
-def test_large_tensors_get_few_entries_and_small_ones_all(group: dist.ProcessGroup) -> None:
+def test_few_entries_of_large_tensors_are_sent_and_all_of_small_ones(group: dist.ProcessGroup) -> None:
     net = model()
     grads = step(net, DGCStepper(state_of(net, group)), 0)
     assert [int(grad.count_nonzero()) for grad in grads] == [12, 30, 6, 20]
 
 
-def test_a_saved_state_goes_on_as_if_nothing_had_happened(group: dist.ProcessGroup) -> None:
+def test_training_continues_from_a_saved_state_bit_for_bit(group: dist.ProcessGroup) -> None:
     net, again = model(), model()
     straight = DGCStepper(state_of(net, group))
     for seed in range(3):
@@ -65,7 +66,46 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(group: dist.ProcessGro
         assert all(map(torch.equal, step(net, straight, seed), step(again, restored, seed)))
 
 
-def test_the_warm_up_goes_on_where_it_was(group: dist.ProcessGroup) -> None:
+def test_training_continues_from_a_pickled_state_bit_for_bit(
+    group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    straight, again = model(), model()
+    state = state_of(straight, group)
+    stepper, optimizer = DGCStepper(state), DGCSGD(straight.parameters(), lr=0.1)
+
+    def train(net: nn.Module, stepper: DGCStepper, optimizer: DGCSGD, seeds: range) -> None:
+        for seed in seeds:
+            step(net, stepper, seed)
+            optimizer.step()
+
+    state.start_epoch(2)
+    train(straight, stepper, optimizer, range(3))
+    restored = pickle.loads(pickle.dumps(state))  # noqa: S301  # of our own making
+    assert "not serializable and excluded" in caplog.text
+    assert "set to the default group" in caplog.text
+    again.load_state_dict(straight.state_dict())
+    with pytest.raises(ValueError, match=r"bind\(model\.named_parameters\(\)\)"):
+        restored.name_of(again[0].weight)  # type: ignore[index]  # a Sequential
+    optimizer_again = DGCSGD(again.parameters(), lr=0.1)
+    optimizer_again.load_state_dict(optimizer.state_dict())
+    restored.process_group = group
+    restored.bind(again.named_parameters(), optimizer=optimizer_again)
+    assert (restored.step, restored.epoch, restored.config) == (3, 2, CONFIG)
+    train(straight, stepper, optimizer, range(3, 6))
+    train(again, DGCStepper(restored), optimizer_again, range(3, 6))
+    assert all(map(torch.equal, straight.parameters(), again.parameters()))
+
+
+def test_a_pickled_state_can_only_be_bound_to_its_model_and_a_fitting_optimizer(group: dist.ProcessGroup) -> None:
+    net = model()
+    restored = pickle.loads(pickle.dumps(state_of(net, group)))  # noqa: S301  # of our own making
+    with pytest.raises(ValueError, match=r"1200 entries of 0\.weight, not 12"):
+        restored.bind(nn.Sequential(nn.Linear(4, 3)).named_parameters())
+    with pytest.raises(ValueError, match="momentum would act twice"):
+        restored.bind(net.named_parameters(), optimizer=torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+
+
+def test_a_restored_state_continues_the_warm_up(group: dist.ProcessGroup) -> None:
     state = DGCState(group, DGC(ratio=0.001, warmup_epochs=4), named_parameters=model().named_parameters())
     state.start_epoch(2)
     restored = DGCState(group, DGC(ratio=0.001, warmup_epochs=4), named_parameters=model().named_parameters())
@@ -73,7 +113,7 @@ def test_the_warm_up_goes_on_where_it_was(group: dist.ProcessGroup) -> None:
     assert restored.ratio == state.ratio == pytest.approx(0.0158, rel=0.01)
 
 
-def test_a_state_of_other_parameters_names_the_first_difference(group: dist.ProcessGroup) -> None:
+def test_the_state_of_another_model_is_refused_with_the_first_difference(group: dist.ProcessGroup) -> None:
     state = state_of(model(), group)
     other = DGCState(group, CONFIG, named_parameters=nn.Sequential(nn.Linear(40, 30)).named_parameters())
     with pytest.raises(ValueError, match=r"0 entries of 1\.weight, not 600"):
@@ -84,7 +124,7 @@ def test_a_state_of_other_parameters_names_the_first_difference(group: dist.Proc
         state.load_state_dict({**state.state_dict(), "version": 99})
 
 
-def test_what_is_owed_counts_the_same_in_another_world(group: dist.ProcessGroup) -> None:
+def test_residuals_are_scaled_to_another_number_of_workers(group: dist.ProcessGroup) -> None:
     net = model()
     state = state_of(net, group)
     step(net, DGCStepper(state), 0)
@@ -107,7 +147,7 @@ def test_a_state_from_another_number_of_workers_is_scaled(group: dist.ProcessGro
     assert torch.equal(restored.state_dict()["residual"]["0.weight"], saved["residual"]["0.weight"] / 2)
 
 
-def test_what_all_workers_share_is_the_momentum_of_whole_tensors(group: dist.ProcessGroup) -> None:
+def test_workers_share_the_momentum_of_tensors_that_are_sent_whole(group: dist.ProcessGroup) -> None:
     state = state_of(model(), group)
     shared = state.shared()
     assert list(shared) == ["0.bias", "1.bias"]
@@ -117,7 +157,7 @@ def test_what_all_workers_share_is_the_momentum_of_whole_tensors(group: dist.Pro
     assert state.step == 7
 
 
-def test_what_a_step_that_counts_has_sent_is_never_put_back(group: dist.ProcessGroup) -> None:
+def test_what_was_sent_in_a_step_that_counts_is_never_put_back(group: dist.ProcessGroup) -> None:
     net = model()
     state = state_of(net, group)
     step(net, DGCStepper(state), 0)
@@ -132,7 +172,7 @@ def test_what_a_step_that_counts_has_sent_is_never_put_back(group: dist.ProcessG
     assert state.state_dict()["residual"]["0.weight"].count_nonzero() == 1200
 
 
-def test_the_whole_gradient_is_clipped_in_the_place_of_each_tensor(group: dist.ProcessGroup) -> None:
+def test_global_clipping_scales_the_whole_gradient(group: dist.ProcessGroup) -> None:
     net = model()
     everything = DGC(ratio=1.0, warmup_epochs=0, momentum=0, precision="fp32", clip=0.1, clip_norm="global")
     plain = step(net, DGCStepper(DGCState(group, everything, named_parameters=net.named_parameters())), 0)
@@ -144,7 +184,7 @@ def test_the_whole_gradient_is_clipped_in_the_place_of_each_tensor(group: dist.P
         torch.testing.assert_close(ours, theirs * (0.1 / norm))
 
 
-def test_frozen_parameters_and_missing_gradients_are_no_obstacle(group: dist.ProcessGroup) -> None:
+def test_frozen_parameters_and_missing_gradients_are_allowed(group: dist.ProcessGroup) -> None:
     net = model()
     net[0].weight.requires_grad_(False)  # type: ignore[index]  # a Sequential
     state = state_of(net, group)
@@ -210,7 +250,7 @@ def test_the_profile_counts_steps_and_not_buckets(group: dist.ProcessGroup) -> N
     assert state.profile.bytes_sent == 0  # there is nobody else
 
 
-def test_a_wait_is_what_neither_computing_nor_decompressing_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_is_time_without_computing_and_decompressing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1.0, 2.0, 4.0, 9.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     meter = Meter()
@@ -221,6 +261,31 @@ def test_a_wait_is_what_neither_computing_nor_decompressing_fills(monkeypatch: p
     assert meter.total == Profile(1, 30, 5.0, 5.0, 1.0, 2.0)
     assert meter.end_window() == meter.total
     assert meter.end_window() == Profile()
+
+
+def test_waits_in_the_compressing_thread_do_not_count_as_compression(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 2.0, 5.0, 6.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    meter = Meter()
+    with meter.working(), meter.waiting(bytes_sent=7):  # from 1.0 to 6.0, of which it waits from 2.0 to 5.0
+        pass
+    meter.end_step()
+    assert meter.total == Profile(1, 7, 3.0, 3.0, 2.0, 0.0)
+
+
+def test_a_plain_hook_waits_from_its_last_bucket_to_the_end_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter([1.0, 2.0, 4.5])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    meter = Meter()
+    meter.end_step()
+    assert meter.total == Profile()  # nothing was exchanged
+    meter.last_bucket_left()
+    meter.forget_step()  # it failed
+    meter.last_bucket_left()
+    meter.end_step()
+    assert meter.total == Profile(1, 0, 2.5, 2.5)
 
 
 def test_means_are_per_step() -> None:

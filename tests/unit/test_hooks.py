@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
-from fedring.ddp import hooks
-from fedring.ddp.hooks.state import HookState
+from fedring.ddp import DGC, hooks
 from fedring.ddp.local_sgd import LocalSGD
+from fedring.ddp.state import HookState
 
 Make = Callable[..., HookState]
 
@@ -39,7 +39,7 @@ def model() -> nn.Module:
 
 
 def train(net: nn.Module, state: Any, hook: Any, *, steps: int, values: Tensor | None = None) -> Tensor:
-    """Some steps; the weight's gradient of the last."""
+    """Take some steps, and return the weight's gradient of the last one."""
     ddp = DistributedDataParallel(net)
     ddp.register_comm_hook(state, hook)
     for step in range(steps):
@@ -62,9 +62,14 @@ def test_a_state_without_names_says_why_it_has_no_state_dict(kind: str) -> None:
         state.load_state_dict({})
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_a_state_dict_survives_a_file_of_tensors_and_plain_values(kind: str) -> None:
-    make, hook = MAKERS[kind]
+WITH_DGC: dict[str, tuple[Make, Any]] = MAKERS | {
+    "dgc": (lambda **names: hooks.DGCState(None, DGC(ratio=0.1), **names), hooks.dgc_hook),
+}
+
+
+@pytest.mark.parametrize("kind", WITH_DGC)
+def test_a_state_dict_can_be_saved_to_a_file_and_loaded(kind: str) -> None:
+    make, hook = WITH_DGC[kind]
     net = model()
     state = make(named_parameters=net.named_parameters())
     train(net, state, hook, steps=4)
@@ -77,9 +82,9 @@ def test_a_state_dict_survives_a_file_of_tensors_and_plain_values(kind: str) -> 
     assert "weight" in str(state.state_dict())
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", WITH_DGC)
 def test_a_state_of_another_kind_or_of_another_model_is_refused(kind: str) -> None:
-    make, hook = MAKERS[kind]
+    make, hook = WITH_DGC[kind]
     net = model()
     state = make(named_parameters=net.named_parameters())
     train(net, state, hook, steps=4)
@@ -91,9 +96,11 @@ def test_a_state_of_another_kind_or_of_another_model_is_refused(kind: str) -> No
         other.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_a_state_is_copied_whole_without_its_group_and_says_so(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    make, hook = MAKERS[kind]
+@pytest.mark.parametrize("kind", WITH_DGC)
+def test_a_state_copied_as_an_object_leaves_out_its_group_and_says_so(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, hook = WITH_DGC[kind]
     net = model()
     state = make(named_parameters=net.named_parameters())
     state.process_group = dist.group.WORLD
@@ -109,13 +116,13 @@ def test_a_state_is_copied_whole_without_its_group_and_says_so(kind: str, caplog
 
 
 @pytest.mark.parametrize("options", [{}, {"warm_start": False}, {"use_error_feedback": False}])
-def test_power_sgd_refuses_to_start_before_buckets_are_made_anew(options: dict[str, bool]) -> None:
+def test_power_sgd_refuses_to_start_before_ddp_has_rebuilt_its_buckets(options: dict[str, bool]) -> None:
     with pytest.raises(ValueError, match="start_powerSGD_iter"):
         hooks.PowerSGDState(None, start_powerSGD_iter=1, **options)  # type: ignore[arg-type]
     hooks.PowerSGDState(None, start_powerSGD_iter=0, use_error_feedback=False, warm_start=False)
 
 
-def test_power_sgd_logs_how_much_smaller_messages_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_power_sgd_logs_the_compression_rate(caplog: pytest.LogCaptureFixture) -> None:
     state = hooks.PowerSGDState(None, start_powerSGD_iter=2, compression_stats_logging_frequency=2)
     with caplog.at_level(logging.INFO, "fedring.ddp.hooks.powersgd_state"):
         train(model(), state, hooks.powerSGD_hook, steps=6)
@@ -125,15 +132,15 @@ def test_power_sgd_logs_how_much_smaller_messages_are(caplog: pytest.LogCaptureF
     assert [record.args[0] for record in caplog.records if record.args] == [2, 4]  # type: ignore[index]
 
 
-LASTING: dict[str, tuple[Make, Any]] = MAKERS | {
+ALL: dict[str, tuple[Make, Any]] = MAKERS | {
     "int8 ef21": (lambda **names: hooks.Int8State(None, feedback="ef21", **names), hooks.int8_hook),
     "topk ef21": (lambda **names: hooks.TopKState(None, feedback="ef21", **names), hooks.topk_hook),
 }
 
 
-@pytest.mark.parametrize("kind", LASTING)
-def test_a_step_that_broke_leaves_no_trace(kind: str) -> None:
-    make, hook = LASTING[kind]
+@pytest.mark.parametrize("kind", ALL)
+def test_a_broken_step_can_be_undone_completely(kind: str) -> None:
+    make, hook = ALL[kind]
     net = model()
     state = make(named_parameters=net.named_parameters())
     state.undo()  # there is nothing yet
@@ -147,8 +154,8 @@ def test_a_step_that_broke_leaves_no_trace(kind: str) -> None:
     assert same(state.state_dict(), before)
 
 
-def test_what_is_owed_and_the_share_that_is_sent_are_told() -> None:
-    for kind, (make, hook) in LASTING.items():
+def test_a_state_reports_what_it_owes_and_the_share_that_it_sends() -> None:
+    for kind, (make, hook) in ALL.items():
         net = model()
         state = make(named_parameters=net.named_parameters())
         assert state.residual_norm == 0
@@ -157,24 +164,24 @@ def test_what_is_owed_and_the_share_that_is_sent_are_told() -> None:
         assert state.ratio == pytest.approx({"topk": 0.01, "powersgd": 56 / 400}.get(kind.split()[0], 1.0)), kind
 
 
-@pytest.mark.parametrize("kind", LASTING)
-def test_a_newcomer_holds_what_workers_share(kind: str) -> None:
-    make, hook = LASTING[kind]
+@pytest.mark.parametrize("kind", ALL)
+def test_a_new_worker_takes_over_what_all_workers_share(kind: str) -> None:
+    make, hook = ALL[kind]
     net, other = model(), model()
-    state, newcomer = make(named_parameters=net.named_parameters()), make(named_parameters=other.named_parameters())
-    layout = {name: (tensor.shape, tensor.dtype) for name, tensor in newcomer.shared().items()}
+    state, other_state = make(named_parameters=net.named_parameters()), make(named_parameters=other.named_parameters())
+    layout = {name: (tensor.shape, tensor.dtype) for name, tensor in other_state.shared().items()}
     train(net, state, hook, steps=4)
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in state.shared().items()} == layout
-    newcomer.regroup(state.shared(), steps=4)
+    other_state.regroup(state.shared(), steps=4)
     state.regroup(state.shared(), steps=4)
-    assert same(newcomer.shared(), state.shared())
-    if layout:  # which knows enough then to do what the others do
-        for state_ in (state, newcomer):
+    assert same(other_state.shared(), state.shared())
+    if layout:  # a new worker knows enough then to do the same as the others
+        for state_ in (state, other_state):
             state_.load_state_dict(state_.state_dict() | {"error": {}})
-        assert torch.equal(train(net, state, hook, steps=1), train(other, newcomer, hook, steps=1))
+        assert torch.equal(train(net, state, hook, steps=1), train(other, other_state, hook, steps=1))
 
 
-def test_a_gradient_of_zeros_does_not_silence_a_matrix_for_ever() -> None:
+def test_after_a_gradient_of_zeros_a_matrix_is_sent_again() -> None:
     net = model()
     state = hooks.PowerSGDState(
         None, start_powerSGD_iter=2, use_error_feedback=False, named_parameters=net.named_parameters()
@@ -185,14 +192,14 @@ def test_a_gradient_of_zeros_does_not_silence_a_matrix_for_ever() -> None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether both hold equal tensors and values."""
+    """Return whether both hold equal tensors and values."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 @pytest.mark.parametrize("kind", ["powersgd", "int8"])
-def test_a_step_that_is_not_finite_says_so_and_poisons_no_later_one(kind: str) -> None:
+def test_a_step_that_is_not_finite_does_not_affect_later_steps(kind: str) -> None:
     make, hook = MAKERS[kind]
     net = model()
     state = make(named_parameters=net.named_parameters())
@@ -225,6 +232,6 @@ def test_a_parameter_without_a_name_is_refused() -> None:
         (lambda: LocalSGD(None, [], every=0), "every"),
     ],
 )
-def test_what_cannot_work_is_refused(make: Callable[[], object], text: str) -> None:
+def test_arguments_that_cannot_work_are_refused(make: Callable[[], object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make()

@@ -23,7 +23,7 @@ def test_communication_is_the_bottleneck_from_a_tenth_of_a_step() -> None:
     assert "communication is not the bottleneck" not in verdict
 
 
-def test_the_verdict_names_the_hook_that_saves_most_of_the_dense_step() -> None:
+def test_the_verdict_names_the_hook_that_saves_most_of_a_step() -> None:
     verdict = judge(measured(noop=50, fp16=80, none=100, dgc=60), 64)["verdict"]
     assert "With none communication is 50.00 % of a step: dgc saves 40.00 %" in verdict
     assert "still 16.67 %" in verdict
@@ -31,7 +31,7 @@ def test_the_verdict_names_the_hook_that_saves_most_of_the_dense_step() -> None:
     assert "no other hook is faster" in judge(measured(noop=50, none=100, dgc=110), 64)["verdict"]
 
 
-def test_every_hook_has_its_share_of_communication() -> None:
+def test_each_hook_has_the_share_of_its_communication() -> None:
     result = judge(measured(noop=50, none=100, dgc=49), 64)
     none, dgc = result["results"]
     assert none["communication_seconds"] == pytest.approx(0.05)
@@ -49,7 +49,7 @@ def test_every_hook_has_its_share_of_communication() -> None:
         (["--dataset", "mnist"], "--data-root"),
     ],
 )
-def test_what_cannot_be_profiled_is_refused(
+def test_options_that_cannot_be_profiled_are_refused(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["profile", "--dataset", "digits", *arguments]) == 2

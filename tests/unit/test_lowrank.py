@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fedring.compress.correction import Correction, Feedback, result_of, settle, target_of
-from fedring.compress.levels import dequantise, quantise
 from fedring.compress.lowrank import as_matrix, left_factor, orthonormalise, product, right_factor, worth_factoring
+from fedring.ddp.hooks.int8 import dequantise, quantise
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -18,17 +18,17 @@ def test_columns_are_orthonormal_afterwards(rank: int) -> None:
     torch.testing.assert_close(matrices.transpose(1, 2) @ matrices, torch.eye(rank).expand(3, rank, rank))
 
 
-def test_a_column_of_zeros_stays_one() -> None:
+def test_a_column_of_zeros_stays_zero() -> None:
     assert orthonormalise(torch.zeros(1, 4, 2)).equal(torch.zeros(1, 4, 2))
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (2, 3, 4)])
-def test_what_has_more_columns_than_rows_or_is_no_batch_is_refused(shape: tuple[int, ...]) -> None:
+def test_a_wrong_shape_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="orthonormal"):
         orthonormalise(torch.zeros(shape))
 
 
-def test_a_matrix_of_the_factors_rank_is_met_in_one_step() -> None:
+def test_a_matrix_of_the_rank_of_the_factors_is_exact_after_one_step() -> None:
     matrix = random(1, 7, 2) @ random(1, 2, 5, seed=1)
     left = orthonormalise(left_factor(matrix, orthonormalise(random(1, 5, 2, seed=2))))
     torch.testing.assert_close(product(left, right_factor(matrix, left)), matrix)
@@ -49,7 +49,7 @@ def test_a_tensor_is_a_matrix_of_its_first_dimension_and_all_others() -> None:
     assert [as_matrix(shape) for shape in [(), (5,), (4, 3), (8, 4, 3, 3)]] == [(1, 1), (5, 1), (4, 3), (8, 36)]
 
 
-def test_only_what_becomes_smaller_by_more_than_the_rate_is_worth_it() -> None:
+def test_factors_must_be_smaller_by_more_than_the_rate() -> None:
     assert not worth_factoring(10, 10, rank=1, min_rate=5)  # 20 entries are exactly 5 times fewer
     assert worth_factoring(10, 11, rank=1, min_rate=5)
     assert not worth_factoring(10, 1, rank=1, min_rate=0.95)
@@ -64,7 +64,7 @@ def test_levels_are_within_half_a_scale_of_the_values_and_zeros_are_exact() -> N
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_not_finite_on_arrival_and_touches_no_other_chunk(value: float) -> None:
+def test_nan_and_infinity_arrive_as_such_and_affect_no_other_chunk(value: float) -> None:
     chunks = torch.ones(2, 8)
     chunks[0, 3] = value
     arrived = dequantise(*quantise(chunks))
@@ -91,7 +91,7 @@ def test_feedback_loses_nothing_over_many_steps_and_workers(feedback: Feedback) 
 
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21"])
-def test_what_is_not_finite_is_not_kept(feedback: Feedback) -> None:
+def test_nan_and_infinity_are_not_kept(feedback: Feedback) -> None:
     kept = Correction.empty(3, feedback, torch.device("cpu"))
     target = target_of(torch.tensor([float("nan"), float("inf"), 3.0]), kept, feedback)
     sent = target * 0.5
@@ -100,13 +100,13 @@ def test_what_is_not_finite_is_not_kept(feedback: Feedback) -> None:
     assert kept.own.equal(torch.tensor([0, 0, 1.5]))
 
 
-def test_estimates_agree_again_among_another_number_of_workers() -> None:
+def test_estimates_are_equal_again_after_the_number_of_workers_changed() -> None:
     kept = Correction(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
     kept.rescale(2, 3)
     assert kept.own.equal(kept.shared)
 
 
-def test_what_is_left_out_counts_as_much_among_another_number_of_workers() -> None:
+def test_residuals_are_scaled_when_the_number_of_workers_changes() -> None:
     kept = Correction(torch.tensor([2.0]), torch.empty(0))
     kept.rescale(2, 3)
     assert kept.own.item() == 3.0

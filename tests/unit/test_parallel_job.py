@@ -12,18 +12,18 @@ from pydantic import ValidationError
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from fedring.client.hooks import Compressed, make_hook
+from fedring.client.hooks import JobHook, make_hook
 from fedring.compress.correction import Correction
 from fedring.ctl.bench.presets import Dataset, Mode, preset_job
 from fedring.ctl.operate.job_control import job_of
 from fedring.ddp.hooks import TopKState, by_name, topk_hook
-from fedring.ddp.hooks.by_name import Ready
+from fedring.ddp.hooks.by_name import ReadyHook, hook_by_name
+from fedring.ddp.hooks.plain import PlainState
 from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
 from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.plan import Plan
-from fedring.workers.usage import TimedHook
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,9 +37,18 @@ def job(**keys: Any) -> Job:
     [
         ({"mu": 0.1}, "trainer and mu belong"),
         ({"trainer": "mine:train"}, "trainer and mu belong"),
-        ({"data_parallel": {"hook": "zip"}}, "hook 'zip' is none of none, fp16, bf16, int8, topk"),
-        ({"data_parallel": {"hook": "powersgd", "feedback": "ef21"}}, "powersgd has the feedback ef, or none"),
+        ({"data_parallel": {"hook": "zip"}}, "cannot name the hook 'zip': choose from none, fp16, bf16, int8, topk"),
+        (
+            {"data_parallel": {"hook": "powersgd", "feedback": "ef21"}},
+            "powersgd takes the feedback ef or none",
+        ),
         ({"data_parallel": {"hook": "powersgd", "start_iteration": 1}}, "start_iteration"),
+        ({"data_parallel": {"hook": "noop"}}, "a job cannot name the hook 'noop'"),
+        (
+            {"data_parallel": {"hook": "topk(rati=0.1)"}},
+            "topk has no parameter 'rati': it takes ratio, precision, ",
+        ),
+        ({"data_parallel": {"hook": "int8(chunk=6)"}}, "cannot work with chunk='6': Input should be a multiple of 4"),
         ({"data_parallel": {"rati": 0.1}}, "Extra inputs"),
         ({"data_parallel": {"ratio": 0}}, "greater than 0"),
         ({"data_parallel": {"buffers": "never"}}, "buffers"),
@@ -86,7 +95,7 @@ def test_the_demo_has_a_data_parallel_job_for_each_data_set(dataset: Dataset) ->
 @pytest.mark.parametrize("name", HOOKS)
 def test_each_hook_can_be_made(name: str) -> None:
     hook = make_hook(DataParallel.model_validate({"hook": name}), Plan(), nn.Linear(2, 2).named_parameters(), [])
-    assert isinstance(hook, TimedHook if name in ("none", "fp16", "bf16") else Compressed)
+    assert isinstance(hook.state, PlainState) == (name in ("none", "fp16", "bf16"))
 
 
 def test_a_job_can_name_every_hook_that_leaves_replicas_equal() -> None:
@@ -106,16 +115,28 @@ def test_the_keys_of_a_hook_reach_its_state() -> None:
     assert (state_of("topk").ratio, state_of("dgc").config.ratio) == (0.01, 0.001)
 
 
+def test_parameters_that_the_table_has_no_key_for_follow_the_hook_s_name() -> None:
+    state = state_of("powersgd(warm_start=false, random_seed=7)", rank=3)
+    assert (state.warm_start, state.random_seed, state.matrix_approximation_rank) == (False, 7, 3)
+    assert state_of("topk(ratio=0.5)", ratio=0.2).ratio == 0.5
+    assert state_of("dgc(momentum=0.5, clip=none)", clip=2.0).config.clip is None
+
+
+def test_parameters_that_do_not_fit_the_job_are_refused_by_the_client() -> None:
+    table = DataParallel.model_validate({"hook": "dgc(nesterov=true)"})
+    with pytest.raises(SeamError, match="nesterov needs a momentum"):
+        make_hook(table, Plan(momentum=0.0), [], [])
+
+
 def state_of(name: str, **keys: Any) -> Any:
     table = DataParallel.model_validate({"hook": name, **keys})
     hook = make_hook(table, Plan(momentum=0.7), nn.Linear(2, 2).named_parameters(), [])
-    assert isinstance(hook, Compressed)
     return hook.state
 
 
 def test_a_users_own_hook_must_come_from_a_trusted_module() -> None:
     table = DataParallel.model_validate({"hook": "tests.unit.group_member:own_hook"})
-    assert isinstance(make_hook(table, Plan(), [], ["tests"]), TimedHook)
+    assert isinstance(make_hook(table, Plan(), [], ["tests"]).state, PlainState)
     with pytest.raises(SeamError, match="trusted"):
         make_hook(table, Plan(), [], ["fedring"])
 
@@ -132,7 +153,7 @@ def _group() -> Iterator[None]:
 def test_what_was_sent_in_a_broken_step_is_owed_again_unless_it_was_completed(completed: bool) -> None:
     weight = nn.Parameter(torch.zeros(4))
     state = TopKState(None, ratio=0.25, named_parameters=[("weight", weight)])
-    hook = Compressed(Ready(state, topk_hook))
+    hook = JobHook(ReadyHook(state, topk_hook))
     hook.enter(0, 10)
     state.kept["weight"] = Correction(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.empty(0))
     hook.end_step()
@@ -144,11 +165,11 @@ def test_what_was_sent_in_a_broken_step_is_owed_again_unless_it_was_completed(co
 
 @pytest.mark.usefixtures("_group")
 def test_a_newcomer_begins_with_what_all_workers_share() -> None:
-    ours, theirs = (by_name.make_hook("dgc", [("bias", nn.Parameter(torch.zeros(3)))]) for _ in range(2))
-    old, new = Compressed(ours), Compressed(theirs)
+    ours, theirs = (hook_by_name("dgc", [("bias", nn.Parameter(torch.zeros(3)))]) for _ in range(2))
+    old, new = JobHook(ours), JobHook(theirs)
     for hook in (old, new):
         hook.enter(0, 0)
-    momentum = old.state.state_dict()["momentum"]["bias"]  # type: ignore[attr-defined]  # of a DGCState
+    momentum = old.state.state_dict()["momentum"]["bias"]
     momentum.fill_(1)
     old.end_step()
     for hook in (old, new):

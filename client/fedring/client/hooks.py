@@ -1,86 +1,61 @@
-"""The communication hooks that a job names."""
+"""The communication hook of a data-parallel job, whose state outlives the groups that train."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from fedring.ddp import DGC, Profile
-from fedring.ddp.hooks.by_name import Options, Ready
+from fedring.ddp import HookState
+from fedring.ddp.hooks.by_name import ReadyHook
 from fedring.ddp.hooks.by_name import make_hook as ready_hook
-from fedring.train.data_parallel_table import HOOKS, DataParallel
+from fedring.ddp.hooks.plain import PlainState, plain
+from fedring.train.data_parallel_table import DataParallel
+from fedring.train.errors import SeamError
 from fedring.train.plan import Plan
 from fedring.train.seam import resolve
-from fedring.workers.usage import Hook, TimedHook, Usage
+from fedring.workers.usage import Usage
 
 Parameters = Iterable[tuple[str, Tensor]]
-_DGC_RATIO = 0.001
 
 
-class Lasting(Protocol):
-    """The state of a hook that lasts while groups come and go: see fedring.ddp.hooks.state."""
+class JobHook:
+    """A job's hook on one worker: moves its state from group to group, and tells what it took.
 
-    @property
-    def profile(self) -> Profile:
-        """The sums over all steps so far."""
-        ...
+    Args:
+        ready: The state and the hook.
 
-    @property
-    def ratio(self) -> float:
-        """The share of a gradient's entries that is sent now."""
-        ...
+    Attributes:
+        state: The hook's state.
+        shared: What all workers must hold equally, while no group trains.
+    """
 
-    @property
-    def residual_norm(self) -> float:
-        """The L2 norm of what is owed."""
-        ...
-
-    def start_epoch(self, epoch: int) -> None:
-        """The next step is in that epoch of the job."""
-
-    def end_step(self) -> None:
-        """The step counts."""
-
-    def undo(self) -> None:
-        """What was sent since the newest step that counts is owed again."""
-
-    def shared(self) -> dict[str, Tensor]:
-        """What must be equal on all workers, as it was after the newest step that counts; copies."""
-        ...
-
-    def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
-        """The state goes on after `steps` steps of the default group, whose workers all hold `shared`."""
-
-    def rescale(self, old_world: int, new_world: int) -> None:
-        """What is owed counts in a mean over `new_world` workers as it would have in one over `old_world`."""
-
-
-class Compressed:
-    """A hook that owes something; what it owes outlives the group."""
-
-    def __init__(self, ready: Ready) -> None:
-        self.state: Lasting = ready.state
-        self.shared = self.state.shared()  # what all workers must hold equally, while no group trains
+    def __init__(self, ready: ReadyHook) -> None:
+        self.state: HookState = ready.state
+        self.shared = self.state.shared()
         self._function = ready.hook
         self._steps = 0  # of the job, as far as they count here
 
     def function(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
-        """What the hook does."""
+        """Exchange a bucket, as the hook does it."""
         return self._function(state, bucket)
 
     def leave(self) -> None:
-        """`shared` holds what a new group begins with, without what a step that broke has done to it."""
+        """Fill `shared` with what a new group begins with, without what a step that broke has done to it."""
         self.shared.clear()
         self.shared.update(self.state.shared())
 
     def enter(self, workers_before: int, steps: int) -> None:
-        """The state is one of the default group's, which has taken `steps` steps and holds `shared`.
+        """Move the state to the default group, whose workers hold `shared`.
 
-        A step that broke here is undone, unless a worker had all it needed to complete it, for then it had all that
-        this one sent.
+        A step that broke here is undone, unless another worker completed it: then that worker had all that this one
+        sent.
+
+        Args:
+            workers_before: The size of this worker's previous group; 0 if there was none.
+            steps: The steps of the job that the group has taken.
         """
         if steps == self._steps:
             self.state.undo()
@@ -91,24 +66,24 @@ class Compressed:
         self._steps = steps
 
     def start_epoch(self, epoch: int) -> None:
-        """What is sent may depend on the epoch."""
+        """Begin an epoch of the job, counted from 0; what is sent may depend on it."""
         self.state.start_epoch(epoch)
 
     def end_step(self) -> None:
-        """The step counts."""
+        """Note that the step counts."""
         self.state.end_step()
         self._steps += 1
 
     def sparsity(self) -> float:
-        """The share of the entries that is sent now."""
+        """Return the share of the entries that is sent now."""
         return self.state.ratio
 
     def residual_norm(self) -> float:
-        """The L2 norm of what is owed."""
+        """Return the L2 norm of what is owed."""
         return self.state.residual_norm
 
     def usage(self) -> Usage:
-        """The state's own sums."""
+        """Return the sums of the state's meter."""
         profile = self.state.profile
         return Usage(
             wait_seconds=profile.wait_seconds,
@@ -118,26 +93,22 @@ class Compressed:
         )
 
 
-def make_hook(table: DataParallel, plan: Plan, parameters: Parameters, trusted: Sequence[str]) -> Hook:
-    """The hook that the table names; a user's must be importable from a trusted module."""
-    if table.hook not in HOOKS:
-        return TimedHook(resolve(table.hook, trusted))
-    ready = ready_hook(table.hook, parameters, options=_options(table, plan))
-    return TimedHook(ready.hook) if ready.state is None else Compressed(ready)
+def make_hook(table: DataParallel, plan: Plan, parameters: Parameters, trusted: Sequence[str]) -> JobHook:
+    """Make the hook that a job names.
 
+    Args:
+        table: The job's table [data_parallel].
+        plan: The job's plan, which has the momentum.
+        parameters: As from `model.named_parameters()`.
+        trusted: The modules that a user's own hook may come from.
 
-def _options(table: DataParallel, plan: Plan) -> Options:
-    dgc = DGC(
-        ratio=_DGC_RATIO if table.ratio is None else table.ratio,
-        warmup_epochs=table.warmup_epochs,
-        momentum=plan.momentum,
-        clip=table.clip,
-        clip_norm=table.clip_norm,
-    )
-    return Options(
-        ratio=table.ratio,
-        rank=table.rank,
-        start_iteration=table.start_iteration,
-        feedback=table.feedback,
-        dgc=dgc,
-    )
+    Raises:
+        SeamError: If the job's parameters do not fit together, or if a user's hook cannot be imported or trusted.
+    """
+    try:
+        choice = table.chosen_hook(plan.momentum)
+    except ValueError as error:
+        raise SeamError("bad_job", str(error)) from error
+    if choice is None:
+        return JobHook(ReadyHook(PlainState(), plain(resolve(table.hook, trusted))))
+    return JobHook(ready_hook(choice, parameters))

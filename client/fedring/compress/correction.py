@@ -1,18 +1,18 @@
-"""Error feedback for means of lossy messages, as functions of tensors.
+"""Error feedback for the mean of lossy messages over all workers, as functions of tensors.
 
-"ef" (Seide et al. 2014; Karimireddy et al. 2019, algorithm 1) adds to each gradient what earlier messages left out:
+"ef" (Seide et al. 2014, section 3; Karimireddy et al. 2019, algorithm 1) adds to each gradient what earlier messages
+left out:
 
     target = gradient + own    own' = target - sent    result = mean(sent)
 
 so mean(own') + result == mean(own + gradient). "ef21" (Richtárik et al. 2021, arXiv 2106.05203, algorithm 2) sends the
-change against an estimate that every worker keeps of its own gradient:
+difference from an estimate that every worker keeps of its own gradient:
 
     target = gradient - own    own' = own + sent    result = shared' = shared + mean(sent)
 
-so result == mean(own'). With "none" what is left out is lost. `sent` is what counts as sent by this worker.
+so result == mean(own'). With "none", what is left out is lost. `sent` is what counts as sent by this worker.
 
-A step puts other tensors in the place of those that are kept, and writes into none: who holds on to the old ones can
-undo it.
+A step replaces the tensors that are kept, and does not write into them: whoever keeps the old ones can undo the step.
 """
 
 from dataclasses import dataclass
@@ -26,36 +26,51 @@ Feedback = Literal["none", "ef", "ef21"]
 
 @dataclass(slots=True, eq=False)
 class Correction:
-    """What one worker keeps of one tensor."""
+    """What one worker keeps of one tensor between steps."""
 
     own: Tensor  # [n] float32; empty with "none"
     shared: Tensor  # [n] float32, equal on all workers; empty but with "ef21"
 
     @staticmethod
     def empty(numel: int, feedback: Feedback, device: torch.device) -> "Correction":
-        """Nothing left out of `numel` entries, and nothing estimated."""
+        """Return the beginning: nothing was left out of `numel` entries, and estimates are 0."""
         own, shared = numel * (feedback != "none"), numel * (feedback == "ef21")
         return Correction(torch.zeros(own, device=device), torch.zeros(shared, device=device))
 
     def rescale(self, old_world: int, new_world: int) -> None:
-        """The laws hold on in a mean over `new_world` workers instead of `old_world`."""
+        """Keep the laws valid in a mean over `new_world` workers instead of `old_world`."""
         if self.shared.numel():
-            self.own = self.shared.clone()  # the one estimate that all workers know
+            self.own = self.shared.clone()  # the only estimate that all workers know
         else:
             self.own = self.own * (new_world / old_world)
 
 
 def target_of(grad: Tensor, kept: Correction, feedback: Feedback) -> Tensor:
-    """What to send of `grad` [n] of any float dtype, in a new tensor [n] float32."""
+    """Return what there is to send.
+
+    Args:
+        grad: This worker's gradient [n] of any float dtype.
+        kept: What this worker keeps of the tensor.
+        feedback: What becomes of what messages leave out.
+
+    Returns:
+        A new tensor [n] float32.
+    """
     if feedback == "none":
         return grad.to(torch.float32, copy=True)
     return grad + kept.own if feedback == "ef" else grad - kept.own
 
 
 def settle(kept: Correction, target: Tensor, sent: Tensor, feedback: Feedback) -> None:
-    """`kept` is as the law says after `sent` [n] went out for `target` [n], whose memory may be taken.
+    """Keep what a message left out, according to the law.
 
-    What is not finite is not kept: it would never leave again.
+    Values that are not finite are not kept, since they would never leave again.
+
+    Args:
+        kept: What this worker keeps of the tensor; it is replaced.
+        target: What there was to send, [n] float32; its memory may be reused.
+        sent: What counts as sent of it, [n] float32.
+        feedback: What becomes of what messages leave out.
     """
     if feedback == "ef":
         kept.own = torch.sub(target, sent, out=target).nan_to_num_(0.0, 0.0, 0.0)
@@ -64,7 +79,13 @@ def settle(kept: Correction, target: Tensor, sent: Tensor, feedback: Feedback) -
 
 
 def result_of(mean: Tensor, kept: Correction, feedback: Feedback) -> Tensor:
-    """The gradient [n] to train with, of which `mean` [n] is the mean of what all workers have sent."""
+    """Return the gradient [n] to train with.
+
+    Args:
+        mean: The mean of what all workers have sent, [n] float32.
+        kept: What this worker keeps of the tensor; the estimate that all workers share is replaced.
+        feedback: What becomes of what messages leave out.
+    """
     if feedback != "ef21":
         return mean
     before = kept.shared

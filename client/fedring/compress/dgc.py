@@ -1,10 +1,10 @@
 """Deep gradient compression (Lin et al. 2018, arXiv 1712.01887), as functions of tensors.
 
-The one law: nothing is lost. What is not sent now stays in the residual, so with momentum off
+The law is that nothing is lost. What is not sent now stays in the residual, so that with momentum off
 
     sent + residual' == residual + gradient
 
-A gradient is one worker's own, not yet divided by the number of workers.
+A gradient is that of one worker, not yet divided by the number of workers.
 """
 
 from collections.abc import Sequence
@@ -22,29 +22,33 @@ ClipNorm = Literal["tensor", "global"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DGC:
-    """How gradients are compressed; "aggressive" is what saves more bytes or time and costs more accuracy."""
+    """How gradients are compressed.
+
+    The comments say which way is more aggressive: it saves more bytes or time, and costs more accuracy. Making one
+    raises ValueError if a value does not fit.
+    """
 
     # Share of the entries sent a step; lower is more aggressive.
     ratio: float = 0.001
     # Epochs in which the share falls exponentially to `ratio`; fewer is more aggressive.
     warmup_epochs: int = 4
-    # Of momentum correction, 0 is off; higher is more aggressive, as what is sent late acts longer.
+    # Momentum of momentum correction, 0 is off; higher is more aggressive, as what is sent late acts longer.
     momentum: float = 0.9
     # Nesterov's momentum; True is more aggressive, as it steps ahead.
     nesterov: bool = False
-    # Forget the momentum of what was sent (sec. 3.3); False is more aggressive, as stale momentum acts on.
+    # Forget the momentum of what was sent (sec. 3.3); False is more aggressive, as stale momentum continues to act.
     masking: bool = True
     # Largest norm of a gradient over all workers, None is off; lower is more aggressive.
     clip: float | None = None
-    # Of each tensor's gradient, or of all together; tensor is more aggressive, as none has to wait for all others.
+    # Clip each tensor's gradient, or all together; tensor is more aggressive, as none has to wait for all others.
     clip_norm: ClipNorm = "tensor"
-    # Of the values on the wire; fp16 is more aggressive than fp32, and sign than fp16.
+    # Precision of the values that are sent; fp16 is more aggressive than fp32, and sign than fp16.
     precision: Precision = "fp16"
     # Smaller tensors are sent whole; lower is more aggressive.
     min_numel_to_compress: int = 256
     # Share of the entries that the threshold is estimated from; lower is more aggressive.
     sample_ratio: float = 0.01
-    # Sample every so many-th entry, or at random; True is more aggressive: fast, and blind to periods.
+    # Sample entries at equal distances, or at random; True is more aggressive: fast, but misled by periodic gradients.
     strided: bool = True
     # With less than this share of the wanted entries the threshold falls; lower is more aggressive.
     lower_bound: float = 0.8
@@ -76,46 +80,46 @@ class DGC:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taken:
-    """What a memory held before a step took from it."""
+    """What a memory held in some places before a step took from them."""
 
-    indices: Tensor | None  # [k] where; None = everywhere, and before the step's gradient came to it
+    indices: Tensor | None  # [k] the places; None = all, and before the step's gradient was added
     momentum: Tensor  # [k], or [n]
     residual: Tensor  # [k], or [n]
 
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """What one tensor owes to later steps."""
+    """What one worker keeps of one tensor for later steps."""
 
     momentum: Tensor  # [n] float32; of a tensor sent whole, the momentum of the mean over all workers
-    residual: Tensor  # [n] float32
-    taken: Taken | None = None  # by the newest step, until it counts
+    residual: Tensor  # [n] float32, what is owed
+    taken: Taken | None = None  # what the newest step has taken, until the step counts
 
     @staticmethod
     def empty(numel: int, device: torch.device) -> "Memory":
-        """Nothing owed for `numel` entries."""
+        """Return a memory of `numel` entries that owes nothing."""
         return Memory(torch.zeros(numel, device=device), torch.zeros(numel, device=device))
 
 
 def ratio_at(config: DGC, epoch: int) -> float:
-    """The share of entries to send in `epoch` (sec. 3.3): with 4 warm-up epochs 25, 6.3, 1.6, 0.4, 0.1 %."""
+    """Return the share of entries to send in an epoch (sec. 3.3): with 4 warm-up epochs 25, 6.3, 1.6, 0.4, 0.1 %."""
     return float(config.ratio ** (min(epoch + 1, config.warmup_epochs + 1) / (config.warmup_epochs + 1)))
 
 
 def kept_count(numel: int, ratio: float) -> int:
-    """How many of `numel` >= 1 entries are sent."""
+    """Return how many of `numel` >= 1 entries are sent: at least one."""
     return min(numel, max(1, ceil(numel * ratio)))
 
 
 def clipped(grad: Tensor, threshold: float, workers: int) -> Tensor:
-    """`grad` [n], scaled down to a norm of at most threshold * workers^-1/2 (sec. 3.2)."""
+    """Return `grad` [n], scaled down to a norm of at most threshold * workers^-1/2 (sec. 3.2)."""
     norm = float(torch.linalg.vector_norm(grad))
     limit = threshold * workers**-0.5
     return grad * (limit / norm) if norm > limit else grad
 
 
 def clip_together(grads: Sequence[Tensor], threshold: float, workers: int) -> None:
-    """`grads`, all of one worker's, are scaled down to a norm of at most threshold * workers^-1/2 over all of them."""
+    """Scale `grads`, all of one worker, down in place to a common norm of at most threshold * workers^-1/2."""
     norms = torch.stack([torch.linalg.vector_norm(grad.float()) for grad in grads])
     norm, limit = float(torch.linalg.vector_norm(norms)), threshold * workers**-0.5
     if norm > limit:
@@ -124,7 +128,16 @@ def clip_together(grads: Sequence[Tensor], threshold: float, workers: int) -> No
 
 
 def accumulate(grad: Tensor, memory: Memory, config: DGC) -> Tensor:
-    """The residual [n] after momentum correction (sec. 3.2) of `grad` [n]; it is the memory's own."""
+    """Add a gradient to the residual, with momentum correction (sec. 3.2).
+
+    Args:
+        grad: The gradient [n] float32.
+        memory: What is kept of the tensor; it is updated in place.
+        config: How gradients are compressed.
+
+    Returns:
+        The residual [n], which is the memory's own tensor.
+    """
     momentum, residual = memory.momentum, memory.residual
     if not config.momentum:
         return residual.add_(grad)
@@ -136,10 +149,10 @@ def accumulate(grad: Tensor, memory: Memory, config: DGC) -> Tensor:
 
 
 def put_back(memory: Memory) -> None:
-    """The newest step has sent nothing of the memory, unless it counts already.
+    """Put back what the newest step has sent of a memory, unless that step counts already.
 
-    The step's gradient stays in the residual of a tensor that is not sent whole: it is one more gradient at parameters
-    which another step follows.
+    The step's gradient stays in the residual if the tensor is not sent whole: it counts as one more gradient of the
+    next step, which is taken with the same parameters.
     """
     taken, memory.taken = memory.taken, None
     if taken is None:
@@ -150,9 +163,13 @@ def put_back(memory: Memory) -> None:
 
 
 def forget(memory: Memory, indices: Tensor, sent: Tensor, config: DGC) -> None:
-    """What was `sent` [k] at `indices` [k] is owed no more; its momentum is masked (sec. 3.3).
+    """Remove what was sent from the residual, and mask its momentum (sec. 3.3).
 
-    `sent` is what the receivers see, so what rounding took away stays in the residual.
+    Args:
+        memory: What is kept of the tensor; it is updated in place.
+        indices: Where entries were sent, [k] int64.
+        sent: What receivers decode, [k] float32, so that rounding errors stay in the residual.
+        config: How gradients are compressed.
     """
     before = memory.residual[indices]
     memory.taken = Taken(indices, memory.momentum[indices], before)
@@ -162,7 +179,16 @@ def forget(memory: Memory, indices: Tensor, sent: Tensor, config: DGC) -> None:
 
 
 def apply_momentum(mean: Tensor, memory: Memory, config: DGC) -> Tensor:
-    """The step [n] for a tensor sent whole, of which `mean` [n] is the mean over all workers: ordinary momentum."""
+    """Apply ordinary momentum to a tensor that is sent whole.
+
+    Args:
+        mean: The mean of its gradient over all workers, [n] float32.
+        memory: What is kept of the tensor; its momentum is updated in place.
+        config: How gradients are compressed.
+
+    Returns:
+        What an optimizer without momentum follows, [n] float32; it may be the memory's own tensor.
+    """
     if not config.momentum:
         return mean
     momentum = memory.momentum

@@ -1,8 +1,8 @@
-"""Which entries to send: the largest magnitudes, by a threshold estimated from a sample (Lin et al. 2018, sec. 5).
+"""Selection of the entries to send: the largest magnitudes, by a sampled threshold (Lin et al. 2018, sec. 5).
 
-All entries are compared with the threshold in one pass. Too few or too many found move it; what is
-still too many is cut to the largest, never to the first. No entry that is 0 is ever sent; NaN and infinity are
-larger than all else.
+All entries are compared with the threshold in one pass. If too few or too many reach it, it is changed. Of what is
+still too many, the largest are taken, not the first. Entries that are 0 are never sent; NaN and infinity are larger
+than all others.
 """
 
 from math import ceil
@@ -15,35 +15,42 @@ from torch import Tensor
 
 from fedring.compress.dgc import DGC
 
-_FEW = 1 << 12  # entries; to sample fewer saves nothing
-_BLOCK = 1 << 18  # entries compared at a time: what a processor's cache holds
-_MAGNITUDE = np.uint32(0x7FFFFFFF)  # bits of a float32 without the sign rise as magnitudes do
+_FEW = 1 << 12  # entries; sampling fewer saves nothing
+_BLOCK = 1 << 18  # entries that are compared at a time: they fit into a processor's cache
+_MAGNITUDE = np.uint32(0x7FFFFFFF)  # the bits of a float32 without the sign are ordered as the magnitudes are
 
 
 class Entries(Protocol):
-    """The magnitudes of a vector, where they are stored."""
+    """The magnitudes of a vector, on the device where they are."""
 
     def floor(self, places: slice | Tensor, rank: int) -> float:
-        """The magnitude of the `rank`-th largest entry at `places`."""
+        """Return the magnitude of the `rank`-th largest of the entries at `places`."""
         ...
 
     def find(self, floor: float) -> int:
-        """How many entries reach `floor` and are not 0; they become the candidates."""
+        """Make the entries that reach `floor` and are not 0 the candidates, and return their number."""
         ...
 
     def narrow(self, floor: float, least: int) -> int:
-        """How many candidates are left: those that reach `floor`, but all if those are fewer than `least`."""
+        """Keep the candidates that reach `floor`, or all if these are fewer than `least`; return their number."""
         ...
 
     def largest(self, count: int) -> Tensor:
-        """Indices, rising, of the `count` largest candidates, int64; all if there are fewer."""
+        """Return the indices, rising, of the `count` largest candidates, int64; of all if there are fewer."""
         ...
 
 
 def select(values: Tensor, count: int, config: DGC, *, step: int = 0) -> Tensor:
-    """Indices, rising, of about the `count` largest magnitudes of `values` [n] float32, never more; [<= count] int64.
+    """Find about the largest magnitudes.
 
-    The same values and the same `step`, by which the sampled places move, give the same indices.
+    Args:
+        values: The values [n] float32.
+        count: How many to find at most.
+        config: How the threshold is found.
+        step: A number that changes which places are sampled. The same values and step give the same indices.
+
+    Returns:
+        Indices, rising, [at most count] int64, on the device of `values`.
     """
     entries: Entries = _HostEntries(values) if values.device.type == "cpu" else _DeviceEntries(values)
     floor = _sampled_floor(entries, values.numel(), count, config, step)
@@ -61,26 +68,26 @@ def select(values: Tensor, count: int, config: DGC, *, step: int = 0) -> Tensor:
 
 
 def _sampled_floor(entries: Entries, numel: int, count: int, config: DGC, step: int) -> float:
-    """A magnitude that about `count` of `numel` entries reach."""
+    """Return a magnitude that about `count` of `numel` entries reach, from a sample of them."""
     wanted = max(_FEW, ceil(numel * config.sample_ratio), ceil(2 * numel / count))
     if wanted >= numel:
         return entries.floor(slice(None), count)
     places: slice | Tensor
     if config.strided:
-        stride = max(1, numel // wanted - 1) | 1  # odd, so that rows of even length are not sampled in one column only
+        stride = max(1, numel // wanted - 1) | 1  # odd: rows of even length are sampled in all columns
         places = slice(step % stride, None, stride)
         samples = len(range(*places.indices(numel)))
     else:
         places = torch.randint(numel, (wanted,), generator=torch.Generator().manual_seed(step))
         samples = wanted
     expected = samples * count / numel
-    # Two deviations more, so that one pass finds enough in most steps; the largest of them are kept.
+    # Two standard deviations more, so that one pass finds enough in most steps; the largest of them are kept.
     rank = ceil(expected + 2 * expected**0.5) if config.resample else ceil(expected)
     return entries.floor(places, min(rank, samples))
 
 
 class _HostEntries:
-    """Entries in this machine's memory."""
+    """Entries in the host's memory."""
 
     def __init__(self, values: Tensor) -> None:
         self._bits: NDArray[np.uint32] = values.detach().numpy().view(np.uint32)
@@ -137,7 +144,7 @@ class _DeviceEntries:
 
     def find(self, floor: float) -> int:
         """As Entries.find."""
-        # Not "reach": a comparison with NaN is false, and NaN is to be found.
+        # Not ">=": comparisons with NaN are false, and NaN must be found.
         self._indices = ((~(self._all < floor)) & (self._all != 0)).nonzero().view(-1)
         return self._indices.numel()
 
@@ -157,6 +164,6 @@ class _DeviceEntries:
 
 
 def _bits_of(floor: float) -> np.uint32:
-    """What the bits of a magnitude must reach for the magnitude to reach `floor` and not to be 0."""
+    """Return the bits that a magnitude must reach to reach `floor` and not to be 0."""
     with np.errstate(over="ignore"):
         return np.uint32(max(1, int(np.float32(floor).view(np.uint32) & _MAGNITUDE)))

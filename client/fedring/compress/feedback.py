@@ -1,6 +1,6 @@
-"""Error feedback (Seide et al. 2014, section 3; Karimireddy et al. 2019, algorithm 1).
+"""Error feedback of updates (Seide et al. 2014, section 3; Karimireddy et al. 2019, algorithm 1).
 
-The one law: nothing is lost. What a payload leaves out stays in the residual, so
+The law is that nothing is lost. What a payload leaves out stays in the residual, so that
 
     decode(payload) + residual' == update + residual
 
@@ -17,16 +17,25 @@ from fedring.codec import STATELESS, TILE, Encoding, encode, open_payload
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compressed:
-    """What to send, and what to add to the next update once this one is accepted."""
+    """What to send, and what to add to the next update as soon as this one is accepted."""
 
     payload: bytes
-    residual: NDArray[np.float32] | None  # [D]; None if the encoding keeps none
+    residual: NDArray[np.float32] | None  # [D]; None if the encoding leaves none
 
 
 def compress(update: NDArray[np.float32], residual: NDArray[np.float32] | None, encoding: Encoding) -> Compressed:
-    """`update` [D] plus `residual` [D] as a payload, and what that leaves out; neither argument is changed.
+    """Encode an update together with what earlier payloads left out.
 
-    An encoding of STATELESS sends the residual along and leaves none.
+    Args:
+        update: The update [D] float32, which is not changed.
+        residual: What earlier payloads left out [D] float32, which is not changed; None if there is nothing.
+        encoding: How to encode. A stateless encoding sends the residual, too, but leaves no new one.
+
+    Returns:
+        The payload and the new residual.
+
+    Raises:
+        CodecError: "non_finite" if the sum has NaN or infinity.
     """
     target = update if residual is None else update + residual
     payload = encode(target, encoding)
@@ -36,7 +45,7 @@ def compress(update: NDArray[np.float32], residual: NDArray[np.float32] | None, 
 
 
 def _left_out(target: NDArray[np.float32], payload: bytes, name: str) -> NDArray[np.float32]:
-    """`target` less what a receiver of `payload` decodes, [D]."""
+    """Return `target` [D] less what a receiver decodes from `payload`."""
     view = memoryview(payload)
     decoder = open_payload(lambda offset, size: view[offset : offset + size], len(view), name=name, length=target.size)
     rest = np.empty(target.size, np.float32)

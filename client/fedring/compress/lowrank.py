@@ -1,10 +1,10 @@
 """Low-rank approximation of gradients (PowerSGD, Vogels et al. 2019, arXiv 1905.13727, algorithm 1).
 
-A matrix M, the mean over all workers of their M_i, is sent as two thin factors, M ~ P Qᵀ. With Q from the step before
+A matrix M, the mean over all workers of their M_i, is sent as two thin factors, M ~ P Qᵀ. With Q of the previous step
 
     P = mean(M_i Q)    P is made orthonormal    Q = mean(M_iᵀ P)
 
-which is one step of power iteration. The one law, for each worker's error E_i = M_i - P Qᵀ:
+which is one step of power iteration. For each worker's error E_i = M_i - P Qᵀ the law is
 
     mean(E_i) + P Qᵀ == mean(M_i)
 """
@@ -19,7 +19,7 @@ _GRAM_SCHMIDT = 2  # columns up to which it is faster than QR
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor of `shape` as a matrix: the first dimension, and all others."""
+    """Return the rows and columns of a tensor of `shape` as a matrix: its first dimension, and all others together."""
     rows = shape[0] if shape else 1
     columns = 1
     for size in shape[1:]:
@@ -28,19 +28,27 @@ def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def factors_numel(rows: int, columns: int, rank: int) -> int:
-    """Entries of both factors."""
+    """Return the number of entries of both factors together."""
     return (rows + columns) * rank
 
 
 def worth_factoring(rows: int, columns: int, *, rank: int, min_rate: float) -> bool:
-    """Whether the factors are more than `min_rate` times smaller than the matrix."""
+    """Return whether the factors are more than `min_rate` times smaller than the matrix."""
     return factors_numel(rows, columns, rank) * min_rate < rows * columns
 
 
 def orthonormalise(matrices: Tensor, epsilon: float = 0.0) -> Tensor:
-    """`matrices` [b, n, r], r <= n, whose columns are now orthonormal, in place; a column of zeros stays one.
+    """Make the columns of matrices orthonormal, in place; columns of zeros stay zero.
 
-    `epsilon` is added to the norms.
+    Args:
+        matrices: The matrices [b, n, r], r <= n, of any float dtype.
+        epsilon: Added to the norms of the columns.
+
+    Returns:
+        The same tensor.
+
+    Raises:
+        ValueError: If the shape is another.
     """
     if matrices.dim() != 3 or matrices.shape[2] > matrices.shape[1]:
         raise ValueError(f"cannot make the columns of matrices {tuple(matrices.shape)} orthonormal")
@@ -56,15 +64,15 @@ def orthonormalise(matrices: Tensor, epsilon: float = 0.0) -> Tensor:
 
 
 def left_factor(matrices: Tensor, right: Tensor) -> Tensor:
-    """P [b, n, r] = M Q, of `matrices` [b, n, m] and `right` [b, m, r]."""
+    """Return P [b, n, r] = M Q, for `matrices` M [b, n, m] and `right` Q [b, m, r]."""
     return torch.bmm(matrices, right)
 
 
 def right_factor(matrices: Tensor, left: Tensor) -> Tensor:
-    """Q [b, m, r] = Mᵀ P, of `matrices` [b, n, m] and `left` [b, n, r]."""
+    """Return Q [b, m, r] = Mᵀ P, for `matrices` M [b, n, m] and `left` P [b, n, r]."""
     return torch.bmm(matrices.transpose(1, 2), left)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """P Qᵀ [b, n, m], of `left` [b, n, r] and `right` [b, m, r]."""
+    """Return P Qᵀ [b, n, m], for `left` P [b, n, r] and `right` Q [b, m, r]."""
     return torch.bmm(left, right.transpose(1, 2))

@@ -1,4 +1,4 @@
-"""flctl profile: how much of a data-parallel step is communication, and which hook would save how much of it."""
+"""flctl profile: how much of a data-parallel step is communication, and how much of it each hook would save."""
 
 import json
 import os
@@ -15,20 +15,24 @@ from typing import Annotated, Any
 import typer
 
 from fedring.ctl.bench.presets import Dataset, check_data_root, preset_job
+from fedring.ctl.bench.runner import unique_names
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
 from fedring.daemon.exits import Exit
+from fedring.train.data_parallel_table import HOOKS
+from fedring.train.hooks import choose_hook, split_hooks
 
-_ENOUGH = 0.10  # share of a step, below which communication is not the bottleneck
+_ENOUGH = 0.10  # the share of a step below which communication is not the bottleneck
 _TURNS = 5
-_TAIL_LINES = 12
+_TAIL_LINES = 12  # of a worker that failed
 _NOOP = "noop"
+_METER = ("wait_seconds", "compress_seconds", "decompress_seconds")  # of a step, as the hook's meter has them
 
 
 def profile(
     hooks: Annotated[
-        str, typer.Option(help="Comma-separated: none, fp16, bf16, int8, topk, powersgd, batched_powersgd, dgc.")
+        str, typer.Option(help=f"Comma-separated: {', '.join(HOOKS)}; with parameters as in 'topk(ratio=0.05)'.")
     ] = "none,fp16,powersgd,dgc",
     dataset: Annotated[
         Dataset, typer.Option(help="What to train on; all but digits need --data-root.")
@@ -45,9 +49,9 @@ def profile(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where profile.json and the plots go.")] = Path("bench-out"),
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Train with each hook and with none of the communication, and say what that costs.
+    """Train with each hook and without any communication, and say what communication costs.
 
-    Workers run on this machine. Where a step without communication is less than 10 % faster, it is not the bottleneck.
+    Workers run on this machine. If a step without communication is less than 10 % faster, it is not the bottleneck.
     """
     names = _names(hooks, backend)
     check_data_root(dataset, data_root)
@@ -75,7 +79,15 @@ def profile(
 
 
 def judge(measured: Sequence[Mapping[str, Any]], samples: int) -> dict[str, Any]:
-    """What the figures of all hooks, noop among them, come to for steps of so many samples, and the verdict."""
+    """Compare the hooks with noop, which sends nothing.
+
+    Args:
+        measured: What a worker measured of each hook, noop among them.
+        samples: The samples of one step, of all workers.
+
+    Returns:
+        The seconds of a step without communication, the figures of each hook, and the verdict in words.
+    """
     seconds = {row["hook"]: median(row["step_seconds"]) for row in measured}
     least = seconds[_NOOP]
     rows = [
@@ -86,6 +98,7 @@ def judge(measured: Sequence[Mapping[str, Any]], samples: int) -> dict[str, Any]
             "bytes_per_step": row["bytes_per_step"],
             "communication_seconds": max(0.0, seconds[row["hook"]] - least),
             "communication_share": max(0.0, 1 - least / seconds[row["hook"]]),
+            **{name: row[name] for name in _METER if name in row},
         }
         for row in measured
         if row["hook"] != _NOOP
@@ -110,20 +123,19 @@ def _verdict(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _names(hooks: str, backend: str) -> list[str]:
-    from fedring.ddp.hooks.by_name import HOOKS  # imports torch
-
-    names = [name.strip() for name in hooks.split(",") if name.strip() and name.strip() != _NOOP]
-    if not names or len(set(names)) != len(names):
-        raise Failure("--hooks needs names, each once, separated by commas", Exit.USAGE)
-    if unknown := [name for name in names if name not in HOOKS]:
-        raise Failure(f"there is no hook {unknown[0]!r}: choose from {', '.join(HOOKS)}", Exit.USAGE)
+    names = unique_names("--hooks", (name for name in split_hooks(hooks) if name != _NOOP))
+    for name in names:
+        try:
+            choose_hook(name)
+        except ValueError as error:
+            raise Failure(str(error), Exit.USAGE) from None
     if backend not in ("fedring", "gloo"):
         raise Failure(f"--backend is fedring or gloo, not {backend!r}", Exit.USAGE)
     return [_NOOP, *names]
 
 
 def _measure(settings: Mapping[str, Any], launch: str) -> list[dict[str, Any]]:
-    """What the workers measured; Failure with the last words of one that failed."""
+    """Run the workers, and return what they measured; Failure with the last lines of one that failed."""
     with tempfile.TemporaryDirectory(prefix="fedring-profile-") as name:
         folder = Path(name)
         text = json.dumps({**settings, "store": str(folder / "store")})
@@ -146,7 +158,7 @@ def _measure(settings: Mapping[str, Any], launch: str) -> list[dict[str, Any]]:
 
 
 def _wait(workers: Sequence["subprocess.Popen[bytes]"], folder: Path) -> None:
-    """All workers have ended well; Failure as soon as one has not."""
+    """Wait until all workers have ended well; Failure as soon as one has not."""
     while any(worker.poll() is None for worker in workers) or any(worker.returncode for worker in workers):
         for rank, worker in enumerate(workers):
             if worker.poll():

@@ -1,6 +1,6 @@
 """One worker of `flctl profile`: python -m fedring.ctl.profile_worker SETTINGS RANK; rank 0 prints what it measured.
 
-Hooks take turns, so that what else happens on the machine falls on all of them.
+Hooks take turns, so that other work on the machine slows all of them down alike.
 """
 
 import json
@@ -18,21 +18,22 @@ from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
 import fedring.ring
-from fedring.ddp import DGCSGD, DGCState
-from fedring.ddp.hooks.by_name import make_hook
+from fedring.ddp import DGCSGD, DGCState, Profile
+from fedring.ddp.hooks import hook_by_name
 from fedring.train.batches import fetch, size_of
 from fedring.train.losses import cross_entropy
 from fedring.train.seam import build_model, resolve
 
 _TRUSTED = ("fedring", "torchvision")
-_WARM = 5  # steps before the clock runs: DDP makes its buckets anew, PowerSGD begins, kernels are found
+_WARM = 5  # steps before measuring: DDP rebuilds its buckets, PowerSGD begins, kernels are chosen
 _LR = 0.001
 _PAST_WARM_UP = 1000  # epoch
+_METER = ("wait_seconds", "compress_seconds", "decompress_seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all workers are told."""
+    """The settings of a measurement; equal on all workers."""
 
     store: str
     backend: str
@@ -47,44 +48,48 @@ class Settings:
     data_root: str | None
 
     def text(self) -> str:
-        """The settings as one argument of a command."""
+        """Return the settings as one argument of a command."""
         return json.dumps(asdict(self))
 
 
 class Subject:
-    """A model under one hook."""
+    """A model that is trained with one hook, and what its steps took."""
 
     def __init__(self, hook: str, settings: Settings) -> None:
         self.hook = hook
-        self.seconds: list[float] = []  # a step's, of each turn
-        self.bytes_sent = 0.0  # a step's, by one worker
+        self.seconds: list[float] = []  # of a step, in each turn
+        self.bytes_sent = 0.0  # of a step, by this worker, summed over the turns
+        self.meter = Profile()  # of all turns
         model = build_model(settings.model, {}, 0, _TRUSTED)
-        state, function = make_hook(hook, model.named_parameters())
+        self._state, function = hook_by_name(hook, model.named_parameters())
         self._model = DistributedDataParallel(model)
-        self._model.register_comm_hook(state, function)
+        self._model.register_comm_hook(self._state, function)
+        self._state.start_epoch(_PAST_WARM_UP)
         self._optimizer: torch.optim.Optimizer
-        if isinstance(state, DGCState):
-            state.start_epoch(_PAST_WARM_UP)
+        if isinstance(self._state, DGCState):
             self._optimizer = DGCSGD(model.parameters(), lr=_LR)
         else:
             self._optimizer = torch.optim.SGD(model.parameters(), lr=_LR, momentum=0.9)
 
     def train(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """The model has taken a step on each of the batches."""
+        """Take a step on each of the batches."""
         for inputs, labels in batches:
             self._optimizer.zero_grad()
             loss: Tensor = cross_entropy(self._model(inputs), labels)
             loss.backward()  # type: ignore[no-untyped-call]  # torch's
+            self._state.end_step()
             self._optimizer.step()
 
     def measure(self, batches: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
-        """One turn of so many steps was taken, and its time and bytes are known."""
+        """Take one turn of so many steps, and note its time and bytes."""
         dist.barrier()
+        self._state.meter.end_window()
         sent, began = _sent_bytes(), time.perf_counter()
         self.train(batches)
         seconds, sent = time.perf_counter() - began, _sent_bytes() - sent
         self.seconds.append(seconds / steps)
         self.bytes_sent += sent / steps
+        self.meter.add(self._state.meter.end_window())
 
 
 def main() -> None:
@@ -108,16 +113,26 @@ def main() -> None:
 
 
 def _figures(subject: Subject, settings: Settings) -> dict[str, Any]:
-    """What the subject came to, in the mean over all workers."""
-    sums = torch.tensor([*subject.seconds, subject.bytes_sent / settings.turns], dtype=torch.float64)
+    """Return the subject's figures, in the mean over all workers."""
+    metered = subject.meter.means()
+    sums = torch.tensor(
+        [*subject.seconds, subject.bytes_sent / settings.turns, *(metered[name] for name in _METER)],
+        dtype=torch.float64,
+    )
     dist.all_reduce(sums)
-    *seconds, sent = (sums / settings.workers).tolist()
+    means = (sums / settings.workers).tolist()
+    seconds, (sent, *spent) = means[: settings.turns], means[settings.turns :]
     known = settings.backend == "fedring"  # Gloo does not count its bytes
-    return {"hook": subject.hook, "step_seconds": seconds, "bytes_per_step": round(sent) if known else None}
+    return {
+        "hook": subject.hook,
+        "step_seconds": seconds,
+        "bytes_per_step": round(sent) if known else None,
+        **dict(zip(_METER, spent, strict=True)),
+    }
 
 
 def _batches(samples: Any, settings: Settings, rank: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """`steps` batches, equal for all hooks, and others on each worker."""
+    """Return `steps` batches, equal for all hooks and different on each worker."""
     generator = torch.Generator().manual_seed(rank)
     cuts = [torch.randint(size_of(samples), (settings.batch_size,), generator=generator) for _ in range(steps)]
     return fetch(samples, cuts, torch.device("cpu"))

@@ -1,48 +1,279 @@
-"""Deep gradient compression as a communication hook of DistributedDataParallel."""
+"""Deep gradient compression as a communication hook (Lin et al. 2018, arXiv 1712.01887): its state and the hook.
+
+One message a bucket goes to all other workers at once, while the gradients of other buckets are computed, unless
+gradients are clipped together. The state knows nothing of buckets: it is the same with any bucket_cap_mb.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
+from torch.optim import Optimizer
 
-from fedring.ddp.state import DGCState, Held
+from fedring.codec import CodecError
+from fedring.codec.gradient import Entries, decode_gradient, encode_gradient, largest_message
+from fedring.compress.dgc import DGC, Memory, clip_together, put_back, ratio_at
+from fedring.ddp.exchange import exchange
+from fedring.ddp.gradients import Gradients
+from fedring.ddp.parts import Step, apply_parts, count_to_send, make_part, whole_precision
+from fedring.ddp.sgd import check_optimizer
+from fedring.ddp.state import HookState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """A bucket that waits for all others of its step, since their gradients are clipped together."""
+
+    grads: Gradients
+    future: Future[Tensor]
+
+
+class DGCState(HookState):
+    """The state of deep gradient compression for the parameters that need a gradient: residuals and momentum.
+
+    Args:
+        group: The group to exchange with; None is the default group.
+        config: How gradients are compressed.
+        named_parameters: As from `model.named_parameters()`.
+        optimizer: The optimizer that follows, to be checked: its momentum must not act a second time.
+
+    Attributes:
+        epoch: The epoch that the warm-up is in, counted from 0.
+        step: The steps taken.
+    """
+
+    kind = "dgc"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        config: DGC,
+        *,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        super().__init__(group, named_parameters)
+        if optimizer is not None:
+            check_optimizer(optimizer, config)
+        self.config = config
+        self.epoch = 0
+        self.step = 0
+        self._held: list[_Held] = []
+        self._memories = {name: Memory.empty(p.numel(), p.device) for name, p in self.parameters.items()}
+
+    @property
+    def ratio(self) -> float:  # type: ignore[override]  # the only kind whose share depends on the epoch
+        """The share of entries that is sent in this epoch."""
+        return ratio_at(self.config, self.epoch)
+
+    @property
+    def clips_globally(self) -> bool:
+        """Whether nothing can be sent before all of a step's gradients are there."""
+        return self.config.clip is not None and self.config.clip_norm == "global"
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return the name of a parameter; ValueError if it is not among the named parameters."""
+        return self.names.name_of(parameter)
+
+    def bind(self, named_parameters: Iterable[tuple[str, Tensor]], *, optimizer: Optimizer | None = None) -> None:
+        """As HookState.bind, for a state that was loaded as an object; it checks what the constructor checks.
+
+        Args:
+            named_parameters: Of the model that the state was made for.
+            optimizer: The optimizer that follows.
+
+        Raises:
+            ValueError: If the model or the optimizer does not fit.
+        """
+        super().bind(named_parameters)
+        self._check_sizes({name: memory.residual for name, memory in self._memories.items()})
+        if optimizer is not None:
+            check_optimizer(optimizer, self.config)
+
+    def start_epoch(self, epoch: int) -> None:
+        """As HookState.start_epoch: the share of entries that is sent falls during the warm-up."""
+        self.epoch = epoch
+
+    def clip(self, grads: Sequence[Tensor]) -> None:
+        """Clip `grads`, all gradients of a step, in place, if it is their common norm that is bounded."""
+        if self.config.clip is not None and self.config.clip_norm == "global":
+            clip_together(grads, self.config.clip, self.group.size())
+
+    def send(self, names: Sequence[str], grads: Sequence[Tensor], *, last: bool) -> Future[list[memoryview]]:
+        """Send a message about some tensors; all workers send about the same ones in the same order.
+
+        Args:
+            names: The names of the tensors.
+            grads: This worker's gradients, each [n] of any float dtype; they are not changed.
+            last: Whether this ends the step.
+
+        Returns:
+            A future of all workers' messages, in the order of ranks.
+        """
+        began = time.perf_counter()
+        now = Step(self.config, self.ratio, self.step, self.group.size())
+        sizes = [grad.numel() for grad in grads]
+        with torch.no_grad():
+            parts = [make_part(grad, self._memories[name], now) for name, grad in zip(names, grads, strict=True)]
+        payload = encode_gradient(parts, sizes=sizes)
+        self.step += last
+        self.meter.sent(len(payload) * (now.workers - 1), began=began, last=last)
+        return exchange(self.group, payload, limit=_limit(sizes, now))
+
+    def receive(self, names: Sequence[str], grads: Sequence[Tensor], messages: Sequence[memoryview]) -> None:
+        """Replace gradients by what all workers' messages make of them.
+
+        Args:
+            names: The names of the tensors.
+            grads: The tensors, each [n] of any float dtype, which are overwritten.
+            messages: All workers' messages about them, in the order of ranks.
+
+        Raises:
+            CodecError: If a message is not valid; the text names its rank.
+        """
+        arrived = time.perf_counter()
+        sizes = [grad.numel() for grad in grads]
+        decoded = [_decode(message, sizes, rank) for rank, message in enumerate(messages)]
+        with torch.no_grad():
+            for name, grad, *parts in zip(names, grads, *decoded, strict=True):
+                apply_parts(parts, grad, self._memories[name], self.config)
+            if any(grad.is_cuda for grad in grads):  # whoever waits for the future may use another stream
+                torch.cuda.current_stream().synchronize()
+        self.meter.received(arrived=arrived)
+
+    def hold(self, bucket: GradBucket, grads: Gradients) -> Future[Tensor]:
+        """Exchange the buckets of a step when the last one has come, after clipping them together.
+
+        Returns:
+            A future of the bucket's buffer, which has its value once the step's last bucket was held.
+        """
+        buffer = grads.buffer
+        held = _Held(grads, Future(devices=[buffer.device] if buffer.is_cuda else None))
+        if bucket.index() == 0:
+            self._held.clear()  # of a step that failed
+        self._held.append(held)
+        if bucket.is_last():
+            step, self._held = self._held, []
+            self.clip([grad for one in step for grad in one.grads.flat()])
+            flights = [self.send(one.grads.names, one.grads.flat(), last=one is held) for one in step]
+            for one, messages in zip(step, flights, strict=True):
+                self.receive(one.grads.names, one.grads.flat(), messages.wait())
+                one.future.set_result(one.grads.buffer)
+        return held.future
+
+    def owed(self) -> dict[str, Tensor]:
+        """As HookState.owed: the residuals."""
+        return {name: memory.residual for name, memory in self._memories.items()}
+
+    def end_step(self) -> None:
+        """As HookState.end_step: what was sent is not put back any more."""
+        for memory in self._memories.values():
+            memory.taken = None
+
+    def undo(self) -> None:
+        """As HookState.undo: what was sent since is owed again, and the gradients since are owed, too."""
+        for memory in self._memories.values():
+            put_back(memory)
+
+    def shared(self) -> dict[str, Tensor]:
+        """As HookState.shared: the momentum of the tensors that are sent whole."""
+        whole = {name: self._memories[name] for name in self._sent_whole()}
+        return {name: (memory.taken or memory).momentum.clone() for name, memory in whole.items()}
+
+    def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
+        """As HookState.regroup."""
+        super().regroup(shared, steps=steps)
+        self.step = steps
+        for name, momentum in shared.items():
+            self._memories[name].momentum.copy_(momentum)
+
+    def rescale(self, old_world: int, new_world: int) -> None:
+        """As HookState.rescale; the momentum of tensors that are sent whole is a mean already, and stays."""
+        whole = self._sent_whole()
+        for name, memory in self._memories.items():
+            memory.residual.mul_(new_world / old_world)
+            if name not in whole:
+                memory.momentum.mul_(new_world / old_world)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As HookState.state_dict; checkpoints of this kind do not name it."""
+        state = super().state_dict()
+        del state["kind"]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As HookState.load_state_dict."""
+        super().load_state_dict({"kind": self.kind, **state})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_held": []}
+
+    def _contents(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "momentum": {name: memory.momentum for name, memory in self._memories.items()},
+            "residual": self.owed(),
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for kind in ("momentum", "residual"):
+            self._check_sizes(state[kind])
+        for name, memory in self._memories.items():
+            memory.momentum.copy_(state["momentum"][name])
+            memory.residual.copy_(state["residual"][name])
+        self.epoch, self.step = state["epoch"], state["step"]
+
+    def _sent_whole(self) -> list[str]:
+        now = Step(self.config, self.ratio, self.step, 1)
+        return [name for name, m in self._memories.items() if count_to_send(m.residual.numel(), now) is None]
+
+    def _check_sizes(self, tensors: dict[str, Tensor]) -> None:
+        got = {name: tensor.numel() for name, tensor in tensors.items()}
+        wanted = {name: p.numel() for name, p in self.parameters.items()}
+        if got != wanted:
+            name = next(name for name in (*wanted, *got) if got.get(name) != wanted.get(name))
+            raise ValueError(f"the dgc state has {got.get(name, 0)} entries of {name}, not {wanted.get(name, 0)}")
 
 
 def dgc_hook(state: DGCState, bucket: GradBucket) -> Future[Tensor]:
-    """A future of the bucket's buffer, which then holds what all workers have sent of these gradients.
+    """Send the most important entries of a bucket's gradients, with momentum correction.
 
-    One message a bucket goes out at once, while the gradients of other buckets are computed, unless they are clipped
-    together. Nothing of the bucket is kept once the future has its value: its storage may serve another step.
+    Args:
+        state: This worker's state.
+        bucket: The bucket that DistributedDataParallel has filled. Nothing of it is kept once the future has its value.
+
+    Returns:
+        A future of the bucket's buffer, which then holds the mean of what all workers have sent. A gradient with NaN or
+        infinity is refused by all workers, with an error that is raised in backward.
     """
-    parameters = bucket.parameters()
-    names = [state.name_of(parameter) for parameter in parameters]
-    buffer = bucket.buffer()
-    grads = torch.split(buffer, [parameter.numel() for parameter in parameters])
+    grads = state.names.of(bucket)
     if state.clips_globally:
-        return _hold(state, bucket, Held(names, buffer, grads, _future(buffer)))
-    messages = state.send(names, grads, last=bucket.is_last())
+        return state.hold(bucket, grads)
+    messages = state.send(grads.names, grads.flat(), last=bucket.is_last())
 
     def receive(arrived: Future[list[memoryview]]) -> Tensor:
-        state.receive(names, grads, arrived.value())
-        return buffer
+        state.receive(grads.names, grads.flat(), arrived.value())
+        return grads.buffer
 
     return messages.then(receive)
 
 
-def _hold(state: DGCState, bucket: GradBucket, held: Held) -> Future[Tensor]:
-    """As dgc_hook; all buckets are sent when the last has come, and answered before this returns."""
-    if bucket.index() == 0:
-        state.held.clear()  # of a step that failed
-    state.held.append(held)
-    if bucket.is_last():
-        step, state.held = state.held, []
-        state.clip([grad for one in step for grad in one.grads])
-        flights = [state.send(one.names, one.grads, last=one is held) for one in step]
-        for one, messages in zip(step, flights, strict=True):
-            state.receive(one.names, one.grads, messages.wait())
-            one.future.set_result(one.buffer)
-    return held.future
+def _limit(sizes: Sequence[int], step: Step) -> int:
+    """Return the size that no worker's message about tensors of `sizes` exceeds, in bytes."""
+    sparse = [(size, count) for size in sizes if (count := count_to_send(size, step)) is not None]
+    whole = [(size, None) for size in sizes if count_to_send(size, step) is None]
+    return largest_message(sparse, step.config.precision) + largest_message(whole, whole_precision(step.config))
 
 
-def _future(buffer: Tensor) -> Future[Tensor]:
-    return Future(devices=[buffer.device] if buffer.is_cuda else None)
+def _decode(message: memoryview, sizes: Sequence[int], rank: int) -> list[Entries]:
+    try:
+        return decode_gradient(message, sizes=sizes)
+    except CodecError as error:
+        raise CodecError(error.reason, f"from rank {rank}: {error.detail}") from error

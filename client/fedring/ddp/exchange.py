@@ -1,7 +1,7 @@
-"""The seam to a process group: every rank's message to every rank.
+"""The exchange of bytes in a process group: every rank's message goes to every rank.
 
-fedring's own groups send messages of different sizes as they are, in one round trip. Any other group sends
-equal tensors: the message's length, the message, and zeros up to a capacity that all ranks compute alike.
+Groups of fedring send messages of different sizes as they are, in one round trip. In any other group each rank sends a
+tensor of the same size: the message's length, the message, and zeros up to a capacity that all ranks compute alike.
 """
 
 from typing import Protocol, runtime_checkable
@@ -18,34 +18,44 @@ _PREFIX = 4  # bytes of the length
 
 
 class BytesHandle(Protocol):
-    """Messages on their way."""
+    """An exchange of messages that was started."""
 
     @property
     def future(self) -> Future[list[memoryview]]:
-        """Of them, in rank order."""
+        """A future of all ranks' messages, in the order of ranks."""
         ...
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """They have all arrived."""
+        """Wait until all messages have arrived."""
 
     def collect(self) -> list[memoryview]:
-        """They, in rank order."""
+        """Return all ranks' messages, in the order of ranks."""
         ...
 
 
 @runtime_checkable
 class BytesGroup(Protocol):
-    """A group that sends bytes."""
+    """A process group that can send bytes."""
 
     def allgather_bytes(self, payload: bytes | memoryview, *, limit: int) -> BytesHandle:
-        """`payload`, and every other rank's, is on its way to every rank; none is larger than `limit`."""
+        """Send `payload` to every rank and receive theirs; no rank's message is larger than `limit` bytes."""
         ...
 
 
 def exchange(group: dist.ProcessGroup, payload: bytes | memoryview, *, limit: int) -> Future[list[memoryview]]:
-    """A future of every rank's payload, in rank order.
+    """Send a message to all ranks, and receive theirs.
 
-    None is larger than `limit`, which is equal on all ranks.
+    Args:
+        group: The ranks, of any backend.
+        payload: This rank's message.
+        limit: The size in bytes that no rank's message exceeds; equal on all ranks.
+
+    Returns:
+        A future of all ranks' messages, in the order of ranks. Its error is a CodecError("wrong_size") if one of them
+        claims to be larger than `limit`.
+
+    Raises:
+        ValueError: If `payload` is larger than `limit`, or if this worker is not in the group.
     """
     if len(payload) > limit:
         raise ValueError(f"a message of {len(payload)} bytes is larger than the limit that was agreed on, {limit}")
@@ -68,7 +78,7 @@ def exchange(group: dist.ProcessGroup, payload: bytes | memoryview, *, limit: in
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where the tensors of `group` have to be."""
+    """Return the device that the tensors of `group` have to be on."""
     on_device = dist.get_backend(group) == dist.Backend.NCCL
     return torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
 
@@ -81,12 +91,12 @@ def _padded(payload: bytes | memoryview, capacity: int) -> Tensor:
 
 
 def _unpadded(done: Future[list[Tensor]], everyone: Tensor, limit: int) -> list[memoryview]:
-    done.value()  # raises what went wrong
+    done.value()  # raises the error of a gather that failed
     return _split(everyone, limit)
 
 
 def _split(everyone: Tensor, limit: int) -> list[memoryview]:
-    """The payloads in `everyone` [ranks, capacity] uint8."""
+    """Return the messages that the rows of `everyone` [ranks, capacity] uint8 hold."""
     payloads = []
     for rank, row in enumerate(everyone.numpy()):
         size = int.from_bytes(row[:_PREFIX].tobytes(), "little")

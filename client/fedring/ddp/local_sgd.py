@@ -6,8 +6,9 @@
         optimizer.step()  # each worker's own; no DistributedDataParallel
         local.step()
 
-Every so many steps the workers' mean way from where they last were equal, the outer gradient, moves all of them
-by one step of an outer optimizer. With SGD(lr=1) that is the mean of their parameters.
+After every so many steps, the outer gradient is the mean over all workers of how far they have moved since they were
+equal. An outer optimizer takes one step with it, which all workers follow. With SGD(lr=1) that is the mean of their
+parameters.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,35 +19,43 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from fedring.ddp.hooks.gradients import Gradients
-from fedring.ddp.hooks.turns import Steps, mean, run
+from fedring.ddp.gradients import Gradients
+from fedring.ddp.turns import Steps, mean, run
 
 OuterOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
 class Compression(Protocol):
-    """How outer gradients are sent: an Int8State or a TopKState, bound to the parameters or not."""
+    """How outer gradients are sent: by an Int8State or a TopKState, with names or without."""
 
     def steps(self, grads: Gradients) -> Steps:
-        """The buffer of `grads` comes to hold the mean over all workers."""
+        """Exchange `grads`: their buffer comes to hold the mean over all workers."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers."""
+        """Return the state for a checkpoint."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """It remembers that."""
+        """Restore the state from a checkpoint."""
         ...
 
 
 def diloco(anchors: list[Tensor]) -> Optimizer:
-    """The outer optimizer of DiLoCo's section 3.1: Nesterov's momentum."""
+    """Return DiLoCo's outer optimizer (section 3.1), with Nesterov's momentum, for the tensors `anchors`."""
     return SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class LocalSGD:
-    """The workers of `process_group` start as the first one is, and are equal after every `every`-th step."""
+    """Makes the workers equal after every `every`-th local step; they all begin with the first worker's parameters.
+
+    Args:
+        process_group: The workers; None is the default group.
+        named_parameters: As from `model.named_parameters()`.
+        every: Local steps between two exchanges, at least 1.
+        outer: Makes the outer optimizer, for the tensors that it is to move.
+        compression: How outer gradients are sent; None sends them whole.
+    """
 
     def __init__(
         self,
@@ -74,7 +83,11 @@ class LocalSGD:
         self.optimizer = outer(list(self.anchors.values()))
 
     def step(self) -> bool:
-        """One local step more was taken; whether the workers were made equal after it."""
+        """Count a local step, and exchange if it is time to.
+
+        Returns:
+            Whether the workers are equal now.
+        """
         self.taken += 1
         if self.taken < self.every:
             return False
@@ -83,14 +96,14 @@ class LocalSGD:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """The outer optimizer has taken a step, and all workers' parameters are where it ended."""
+        """Take a step of the outer optimizer, and move all workers' parameters to where it ends."""
         names, anchors = list(self.anchors), list(self.anchors.values())
-        ways = [anchor - self.parameters[name] for name, anchor in self.anchors.items()]
-        buffer = torch.cat([way.reshape(-1) for way in ways])
+        moved = [anchor - self.parameters[name] for name, anchor in self.anchors.items()]
+        buffer = torch.cat([tensor.reshape(-1) for tensor in moved])
         grads = Gradients(names, [anchor.shape for anchor in anchors], buffer)
         run(self.compression.steps(grads) if self.compression else self._mean(grads))
-        for anchor, way in zip(anchors, grads.flat(), strict=True):
-            anchor.grad = way.view(anchor.shape)
+        for anchor, gradient in zip(anchors, grads.flat(), strict=True):
+            anchor.grad = gradient.view(anchor.shape)
         self.optimizer.step()
         for name, anchor in self.anchors.items():
             anchor.grad = None
@@ -98,7 +111,7 @@ class LocalSGD:
         self.taken = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values; with a compression, each worker has another."""
+        """Return the state for a checkpoint: tensors and plain values. With a compression, each worker has its own."""
         return {
             "taken": self.taken,
             "anchors": dict(self.anchors),
@@ -107,7 +120,11 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """This is the state that `state` was taken from; parameters are restored with the model's own."""
+        """Restore the state from a checkpoint; the parameters themselves are restored with the model.
+
+        Raises:
+            ValueError: If the checkpoint is of other parameters.
+        """
         if state["anchors"].keys() != self.anchors.keys():
             raise ValueError("the state of LocalSGD is of other parameters")
         for name, anchor in self.anchors.items():

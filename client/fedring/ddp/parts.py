@@ -1,4 +1,4 @@
-"""One tensor's part of a step: what goes into the message, and what the messages of all workers make of it."""
+"""One tensor's part of a step of deep gradient compression: into a message, and out of the messages of all workers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,32 +13,41 @@ from fedring.compress.dgc_select import select
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """What is equal for all tensors of a step, on all workers."""
+class Step:
+    """A step: equal for all tensors and on all workers."""
 
     config: DGC
-    ratio: float
-    step: int
+    ratio: float  # share of the entries that is sent
+    step: int  # steps before it
     workers: int
 
 
-def count_to_send(numel: int, this: Round) -> int | None:
-    """The most entries sent of a tensor of `numel`; None: it is sent whole."""
-    return None if numel < max(1, this.config.min_numel_to_compress) else kept_count(numel, this.ratio)
+def count_to_send(numel: int, step: Step) -> int | None:
+    """Return how many entries at most are sent of a tensor of `numel`; None if it is sent whole."""
+    return None if numel < max(1, step.config.min_numel_to_compress) else kept_count(numel, step.ratio)
 
 
 def whole_precision(config: DGC) -> Precision:
-    """The precision of tensors sent whole: not signs, which are for entries of about equal magnitude."""
+    """Return the precision of tensors that are sent whole: never signs, which suit entries of equal magnitude."""
     return "fp32" if config.precision == "fp32" else "fp16"
 
 
-def make_part(grad: Tensor, memory: Memory, this: Round) -> Part:
-    """This worker's part of the message for `grad` [n] of any float dtype, which is not changed; `memory` is."""
-    config = this.config
+def make_part(grad: Tensor, memory: Memory, step: Step) -> Part:
+    """Make this worker's part of the message about one tensor.
+
+    Args:
+        grad: The gradient [n] of any float dtype, which is not changed.
+        memory: What is owed of the tensor [n]. The gradient comes to it, and what is sent leaves it.
+        step: The step.
+
+    Returns:
+        The positions and the values to send, or all values of a tensor that is sent whole.
+    """
+    config = step.config
     grad = grad.to(torch.float32)
     if config.clip is not None and config.clip_norm == "tensor":
-        grad = clipped(grad, config.clip, this.workers)
-    count = count_to_send(grad.numel(), this)
+        grad = clipped(grad, config.clip, step.workers)
+    count = count_to_send(grad.numel(), step)
     if count is None:
         memory.taken = Taken(None, memory.momentum.clone(), memory.residual.clone())
         owed = memory.residual.add_(grad)
@@ -46,27 +55,38 @@ def make_part(grad: Tensor, memory: Memory, this: Round) -> Part:
         owed.sub_(torch.tensor(words.values, device=owed.device))
         return Part(None, words)
     residual = accumulate(grad, memory, config)
-    indices = select(residual, count, config, step=this.step)
+    indices = select(residual, count, config, step=step.step)
     words = to_words(residual[indices].cpu().numpy(), config.precision)
     forget(memory, indices, torch.tensor(words.values, device=residual.device), config)
     return Part(indices.cpu().numpy(), words)
 
 
 def apply_parts(parts: Sequence[Entries], grad: Tensor, memory: Memory, config: DGC) -> None:
-    """`grad` [n] holds the mean of all workers' `parts`, with momentum if they are whole.
+    """Replace a gradient by the mean of all workers' parts, with momentum if the tensor was sent whole.
 
-    Parts are added in the order given, so that equal parts make equal bits on every worker.
+    Args:
+        parts: All workers' parts about the tensor. They are added in this order, so that equal parts give equal bits on
+            every worker.
+        grad: The tensor [n] of any float dtype, which is overwritten.
+        memory: What this worker keeps of the tensor; the momentum of one that was sent whole is updated.
+        config: How gradients are compressed.
     """
     in_place = grad.device.type == "cpu" and grad.dtype == torch.float32
     total = grad.zero_() if in_place else torch.zeros(grad.numel(), device=grad.device)
-    for part in parts:
-        values = torch.tensor(part.values, device=total.device)
-        if part.positions is None:
-            total.add_(values)
-        else:  # positions are unique within a part, so nothing depends on an order of additions
-            total.index_add_(0, torch.from_numpy(part.positions).to(total.device), values)
+    add_entries(parts, total)
     total.div_(len(parts))
     if parts[0].positions is None:
         total = apply_momentum(total, memory, config)
     if total is not grad:
         grad.copy_(total)
+
+
+def add_entries(messages: Sequence[Entries], total: Tensor) -> Tensor:
+    """Add what messages say of one tensor to `total` [n] float32, in place and in the order given; return it."""
+    for entries in messages:
+        values = torch.tensor(entries.values, device=total.device)
+        if entries.positions is None:
+            total.add_(values)
+        else:  # positions are unique within a message, so nothing depends on the order of these additions
+            total.index_add_(0, torch.from_numpy(entries.positions).to(total.device), values)
+    return total

@@ -1,80 +1,136 @@
-"""Where the time and the bytes of compressed steps go."""
+"""Where the time and the bytes of a hook's steps go: the one meter of all hooks.
+
+Metrics, the figures of a job's rounds and `flctl profile` read the sums; hooks report to the meter.
+"""
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True)
 class Profile:
-    """Sums over `steps` steps."""
+    """Sums over `steps` steps of one worker."""
 
     steps: int = 0
-    bytes_sent: int = 0  # this worker's messages, once for each other worker
+    bytes_sent: int = 0  # of this worker's messages, to all other workers; 0 where torch itself sends
     wait_seconds: float = 0.0  # with nothing to do but to wait for messages
-    longest_wait_seconds: float = 0.0  # in one step
-    compress_seconds: float = 0.0
+    longest_wait_seconds: float = 0.0  # of one step
+    compress_seconds: float = 0.0  # in hooks of several collectives, decompression is included
     decompress_seconds: float = 0.0
 
     def add(self, other: "Profile") -> None:
-        """`other`'s steps are counted, too."""
+        """Add the sums of `other`; of the longest waits, keep the longer."""
         longest = max(self.longest_wait_seconds, other.longest_wait_seconds)
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
         self.longest_wait_seconds = longest
 
     def means(self) -> dict[str, float]:
-        """Each sum by its name, divided by the number of steps; without steps, nothing."""
+        """Return each sum per step, by its name; nothing if there was no step."""
         sums = ("bytes_sent", "wait_seconds", "compress_seconds", "decompress_seconds")
         return {name: getattr(self, name) / self.steps for name in sums} if self.steps else {}
 
 
 class Meter:
-    """Measures the steps of one worker; messages may be received on several threads.
+    """Measures the steps of one hook on one worker; every HookState owns one.
 
-    A wait begins when a step's last message has been sent, for before that there are gradients to compute,
-    and is interrupted while messages are decompressed.
+    A hook reports in the way in which it works:
+
+    - `sent` and `received`, if each bucket is one message, and the answers arrive on other threads. A wait then begins
+      when the last message of a step has left, since before that there are gradients to compute, and it is interrupted
+      while messages are decompressed. The step ends with its last answer.
+    - `working`, `waiting` and `end_step`, if the thread of the backward pass does everything.
+    - `last_bucket_left` and `end_step`, if torch does everything: what lies between is one wait.
     """
 
     def __init__(self) -> None:
         self.total = Profile()
         self._window = Profile()
-        self._step = Profile(steps=1)
         self._lock = threading.Lock()
-        self._flying = 0  # messages sent and not yet answered
-        self._idle_since: float | None = None  # of this step, once its last message is sent
+        self._step = Profile(steps=1)
+        self._unanswered = 0  # messages of this step
+        self._idle_since: float | None = None  # the moment since when there is nothing to do but to wait
+
+    def forget_step(self) -> None:
+        """Forget what a step that failed has reported, and the messages that nobody will answer."""
+        with self._lock:
+            self._begin_step()
 
     def sent(self, size: int, *, began: float, last: bool) -> None:
-        """A message that goes out as `size` bytes has been compressed from `began` until now."""
+        """Report that a message has left.
+
+        Args:
+            size: Its bytes, once for each other worker.
+            began: When its compression began, on the clock of `time.perf_counter`; it has ended now.
+            last: Whether it is the last message of the step.
+        """
         now = time.perf_counter()
         with self._lock:
             self._step.bytes_sent += size
             self._step.compress_seconds += now - began
-            self._flying += 1
+            self._unanswered += 1
             if last:
                 self._idle_since = now
 
     def received(self, *, arrived: float) -> None:
-        """The answer to a message has been decompressed from `arrived` until now."""
+        """Report that the answer to a message arrived at `arrived`, and has been decompressed by now."""
         now = time.perf_counter()
         with self._lock:
             self._step.decompress_seconds += now - arrived
-            self._flying -= 1
+            self._unanswered -= 1
             if self._idle_since is None:
                 return
             self._step.wait_seconds += max(0.0, arrived - self._idle_since)
             self._idle_since = max(self._idle_since, now)
-            if not self._flying:
-                self._end_step()
+            if not self._unanswered:
+                self._close_step()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count the time inside, less the waits in it, as compression."""
+        began, waited = time.perf_counter(), self._step.wait_seconds
+        yield
+        with self._lock:
+            self._step.compress_seconds += time.perf_counter() - began - (self._step.wait_seconds - waited)
+
+    @contextmanager
+    def waiting(self, bytes_sent: int) -> Iterator[None]:
+        """Count the time inside as a wait for a collective, for which this worker has sent so many bytes."""
+        began = time.perf_counter()
+        yield
+        with self._lock:
+            self._step.bytes_sent += bytes_sent
+            self._step.wait_seconds += time.perf_counter() - began
+
+    def last_bucket_left(self) -> None:
+        """Report that all of the step's gradients are on their way."""
+        with self._lock:
+            self._idle_since = time.perf_counter()
+
+    def end_step(self) -> None:
+        """Report that all of the step's gradients have been exchanged; without any other report there was no step."""
+        with self._lock:
+            if self._idle_since is not None:
+                self._step.wait_seconds += time.perf_counter() - self._idle_since
+            if self._step != Profile(steps=1):
+                self._close_step()
 
     def end_window(self) -> Profile:
-        """The steps since the window before."""
+        """Return the sums over the steps since the previous call."""
         with self._lock:
             window, self._window = self._window, Profile()
         return window
 
-    def _end_step(self) -> None:
+    def _begin_step(self) -> None:
+        self._step = Profile(steps=1)
+        self._unanswered = 0
+        self._idle_since = None
+
+    def _close_step(self) -> None:
         self._step.longest_wait_seconds = self._step.wait_seconds
         self.total.add(self._step)
         self._window.add(self._step)
-        self._step, self._idle_since = Profile(steps=1), None
+        self._begin_step()

@@ -1,6 +1,6 @@
 """The optimizer that goes with deep gradient compression.
 
-Momentum of gradients is corrected before they are sent; an optimizer that applied it once more would apply it twice.
+Compression applies momentum to the gradients before they are sent. An optimizer with momentum would apply it twice.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,15 @@ from fedring.compress.dgc import DGC
 
 
 class DGCSGD(Optimizer):
-    """Stochastic gradient descent whose momentum and Nesterov act on weight decay only."""
+    """Stochastic gradient descent whose momentum and Nesterov act on weight decay only.
+
+    Args:
+        params: The parameters, or groups of them, as torch's optimizers take them.
+        lr: The learning rate, at least 0.
+        momentum: Of the weight decay, at least 0 and below 1.
+        weight_decay: The factor of the parameters that is added to their gradients, at least 0.
+        nesterov: Whether the momentum is Nesterov's.
+    """
 
     def __init__(
         self,
@@ -35,7 +43,14 @@ class DGCSGD(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Every parameter has moved against its gradient, as received, and its weight decay."""
+        """Move every parameter against its gradient, as it was received, and its weight decay.
+
+        Args:
+            closure: As torch's optimizers take it: computes the loss again.
+
+        Returns:
+            The loss of `closure`, if there is one.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -49,7 +64,7 @@ class DGCSGD(Optimizer):
         return loss
 
     def _decay(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """The weight decay of `parameter` with momentum, of its shape."""
+        """Return the weight decay of `parameter` with momentum, in its shape."""
         decay: Tensor = parameter * group["weight_decay"]
         if not group["momentum"]:
             return decay
@@ -62,7 +77,15 @@ class DGCSGD(Optimizer):
 
 
 def check_optimizer(optimizer: Optimizer, config: DGC) -> None:
-    """`optimizer` may follow compression by `config`: momentum of gradients acts in one of the two at most."""
+    """Check that momentum acts in the compression or in the optimizer, but not in both.
+
+    Args:
+        optimizer: The optimizer that follows.
+        config: How gradients are compressed.
+
+    Raises:
+        ValueError: If both apply momentum to the gradients.
+    """
     if not config.momentum or isinstance(optimizer, DGCSGD):
         return
     for group in optimizer.param_groups:

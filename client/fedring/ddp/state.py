@@ -1,62 +1,68 @@
-"""What one worker remembers between compressed steps, by the names of its parameters."""
+"""The contract of hook states: what every hook remembers has a group, names, a meter, and outlives its group.
 
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+A script makes a state, registers it together with its hook, and saves it with `state_dict`. A job's state outlives
+groups of workers: `end_step` tells it of each step that counts. When a group has failed, `shared` and then `regroup`
+move the state to the next group, after `undo` if no worker completed the step that broke.
+"""
+
+import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
-from torch.optim import Optimizer
 
-from fedring.codec import CodecError
-from fedring.codec.gradient import Entries, decode_gradient, encode_gradient, largest_message
-from fedring.compress.dgc import DGC, Memory, clip_together, put_back, ratio_at
-from fedring.ddp.exchange import exchange
-from fedring.ddp.parts import Round, apply_parts, count_to_send, make_part, whole_precision
+from fedring.ddp.gradients import Names
 from fedring.ddp.profile import Meter, Profile
-from fedring.ddp.sgd import check_optimizer
+from fedring.ddp.turns import Turns
+
+log = logging.getLogger(__name__)
 
 _VERSION = 1
+_NOT_SAVED = ("process_group", "names", "meter", "turns", "_counted")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """A bucket's gradients, which wait for those of all others."""
+class HookState:
+    """What one communication hook remembers on one worker; each kind of hook has a subclass.
 
-    names: Sequence[str]
-    buffer: Tensor  # [n]
-    grads: Sequence[Tensor]  # parts of it
-    future: Future[Tensor]
-
-
-class DGCState:
-    """The state of deep gradient compression over `group`, for the parameters that need a gradient.
-
-    It knows nothing of buckets: it is the same whatever bucket_cap_mb, and moves to another number of workers.
+    Attributes:
+        kind: The kind of the hook, as its checkpoints name it.
+        ratio: The share of a gradient's entries that is sent.
+        process_group: The group to exchange with; None is the default group.
+        names: The parameters and their names.
+        meter: What the hook's steps take.
+        turns: The buckets of a step, for hooks of several collectives.
     """
 
+    kind = ""
+    ratio = 1.0
+
     def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        config: DGC,
-        *,
-        named_parameters: Iterable[tuple[str, Tensor]],
-        optimizer: Optimizer | None = None,
+        self, process_group: dist.ProcessGroup | None, named_parameters: Iterable[tuple[str, Tensor]] | None
     ) -> None:
-        if optimizer is not None:
-            check_optimizer(optimizer, config)
-        self.group = group or dist.group.WORLD  # may be set anew when workers form another group
-        self.config = config
-        self.parameters = {name: tensor for name, tensor in named_parameters if tensor.requires_grad}
-        self.epoch = 0
-        self.step = 0
+        self.process_group = process_group
+        self.names = Names(named_parameters)
         self.meter = Meter()
-        self.held: list[Held] = []  # of a step whose gradients are clipped together
-        self._names = {id(tensor): name for name, tensor in self.parameters.items()}
-        self._memories = {name: Memory.empty(p.numel(), p.device) for name, p in self.parameters.items()}
+        self.turns = Turns(self.meter)
+        self._counted: dict[str, Any] = {}  # the contents after the newest step that counts
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group to exchange with; it can be set."""
+        group = self.process_group or dist.group.WORLD
+        if group is None:
+            raise ValueError("a hook needs a process group: call torch.distributed.init_process_group first")
+        return group
+
+    @group.setter
+    def group(self, group: dist.ProcessGroup | None) -> None:
+        self.process_group = group
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters that need a gradient, by name; empty without names."""
+        return self.names.parameters
 
     @property
     def profile(self) -> Profile:
@@ -64,148 +70,127 @@ class DGCState:
         return self.meter.total
 
     @property
-    def ratio(self) -> float:
-        """The share of entries sent in this epoch."""
-        return ratio_at(self.config, self.epoch)
-
-    @property
     def residual_norm(self) -> float:
-        """The L2 norm of what is owed."""
-        norms = [torch.linalg.vector_norm(memory.residual) for memory in self._memories.values()]
+        """The L2 norm of all that is owed."""
+        norms = [torch.linalg.vector_norm(tensor) for tensor in self.owed().values()]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
-    @property
-    def clips_globally(self) -> bool:
-        """Whether nothing can be sent before all of a step's gradients are there."""
-        return self.config.clip is not None and self.config.clip_norm == "global"
+    def owed(self) -> dict[str, Tensor]:
+        """Return what earlier messages of this worker left out, [numel] by name: the state's own tensors."""
+        return {}
 
-    def start_epoch(self, epoch: int) -> None:
-        """The warm-up is in `epoch`, counted from 0; all workers call this between the same two steps."""
-        self.epoch = epoch
+    def bind(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Keep the state by these names from now on, so that it does not depend on buckets.
 
-    def name_of(self, parameter: Tensor) -> str:
-        """The name of `parameter`, by identity."""
-        try:
-            return self._names[id(parameter)]
-        except KeyError:
-            shape = tuple(parameter.shape)
-            raise ValueError(f"a parameter of shape {shape} is not among the named_parameters of DGCState") from None
-
-    def clip(self, grads: Sequence[Tensor]) -> None:
-        """`grads`, all of a step, are clipped, if it is their common norm that must be."""
-        if self.config.clip is not None and self.config.clip_norm == "global":
-            clip_together(grads, self.config.clip, self._workers())
-
-    def send(self, names: Sequence[str], grads: Sequence[Tensor], *, last: bool) -> Future[list[memoryview]]:
-        """Messages about `grads`, each flat, are on their way; `last` ends the step, and all workers send alike."""
-        began = time.perf_counter()
-        this = Round(self.config, self.ratio, self.step, self._workers())
-        sizes = [grad.numel() for grad in grads]
-        with torch.no_grad():
-            parts = [make_part(grad, self._memories[name], this) for name, grad in zip(names, grads, strict=True)]
-        payload = encode_gradient(parts, sizes=sizes)
-        self.step += last
-        self.meter.sent(len(payload) * (this.workers - 1), began=began, last=last)
-        return exchange(self._group(), payload, limit=_limit(sizes, this))
-
-    def receive(self, names: Sequence[str], grads: Sequence[Tensor], messages: Sequence[memoryview]) -> None:
-        """`grads`, each flat, hold what all workers' `messages`, in rank order, make of them."""
-        arrived = time.perf_counter()
-        sizes = [grad.numel() for grad in grads]
-        decoded = [_decode(message, sizes, rank) for rank, message in enumerate(messages)]
-        with torch.no_grad():
-            for name, grad, *parts in zip(names, grads, *decoded, strict=True):
-                apply_parts(parts, grad, self._memories[name], self.config)
-            if any(grad.is_cuda for grad in grads):  # who waits for the future may use another stream
-                torch.cuda.current_stream().synchronize()
-        self.meter.received(arrived=arrived)
-
-    def end_step(self) -> None:
-        """The step counts; how a state lives on when its group has failed, hooks/state.py tells."""
-        for memory in self._memories.values():
-            memory.taken = None
-
-    def undo(self) -> None:
-        """What was sent since the newest step that counts is owed again."""
-        for memory in self._memories.values():
-            put_back(memory)
-
-    def shared(self) -> dict[str, Tensor]:
-        """What must be equal on all workers, as it was after the newest step that counts; copies."""
-        whole = {name: self._memories[name] for name in self._sent_whole()}
-        return {name: (memory.taken or memory).momentum.clone() for name, memory in whole.items()}
-
-    def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
-        """The state goes on after `steps` steps of the default group, whose workers all hold `shared`."""
-        self.group = dist.group.WORLD
-        self.step = steps
-        for name, momentum in shared.items():
-            self._memories[name].momentum.copy_(momentum)
-        meter = Meter()  # messages of a step that broke are never answered
-        meter.total.add(self.profile)
-        self.meter = meter
-
-    def rescale(self, old_world: int, new_world: int) -> None:
-        """What is owed counts in a mean over `new_world` workers as it would have in one over `old_world`."""
-        shared = self._sent_whole()
-        for name, memory in self._memories.items():
-            memory.residual.mul_(new_world / old_world)
-            if name not in shared:
-                memory.momentum.mul_(new_world / old_world)
+        Args:
+            named_parameters: As from `model.named_parameters()`.
+        """
+        self.names = Names(named_parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, which are the state's own, and plain values; each worker has another."""
-        return {
-            "version": _VERSION,
-            "workers": self._workers(),
-            "epoch": self.epoch,
-            "step": self.step,
-            "momentum": {name: memory.momentum for name, memory in self._memories.items()},
-            "residual": {name: memory.residual for name, memory in self._memories.items()},
-        }
+        """Return the state for a checkpoint; each worker has its own.
+
+        Returns:
+            Plain values and tensors, which are the state's own and not copies.
+
+        Raises:
+            ValueError: If the state was made without names, or if there is no process group.
+        """
+        self._check_bound()
+        return {"version": _VERSION, "kind": self.kind, "workers": self.group.size(), **self._contents()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """This is the state that `state` was taken from, scaled if the number of workers is another."""
-        if state["version"] != _VERSION:
-            raise ValueError(f"a DGC state of version {state['version']} cannot be read; this is version {_VERSION}")
-        for kind in ("momentum", "residual"):
-            self._check_sizes(state[kind])
-        for name, memory in self._memories.items():
-            memory.momentum.copy_(state["momentum"][name])
-            memory.residual.copy_(state["residual"][name])
-        self.epoch, self.step = state["epoch"], state["step"]
-        if state["workers"] != self._workers():
-            self.rescale(state["workers"], self._workers())
+        """Restore the state from a checkpoint, scaled if the number of workers is another now.
 
-    def _sent_whole(self) -> list[str]:
-        this = Round(self.config, self.ratio, self.step, 1)
-        return [name for name, p in self.parameters.items() if count_to_send(p.numel(), this) is None]
+        Args:
+            state: What `state_dict` returned.
 
-    def _check_sizes(self, tensors: dict[str, Tensor]) -> None:
-        got = {name: tensor.numel() for name, tensor in tensors.items()}
-        wanted = {name: p.numel() for name, p in self.parameters.items()}
-        if got != wanted:
-            name = next(name for name in (*wanted, *got) if got.get(name) != wanted.get(name))
-            raise ValueError(f"the DGC state has {got.get(name, 0)} entries of {name}, not {wanted.get(name, 0)}")
+        Raises:
+            ValueError: If it is of another kind, version or model, or if this state was made without names.
+        """
+        self._check_bound()
+        if (state["version"], state["kind"]) != (_VERSION, self.kind):
+            raise ValueError(
+                f"a {state['kind']} state of version {state['version']} cannot be read as {self.kind} of version "
+                f"{_VERSION}"
+            )
+        self._load(state)
+        if state["workers"] != self.group.size():
+            self.rescale(state["workers"], self.group.size())
 
-    def _group(self) -> dist.ProcessGroup:
-        if self.group is None:
-            raise ValueError("DGCState needs a process group: call torch.distributed.init_process_group first")
-        return self.group
+    def rescale(self, old_world: int, new_world: int) -> None:
+        """Make what is owed count in a mean over `new_world` workers as it would have in one over `old_world`."""
 
-    def _workers(self) -> int:
-        return self._group().size()
+    def start_epoch(self, epoch: int) -> None:
+        """Begin an epoch, counted from 0; all workers call this between the same two steps."""
 
+    def end_step(self) -> None:
+        """Note that the step counts. This costs nothing, as steps replace tensors and do not write into them."""
+        self._counted = self._contents()
 
-def _limit(sizes: Sequence[int], this: Round) -> int:
-    """No worker's message about tensors of `sizes` is larger."""
-    sparse = [(size, count) for size in sizes if (count := count_to_send(size, this)) is not None]
-    whole = [(size, None) for size in sizes if count_to_send(size, this) is None]
-    return largest_message(sparse, this.config.precision) + largest_message(whole, whole_precision(this.config))
+    def undo(self) -> None:
+        """Go back to the newest step that counts."""
+        if self._counted:
+            self._load(self._counted)
 
+    def shared(self) -> dict[str, Tensor]:
+        """Return copies of what must be equal on all workers, as it was after the newest step that counts.
 
-def _decode(message: memoryview, sizes: Sequence[int], rank: int) -> list[Entries]:
-    try:
-        return decode_gradient(message, sizes=sizes)
-    except CodecError as error:
-        raise CodecError(error.reason, f"from rank {rank}: {error.detail}") from error
+        Names and shapes depend on nothing but the parameters and the options of the state.
+        """
+        return {}
+
+    def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
+        """Move to the default group.
+
+        Args:
+            shared: What all of its workers hold equally, as from `shared`.
+            steps: The steps that they have taken.
+        """
+        self.process_group = None
+        self.meter.forget_step()
+
+    def __getstate__(self) -> dict[str, Any]:
+        log.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+        return {name: value for name, value in vars(self).items() if name not in _NOT_SAVED} | {
+            "_was_bound": self.names.bound
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        log.warning(
+            "NOTE: Process group will be set to the default group. If a different group is desired, please set "
+            "`process_group` after the state is loaded."
+        )
+        values = dict(state)
+        was_bound = values.pop("_was_bound")
+        vars(self).update(values)
+        self.process_group = dist.group.WORLD
+        self.names = Names(() if was_bound else None)
+        self.meter = Meter()
+        self.turns = Turns(self.meter)
+        self._counted = {}
+
+    def _contents(self) -> dict[str, Any]:
+        """Return what `_load` takes: plain values and tensors."""
+        return {}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Restore what `_contents` returned."""
+
+    def _check_bound(self) -> None:
+        if not self.names.bound:
+            raise ValueError(
+                f"a {self.kind} state without names is kept by the index of buckets, which is of no use in another "
+                "training: make it with named_parameters=model.named_parameters()"
+            )
+
+    def _checked(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of `tensors` on their parameters' devices; each must have the size of its parameter."""
+        copies = {}
+        for name, tensor in tensors.items():
+            parameter = self.parameters.get(name)
+            if parameter is None or parameter.numel() != tensor.numel():
+                wanted = 0 if parameter is None else parameter.numel()
+                raise ValueError(f"the {self.kind} state has {tensor.numel()} entries of {name}, not {wanted}")
+            copies[name] = tensor.detach().to(parameter.device, copy=True)
+        return copies

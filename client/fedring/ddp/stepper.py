@@ -2,20 +2,25 @@
 
 from torch import Tensor, zeros_like
 
-from fedring.ddp.state import DGCState
+from fedring.ddp.dgc import DGCState
 
 _BUCKET_BYTES = 25 << 20
 
 
 class DGCStepper:
-    """Exchanges gradients between backward and the optimizer's step, several buckets at a time."""
+    """Exchanges gradients between the backward pass and the optimizer's step, several buckets at a time.
+
+    Args:
+        state: The state of this worker.
+        bucket_bytes: About the size of the gradients that go into one message; equal on all workers.
+    """
 
     def __init__(self, state: DGCState, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
         self.state = state
         self._buckets = _cut(state.parameters, bucket_bytes)
 
     def exchange(self) -> None:
-        """Every parameter's `grad` holds what all workers have sent of theirs; one without had zeros to send."""
+        """Replace every parameter's `grad` by what all workers have sent of theirs; a missing one counts as zeros."""
         buckets = []
         for names in self._buckets:
             tensors = [_grad(self.state.parameters[name]) for name in names]
@@ -36,7 +41,7 @@ def _grad(parameter: Tensor) -> Tensor:
 
 
 def _cut(parameters: dict[str, Tensor], most_bytes: int) -> list[list[str]]:
-    """The names in order, in buckets of about `most_bytes`."""
+    """Return the names in their order, in buckets of about `most_bytes`."""
     buckets: list[list[str]] = [[]]
     room = most_bytes
     for name, parameter in parameters.items():

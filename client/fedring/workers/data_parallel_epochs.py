@@ -131,7 +131,7 @@ class DataParallelTraining:
                 (loss * (len(labels) / samples)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             tally.add(loss, outputs, labels)
         self.hook.end_step()
-        if self.setup.table.clip is not None and self.setup.table.hook != "dgc":  # dgc clips before it sends
+        if self.setup.table.clip is not None and self.setup.table.hook_name != "dgc":  # dgc clips before it sends
             nn.utils.clip_grad_norm_(self.replica.model.parameters(), self.setup.table.clip)
         optimizer.step()
 

@@ -1,15 +1,11 @@
 """What data-parallel steps take: seconds and bytes, and how much of them the communication hook takes."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
-
-HookFunction = Callable[[Any, GradBucket], Future[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,38 +59,3 @@ class Hook(Protocol):
     def usage(self) -> Usage:
         """Return the times of waiting and compressing so far; the other fields are 0."""
         ...
-
-
-class TimedHook:
-    """A communication hook without a meter of its own, whose waits are measured here.
-
-    A wait goes from the call for the last bucket of a step to the end of the exchange of all buckets.
-    """
-
-    def __init__(self, function: HookFunction, state: Any = None) -> None:
-        self.state = state
-        self._function = function
-        self._wait_seconds = self._longest = 0.0
-        self._idle_since: float | None = None
-
-    def function(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
-        """Call the hook, and note when it was called for the last bucket."""
-        future = self._function(state, bucket)
-        if bucket.is_last():
-            self._idle_since = time.perf_counter()
-        return future
-
-    def start_epoch(self, epoch: int) -> None:
-        """Do nothing: the hook does not depend on the epoch."""
-
-    def end_step(self) -> None:
-        """End the step's wait, and add it up."""
-        if self._idle_since is not None:
-            waited = time.perf_counter() - self._idle_since
-            self._wait_seconds += waited
-            self._longest = max(self._longest, waited)
-            self._idle_since = None
-
-    def usage(self) -> Usage:
-        """Return the sum of the waits, and the longest one."""
-        return Usage(wait_seconds=self._wait_seconds, longest_wait_seconds=self._longest)

@@ -1,8 +1,9 @@
-"""Bytes to values and back: no I/O, no clock, no gRPC.
+"""Formats of everything that travels as bytes: payloads of updates and models, gradient messages, schemas, digests.
 
-`encode` turns a flat vector into one of the payload formats of protos/FORMATS.md,
-`open_payload` reads one range by range, `decode` reads one whole. Readers trust
-no byte: they raise CodecError and nothing else, and allocate by what the receiver
+Here live encoders and decoders, which turn values into bytes and back. `encode` turns a flat vector into one of the
+payload formats of protos/FORMATS.md, `open_payload` reads a payload range by range, and `decode` reads a whole one. A
+new format enters as one module, and by its name in `encoding` and `payload`. I/O, clocks, torch and gRPC must not
+enter. A decoder does not trust any byte: it raises CodecError and nothing else, and it allocates by what the receiver
 expects, never by what the bytes claim.
 """
 

@@ -1,7 +1,7 @@
-"""Values that share scales: each run of `chunk` values has one float32 scale.
+"""Quantisation in chunks: each run of `chunk` values has one float32 scale.
 
-A scale is 0 or a normal float32. It is at most the largest float32 over 128
-(int8) or 2^17 (uniform), so that no level, of whatever sender, decodes to infinity.
+A scale is 0 or a normal float32. It is at most the largest float32 divided by 128 (int8) or by 2^17 (uniform), so that
+no level decodes to infinity, whoever sent it.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,22 @@ from fedring.codec.errors import CodecError
 
 _FLOAT32 = np.finfo(np.float32)
 _LIMIT = np.float32(_FLOAT32.max / 128)
-_BLOCK = 1 << 19  # values quantised at a time: what a processor's cache holds
+_BLOCK = 1 << 19  # values that are quantised at a time: they fit into a processor's cache
 
 
 def quantise(values: NDArray[np.float32], chunk: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Levels [k] in ±127 and scales [ceil(k / chunk)], max|x| / 127, of `values` [k]."""
+    """Quantise values to 8 bits.
+
+    Args:
+        values: The values [k] float32.
+        chunk: How many of them share a scale, at least 1.
+
+    Returns:
+        Levels [k] int8 in ±127, and scales [ceil(k / chunk)] float32, each max|x| / 127 of its chunk.
+
+    Raises:
+        CodecError: "non_finite" if a value is NaN or infinite.
+    """
     levels, scales = [np.empty(0, np.int8)], [np.empty(0, np.float32)]
     for some_levels, some_scales in quantised_blocks(values, chunk):
         levels.append(some_levels)
@@ -26,7 +37,7 @@ def quantise(values: NDArray[np.float32], chunk: int) -> tuple[NDArray[np.int8],
 
 
 def quantised_blocks(values: NDArray[np.float32], chunk: int) -> Iterator[tuple[NDArray[np.int8], NDArray[np.float32]]]:
-    """As `quantise`, piece by piece, each of whole chunks; CodecError("non_finite") for NaN or infinity."""
+    """As quantise, block by block: yields the levels and scales of each block, which consists of whole chunks."""
     width = max(1, _BLOCK // chunk) * chunk
     scratch = np.empty((0, 0), np.float32)
     for start in range(0, values.size, width):
@@ -43,7 +54,20 @@ def quantised_blocks(values: NDArray[np.float32], chunk: int) -> Iterator[tuple[
 
 
 def dequantise(levels: NDArray[np.int8], scales: NDArray[np.float32], chunk: int, start: int) -> NDArray[np.float32]:
-    """Values [k] of `levels` [k], of which the first is number `start` of its chunk."""
+    """Return the values of levels.
+
+    Args:
+        levels: The levels [k] int8.
+        scales: The scales float32 of the chunks that they lie in.
+        chunk: How many values share a scale.
+        start: The place of the first level in its chunk, counted from 0.
+
+    Returns:
+        A new array [k] float32.
+
+    Raises:
+        CodecError: "bad_scale" if a scale is not a number from 0 to the limit.
+    """
     check_scales(scales, _LIMIT)
     values = levels.astype(np.float32)
     values *= spread(scales, chunk, start, levels.size)
@@ -51,7 +75,7 @@ def dequantise(levels: NDArray[np.int8], scales: NDArray[np.float32], chunk: int
 
 
 def as_rows(values: NDArray[np.float32], chunk: int) -> NDArray[np.float32]:
-    """`values`, at least one, as one chunk a row, the last filled up with zeros."""
+    """Return `values`, at least one, with one chunk a row; the last row is filled up with zeros."""
     width = min(chunk, values.size)
     if values.size % width:
         values = np.pad(values, (0, -values.size % width))
@@ -59,7 +83,7 @@ def as_rows(values: NDArray[np.float32], chunk: int) -> NDArray[np.float32]:
 
 
 def peaks(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """max|x| of each row; CodecError("non_finite") for NaN or infinity."""
+    """Return max|x| of each row; raise CodecError("non_finite") for NaN or infinity."""
     found: NDArray[np.float32] = np.maximum(rows.max(axis=1), -rows.min(axis=1))
     if not np.isfinite(found).all():
         raise CodecError("non_finite")
@@ -67,22 +91,22 @@ def peaks(rows: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def tame(scales: NDArray[np.float32], limit: np.float32) -> NDArray[np.float32]:
-    """`scales`, at most `limit`, and zero instead of subnormal."""
+    """Return `scales` with subnormal ones replaced by 0, and those above `limit` by `limit`."""
     return np.where(scales < _FLOAT32.tiny, np.float32(0), np.minimum(scales, limit))
 
 
 def divisors(scales: NDArray[np.float32]) -> NDArray[np.float32]:
-    """`scales` as a column to divide rows by; 1 instead of 0, where all values round to level 0."""
+    """Return `scales` as a column to divide rows by; 1 in the place of 0, so that all values get level 0."""
     return np.where(scales == 0, np.float32(1), scales)[:, None]
 
 
 def check_scales(scales: NDArray[np.float32], limit: np.float32) -> None:
-    """Every scale is a number from 0 to `limit`."""
+    """Check that every scale is a number from 0 to `limit`; else raise CodecError("bad_scale")."""
     if not ((scales >= 0) & (scales <= limit)).all():
         raise CodecError("bad_scale", f"a scale is not in 0..{limit}")
 
 
 def spread(scales: NDArray[np.float32], chunk: int, start: int, count: int) -> NDArray[np.float32]:
-    """The scale of each of `count` values, of which the first is number `start` of its chunk."""
+    """Return the scale of each of `count` values [count]; the first has place `start` in its chunk."""
     edges = np.arange(len(scales) + 1) * chunk
     return np.repeat(scales, np.diff(edges.clip(start, start + count)))

@@ -1,4 +1,4 @@
-"""What every payload offers once it is open: its values, range by range."""
+"""The interface of an open payload: its values, range by range."""
 
 from abc import ABC, abstractmethod
 
@@ -7,35 +7,55 @@ from numpy.typing import NDArray
 
 
 class Decoder(ABC):
-    """An open payload. It holds no values; each range is read, checked and decoded anew."""
+    """An open payload. It holds no values: each range is read, checked and decoded when it is asked for."""
 
     @abstractmethod
     def decode(self, start: int, stop: int) -> NDArray[np.floating]:
-        """Entries start..stop, dense, [stop - start] float32 (fp64: float64).
+        """Decode a range.
 
-        The array is new, except that of fp32 and fp64, which is a read-only view of the bytes read.
+        Args:
+            start: The first entry.
+            stop: The entry after the last.
+
+        Returns:
+            All entries of the range, [stop - start] float32, or float64 of an fp64 payload. The array is new; only for
+            fp32 and fp64 it is a read-only view of the bytes that were read.
+
+        Raises:
+            CodecError: If the bytes of the range are not valid.
         """
 
     def add(self, start: int, stop: int, out: NDArray[np.float64], weight: float) -> None:
-        """`out`, [stop - start], has grown by `weight` times the entries start..stop, in float64."""
+        """Add the entries start..stop, times `weight`, to `out` [stop - start]; the arithmetic is float64."""
         out += np.multiply(self.decode(start, stop), weight, dtype=np.float64)
 
 
 class SparseDecoder(Decoder):
-    """An open payload that carries only some entries; the others are zero."""
+    """An open payload that carries only some entries; all others are zero."""
 
     @abstractmethod
     def entries(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Positions, counted from `start` and strictly rising, and values of the entries carried in start..stop."""
+        """Decode the entries that the payload carries in a range.
+
+        Args:
+            start: The first entry of the range.
+            stop: The entry after the last.
+
+        Returns:
+            Their positions, counted from `start` and strictly rising, [k] int64, and their values [k] float32.
+
+        Raises:
+            CodecError: If the bytes of the range are not valid.
+        """
 
     def decode(self, start: int, stop: int) -> NDArray[np.floating]:
-        """Entries start..stop in a new array, [stop - start] float32."""
+        """As Decoder.decode, in a new array."""
         out = np.zeros(stop - start, np.float32)
         positions, values = self.entries(start, stop)
         out[positions] = values
         return out
 
     def add(self, start: int, stop: int, out: NDArray[np.float64], weight: float) -> None:
-        """As Decoder.add, at the cost of the entries carried alone."""
+        """As Decoder.add; it costs only as much as the entries that the payload carries."""
         positions, values = self.entries(start, stop)
         out[positions] += np.multiply(values, weight, dtype=np.float64)

@@ -2,8 +2,8 @@
 
     HEADER (chunk = 0)   dim values, little endian
 
-fp16 and bf16 round to nearest, ties to even. What is finite stays finite: values
-beyond the format's range become its largest.
+fp16 and bf16 round to nearest, ties to even. Finite values stay finite: those beyond the range of the format become its
+largest.
 """
 
 import numpy as np
@@ -14,19 +14,27 @@ from fedring.codec.errors import CodecError
 from fedring.codec.source import HEADER, VERSION, Source, check_finite, check_length, read_only
 
 FORMATS = {"fp32": (b"F4", "<f4"), "fp16": (b"H2", "<f2"), "bf16": (b"B2", "<u2"), "fp64": (b"F8", "<f8")}
-"""Name -> magic, dtype of the stored values."""
+"""By name, the magic and the dtype of the stored values."""
 
 _LARGEST_FP16 = np.float32(65504)
 _LARGEST_BF16 = np.uint32(0x7F7F0000).view(np.float32)
 
 
 def dense_header(name: str, dim: int) -> bytes:
-    """What comes before the `dim` values of a dense payload; behind it lie the values as they are in memory."""
+    """Return the header of a dense payload; the `dim` values follow it as they are in memory."""
     return HEADER.pack(FORMATS[name][0], 0, VERSION, 0, dim)
 
 
 def encode_dense(vector: NDArray[np.floating], name: str) -> bytes:
-    """The payload of `vector`, [D] float32 (fp64: float64)."""
+    """Encode a vector.
+
+    Args:
+        vector: The values [D], float32, or float64 for fp64.
+        name: One of FORMATS.
+
+    Raises:
+        CodecError: "non_finite" if a value is NaN or infinite.
+    """
     check_finite(vector)
     dtype = FORMATS[name][1]
     if name == "fp16":
@@ -36,7 +44,13 @@ def encode_dense(vector: NDArray[np.floating], name: str) -> bytes:
 
 
 class DenseDecoder(Decoder):
-    """An open payload of fp32, fp16, bf16 or fp64."""
+    """An open payload of fp32, fp16, bf16 or fp64.
+
+    Args:
+        source: The bytes.
+        name: The name of the format.
+        length: The number of entries that the receiver expects.
+    """
 
     def __init__(self, source: Source, name: str, length: int) -> None:
         magic, dtype = FORMATS[name]
@@ -50,7 +64,7 @@ class DenseDecoder(Decoder):
         source.demand(HEADER.size + self._dtype.itemsize * dim)
 
     def decode(self, start: int, stop: int) -> NDArray[np.floating]:
-        """Entries start..stop: a read-only view (fp32, fp64) or a new array, [stop - start]."""
+        """As Decoder.decode; "non_finite" if a value is NaN or infinite."""
         width = self._dtype.itemsize
         data = self._source.piece(HEADER.size + width * start, width * (stop - start))
         stored = np.frombuffer(data, self._dtype)
@@ -67,7 +81,7 @@ class DenseDecoder(Decoder):
 
 
 def _bf16(vector: NDArray[np.floating]) -> NDArray[np.uint16]:
-    """The upper halves of the float32 bit patterns, rounded to nearest even."""
+    """Return the upper halves of the float32 bit patterns, rounded to nearest even."""
     bits = vector.astype(np.float32).clip(-_LARGEST_BF16, _LARGEST_BF16).view(np.uint32)
     bits += ((bits >> 16) & 1) + 0x7FFF
     return (bits >> 16).astype("<u2")

@@ -1,7 +1,7 @@
-"""Names of bytes: what a payload, an update, a blob or a model is called, so that anybody can prove what they hold.
+"""Names of bytes: payloads, updates, blobs and models are named by their digests, so that anybody can check them.
 
-A name is text that says how it was taken: `blake3-` and 64 hex digits for BLAKE3. 64 hex digits alone are SHA-256, as
-this software named everything before protocol 2; such names are still read, but not given any more.
+A name is text that says how it was computed: `blake3-` and 64 hex digits for BLAKE3. 64 hex digits alone are SHA-256,
+as fedring named everything before protocol 2; such names are still read, but not given any more.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ _NAME = re.compile(rf"({_PREFIX})?[0-9a-f]{{64}}")
 
 
 class Digest:
-    """Takes the digest of bytes as they come.
+    """Computes the digest of bytes as they arrive.
 
     Args:
-        like: a name; the digest is taken as that name's was. Without one it is BLAKE3.
+        like: A name, whose algorithm is used. Without it, BLAKE3 is used.
     """
 
     def __init__(self, like: str = _PREFIX) -> None:
@@ -27,7 +27,7 @@ class Digest:
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
         """Add bytes: any contiguous buffer, such as an array's `data`."""
-        if (view := memoryview(data)).nbytes:  # what is empty cannot be cast
+        if (view := memoryview(data)).nbytes:  # an empty view cannot be cast
             self._hash.update(view.cast("B"))
 
     @property
@@ -37,7 +37,7 @@ class Digest:
 
 
 def name_of(*parts: bytes | bytearray | memoryview) -> str:
-    """Return the name of the parts, one after the other."""
+    """Return the name of the bytes that the parts make up, one after the other."""
     digest = Digest()
     for part in parts:
         digest.update(part)
@@ -57,15 +57,15 @@ def is_name(text: str) -> bool:
 
 
 def is_blake3(text: str) -> bool:
-    """Return whether `text` can be a name as they are given now."""
+    """Return whether `text` can be a name of the kind that is given now."""
     return is_name(text) and text.startswith(_PREFIX)
 
 
 def update_name(header: bytes, payload_digest: str) -> str:
-    """Return what an update is called (FORMATS.md, "Names").
+    """Return the name of an update (FORMATS.md, "Names").
 
     Args:
-        header: the bytes of its header, as they travel.
-        payload_digest: the name of its payload.
+        header: The bytes of its header, as they travel.
+        payload_digest: The name of its payload.
     """
     return name_of(header, payload_digest.encode())

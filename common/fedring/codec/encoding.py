@@ -1,4 +1,4 @@
-"""How a vector is to be encoded: a name and its parameters, checked once."""
+"""Encodings of vectors: their names, and their parameters, which are checked once."""
 
 from dataclasses import dataclass
 from math import isfinite
@@ -6,16 +6,16 @@ from math import isfinite
 from fedring.codec.errors import CodecError
 
 TILE = 1 << 20
-"""Entries that are decoded at a time: the unit of every walk over a vector."""
+"""Entries that are decoded at a time, wherever a vector is processed from its beginning to its end."""
 
 NAMES = ("fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "packed", "uniform")
-"""Encodings a job may name, for parameters."""
+"""Encodings of parameters, which a job may name."""
 
 BUFFERS = "fp64"
-"""The encoding of buffers: dense and exact."""
+"""The encoding of buffers, dense and exact."""
 
 DELTA_ONLY = frozenset({"fp32_sparse", "sq8", "packed"})
-"""Encodings that leave entries out, and so can only carry a difference."""
+"""Encodings that leave entries out, and can therefore carry only differences."""
 
 STATELESS = frozenset({"fp32", "uniform"})
 """Encodings whose sender keeps no residual."""
@@ -23,16 +23,19 @@ STATELESS = frozenset({"fp32", "uniform"})
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A name from NAMES and the parameters that it takes; the others are ignored."""
+    """An encoding by name, with its parameters. Parameters that an encoding does not take are ignored.
 
-    name: str
-    chunk: int = 8192  # values per scale, 1 to TILE
-    keep_ratio: float = 0.1  # kept share of the entries, (0, 1]
-    step: float = 1.0  # quantisation step over the chunk's root mean square, > 0
+    Making one raises CodecError, "unknown_encoding" or "bad_encoding", if a value does not fit.
+    """
+
+    name: str  # one of NAMES
+    chunk: int = 8192  # values that share a scale, 1 to TILE
+    keep_ratio: float = 0.1  # share of the entries that is kept, (0, 1]
+    step: float = 1.0  # quantisation step divided by the root mean square of the chunk, (0, 1000]
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
-            raise CodecError("unknown_encoding", f"{self.name!r} is none of {', '.join(NAMES)}")
+            raise CodecError("unknown_encoding", f"there is no encoding {self.name!r}: choose from {', '.join(NAMES)}")
         if not 1 <= self.chunk <= TILE:
             raise CodecError("bad_encoding", f"chunk {self.chunk} is not in 1..{TILE}")
         if not (isfinite(self.keep_ratio) and 0 < self.keep_ratio <= 1):

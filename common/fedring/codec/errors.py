@@ -1,8 +1,13 @@
-"""The one error of everything that reads bytes."""
+"""The error of everything that reads or writes formats."""
 
 
 class CodecError(ValueError):
-    """The bytes, or what they claim, are not valid; `reason` is a stable metric label."""
+    """Bytes, or values to be encoded, are not valid.
+
+    Args:
+        reason: A stable label, as metrics and refusals have it.
+        detail: What is wrong, for people.
+    """
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)

@@ -1,12 +1,13 @@
-"""Gradient messages: what one worker sends of the tensors of one bucket.
+"""Gradient messages: what one worker sends about the tensors of one bucket.
 
     'G','R',0,1  tensors u32  layout u32    a row for each tensor    for each tensor its positions, then its values
 
     row   form u8  precision u8  bits u8  0  count u32  bytes of the positions u32
 
-`layout` is the CRC-32 of the tensors' sizes as u64. Positions rise strictly, and travel as the gaps between them:
-none at all (form 0, every entry is sent), u16 (form 1) or Rice coded with `bits` low bits (form 2), whichever is
-smallest. precision.py has the values. A reader trusts no byte and allocates by the sizes that it expects.
+`layout` is the CRC-32 of the tensors' sizes as u64. Positions rise strictly, and travel as the gaps between them: not
+at all (form 0, every entry is sent), as u16 (form 1), or Rice coded with `bits` low bits (form 2), whichever is
+smallest. precision.py has the format of values. A decoder does not trust any byte, and allocates by the sizes that it
+expects.
 """
 
 import struct
@@ -32,22 +33,30 @@ _TOO_LARGE = 1 << 31
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What a message says of one tensor, to be encoded."""
+    """One tensor in a message that is to be encoded."""
 
     positions: NDArray[np.int64] | None  # [count], strictly rising, below the tensor's size; None: every entry
-    words: Words  # of [count] values
+    words: Words  # the [count] values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """What a message says of one tensor, decoded; all else in it is 0."""
+    """One tensor in a message that was decoded; the entries that are not listed are 0."""
 
     positions: NDArray[np.int64] | None  # [count], strictly rising, below the tensor's size; None: every entry
     values: NDArray[np.float32]  # [count], finite
 
 
 def encode_gradient(parts: Sequence[Part], *, sizes: Sequence[int]) -> bytes:
-    """The message of `parts`, one for each tensor of `sizes`."""
+    """Encode a message.
+
+    Args:
+        parts: What to send of each tensor.
+        sizes: The number of entries of each tensor, below 2^31.
+
+    Raises:
+        CodecError: "bad_encoding" if a tensor is too large.
+    """
     rows, bodies = [], []
     for part, size in zip(parts, sizes, strict=True):
         form, bits, positions = _pack_positions(part.positions, size)
@@ -59,7 +68,18 @@ def encode_gradient(parts: Sequence[Part], *, sizes: Sequence[int]) -> bytes:
 
 
 def decode_gradient(data: bytes | memoryview, *, sizes: Sequence[int]) -> list[Entries]:
-    """What `data` says of each tensor of `sizes`; CodecError for bytes that no encode_gradient writes for them."""
+    """Decode a message.
+
+    Args:
+        data: The bytes.
+        sizes: The number of entries of each tensor, as the receiver expects it.
+
+    Returns:
+        What the message says of each tensor.
+
+    Raises:
+        CodecError: For bytes that encode_gradient would not write for tensors of these sizes.
+    """
     data = memoryview(data)
     rows = _read_table(data, sizes)
     end = _HEADER.size + _ROW.size * len(rows)
@@ -73,7 +93,12 @@ def decode_gradient(data: bytes | memoryview, *, sizes: Sequence[int]) -> list[E
 
 
 def largest_message(tensors: Iterable[tuple[int, int | None]], precision: Precision) -> int:
-    """No message is larger for `tensors`, each its size and the most entries sent of it (None: every entry)."""
+    """Return the size in bytes that no message about some tensors exceeds.
+
+    Args:
+        tensors: Of each tensor, its number of entries and how many of them are sent at most; None stands for all.
+        precision: The precision of the values.
+    """
     total = _HEADER.size
     for size, count in tensors:
         total += _ROW.size + words_size(precision, size if count is None else count)
@@ -92,7 +117,7 @@ class _Row:
 
 
 def _read_table(data: memoryview, sizes: Sequence[int]) -> list[_Row]:
-    """The rows of a message for `sizes`, which has as many bytes as they promise."""
+    """Read the table of a message about tensors of `sizes`; check that the message is as long as the table says."""
     start = _HEADER.size
     if len(data) < start:
         raise CodecError("truncated", f"{len(data)} of {start} header bytes")
@@ -100,7 +125,7 @@ def _read_table(data: memoryview, sizes: Sequence[int]) -> list[_Row]:
     if (magic, zero, version) != (_MAGIC, 0, VERSION):
         raise CodecError("bad_header", f"expected {_MAGIC!r} 0 {VERSION}, got {magic!r} {zero} {version}")
     if tensors != len(sizes) or layout != _layout(sizes):
-        raise CodecError("wrong_length", f"a message of {tensors} tensors is for another bucket than {len(sizes)}")
+        raise CodecError("wrong_length", f"a message about {tensors} tensors is for another bucket than {len(sizes)}")
     total = start + _ROW.size * tensors
     if len(data) < total:
         raise CodecError("truncated", f"{len(data)} of {total} bytes of header and table")
@@ -123,7 +148,7 @@ def _read_row(fields: tuple[int, ...], size: int) -> _Row:
 
 
 def _pack_positions(positions: NDArray[np.int64] | None, size: int) -> tuple[int, int, bytes]:
-    """Form, number of low bits and bytes of `positions`."""
+    """Return the form, the number of low bits, and the bytes of positions."""
     if size >= _TOO_LARGE:
         raise CodecError("bad_encoding", f"a message holds tensors of fewer than 2^31 entries, not {size}")
     if positions is None:
@@ -139,7 +164,7 @@ def _pack_positions(positions: NDArray[np.int64] | None, size: int) -> tuple[int
 
 
 def _unpack_positions(row: _Row, data: memoryview, size: int) -> NDArray[np.int64] | None:
-    """The positions of `row`, which rise strictly and stay below `size`."""
+    """Return the positions of a row; check that they stay below `size`."""
     if row.form == _DENSE:
         return None
     if row.form == _U16:

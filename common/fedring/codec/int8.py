@@ -1,4 +1,4 @@
-"""int8: dense levels in ±127, one scale a chunk.
+"""The format int8: dense levels in ±127, with one scale for each chunk.
 
 HEADER   scales[ceil(dim / chunk)] f32   levels[dim] i8
 """
@@ -14,7 +14,7 @@ _MAGIC = b"Q8"
 
 
 def encode_int8(vector: NDArray[np.float32], chunk: int) -> bytes:
-    """The payload of `vector`, [D]."""
+    """Encode `vector` [D] float32; CodecError("non_finite") for NaN or infinity."""
     blocks = list(quantised_blocks(vector, chunk))
     header = HEADER.pack(_MAGIC, 0, VERSION, chunk, vector.size)
     scales = [scales.astype("<f4", copy=False).data for _, scales in blocks]
@@ -22,7 +22,12 @@ def encode_int8(vector: NDArray[np.float32], chunk: int) -> bytes:
 
 
 class Int8Decoder(Decoder):
-    """An open payload of int8."""
+    """An open payload of int8.
+
+    Args:
+        source: The bytes.
+        length: The number of entries that the receiver expects.
+    """
 
     def __init__(self, source: Source, length: int) -> None:
         chunk, dim = source.header(HEADER, _MAGIC)
@@ -33,7 +38,7 @@ class Int8Decoder(Decoder):
         source.demand(self._levels + dim)
 
     def decode(self, start: int, stop: int) -> NDArray[np.floating]:
-        """Entries start..stop in a new array, [stop - start] float32."""
+        """As Decoder.decode; "bad_scale" if a scale could make a value infinite."""
         first, last = start // self._chunk, -(-stop // self._chunk)
         scales = self._source.floats(HEADER.size + 4 * first, max(0, last - first))
         levels = np.frombuffer(self._source.piece(self._levels + start, stop - start), np.int8)

@@ -1,13 +1,13 @@
-"""packed: kept entries as gaps and int8 levels, both entropy coded.
+"""The format packed: the kept entries as gaps and int8 levels, both entropy coded.
 
-A segment (segments.py) without kept entries is empty. Else it is
+A segment (segments.py) without kept entries is empty. Any other one is
 
     n u32   bits u32   scales[ceil(n / chunk)] f32   stream levels[n] i8
     stream high[n] u8   low planes: bits times ceil(n / 8) bytes
 
-The gap of an entry is the number of entries left out before it in its segment;
-high = gap >> bits, and bit j of the gap, j < bits, is in low plane j. A gap too
-large for that is bridged by entries of level 0, each 256 << bits places on.
+The gap of an entry is the number of entries that were left out before it in its segment; high = gap >> bits, and bit j
+of the gap, j < bits, is in low plane j. A gap that is too large for that is bridged by entries of level 0, each
+256 << bits places after the one before.
 """
 
 import struct
@@ -29,7 +29,15 @@ _MAX_BITS = 12  # a gap has at most 20 bits
 
 
 def encode_packed(vector: NDArray[np.float32], encoding: Encoding) -> bytes:
-    """The payload of the largest entries of `vector`, [D]."""
+    """Encode the largest entries of a vector.
+
+    Args:
+        vector: The values [D] float32.
+        encoding: Has the share of the entries to keep, and how many of them share a scale.
+
+    Raises:
+        CodecError: "non_finite" if a value is NaN or infinite.
+    """
     indices, values = kept(vector, encoding.keep_ratio)
     span = span_of(encoding.chunk)
     edges = range(0, vector.size, span)
@@ -42,7 +50,12 @@ def encode_packed(vector: NDArray[np.float32], encoding: Encoding) -> bytes:
 
 
 class PackedDecoder(SparseDecoder):
-    """An open payload of packed."""
+    """An open payload of packed.
+
+    Args:
+        source: The bytes.
+        length: The number of entries that the receiver expects.
+    """
 
     def __init__(self, source: Source, length: int) -> None:
         self._segments = Segments(source, _MAGIC, length)
@@ -78,7 +91,7 @@ def _encode_segment(positions: NDArray[np.int64], values: NDArray[np.float32], c
 
 
 def _low_bits(steps: NDArray[np.int64]) -> int:
-    """Bits to send as they are: half of the gaps then keep a high part below 16, small enough to code well."""
+    """Return how many bits to send as they are: half of the gaps then have a high part below 16, which codes well."""
     median = int(np.partition(steps, steps.size // 2)[steps.size // 2])
     return min(max(0, median.bit_length() - 4), _MAX_BITS)
 
@@ -86,7 +99,7 @@ def _low_bits(steps: NDArray[np.int64]) -> int:
 def _bridge(
     steps: NDArray[np.int64], values: NDArray[np.float32], reach: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Steps, none above `reach`, and values with zeros put in where a step was larger."""
+    """Return steps of at most `reach`, and the values, with a zero inserted wherever a larger step was divided."""
     bridges = (steps - 1) // reach
     if not bridges.any():
         return steps, values
@@ -99,7 +112,7 @@ def _bridge(
 
 
 def _decode_segment(segment: Segment, length: int, chunk: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Positions, strictly rising and below `length`, and values of a segment's entries."""
+    """Return the positions, strictly rising and below `length`, and the values of a segment's entries."""
     if not len(segment):
         return np.empty(0, np.int64), np.empty(0, np.float32)
     count, bits = segment.number(), segment.number()

@@ -1,4 +1,4 @@
-"""One door for all formats: by name to the module that knows it."""
+"""Payloads of all formats: from a name to the module that has the format."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,18 @@ from fedring.codec.uniform import UniformDecoder, encode_uniform
 
 
 def encode(vector: NDArray[np.float32], encoding: Encoding) -> bytes:
-    """The payload of `vector`, [D]; CodecError("non_finite") if it holds NaN or infinity."""
+    """Encode a vector.
+
+    Args:
+        vector: The values [D] float32.
+        encoding: The format and its parameters.
+
+    Returns:
+        The payload (protos/FORMATS.md).
+
+    Raises:
+        CodecError: "non_finite" if a value is NaN or infinite.
+    """
     vector = np.ascontiguousarray(vector, np.float32)
     match encoding.name:
         case "int8":
@@ -31,14 +42,31 @@ def encode(vector: NDArray[np.float32], encoding: Encoding) -> bytes:
 
 
 def encode_buffers(vector: NDArray[np.float64]) -> bytes:
-    """The payload "fp64" of `vector`, [B], exact; CodecError("non_finite") if it holds NaN or infinity."""
+    """Encode buffers exactly, as fp64.
+
+    Args:
+        vector: The values [B] float64.
+
+    Raises:
+        CodecError: "non_finite" if a value is NaN or infinite.
+    """
     return encode_dense(np.ascontiguousarray(vector, np.float64), BUFFERS)
 
 
 def open_payload(read: Reader, size: int, *, name: str, length: int) -> Decoder:
-    """The payload of `size` bytes in format `name`, its header checked; `length` is the vector's as we know it.
+    """Open a payload and check its header.
 
-    Who decodes all of 0..length, range by range, has checked every byte.
+    Args:
+        read: Returns the bytes at an offset, of a given size.
+        size: The size of the payload in bytes.
+        name: The name of the format.
+        length: The number of entries that the receiver expects.
+
+    Returns:
+        The open payload. When all of 0..length was decoded, range by range, every byte was checked.
+
+    Raises:
+        CodecError: If there is no such format, or if the header does not fit.
     """
     source = Source(read, size)
     match name:
@@ -56,7 +84,19 @@ def open_payload(read: Reader, size: int, *, name: str, length: int) -> Decoder:
 
 
 def decode(data: bytes | memoryview, *, name: str, length: int) -> NDArray[np.floating]:
-    """All values of a payload in a new array, [length] float32 (fp64: float64)."""
+    """Decode a whole payload.
+
+    Args:
+        data: The bytes.
+        name: The name of the format.
+        length: The number of entries that the receiver expects.
+
+    Returns:
+        A new array [length] float32, or float64 for fp64.
+
+    Raises:
+        CodecError: If the bytes are not a valid payload.
+    """
     view = memoryview(data)
     decoder = open_payload(lambda offset, size: view[offset : offset + size], len(view), name=name, length=length)
     values: NDArray[np.floating] = np.empty(length, np.float64 if name == BUFFERS else np.float32)

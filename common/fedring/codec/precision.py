@@ -1,12 +1,12 @@
-"""The precision of a gradient's values on the wire: fp32, fp16 or sign.
+"""The values in gradient messages, in one of three precisions: fp32, fp16 or sign.
 
     fp32   values[count] f32
     fp16   exponent i8   halves[count] f16                 value = half / 2^exponent
     sign   scale u16   bit field of count flags            value = scale, or -scale where the flag is set
 
-The exponent, common to all, puts the largest magnitude below 2^15: no value overflows, however large
-or small the gradients. The scale is the mean magnitude, cut to the upper half of an f32. What fp16 rounds away
-is an f32, exactly; what sign does is one to within a rounding.
+The exponent is common to all values and puts the largest magnitude below 2^15: no value overflows, however large or
+small the gradients are. The scale is the mean magnitude, cut to the upper half of an f32. The rounding error of fp16 is
+an f32, exactly; that of sign is one to within a rounding.
 """
 
 import struct
@@ -31,17 +31,22 @@ class Words:
 
     precision: Precision
     data: bytes
-    values: NDArray[np.float32]  # [count]; what a reader makes of `data`
+    values: NDArray[np.float32]  # [count], as a receiver decodes `data`
 
 
 def words_size(precision: Precision, count: int) -> int:
-    """Bytes of `count` values."""
+    """Return the size of `count` values in bytes."""
     width = {"fp32": 32, "fp16": 16, "sign": 1}[precision]
     return _PREFIX[precision] + -(-count * width // 8)
 
 
 def to_words(values: NDArray[np.float32], precision: Precision) -> Words:
-    """`values` [count] rounded to `precision`; NaN and infinity stay such, for every reader to refuse."""
+    """Round values to a precision.
+
+    Args:
+        values: The values [count] float32. NaN and infinity are not changed, so that every receiver refuses them.
+        precision: The precision.
+    """
     if precision == "fp32":
         data = values.astype("<f4", copy=False).tobytes()
         return Words(precision, data, np.frombuffer(data, "<f4"))
@@ -53,7 +58,19 @@ def to_words(values: NDArray[np.float32], precision: Precision) -> Words:
 
 
 def from_words(precision: Precision, data: memoryview, count: int) -> NDArray[np.float32]:
-    """The `count` values of `data`, all finite; CodecError for other bytes."""
+    """Decode values.
+
+    Args:
+        data: The bytes.
+        count: The number of values.
+        precision: Their precision.
+
+    Returns:
+        The values [count] float32, all finite.
+
+    Raises:
+        CodecError: "wrong_size", "bad_scale" or "non_finite" for other bytes.
+    """
     if len(data) != words_size(precision, count):
         raise CodecError("wrong_size", f"{len(data)} bytes of {count} values as {precision}")
     if precision == "fp32":
@@ -70,7 +87,7 @@ def _to_halves(values: NDArray[np.float32]) -> bytes:
     peak = np.abs(values).max(initial=0)
     exponent = 15 - int(np.frexp(peak)[1]) if peak > 0 and np.isfinite(peak) else 0
     exponent = min(max(exponent, _SMALLEST_EXPONENT), _LARGEST_EXPONENT)
-    with np.errstate(over="ignore"):  # only beside NaN or infinity, and then the message is refused
+    with np.errstate(over="ignore"):  # only next to NaN or infinity, and then receivers refuse the message
         halves = np.ldexp(values, exponent).astype("<f2")
     return struct.pack("<b", exponent) + halves.tobytes()
 

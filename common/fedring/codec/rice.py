@@ -1,10 +1,10 @@
-"""Rice coding of gaps (Rice and Plaunt 1971), a whole array at a time.
+"""Rice coding of gaps (Rice and Plaunt 1971), for a whole array at once.
 
     low    the lowest `bits` bits of every gap, lowest first      ceil(count * bits / 8) bytes
-    high   of every gap (gap >> bits) zeros, then a one           the rest
+    high   for every gap (gap >> bits) zeros, then a one          the rest
 
-The two halves are kept apart, so that each is one bit field. Gaps are the entries left
-out between two kept ones; of `count` gaps in `size` entries the sum is at most size - count.
+The two halves are kept apart, so that each is one bit field. A gap is the number of entries that were left out between
+two kept ones; the sum of `count` gaps in `size` entries is at most size - count.
 """
 
 from math import floor, log, log2
@@ -19,7 +19,7 @@ _GOLDEN = log((5**0.5 - 1) / 2)
 
 
 def bits_for(count: int, size: int) -> int:
-    """The number of low bits that suits `count` >= 1 gaps spread evenly over `size` entries (Kiely 2004, eq. 8)."""
+    """Return the number of low bits for `count` >= 1 gaps, spread evenly over `size` entries (Kiely 2004, eq. 8)."""
     mean = (size - count) / count
     if mean < 1:
         return 0
@@ -27,17 +27,17 @@ def bits_for(count: int, size: int) -> int:
 
 
 def coded_size(gaps: NDArray[np.int64], bits: int) -> int:
-    """Bytes of `gaps` [count] coded with `bits` low bits."""
+    """Return the size in bytes of `gaps` [count] coded with `bits` low bits."""
     return -(-gaps.size * bits // 8) + -(-(gaps.size + int((gaps >> bits).sum())) // 8)
 
 
 def largest_size(count: int, size: int, bits: int) -> int:
-    """No `count` gaps in `size` entries need more bytes with `bits` low bits."""
+    """Return the size in bytes that no `count` gaps in `size` entries exceed, coded with `bits` low bits."""
     return -(-count * bits // 8) + -(-(count + ((size - count) >> bits)) // 8)
 
 
 def pack_gaps(gaps: NDArray[np.int64], bits: int) -> bytes:
-    """`gaps` [count] in coded_size(gaps, bits) bytes."""
+    """Encode `gaps` [count] with `bits` low bits, in coded_size(gaps, bits) bytes."""
     low = np.empty((gaps.size, bits), np.bool_)
     for j in range(bits):
         low[:, j] = gaps >> j & 1
@@ -48,7 +48,20 @@ def pack_gaps(gaps: NDArray[np.int64], bits: int) -> bytes:
 
 
 def unpack_gaps(data: memoryview, count: int, *, bits: int, size: int) -> NDArray[np.int64]:
-    """The `count` gaps, each >= 0, that `data` holds for `size` < 2^31 entries; CodecError for other bytes."""
+    """Decode gaps.
+
+    Args:
+        data: The bytes.
+        count: The number of gaps.
+        bits: The number of their low bits.
+        size: The number of entries that they lie in, below 2^31.
+
+    Returns:
+        The gaps [count] int64, each at least 0.
+
+    Raises:
+        CodecError: "bad_header" or "bad_indices" for bytes that pack_gaps would not write.
+    """
     if bits > MAX_BITS or count > size:
         raise CodecError("bad_header", f"{count} gaps of {bits} low bits in {size} entries")
     middle = -(-count * bits // 8)

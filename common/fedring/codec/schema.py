@@ -1,9 +1,8 @@
-"""What a model consists of: names, shapes, dtypes, in order.
+"""Schemas: the names, shapes and dtypes of a model's tensors, in their order.
 
-A model travels as two flat vectors: all parameters as float32, and all buffers
-(BatchNorm's running statistics and counts) as float64, which holds float32 and
-integers up to 2^53 exactly. Each tensor is laid out row by row, in the schema's
-order. The schema's canonical JSON and its hash are specified in protos/FORMATS.md.
+A model travels as two flat vectors: all parameters as float32, and all buffers (BatchNorm's running statistics and
+counts) as float64, which holds float32 and integers up to 2^53 exactly. Each tensor is laid out row by row, in the
+order of the schema. protos/FORMATS.md specifies a schema's canonical JSON and its hash.
 """
 
 import hashlib
@@ -35,13 +34,13 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Number of values."""
+        """The number of values."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Schema:
-    """A model's tensors in order; two models fit exactly if their hashes are equal."""
+    """A model's tensors in their order. Two models fit each other exactly if the hashes of their schemas are equal."""
 
     entries: tuple[Entry, ...]
 
@@ -58,16 +57,20 @@ class Schema:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Length of the parameter vector."""
+        """The length of the parameter vector."""
         return sum(e.size for e in self.entries if e.role == "parameter")
 
     @cached_property
     def num_buffers(self) -> int:
-        """Length of the buffer vector."""
+        """The length of the buffer vector."""
         return sum(e.size for e in self.entries if e.role == "buffer")
 
     def spans(self, role: str) -> Iterator[tuple[Entry, slice]]:
-        """Each tensor of `role` with its place in that role's vector."""
+        """Yield each tensor of a role, and its place in the vector of that role.
+
+        Args:
+            role: "parameter" or "buffer".
+        """
         start = 0
         for entry in self.entries:
             if entry.role == role:
@@ -75,7 +78,7 @@ class Schema:
                 start += entry.size
 
     def difference(self, other: "Schema") -> str:
-        """One clause that names the first difference; empty if there is none."""
+        """Return one clause that names the first difference from `other`; empty if there is none."""
         for mine, theirs in zip(self.entries, other.entries, strict=False):
             if mine != theirs:
                 return f"expected {_describe(mine)}, got {_describe(theirs)}"
@@ -86,16 +89,16 @@ class Schema:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vectors:
-    """The values of a model, flat."""
+    """The values of a model, as two flat vectors."""
 
     parameters: NDArray[np.float32]  # [schema.num_parameters]
     buffers: NDArray[np.float64]  # [schema.num_buffers]
 
     def digest(self, like: str = "blake3-") -> str:
-        """Return the model's name: over both vectors' little-endian bytes, parameters first.
+        """Return the name of the model: of both vectors' little-endian bytes, parameters first.
 
         Args:
-            like: a name; the digest is taken as that name's was.
+            like: A name, whose algorithm is used.
         """
         digest = Digest(like)
         digest.update(np.ascontiguousarray(self.parameters, "<f4").data)
@@ -104,11 +107,15 @@ class Vectors:
 
 
 def parse_schema(data: bytes) -> Schema:
-    """The schema that `data`, its canonical JSON, describes; CodecError("bad_schema") if none."""
+    """Parse the canonical JSON of a schema.
+
+    Raises:
+        CodecError: "bad_schema" if `data` is not the canonical JSON of a schema, or if it is too large.
+    """
     try:
         rows = json.loads(data)
         if not isinstance(rows, list) or len(rows) > MAX_TENSORS:
-            raise TypeError("not a list of at most 100,000 tensors")
+            raise TypeError(f"not a list of at most MAX_TENSORS = {MAX_TENSORS} tensors")
         schema = Schema(tuple(_parse_entry(row) for row in rows))
     except (ValueError, TypeError, RecursionError) as error:
         raise CodecError("bad_schema", str(error)) from error

@@ -1,10 +1,10 @@
-"""Payloads of independently coded segments: packed and uniform.
+"""Payloads that consist of independently coded segments: packed and uniform.
 
     HEADER   sizes[segments] u32   segment 0, segment 1, ...
 
-A segment covers TILE entries rounded down to a multiple of chunk; the last covers
-the rest. Inside it, a compressed stream is its size u32 and one zstandard frame
-that states its content's size; an empty stream is the size 0 alone.
+A segment covers TILE entries, rounded down to a multiple of chunk; the last one covers the rest. Inside it, a
+compressed stream is its size u32 and one zstandard frame that states the size of its content; an empty stream is the
+size 0 alone.
 """
 
 import struct
@@ -18,24 +18,37 @@ from fedring.codec.encoding import TILE
 from fedring.codec.errors import CodecError
 from fedring.codec.source import HEADER, VERSION, Source, check_chunk, check_length, read_only
 
-_LEVEL = 1  # higher levels look for repeats, which levels and gaps do not have: slower, and hardly smaller
+_LEVEL = 1  # higher levels look for repetitions, which levels and gaps do not have: slower, and hardly smaller
 _SIZE = struct.Struct("<I")
-_WINDOW = 1 << 22  # above what any stream of one segment needs
+_WINDOW = 1 << 22  # bytes, more than any stream of one segment needs
 
 
 def span_of(chunk: int) -> int:
-    """Entries a segment covers."""
+    """Return how many entries a segment covers."""
     return TILE // chunk * chunk
 
 
 def join_segments(magic: bytes, chunk: int, length: int, segments: list[bytes]) -> bytes:
-    """The payload of `segments` for a vector of `length`."""
+    """Return the payload that consists of `segments`.
+
+    Args:
+        magic: The first two bytes of the format.
+        chunk: How many values share a scale.
+        length: The length of the vector.
+        segments: The bytes of each segment.
+    """
     sizes = np.array([len(segment) for segment in segments], "<u4")
     return b"".join((HEADER.pack(magic, 0, VERSION, chunk, length), sizes.data, *segments))
 
 
 class Segments:
-    """The segments of an open payload; a table of their places is all it holds."""
+    """The segments of an open payload. It holds nothing but a table of their places.
+
+    Args:
+        source: The bytes.
+        magic: The first two bytes of the format.
+        length: The number of entries that the receiver expects.
+    """
 
     def __init__(self, source: Source, magic: bytes, length: int) -> None:
         chunk, dim = source.header(HEADER, magic)
@@ -49,14 +62,14 @@ class Segments:
         if source.size < table:
             raise CodecError("truncated", f"{source.size} of {table} bytes of header and table")
         sizes = np.frombuffer(source.piece(HEADER.size, 4 * count), "<u4")
-        if sizes.size and sizes.max() > 8 * self.span + 1024:  # no sender needs as much; bounds a reader's memory
-            raise CodecError("bad_header", f"a segment of {sizes.max()} bytes")
+        if sizes.size and sizes.max() > 8 * self.span + 1024:  # bounds a receiver's memory
+            raise CodecError("bad_header", f"a segment of {sizes.max()} bytes, more than any sender needs")
         self._ends = np.cumsum(sizes, dtype=np.int64) + table
         source.demand(int(self._ends[-1]) if count else table)
-        self._sizes = sizes.tobytes()  # not the reader's memory
+        self._sizes = sizes.tobytes()  # a copy, so that the source can free its memory
 
     def covering(self, start: int, stop: int) -> Iterator[tuple["Segment", int, int]]:
-        """The segments that start..stop touches, each with the bounds of the entries it covers."""
+        """Yield the segments that hold entries of start..stop, each with its first entry and the one after its last."""
         if start >= stop:
             return
         for number in range(start // self.span, -(-stop // self.span)):
@@ -67,7 +80,7 @@ class Segments:
 
 
 class Segment:
-    """The bytes of one segment, taken from front to back."""
+    """The bytes of one segment, which are taken from the front to the end."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -76,49 +89,49 @@ class Segment:
         return len(self._data)
 
     def take(self, size: int) -> memoryview:
-        """The next `size` bytes."""
+        """Take the next `size` bytes; CodecError("truncated") if there are fewer."""
         if size > len(self._data):
             raise CodecError("truncated", f"{len(self._data)} of {size} bytes in a segment")
         taken, self._data = self._data[:size], self._data[size:]
         return taken
 
     def number(self) -> int:
-        """The next u32."""
+        """Take the next u32."""
         (value,) = _SIZE.unpack(self.take(4))
         return int(value)
 
     def floats(self, count: int) -> NDArray[np.float32]:
-        """The next `count` float32 values, read-only, [count]."""
+        """Take the next `count` float32 values [count], read-only."""
         return read_only(np.frombuffer(self.take(4 * count), "<f4"))
 
     def stream(self, size: int) -> NDArray[np.uint8]:
-        """The next compressed stream's content, which is `size` bytes, [size]."""
+        """Take the next compressed stream, and return its content [size] uint8, which must be `size` bytes."""
         return np.frombuffer(_expand(self.take(self.number()), size), np.uint8)
 
     def end(self) -> None:
-        """Nothing is left."""
+        """Check that nothing is left; else raise CodecError("wrong_size")."""
         if self._data:
             raise CodecError("wrong_size", f"{len(self._data)} bytes after a segment's end")
 
 
 def stream(content: NDArray[np.uint8]) -> bytes:
-    """`content` as a compressed stream."""
+    """Compress `content` [n] uint8, and return it as a stream."""
     frame = zstandard.ZstdCompressor(level=_LEVEL).compress(content.data) if content.size else b""
     return _SIZE.pack(len(frame)) + frame
 
 
 def pack_bits(flags: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Eight flags a byte, the first in the lowest bit, [ceil(n / 8)]."""
+    """Return flags [n] with eight of them in a byte, the first in the lowest bit, [ceil(n / 8)]."""
     return np.packbits(flags, bitorder="little")
 
 
 def unpack_bits(data: memoryview | NDArray[np.uint8], count: int) -> NDArray[np.bool_]:
-    """The `count` flags of `data`, ceil(count / 8) bytes, [count]."""
+    """Return the flags [count] that `data`, ceil(count / 8) bytes, holds."""
     return np.unpackbits(np.frombuffer(data, np.uint8), count=count, bitorder="little").view(np.bool_)
 
 
 def _expand(frame: memoryview, size: int) -> bytes:
-    """The content of `frame`; it is never larger than `size`, whatever the frame claims."""
+    """Decompress a frame; its content never takes more than `size` bytes, whatever the frame claims."""
     if not frame and size == 0:
         return b""
     try:

@@ -1,24 +1,30 @@
-"""Which entries to keep: the largest magnitudes, exactly."""
+"""Selection of the entries to keep: the largest magnitudes, exactly."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _SAMPLES = 1 << 15
-_BLOCK = 1 << 18  # entries scanned at a time: what a processor's cache holds
+_BLOCK = 1 << 18  # entries that are compared at a time: they fit into a processor's cache
 
 
 def largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Indices, rising, of the `count` largest magnitudes of `values` [n], ties to the lowest index.
+    """Find the largest magnitudes.
 
-    There are fewer only if fewer entries differ from zero. NaN and infinity are larger than all else.
+    Args:
+        values: The values [n] float32. NaN and infinity are larger than all others.
+        count: How many to find.
+
+    Returns:
+        Their indices, rising, [count] int64; fewer only if fewer entries differ from zero. Among equal magnitudes the
+        lowest indices are taken.
     """
     if count <= 0 or values.size == 0:
         return np.empty(0, np.int64)
-    bits = np.ascontiguousarray(values).view(np.uint32)  # without the sign, they rise as the magnitudes do
+    bits = np.ascontiguousarray(values).view(np.uint32)  # without the sign bit, they are ordered as the magnitudes are
     floor = _safe_floor(bits, count)
     indices, magnitudes = _at_least(bits, floor)
-    if indices.size < count and floor > 1:  # the sample misled
+    if indices.size < count and floor > 1:  # the sample was misleading
         indices, magnitudes = _at_least(bits, np.uint32(1))
     if indices.size <= count:
         return indices
@@ -31,7 +37,7 @@ def largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
 
 
 def _safe_floor(bits: NDArray[np.uint32], count: int) -> np.uint32:
-    """A magnitude, at least 1, that most likely `count` entries reach: the sample's quantile less 4 deviations."""
+    """Return bits, at least 1, that `count` entries most likely reach: a sample's quantile less 4 deviations."""
     stride = max(1, bits.size // _SAMPLES) | 1
     sample = np.sort(bits[::stride] & _MAGNITUDE)
     expected = count / bits.size * sample.size
@@ -40,7 +46,7 @@ def _safe_floor(bits: NDArray[np.uint32], count: int) -> np.uint32:
 
 
 def _at_least(bits: NDArray[np.uint32], floor: np.uint32) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-    """Indices and magnitudes of the entries of magnitude `floor` and more."""
+    """Return the indices and the magnitude bits of the entries whose magnitude bits are at least `floor`."""
     indices, magnitudes = [], []
     for start in range(0, bits.size, _BLOCK):
         block = bits[start : start + _BLOCK] & _MAGNITUDE

@@ -1,4 +1,4 @@
-"""A payload as it is read: exactly the wanted bytes, or CodecError("truncated")."""
+"""The bytes of a payload, as a decoder reads them, and the checks that all decoders share."""
 
 import struct
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from fedring.codec.encoding import TILE
 from fedring.codec.errors import CodecError
 
 Reader = Callable[[int, int], bytes | memoryview]
-"""(offset, size) -> the bytes there, fewer if the source ends before."""
+"""Takes an offset and a size, and returns the bytes there; fewer if the source ends before."""
 
 HEADER = struct.Struct("<2sBBIQ")
 """Magic, 0, version, chunk (0 where a format has none), dim: every format but S4 and SQ."""
@@ -24,24 +24,32 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The `size` bytes of one payload behind a reader."""
+    """The `size` bytes of one payload, which `read` returns piece by piece."""
 
     read: Reader
     size: int
 
     def piece(self, offset: int, size: int) -> memoryview:
-        """The `size` bytes at `offset`."""
+        """Return exactly `size` bytes at `offset`; CodecError("truncated") if there are fewer."""
         data = memoryview(self.read(offset, size))
         if len(data) != size:
             raise CodecError("truncated", f"{len(data)} of {size} bytes at {offset}")
         return data
 
     def floats(self, offset: int, count: int) -> NDArray[np.float32]:
-        """The `count` float32 values at `offset`, read-only, [count]."""
+        """Return the `count` float32 values at `offset`, [count], read-only."""
         return read_only(np.frombuffer(self.piece(offset, 4 * count), "<f4"))
 
     def header(self, layout: struct.Struct, magic: bytes) -> tuple[int, ...]:
-        """What follows magic, zero and version in a header of `layout`."""
+        """Return the fields that follow magic, zero and version in the header.
+
+        Args:
+            layout: The layout of the whole header.
+            magic: The first two bytes of the format.
+
+        Raises:
+            CodecError: "truncated" or "bad_header".
+        """
         if self.size < layout.size:
             raise CodecError("truncated", f"{self.size} of {layout.size} header bytes")
         got, zero, version, *rest = layout.unpack(self.piece(0, layout.size))
@@ -50,7 +58,7 @@ class Source:
         return tuple(rest)
 
     def demand(self, size: int) -> None:
-        """The payload has `size` bytes, no more and no less."""
+        """Check that the payload has exactly `size` bytes; else raise CodecError, "truncated" or "wrong_size"."""
         if self.size < size:
             raise CodecError("truncated", f"{self.size} of {size} bytes")
         if self.size > size:
@@ -58,25 +66,25 @@ class Source:
 
 
 def check_length(got: int, expected: int) -> None:
-    """The header's dim is the receiver's."""
+    """Check that a header's dim is what the receiver expects; else raise CodecError("wrong_length")."""
     if got != expected:
         raise CodecError("wrong_length", f"expected {expected} entries, got {got}")
 
 
 def check_chunk(chunk: int) -> int:
-    """`chunk`, which is in 1..TILE."""
+    """Return `chunk` if it is in 1..TILE; else raise CodecError("bad_header")."""
     if not 1 <= chunk <= TILE:
         raise CodecError("bad_header", f"chunk {chunk} is not in 1..{TILE}")
     return chunk
 
 
 def check_finite(values: NDArray[np.floating]) -> None:
-    """No value is NaN or infinite."""
+    """Check that no value is NaN or infinite; else raise CodecError("non_finite")."""
     if not np.isfinite(values).all():
         raise CodecError("non_finite")
 
 
 def read_only(values: NDArray[_Scalar]) -> NDArray[_Scalar]:
-    """`values`, which nobody can change through this array."""
+    """Return `values` after making the array read-only."""
     values.flags.writeable = False
     return values

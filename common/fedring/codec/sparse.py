@@ -1,10 +1,10 @@
-"""Sparse payloads with plain indices: fp32_sparse and sq8.
+"""Sparse payloads with indices that are not coded: fp32_sparse and sq8.
 
     S4   'S','4',0,1  dim u32  k u32             idx[k] u32                          values[k] f32
     SQ   'S','Q',0,1  dim u32  k u32  chunk u32  idx[k] u32  scales[ceil(k/chunk)] f32  levels[k] i8
 
-Indices rise strictly. Every 4096th is read when a payload is opened, so that a
-range costs what it holds and an open payload next to nothing.
+Indices rise strictly. Every 4096th is read when a payload is opened, so that reading a range costs as much as the
+entries in it, and an open payload takes hardly any memory.
 """
 
 import struct
@@ -22,19 +22,27 @@ from fedring.codec.source import VERSION, Source, check_chunk, check_finite, che
 
 _S4 = struct.Struct("<2sBBII")
 _SQ = struct.Struct("<2sBBIII")
-_FENCE = 4096  # entries between two indices that an open payload remembers
+_FENCE = 4096  # an open payload remembers one index in so many
 
 
 def kept(vector: NDArray[np.float32], keep_ratio: float) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Indices and values of the max(1, ceil(keep_ratio D)) largest magnitudes of `vector` [D], without zeros."""
+    """Return indices and values of the max(1, ceil(keep_ratio D)) largest magnitudes of `vector` [D], without zeros."""
     indices = largest(vector, max(1, ceil(keep_ratio * vector.size)))
     values = vector[indices]
-    check_finite(values)  # what is not finite is among the largest
+    check_finite(values)  # a value that is not finite is among the largest
     return indices, values
 
 
 def encode_sparse(vector: NDArray[np.float32], encoding: Encoding) -> bytes:
-    """The payload of the largest entries of `vector`, [D], D < 2^32."""
+    """Encode the largest entries of a vector as fp32_sparse or sq8.
+
+    Args:
+        vector: The values [D] float32, D < 2^32.
+        encoding: Has the share of the entries to keep, and how many of them share a scale.
+
+    Raises:
+        CodecError: "bad_encoding" if the vector is too long, "non_finite" if a value is NaN or infinite.
+    """
     if vector.size >= 1 << 32:
         raise CodecError("bad_encoding", f"{encoding.name} holds fewer than 2^32 entries, not {vector.size}")
     indices, values = kept(vector, encoding.keep_ratio)
@@ -48,7 +56,13 @@ def encode_sparse(vector: NDArray[np.float32], encoding: Encoding) -> bytes:
 
 
 class IndexedDecoder(SparseDecoder):
-    """An open payload of fp32_sparse or sq8."""
+    """An open payload of fp32_sparse or sq8.
+
+    Args:
+        source: The bytes.
+        name: The name of the format.
+        length: The number of entries that the receiver expects.
+    """
 
     def __init__(self, source: Source, name: str, length: int) -> None:
         layout, magic = (_S4, b"S4") if name == "fp32_sparse" else (_SQ, b"SQ")
@@ -82,14 +96,14 @@ class IndexedDecoder(SparseDecoder):
         return fence
 
     def _read_indices(self, first: int, last: int) -> NDArray[np.uint32]:
-        """The indices from fence post `first` to the one before post `last`, checked against both."""
+        """Return the indices from fence post `first` to the one before post `last`, after checking that they rise."""
         low, high = first * _FENCE, min(last * _FENCE, self._count)
         indices = np.frombuffer(self._source.piece(self._indices + 4 * low, 4 * (high - low)), "<u4")
         _check_rising(indices, int(self._fence[last]) if last < len(self._fence) else self._dim)
         return indices
 
     def _read_values(self, start: int, count: int) -> NDArray[np.float32]:
-        """The values of the kept entries start..start+count."""
+        """Return the values of the kept entries start..start+count."""
         if not self._chunk:
             values = self._source.floats(self._values + 4 * start, count)
             check_finite(values)
@@ -101,6 +115,6 @@ class IndexedDecoder(SparseDecoder):
 
 
 def _check_rising(indices: NDArray[np.uint32], limit: int) -> None:
-    """`indices` rise strictly and stay below `limit`."""
+    """Check that `indices` rise strictly and stay below `limit`; else raise CodecError("bad_indices")."""
     if indices.size and (indices[-1] >= limit or not (indices[1:] > indices[:-1]).all()):
         raise CodecError("bad_indices")

@@ -1,9 +1,8 @@
-"""uniform: every entry as a multiple of its chunk's scale, entropy coded.
+"""The format uniform: every entry as a multiple of its chunk's scale, entropy coded.
 
-scale = step times the chunk's root mean square, level = round(x / scale) with
-|level| <= 65535; the scale is raised where a level would not fit. A segment
-(segments.py) of n entries, m of them with a level other than 0, r of those with
-a magnitude above 3, is
+scale = step times the chunk's root mean square, level = round(x / scale) with |level| <= 65535; the scale is raised
+where a level would not fit. In a segment (segments.py) of n entries, m have a level other than 0, and r of those a
+magnitude above 3. The segment is
 
     scales[ceil(n / chunk)] f32
     stream nonzero: ceil(n / 8) bytes, one bit an entry
@@ -11,7 +10,7 @@ a magnitude above 3, is
     stream small: ceil(m / 4) bytes, two bits a nonzero level, min(magnitude - 1, 3)
     stream large: 2 r bytes, first the low, then the high bytes of magnitude - 4
 
-Whatever is set stays together in a byte, so that neighbours that are alike cost little.
+Equal bits and pairs of neighbours lie in the same bytes, so that neighbours that are alike cost little.
 """
 
 import numpy as np
@@ -26,12 +25,20 @@ from fedring.codec.source import Source
 _MAGIC = b"UQ"
 _LARGEST = 65535
 _LIMIT = np.float32(np.finfo(np.float32).max / 2**17)  # a magnitude is read as at most 65535 + 4
-_PAIRS = np.arange(256, dtype=np.uint8)[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3  # byte -> four values
-_FOURS = np.ascontiguousarray(_PAIRS).view("<u4")[:, 0]  # the same, to look up at once
+_PAIRS = np.arange(256, dtype=np.uint8)[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3  # by byte, its four values
+_FOURS = np.ascontiguousarray(_PAIRS).view("<u4")[:, 0]  # the same, as one number for each byte
 
 
 def encode_uniform(vector: NDArray[np.float32], encoding: Encoding) -> bytes:
-    """The payload of `vector`, [D]."""
+    """Encode a vector.
+
+    Args:
+        vector: The values [D] float32.
+        encoding: Has the step, and how many values share a scale.
+
+    Raises:
+        CodecError: "non_finite" if a value is NaN or infinite.
+    """
     span = span_of(encoding.chunk)
     segments = [
         _encode_segment(vector[start : start + span], encoding.chunk, encoding.step)
@@ -41,13 +48,18 @@ def encode_uniform(vector: NDArray[np.float32], encoding: Encoding) -> bytes:
 
 
 class UniformDecoder(Decoder):
-    """An open payload of uniform."""
+    """An open payload of uniform.
+
+    Args:
+        source: The bytes.
+        length: The number of entries that the receiver expects.
+    """
 
     def __init__(self, source: Source, length: int) -> None:
         self._segments = Segments(source, _MAGIC, length)
 
     def decode(self, start: int, stop: int) -> NDArray[np.floating]:
-        """Entries start..stop in a new array, [stop - start] float32."""
+        """As Decoder.decode."""
         parts = [np.empty(0, np.float32)]
         for segment, low, high in self._segments.covering(start, stop):
             values = _decode_segment(segment, high - low, self._segments.chunk)
@@ -75,7 +87,7 @@ def _encode_segment(values: NDArray[np.float32], chunk: int, step: float) -> byt
 
 
 def _scales(rows: NDArray[np.float32], count: int, step: float) -> NDArray[np.float32]:
-    """One scale a row; `count` values are in all rows together."""
+    """Return the scale of each row; all rows together hold `count` values."""
     counts = np.full(len(rows), rows.shape[1])
     counts[-1] -= rows.size - count
     floor = peaks(rows) / np.float32(_LARGEST)
@@ -84,7 +96,7 @@ def _scales(rows: NDArray[np.float32], count: int, step: float) -> NDArray[np.fl
 
 
 def _pack_pairs(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Four values of two bits a byte, the first in the lowest bits."""
+    """Return values of two bits with four of them in a byte, the first in the lowest bits."""
     fours = np.pad(values, (0, -values.size % 4)).reshape(-1, 4)
     two, four, six = np.array([2, 4, 6], np.uint8)
     packed: NDArray[np.uint8] = fours[:, 0] | fours[:, 1] << two | fours[:, 2] << four | fours[:, 3] << six
@@ -92,7 +104,7 @@ def _pack_pairs(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _decode_segment(segment: Segment, length: int, chunk: int) -> NDArray[np.float32]:
-    """The values of a segment of `length` entries."""
+    """Return the values of a segment of `length` entries."""
     scales = segment.floats(-(-length // chunk))
     check_scales(scales, _LIMIT)
     nonzero = np.flatnonzero(unpack_bits(segment.stream(-(-length // 8)), length))

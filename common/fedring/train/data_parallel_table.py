@@ -1,14 +1,18 @@
 """The table [data_parallel] of a job: how its clients train together as workers with equal models."""
 
 import re
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedring.train.bounds import MAX_COUNT, Count, NonNegative, Positive, PositiveCount, Text
+from fedring.train.hooks import PARAMETERS, HookChoice, choose_hook
 
-HOOKS = ("none", "fp16", "bf16", "int8", "topk", "powersgd", "batched_powersgd", "dgc")
+HOOKS = tuple(name for name in PARAMETERS if name != "noop")
+"""The hooks that a job can name: those that leave all workers with equal parameters."""
+
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_ANY_MOMENTUM = 0.9  # a job's momentum is in another table
 
 
 class DataParallel(BaseModel):
@@ -18,7 +22,8 @@ class DataParallel(BaseModel):
 
     hook: Text = Field(
         "none",
-        description=f"how gradients are sent: {', '.join(HOOKS)}, or a communication hook as module:attribute",
+        description=f"how gradients are sent: {', '.join(HOOKS)}, with parameters in parentheses if need be; or a "
+        "communication hook as module:attribute",
     )
     ratio: float | None = Field(
         None,
@@ -74,10 +79,56 @@ class DataParallel(BaseModel):
         100, description="steps between two comparisons of all workers' parameters; 0 = only at the end of a round"
     )
 
+    @property
+    def hook_name(self) -> str:
+        """The name of the hook, without parameters."""
+        return self.hook.partition("(")[0].strip()
+
+    def chosen_hook(self, momentum: float) -> HookChoice | None:
+        """Return the hook that the job names, with all its parameters.
+
+        The table's own keys give the parameters that `hook` itself does not name.
+
+        Args:
+            momentum: The job's momentum, which dgc applies before it sends.
+
+        Returns:
+            The hook, or None for a hook of the user's own, module:attribute.
+
+        Raises:
+            ValueError: If there is no such hook or parameter, or if a value does not fit.
+        """
+        if _NAME.fullmatch(self.hook):
+            return None
+        if self.hook_name not in HOOKS:
+            raise ValueError(
+                f"a job cannot name the hook {self.hook_name!r}: choose from {', '.join(HOOKS)}, or name your own as "
+                "module:attribute"
+            )
+        ratio = {} if self.ratio is None else {"ratio": self.ratio}
+        powersgd = {
+            "matrix_approximation_rank": self.rank,
+            "start_powerSGD_iter": self.start_iteration,
+            "use_error_feedback": self.feedback == "ef",
+        }
+        keys: dict[str, dict[str, Any]] = {
+            "int8": {"feedback": self.feedback},
+            "topk": {**ratio, "feedback": self.feedback},
+            "powersgd": powersgd,
+            "batched_powersgd": powersgd,
+            "dgc": {
+                **ratio,
+                "warmup_epochs": self.warmup_epochs,
+                "momentum": momentum,
+                "clip": self.clip,
+                "clip_norm": self.clip_norm,
+            },
+        }
+        return choose_hook(self.hook, keys.get(self.hook_name))
+
     @model_validator(mode="after")
     def _known_hook(self) -> Self:
-        if self.hook not in HOOKS and not _NAME.fullmatch(self.hook):
-            raise ValueError(f"hook {self.hook!r} is none of {', '.join(HOOKS)}, and not of the form module:attribute")
-        if self.feedback == "ef21" and self.hook in ("powersgd", "batched_powersgd"):
-            raise ValueError(f"{self.hook} has the feedback ef, or none")
+        self.chosen_hook(momentum=_ANY_MOMENTUM)
+        if self.feedback == "ef21" and self.hook_name in ("powersgd", "batched_powersgd"):
+            raise ValueError(f"{self.hook_name} takes the feedback ef or none, not ef21")
         return self

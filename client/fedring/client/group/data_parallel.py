@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
 from fedring.client.group.round import parse_table, peer_options, plan_of, take_part
-from fedring.client.hooks import Compressed, make_hook
+from fedring.client.hooks import JobHook, make_hook
 from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
 from fedring.train.data_parallel_table import DataParallel
@@ -19,7 +19,7 @@ from fedring.train.loop import Loss, OptimizerFactory
 from fedring.workers.data_parallel_epochs import DataParallelSetup, DataParallelTraining
 from fedring.workers.replica import Replica, synchronize
 from fedring.workers.training import Watcher
-from fedring.workers.usage import Hook, Usage
+from fedring.workers.usage import Usage
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class DataParallelState:
     """What a worker keeps from round to round of one job. DataParallelTrainer owns it."""
 
     replica: Replica
-    hook: Hook
+    hook: JobHook
     workers: int = 0  # in its newest group; 0 = it has not been in one
 
 
@@ -91,11 +91,10 @@ class DataParallelTrainer:
             plan = plan_of(task)
             hook = make_hook(table, plan, model.named_parameters(), self._trusted)
             # DGC applies momentum before it compresses, so the optimizer must not apply it again.
-            momentum = 0.0 if table.hook == "dgc" else plan.momentum
+            momentum = 0.0 if table.hook_name == "dgc" else plan.momentum
             parameters = [p for p in model.parameters() if p.requires_grad]
             replica = Replica(model, optimizer(parameters, plan.lr, momentum))
-            if isinstance(hook, Compressed):
-                replica.shared = hook.shared
+            replica.shared = hook.shared
             self._state, self._key = DataParallelState(replica, hook), key
         return self._state
 
@@ -123,11 +122,9 @@ class DataParallelPart:
     def enter(self, generation: int, *, workers: int) -> None:
         """Take over the state of the worker with the most steps, and scale the residuals to the size of the group."""
         state, hook = self.state, self.state.hook
-        if isinstance(hook, Compressed):
-            hook.leave()
+        hook.leave()
         source = synchronize(state.replica)
-        if isinstance(hook, Compressed):
-            hook.enter(state.workers, self.steps)
+        hook.enter(state.workers, self.steps)
         log.info(
             "generation %d: %d workers continue after step %d of the job, with the state of rank %d",
             generation,

@@ -13,6 +13,7 @@ from fedring.ctl.bench.runner import present, unique_names
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_table, size
 from fedring.train.data_parallel_table import HOOKS
+from fedring.train.hooks import split_hooks
 
 _KEYS = {"batch_size": 64, "epochs": 1, "lr": 0.05, "momentum": 0.9, "seed": 0}
 
@@ -37,7 +38,7 @@ def data_parallel(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Train once with each hook, and compare bytes, accuracy, and the longest and mean communication of a step."""
-    names = unique_names("--hooks", hooks.split(","))
+    names = unique_names("--hooks", split_hooks(hooks))
     keys = {**preset_job(dataset, Mode.DATA_PARALLEL), **_KEYS, "rounds": epochs, "subset_size": subset}
     check_data_root(dataset, data_root)
     make_out_folder(out)

@@ -1,4 +1,4 @@
-"""What hooks with lossy messages remember, whatever the message: what was left out of each tensor."""
+"""What hooks with lossy messages have in common: they remember what was left out of each tensor."""
 
 from collections.abc import Iterable
 from typing import Any, get_args
@@ -8,13 +8,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedring.compress.correction import Correction, Feedback, result_of, settle, target_of
-from fedring.ddp.hooks.gradients import Gradients
-from fedring.ddp.hooks.state import HookState
-from fedring.ddp.hooks.turns import Steps
+from fedring.ddp.gradients import Gradients
+from fedring.ddp.state import HookState
+from fedring.ddp.turns import Steps
 
 
 class CorrectedState(HookState):
-    """The state of a hook whose messages are lossy; a subclass says how they are made."""
+    """The state of a hook whose messages are lossy; subclasses say how messages are made.
+
+    Args:
+        process_group: The group to exchange with; None is the default group.
+        feedback: What becomes of what a message leaves out (`fedring.compress.correction`).
+        named_parameters: As from `model.named_parameters()`; without them the state is kept by the index of buckets.
+
+    Attributes:
+        kept: What is kept of each tensor, by name.
+    """
 
     def __init__(
         self,
@@ -30,27 +39,43 @@ class CorrectedState(HookState):
         self.kept: dict[str, Correction] = {}
 
     def steps(self, grads: Gradients) -> Steps:
-        """The buffer of `grads` comes to hold the mean over all workers, as far as messages tell."""
+        """Exchange `grads`: their buffer comes to hold the mean over all workers, as far as messages tell it."""
         raise NotImplementedError
 
     def targets(self, grads: Gradients) -> list[Tensor]:
-        """What to send of each tensor [n], float32."""
+        """Return what there is to send of each tensor: new tensors [n] float32."""
         parts = zip(grads.names, grads.flat(), strict=True)
         return [target_of(grad, self._kept(name, grad), self.feedback) for name, grad in parts]
 
     def settle(self, grads: Gradients, targets: Iterable[Tensor], sent: Iterable[Tensor]) -> None:
-        """`sent` [n] of each target [n] counts as sent by this worker."""
-        for name, target, what in zip(grads.names, targets, sent, strict=True):
-            settle(self.kept[name], target, what, self.feedback)
+        """Keep what was left out.
+
+        Args:
+            grads: The tensors.
+            targets: What there was to send of each, [n] float32; their memory may be reused.
+            sent: What counts as sent of each by this worker, [n] float32.
+        """
+        for name, target, part in zip(grads.names, targets, sent, strict=True):
+            settle(self.kept[name], target, part, self.feedback)
 
     def store(self, grads: Gradients, means: Iterable[Tensor]) -> Tensor:
-        """The buffer of `grads`, which holds what `means` [n], of all workers' messages, make of each tensor."""
+        """Write the result into the buffer of `grads`, and return it.
+
+        Args:
+            grads: The tensors.
+            means: The mean of all workers' messages about each, [n] float32.
+        """
         for name, grad, mean in zip(grads.names, grads.flat(), means, strict=True):
             grad.copy_(result_of(mean, self.kept[name], self.feedback))
         return grads.buffer
 
+    def owed(self) -> dict[str, Tensor]:
+        """As HookState.owed: with "ef" what messages left out, else nothing."""
+        kept = dict(self.kept) if self.feedback == "ef" else {}  # a copy: metrics are read on another thread
+        return {name: correction.own for name, correction in kept.items()}
+
     def rescale(self, old_world: int, new_world: int) -> None:
-        """As HookState.rescale; EF21 goes on from the estimate that all workers share."""
+        """As HookState.rescale; with EF21 each worker continues from the estimate that all workers share."""
         for kept in self.kept.values():
             kept.rescale(old_world, new_world)
 
@@ -58,26 +83,23 @@ class CorrectedState(HookState):
         """As HookState.shared: EF21's estimates of the mean."""
         if self.feedback != "ef21":
             return {}
-        known = (self._whole or self._contents())["shared"]
+        known = (self._counted or self._contents())["shared"]
         return {
             name: known[name].clone() if name in known else torch.zeros(p.numel(), device=p.device)
-            for name, p in self.names.parameters.items()
+            for name, p in self.parameters.items()
         }
 
     def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
-        """As HookState.regroup; workers that came or went have estimates of which the shared one is not the mean."""
+        """As HookState.regroup; in another group, the shared estimate is not the mean of the workers' own any more."""
         super().regroup(shared, steps=steps)
         for name, estimate in shared.items():
             self.kept[name] = Correction(estimate.clone(), estimate.clone())
 
     def _kept(self, name: str, grad: Tensor) -> Correction:
         kept = self.kept.get(name)
-        if kept is None or kept.own.numel() != grad.numel() * (self.feedback != "none"):  # DDP has made other buckets
+        if kept is None or kept.own.numel() != grad.numel() * (self.feedback != "none"):  # DDP made other buckets
             kept = self.kept[name] = Correction.empty(grad.numel(), self.feedback, grad.device)
         return kept
-
-    def _owed(self) -> list[Tensor]:
-        return [kept.own for kept in list(self.kept.values())] if self.feedback == "ef" else []
 
     def _contents(self) -> dict[str, Any]:
         known = self.kept if self.feedback != "none" else {}

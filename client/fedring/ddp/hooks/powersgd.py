@@ -1,8 +1,8 @@
-"""PowerSGD as a communication hook: each matrix of a gradient is sent as two thin factors (see compress/lowrank.py).
+"""PowerSGD as a communication hook: each matrix of a gradient is sent as two thin factors (`fedring.compress.lowrank`).
 
-Beside torch's powerSGD_hook: several buckets work on every backend; the tensors that are not compressed travel in one
-message with the left factors; they have no error to remember, for nothing of them is left out; and a step
-with NaN or infinity leaves the memory as it was.
+It differs from torch's powerSGD_hook in this: several buckets work on every backend; the tensors that are not
+compressed travel in one message with the left factors; they have no error to remember, since nothing of them is left
+out; and a step with NaN or infinity leaves the memory as it was.
 """
 
 from collections import defaultdict
@@ -25,19 +25,35 @@ from fedring.compress.lowrank import (
     right_factor,
     worth_factoring,
 )
-from fedring.ddp.hooks.gradients import Gradients
+from fedring.ddp.gradients import Gradients
 from fedring.ddp.hooks.powersgd_state import PowerSGDState
-from fedring.ddp.hooks.turns import Steps, mean
+from fedring.ddp.turns import Steps, mean
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
-    """A future of the bucket's buffer, whose matrices are then low-rank approximations of their means."""
+    """Send each matrix of a bucket as two factors, and all other tensors whole.
+
+    Args:
+        state: This worker's state.
+        bucket: The bucket that DistributedDataParallel has filled.
+
+    Returns:
+        A future of the bucket's buffer, whose matrices are then low-rank approximations of their means.
+    """
     grads = state.names.of(bucket)
     return _start(state, bucket, _by_tensor(state, grads) if state.compresses else _whole(state, grads))
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
-    """A future of the bucket's buffer, which is then, as one square matrix, a low-rank approximation of its mean."""
+    """Send a whole bucket, as one square matrix, as two factors.
+
+    Args:
+        state: This worker's state.
+        bucket: The bucket that DistributedDataParallel has filled.
+
+    Returns:
+        A future of the bucket's buffer, which is then a low-rank approximation of its mean over all workers.
+    """
     grads = state.names.of(bucket)
     return _start(state, bucket, _as_square(state, grads) if state.compresses else _whole(state, grads))
 
@@ -65,7 +81,7 @@ def _whole(state: PowerSGDState, grads: Gradients) -> Steps:
 
 
 def _by_tensor(state: PowerSGDState, grads: Gradients) -> Steps:
-    """The steps of section 3 of the documentation of torch's hook, of which 2.1 and 3.3 send one message."""
+    """Take the steps of torch's hook (see its docstring), of which this sends 2.1 and 3.3 in one message."""
     flat, dtype = grads.flat(), grads.buffer.dtype
     whole, groups = _divide(state, grads)
     targets = [
@@ -88,9 +104,9 @@ def _by_tensor(state: PowerSGDState, grads: Gradients) -> Steps:
 
 
 def _as_square(state: PowerSGDState, grads: Gradients) -> Steps:
-    """The steps of torch's batched hook; what fills the square up has no error.
+    """Take the steps of torch's batched hook; the zeros that fill up the square have no error.
 
-    The order of names, not of the bucket, gives tensors their places: DDP changes it after the first step.
+    Tensors have their places by the order of their names, since DDP changes the order in buckets after the first step.
     """
     flat = dict(zip(grads.names, grads.flat(), strict=True))
     tensors = {name: flat[name] for name in sorted(flat)}
@@ -115,7 +131,7 @@ def _as_square(state: PowerSGDState, grads: Gradients) -> Steps:
 
 
 def _divide(state: PowerSGDState, grads: Gradients) -> tuple[list[int], list[list[int]]]:
-    """Places of the tensors that are sent whole, and of those that are factored, by equal shapes if so asked."""
+    """Return the places of tensors that are sent whole, and groups of those that are factored together."""
     whole: list[int] = []
     by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, shape in enumerate(grads.shapes):
@@ -133,11 +149,11 @@ def _divide(state: PowerSGDState, grads: Gradients) -> tuple[list[int], list[lis
 
 
 def _batches(state: PowerSGDState, keys: Sequence[list[str]], matrices: Sequence[list[Tensor]]) -> list[_Batch]:
-    """The matrices, in lists of one shape, with their left factors and with the right ones of the step before."""
+    """Stack the matrices of each list, find their right factors of the step before, and make their left factors."""
     batches: list[_Batch] = []
     generator: torch.Generator | None = None
     if not matrices and not state.draws_by_name and (not state.warm_start or state.iter == state.start_powerSGD_iter):
-        state.generator()  # torch's hook draws for such a bucket, too: equal seeds are to make equal factors
+        state.generator()  # torch's hook draws for such a bucket, too, and equal seeds must give equal factors
     for some, alike in zip(keys, matrices, strict=True):
         stacked = torch.stack(alike) if len(alike) > 1 else alike[0].unsqueeze(0)
         columns, rank = stacked.shape[2], min(*stacked.shape[1:], state.matrix_approximation_rank)
@@ -157,7 +173,7 @@ def _batches(state: PowerSGDState, keys: Sequence[list[str]], matrices: Sequence
 
 
 def _factor(state: PowerSGDState, batches: Sequence[_Batch], lefts: Sequence[Tensor], dtype: torch.dtype) -> Steps:
-    """The batches have their factors of this step, equal on all workers, of which `lefts` are the left ones' means."""
+    """Complete the batches' factors of this step, equal on all workers, from the means `lefts` of the left ones."""
     if not batches:
         return torch.empty(0)
     for batch, left in zip(batches, lefts, strict=True):

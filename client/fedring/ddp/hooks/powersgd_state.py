@@ -1,4 +1,4 @@
-"""What PowerSGD remembers between steps."""
+"""The state of PowerSGD: its options, and what it remembers between steps."""
 
 import logging
 from collections.abc import Iterable
@@ -12,18 +12,25 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from fedring.compress.lowrank import as_matrix, worth_factoring
-from fedring.ddp.hooks.state import HookState
+from fedring.ddp.state import HookState
 
 log = logging.getLogger(__name__)
 
 _LARGEST_SEED = 1_000_000_000
-_FACTOR, _RANDOM = "factor of ", "random numbers"  # what workers share, by name
+_FACTOR, _RANDOM = "factor of ", "random numbers"  # names of what workers share
 
 
 class PowerSGDState(HookState):
-    """Hyperparameters and memory of PowerSGD, with the names, defaults and random numbers of torch's PowerSGDState.
+    """The state of powerSGD_hook and batched_powerSGD_hook, with torch's names, defaults and random numbers.
 
-    With `named_parameters` errors and factors are kept by name, else by the index of buckets, as torch does.
+    With `named_parameters`, errors and factors are kept by name, otherwise by the index of buckets, as in torch. All
+    other arguments are those of torch's PowerSGDState.
+
+    Attributes:
+        rng: Random numbers as they were at the start of this step; equal on all workers.
+        error_dict: What earlier messages left out of this worker's matrices, [n] by name.
+        q_memory_dict: Right factors [columns, rank] by name; equal on all workers.
+        iter: The steps taken.
     """
 
     kind = "powersgd"
@@ -59,9 +66,9 @@ class PowerSGDState(HookState):
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.random_seed = random_seed
-        self.rng = np.random.RandomState(random_seed)  # at the start of this step; equal on all workers
-        self.error_dict: dict[str, Tensor] = {}  # what this worker's matrices were and the sent ones were not
-        self.q_memory_dict: dict[str, Tensor] = {}  # [columns, rank] right factors; equal on all workers
+        self.rng = np.random.RandomState(random_seed)
+        self.error_dict: dict[str, Tensor] = {}
+        self.q_memory_dict: dict[str, Tensor] = {}
         self.iter = 0
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
@@ -74,12 +81,12 @@ class PowerSGDState(HookState):
         return self.iter >= self.start_powerSGD_iter
 
     def begin(self, bucket: GradBucket) -> None:
-        """The bucket of this step is about to be sent; what a step that failed has drawn, is drawn again."""
+        """Prepare for a bucket; with the first one of a step, take back the random numbers that a failed step drew."""
         if bucket.index() == 0:
             self._drawing.set_state(self.rng.get_state(legacy=False))
 
     def end(self, bucket: GradBucket) -> None:
-        """The bucket was sent, and the last one ends the step."""
+        """Note that a bucket was sent; the last one ends the step."""
         if not bucket.is_last():
             return
         if self.compresses and self.iter >= self.next_stats_report:
@@ -92,49 +99,53 @@ class PowerSGDState(HookState):
         self.iter += 1
 
     def generator(self) -> torch.Generator:
-        """Random numbers that are equal on all workers, and others each time."""
+        """Return a generator of random numbers, equal on all workers and different each time."""
         return torch.Generator().manual_seed(int(self._drawing.randint(_LARGEST_SEED)))
 
     @property
     def draws_by_name(self) -> bool:
-        """Whether each parameter's random numbers are its own, so that they do not depend on buckets.
+        """Whether each parameter has its own random numbers, so that they do not depend on buckets.
 
-        With a warm start numbers are drawn once, and then as torch's hook draws them.
+        With a warm start they are drawn once only, and in the same way as in torch's hook.
         """
         return self.names.bound and not self.warm_start
 
     def generator_of(self, name: str) -> torch.Generator:
-        """Random numbers for the parameter and the step, equal on all workers."""
+        """Return a generator of random numbers for a parameter and this step, equal on all workers."""
         return torch.Generator().manual_seed(crc32(f"{self.random_seed} {self.iter} {name}".encode()))
 
     def count(self, before: int, after: int) -> None:
-        """Of `before` entries `after` are sent."""
+        """Count that `after` entries are sent in the place of `before`."""
         self.total_numel_before_compression += before
         self.total_numel_after_compression += after
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """How many times fewer entries are sent than there are; how many there were; how many were sent."""
+        """Return the compression rate, the number of entries that there were, and the number that was sent."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return before / after if after else 0.0, before, after
 
     def with_error(self, name: str, grad: Tensor) -> Tensor:
-        """`grad` [n] plus what earlier steps left out of it, a new tensor [n] of at least float32."""
+        """Return `grad` [n] plus what earlier steps left out of it, a new tensor [n] of at least float32."""
         error = self.error_dict.get(name)
         if not self.use_error_feedback or error is None or error.numel() != grad.numel():
             return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
         return grad + error
 
     def keep_error(self, name: str, target: Tensor, sent: Tensor) -> None:
-        """What `sent` [n] leaves out of `target` [n] goes into the next step."""
+        """Keep what `sent` [n] leaves out of `target` [n] for the next step."""
         if self.use_error_feedback:
             self.error_dict[name] = target - sent
 
     def keep_factor(self, key: str, factor: Tensor) -> None:
-        """The next step begins with the factor; instead of zeros, which no step would ever leave, with a new one."""
+        """Keep a factor [columns, rank] for the next step; drop one of zeros, since no step would ever change it."""
         if bool(factor.any()):
             self.q_memory_dict[key] = factor
         else:
             self.q_memory_dict.pop(key, None)
+
+    def owed(self) -> dict[str, Tensor]:
+        """As HookState.owed: the errors."""
+        return dict(self.error_dict)
 
     def rescale(self, old_world: int, new_world: int) -> None:
         """As HookState.rescale."""
@@ -143,17 +154,17 @@ class PowerSGDState(HookState):
     def shared(self) -> dict[str, Tensor]:
         """As HookState.shared: the right factor of each matrix, zeros until there is one, and the random numbers.
 
-        Those of whole buckets are drawn anew: DDP makes other buckets in every new group.
+        Factors of whole buckets are not among them, since DDP makes other buckets in every new group.
         """
-        whole = self._whole or self._contents()
-        shared = {_RANDOM: torch.cat([whole["rng"], torch.tensor([whole["rng_position"]])])}
-        for name, parameter in self.names.parameters.items():
+        counted = self._counted or self._contents()
+        shared = {_RANDOM: torch.cat([counted["rng"], torch.tensor([counted["rng_position"]])])}
+        for name, parameter in self.parameters.items():
             rows, columns = as_matrix(parameter.shape)
             rank = min(rows, columns, self.matrix_approximation_rank)
             if self.warm_start and worth_factoring(rows, columns, rank=rank, min_rate=self.min_compression_rate):
                 dtype = torch.promote_types(parameter.dtype, torch.float32)
                 place = torch.zeros(columns, rank, dtype=dtype, device=parameter.device)
-                shared[_FACTOR + name] = place.copy_(whole["q"].get(name, place))
+                shared[_FACTOR + name] = place.copy_(counted["q"].get(name, place))
         return shared
 
     def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
@@ -165,9 +176,6 @@ class PowerSGDState(HookState):
         for name, factor in shared.items():
             if name.startswith(_FACTOR):
                 self.keep_factor(name.removeprefix(_FACTOR), factor.clone())
-
-    def _owed(self) -> list[Tensor]:
-        return list(self.error_dict.values())
 
     def _contents(self) -> dict[str, Any]:
         twister = self.rng.get_state(legacy=False)["state"]

@@ -1,4 +1,4 @@
-"""What a hook works on: a bucket's gradients, by names."""
+"""The gradients of a bucket by the names of their parameters: what a hook works on."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,16 +17,20 @@ class Gradients:
     buffer: Tensor  # [n] of any float dtype
 
     def flat(self) -> list[Tensor]:
-        """Each tensor as a view [numel] of the buffer."""
+        """Return each tensor as a view [numel] of the buffer."""
         return list(torch.split(self.buffer, self.sizes()))
 
     def sizes(self) -> list[int]:
-        """The number of entries of each tensor."""
+        """Return the number of entries of each tensor."""
         return [shape.numel() for shape in self.shapes]
 
 
 class Names:
-    """What a state calls the parameters of a bucket: by their names, or, unbound, by the bucket's index and place."""
+    """The names by which a state knows the parameters of a bucket.
+
+    A bound state uses the names that the model gives its parameters. An unbound one, as in torch, uses the index of the
+    bucket and the place in it.
+    """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]] | None = None) -> None:
         self.bound = named_parameters is not None
@@ -34,19 +38,29 @@ class Names:
         self._names = {id(tensor): name for name, tensor in self.parameters.items()}
 
     def of(self, bucket: GradBucket) -> Gradients:
-        """The gradients of `bucket`."""
+        """Return the gradients of a bucket.
+
+        Raises:
+            ValueError: If the state is bound, and a parameter of the bucket is not among its named parameters.
+        """
         parameters = bucket.parameters()
-        names = [self._name(parameter, bucket.index(), place) for place, parameter in enumerate(parameters)]
+        if self.bound:
+            names = [self.name_of(parameter) for parameter in parameters]
+        else:
+            names = [f"bucket {bucket.index()}, {place}" for place in range(len(parameters))]
         return Gradients(names, [parameter.shape for parameter in parameters], bucket.buffer())
 
-    def _name(self, parameter: Tensor, index: int, place: int) -> str:
-        if not self.bound:
-            return f"bucket {index}, {place}"
+    def name_of(self, parameter: Tensor) -> str:
+        """Return the name of a parameter, which is found by its identity.
+
+        Raises:
+            ValueError: If it is not among the named parameters.
+        """
         try:
             return self._names[id(parameter)]
         except KeyError:
             shape = tuple(parameter.shape)
             raise ValueError(
                 f"a parameter of shape {shape} is not among the named_parameters of the hook's state; "
-                "a state that was loaded whole is bound anew with bind(model.named_parameters())"
+                "after loading a state as an object, call bind(model.named_parameters())"
             ) from None

@@ -1,0 +1,73 @@
+"""Hooks without a memory: torch's own, in the form in which DistributedDataParallel accepts them everywhere.
+
+DistributedDataParallel refuses hooks that are called bf16_compress_hook or bf16_compress_wrapper_hook on a machine
+without NCCL, whatever the backend. Gloo and fedring send bfloat16: the hooks here do the same under other names.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+
+from fedring.ddp.state import HookState
+
+HookFunction = Callable[[Any, GradBucket], Future[Tensor]]
+"""A hook: it takes its state and a bucket, and returns a future of the bucket's buffer with the exchanged gradients."""
+
+
+class PlainState(HookState):
+    """The state of a hook that remembers nothing: its group, and the meter of its waits.
+
+    Args:
+        process_group: The group to exchange with; None is the default group.
+    """
+
+    kind = "plain"
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(process_group, ())
+
+    def end_step(self) -> None:
+        """As HookState.end_step: all of the step's gradients have been exchanged."""
+        self.meter.end_step()
+
+
+def plain(hook: HookFunction) -> HookFunction:
+    """Return a hook that takes a PlainState, for one that takes a process group or None."""
+
+    def plain_hook(state: PlainState, bucket: GradBucket) -> Future[Tensor]:
+        future = hook(state.process_group, bucket)
+        if bucket.is_last():
+            state.meter.last_bucket_left()
+        return future
+
+    return plain_hook
+
+
+def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
+    """Send a bucket as bfloat16.
+
+    Args:
+        process_group: The group to exchange with; None is the default group.
+        bucket: The bucket that DistributedDataParallel has filled.
+
+    Returns:
+        A future of the bucket's buffer, which then holds the mean over all workers.
+    """
+    future: Future[Tensor] = default_hooks.bf16_compress_hook(process_group, bucket)  # type: ignore[arg-type]  # takes None
+    return future
+
+
+def bf16_wrapper(hook: HookFunction) -> HookFunction:
+    """Return a hook that rounds the bucket to bfloat16 before `hook`."""
+
+    def bf16_wrapped(state: Any, bucket: GradBucket) -> Future[Tensor]:
+        bucket.set_buffer(bucket.buffer().to(torch.bfloat16))
+        return hook(state, bucket).then(lambda done: bucket.buffer().copy_(done.value()))
+
+    return bf16_wrapped
