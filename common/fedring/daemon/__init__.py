@@ -1,1 +1,4 @@
-"""What a daemon needs whatever it does: configuration, logs, exit codes, systemd."""
+"""What every daemon needs: configuration, logs, metrics, traces, locks, exit codes, and systemd.
+
+Nothing here knows gRPC, or imports any other package of fedring.
+"""
