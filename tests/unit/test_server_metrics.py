@@ -11,8 +11,10 @@ import pytest
 
 import fedring.codec
 import fedring.server.model.mean
+import fedring.server.round.eligibility
 import fedring.server.service.uploads
 import fedring.server.update.admission
+import fedring.server.update.upload
 from fedring.codec.errors import CodecError
 from fedring.rpc import errors
 from fedring.rpc.auth import REASONS
@@ -75,9 +77,11 @@ def test_the_reasons_of_refusals_are_a_closed_set() -> None:
     found = {word for path in files for word in words_of(path, argument=0, keyword="", errors="CodecError")}
     admit = Path(fedring.server.update.admission.__file__)
     found |= set(words_of(admit, argument=None, keyword="reason", errors="BadUpdate"))
-    uploads = Path(fedring.server.service.uploads.__file__)
-    found |= set(words_of(uploads, argument=None, keyword="reason", errors=""))
-    found |= set(words_of(uploads, argument=0, keyword="", errors="CodecError"))
+    refusing = (fedring.server.service.uploads, fedring.server.update.upload, fedring.server.round.eligibility)
+    for path in (Path(module.__file__ or "") for module in refusing):
+        found |= set(words_of(path, argument=None, keyword="reason", errors=""))
+        found |= set(words_of(path, argument=0, keyword="", errors="CodecError"))
+    assert {"bad_chunk", "truncated", "wrong_client", "wrong_model", "not_selected", "round_closed"} <= found
     for module in (blobs, database):
         found |= set(words_of(Path(module.__file__ or ""), argument=0, keyword="", errors="StorageError"))
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FedringError)]
