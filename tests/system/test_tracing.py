@@ -80,8 +80,11 @@ import sys
 import fedring.client.main, fedring.server.main
 from fedring.daemon.tracing import set_up_tracing, span, trace_metadata
 set_up_tracing("quiet")
+theirs = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"  # of a server that does trace
 with span("nothing"):
-    print(trace_metadata(), [name for name in sys.modules if name.startswith("opentelemetry.sdk")])
+    alone = trace_metadata()
+with span("nothing", theirs):
+    print(alone + trace_metadata(), [name for name in sys.modules if name.startswith("opentelemetry.sdk")])
 """
 
 

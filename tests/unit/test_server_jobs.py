@@ -1,15 +1,20 @@
-"""The queue of jobs: a job that was stopped does not run, whenever it was stopped."""
+"""The queue of jobs: a job that was stopped does not run, and a failure ends only the job in which it happens."""
 
 import asyncio
 import threading
 from pathlib import Path
+
+import pytest
+from tests.unit.host import Host, running, spec
 
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.parts import assemble
 from fedring.server.round.sessions import Sessions
 from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.database import StoreError
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import FsyncFailed
 from fedring.server.state.rows import JobRow
 from fedring.server.state.store import SqlStore
 from fedring.train.job import Job
@@ -49,3 +54,40 @@ async def test_a_job_that_is_stopped_just_before_its_turn_does_not_run(tmp_path:
     assert kept is not None
     assert kept.state == "stopped"
     facts.close()
+
+
+@pytest.mark.parametrize("read", ["job_rounds_ended", "open_round"])
+async def test_a_store_that_somebody_else_holds_as_a_job_starts_fails_the_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    def locked(*_: int) -> None:
+        raise StoreError("database", "database is locked")
+
+    async with running(tmp_path) as host:
+        with monkeypatch.context() as patched:
+            patched.setattr(host.store, read, locked)
+            job, _ = await host.jobs.start(spec(), "")
+            assert await host.ended(job.job_id) == "failed"
+        row = await host.facts.db(host.store.job, job.job_id)
+        assert row is not None
+        assert "locked" in row.reason
+        session = host.join("a")
+        job, _ = await host.jobs.start(spec(), "")
+        await host.offer(host.update(await host.command(session), "a"))
+        assert await host.ended(job.job_id) == "completed"
+
+
+@pytest.mark.parametrize("place", ["opens", "starts"])
+async def test_a_disk_that_cannot_be_trusted_ends_the_daemon_and_not_only_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise FsyncFailed("the disk lost pages")
+
+    host = Host(tmp_path)
+    monkeypatch.setattr(host.store, {"opens": "create_round", "starts": "update_round"}[place], broken)
+    host.join("a")
+    await host.jobs.start(spec(), "")
+    with pytest.raises(FsyncFailed):
+        await host.jobs.run()
+    host.facts.close()

@@ -1,6 +1,7 @@
 """OpenTelemetry traces of this process, if OTEL_TRACES_EXPORTER asks for them and the extra `tracing` is installed.
 
-Without them the API's own tracer does nothing. Other processes know a span by its W3C `traceparent`.
+Without them the API's own tracer does nothing, and nothing of a trace is passed on. Other processes know a span by its
+W3C `traceparent`.
 """
 
 import logging
@@ -51,7 +52,7 @@ def traceparent_of(begun: trace.Span) -> str:
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """Return what a call says of the span it belongs to, as gRPC metadata; empty without a span."""
+    """Return what a call says of the span it belongs to, as gRPC metadata; empty if nothing is traced."""
     name = _name_in(context.get_current())
     return ((KEY, name),) if name else ()
 
@@ -91,6 +92,9 @@ def _context_of(parent: str) -> context.Context | None:
 
 
 def _name_in(where: context.Context) -> str:
+    # The API's own tracer returns the span of another process as it is. Only spans of this process are passed on.
+    if trace.get_current_span(where).get_span_context().is_remote:
+        return ""
     texts: dict[str, str] = {}
     _TEXTS.inject(texts, where)
     return texts.get(KEY, "")

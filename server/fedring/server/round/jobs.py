@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from pydantic import ValidationError
 
@@ -16,7 +17,7 @@ from fedring.server.round.runner import RoundRunner
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.journal import Journal, printable
-from fedring.server.state.rows import JobRow, RoundRow
+from fedring.server.state.rows import JobRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 
@@ -118,14 +119,24 @@ class Jobs:
         verb = "goes on" if row.state == "running" else "starts"
         text = f"job {row.job_id} ({row.name}) {verb}: {row.rounds} rounds of {spec.model}"
         self._journal.write("job_started", text, job_id=row.job_id)
+        try:
+            return await self._run_rounds(row, spec)
+        except _JobFault as fault:
+            return "failed", str(fault)
+
+    async def _run_rounds(self, row: JobRow, spec: Job) -> tuple[str, str]:
         abandoned = 0  # rounds, one after the other
-        done = await self._facts.keep(self._facts.db, self._store.job_rounds_ended, row.job_id)
-        interrupted = await self._facts.keep(self._facts.db, self._store.open_round)
+        with _faults_of_the_job(row.job_id):
+            done = await self._facts.keep(self._facts.db, self._store.job_rounds_ended, row.job_id)
+            interrupted = await self._facts.keep(self._facts.db, self._store.open_round)
         while done < row.rounds:
             if row.job_id in self._stopped:
                 return "stopped", ""
-            if fault := await self._open_round(row, spec, done + 1, interrupted):
-                return "failed", fault
+            with _faults_of_the_job(row.job_id):
+                if interrupted is not None and interrupted.job_id == row.job_id:
+                    await self._facts.keep(self._runner.resume, interrupted, spec)
+                else:
+                    await self._facts.keep(self._runner.open, row, spec, done + 1)
             interrupted = None
             if row.job_id in self._stopped:  # while the round was being opened
                 await self._rounds.abandon("stopped")
@@ -138,18 +149,20 @@ class Jobs:
                 return "failed", outcome.reason
         return "completed", ""
 
-    async def _open_round(self, row: JobRow, spec: Job, job_round: int, interrupted: RoundRow | None) -> str:
-        """Open the job's next round, or resume the one that a restart interrupted. Returns why it cannot, or ""."""
-        try:
-            if interrupted is not None and interrupted.job_id == row.job_id:
-                await self._facts.keep(self._runner.resume, interrupted, spec)
-            else:
-                await self._facts.keep(self._runner.open, row, spec, job_round)
-        except FsyncFailed:
-            raise
-        except (SeamError, DataError, StorageError) as error:
-            return str(error)
-        except Exception as error:  # the job names the user's code, which may raise anything
-            log.exception("job %d failed", row.job_id)
-            return printable(f"{type(error).__name__}: {error}")
-        return ""
+
+class _JobFault(Exception):
+    """The job fails; the text says why."""
+
+
+@contextmanager
+def _faults_of_the_job(job_id: int) -> Iterator[None]:
+    """Let what goes wrong inside end the job as a `_JobFault`. Elsewhere, an error ends the daemon."""
+    try:
+        yield
+    except FsyncFailed:
+        raise
+    except (SeamError, DataError, StorageError) as error:
+        raise _JobFault(str(error)) from error
+    except Exception as error:  # the job names the user's code, which may raise anything
+        log.exception("job %d failed", job_id)
+        raise _JobFault(printable(f"{type(error).__name__}: {error}")) from error

@@ -56,7 +56,9 @@ from fedring.server.update.upload import (
 )
 from fedring.v1 import federation_pb2 as pb
 
+_Messages = AsyncIterator[pb.ClientUpdate | ReceivedChunk]
 SERVICE = "fedring.v1.ClientUpdateService"
+_PAUSES = (Send, Done)  # effects that are not performed, but answered
 _AT_ONCE = 1 << 18  # so many values are checked sooner than a thread could be found for it
 
 
@@ -94,10 +96,7 @@ class ClientUpdateService:
         session = self._sessions.of(context)
         with self._counted(session, 0) as count:
             messages = TimedStream(request_iterator, self._config.no_progress_seconds)
-            first = await anext(messages, None)
-            if not isinstance(first, pb.ClientUpdate) or not first.HasField("offer"):
-                raise BadRequest("the first message must be an offer")
-            async with aclosing(self._push(session, Offered(first.offer), messages)) as replies:
+            async with aclosing(self._push(session, messages)) as replies:
                 async for reply in replies:
                     count()  # before the client knows that its update was accepted: the round may end at once
                     yield reply
@@ -128,10 +127,8 @@ class ClientUpdateService:
                 raise Gone("the session was closed")
             session.hear()
             with self._counted(session, seen):
-                update = require_message(request)
-                async with aclosing(self._push(session, Offered(update.offer, update.payload))) as replies:
-                    reply = await anext(replies)
-            await write(context, reply.accepted, self._config.no_progress_seconds)
+                accepted = await self._push_small(session, require_message(request))
+            await write(context, accepted, self._config.no_progress_seconds)
         return True
 
     @contextmanager
@@ -156,34 +153,58 @@ class ClientUpdateService:
             count()
 
     async def _push(
-        self, session: Session, offered: Event, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk] | None = None
+        self, session: Session, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk]
     ) -> AsyncGenerator[pb.UpdateReply, None]:
-        """Perform what an upload asks for until it is done, and yield what the client is to be told.
+        """Take an update in chunks: yield where the client is to go on, unless it is done, and that it was accepted."""
+        first = await anext(messages, None)
+        if not isinstance(first, pb.ClientUpdate) or not first.HasField("offer"):
+            raise BadRequest("the first message must be an offer")
+        call = self._call(session, messages)
+        async with call.stack:
+            effect = await self._advance(call, Offered(first.offer))
+            if isinstance(effect, Send):
+                yield pb.UpdateReply(resume_offset=effect.offset)
+                effect = await self._advance(call, Sent())
+        yield pb.UpdateReply(accepted=self._accepted(effect))
 
-        Args:
-            session: the client's.
-            offered: the upload's first event.
-            messages: what the client sends after its offer; None if the payload came with it.
-        """
-        upload, call = Upload(session.client_id, self._facts.store.epoch), _Call(messages)
-        effect = upload.handle(offered)
-        async with AsyncExitStack() as stack:
-            try:
-                while not isinstance(effect, Done):
-                    if isinstance(effect, Send):
-                        yield pb.UpdateReply(resume_offset=effect.offset)
-                    effect = upload.handle(await self._perform(session, effect, call, stack))
-            except (FedringError, CodecError):
-                if upload.spoilt:
-                    self._discard(call)
-                raise
+    async def _push_small(self, session: Session, update: pb.SmallUpdate) -> pb.Accepted:
+        """Take an update that came in one message."""
+        call = self._call(session)
+        async with call.stack:
+            effect = await self._advance(call, Offered(update.offer, update.payload))
+        return self._accepted(effect)
+
+    def _call(
+        self, session: Session, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk] | None = None
+    ) -> "_Call":
+        return _Call(session.client_id, Upload(session.client_id, self._facts.store.epoch), messages)
+
+    def _accepted(self, effect: Effect) -> pb.Accepted:
+        if not isinstance(effect, Done):
+            raise TypeError(f"an upload ends with {effect}")
         if effect.already:
             self._metrics.repeated()
-        yield pb.UpdateReply(accepted=pb.Accepted(already=effect.already))
+        return pb.Accepted(already=effect.already)
 
-    async def _perform(self, session: Session, effect: Effect, call: "_Call", stack: AsyncExitStack) -> Event:
-        """Do what an upload asks for, and return what came of it."""
-        client = session.client_id
+    async def _advance(self, call: "_Call", event: Event) -> Effect:
+        """Perform what the upload asks for after an event, until it is done or has something to send: that is returned.
+
+        This is no generator: small updates are many, and have nothing to send before they are done.
+        """
+        upload = call.upload
+        try:
+            effect = upload.handle(event)
+            while not isinstance(effect, _PAUSES):
+                effect = upload.handle(await self._perform(call, effect))
+        except (FedringError, CodecError):
+            if upload.spoilt:
+                self._discard(call)
+            raise
+        return effect
+
+    async def _perform(self, call: "_Call", effect: Effect) -> Event:
+        """Do what the upload asks for, and return what came of it."""
+        client = call.client
         try:
             match effect:
                 case LookUp(run_id, number):
@@ -194,11 +215,9 @@ class ClientUpdateService:
                     schema = self._models.versions.schema_of(open_.base)
                     return Terms(open_.base.digest, open_.command.max_update_bytes, schema)
                 case Open():
-                    return Opened(await self._open(client, effect, call, stack))
-                case Send():
-                    return Sent()
+                    return Opened(await self._open(call, effect))
                 case Read():
-                    return await self._read(client, call)
+                    return await self._read(call)
                 case Write(data):
                     await self._write(call.partial, data)
                     return Written()
@@ -222,14 +241,14 @@ class ClientUpdateService:
             return open_.accepted[client].name if client in open_.accepted else ""
         return await facts.db(facts.store.accepted_name, number, client)
 
-    async def _open(self, client: str, effect: Open, call: "_Call", stack: AsyncExitStack) -> int:
-        """Open a place for the payload until `stack` is closed. Returns the bytes that it holds already."""
+    async def _open(self, call: "_Call", effect: Open) -> int:
+        """Open a place for the payload until the call's stack is closed. Returns the bytes that it holds already."""
         if not call.opened:
             call.opened = True
             if call.messages is not None:
-                await stack.enter_async_context(self._slots)
-            await stack.enter_async_context(self._only_one(client))
-            stack.enter_context(call.undo)
+                await call.stack.enter_async_context(self._slots)
+            await call.stack.enter_async_context(self._only_one(call.client))
+            call.stack.enter_context(call.undo)
         if not effect.name:  # a small payload is handled in memory, in this thread: another would cost more
             call.partial = MemoryPartial(effect.payload or b"")
             return call.partial.size
@@ -245,11 +264,11 @@ class ClientUpdateService:
             raise Overloaded(str(error), reason=error.reason) from error
         return call.partial.size
 
-    async def _read(self, client: str, call: "_Call") -> Event:
+    async def _read(self, call: "_Call") -> Event:
         message = await anext(call.messages, None) if call.messages is not None else None
         if message is None:
             return Ended()
-        self._rounds.deliverable(call.run_id, call.round, client)  # an upload does not outlive its round
+        self._rounds.deliverable(call.run_id, call.round, call.client)  # an upload does not outlive its round
         chunk = message if isinstance(message, ReceivedChunk) else message.chunk
         return Chunk(chunk.offset, chunk.data)
 
@@ -303,9 +322,13 @@ class ClientUpdateService:
 class _Call:
     """What one call keeps of its upload."""
 
-    def __init__(self, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk] | None) -> None:
-        self.messages = messages
+    def __init__(
+        self, client: str, upload: Upload, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk] | None
+    ) -> None:
+        self.client, self.upload = client, upload
+        self.messages = messages  # None if the payload came with its offer
         self.partial: Partial = MemoryPartial()
+        self.stack = AsyncExitStack()  # gives back what the call holds while its upload is open
         self.undo = ExitStack()  # closes the partial
         self.opened = False
         self.run_id, self.round = "", 0

@@ -68,8 +68,8 @@ def open_offer(offer: pb.UpdateOffer) -> Offer:
     return Offer(header, offer.payload_digest, offer.name)
 
 
-def check_header(header: pb.UpdateHeader, schema: Schema) -> None:
-    """Check that the header fits the model and itself; CodecError says what does not."""
+def check_header(header: pb.UpdateHeader, schema: Schema) -> tuple[PacketSpec, ...]:
+    """Check that the header fits the model and itself. Returns its packets; CodecError says what does not fit."""
     if header.epoch >= 2**63:
         raise CodecError("bad_epoch", f"{header.epoch} is not below 2^63")
     if header.schema_hash != schema.hash:
@@ -80,6 +80,7 @@ def check_header(header: pb.UpdateHeader, schema: Schema) -> None:
     if sum(spec.bytes for spec in specs) != header.total_bytes:
         raise CodecError("bad_packets", f"the packets are not {header.total_bytes} bytes together")
     check_figures(header.train_seconds, header.metrics)
+    return specs
 
 
 def packets_of(header: pb.UpdateHeader) -> tuple[PacketSpec, ...]:

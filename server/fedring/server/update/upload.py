@@ -30,7 +30,7 @@ from fedring.rpc.errors import (
     UnknownRound,
 )
 from fedring.server.state.rows import PacketSpec, UpdateRow
-from fedring.server.update.admission import check_header, open_offer, packets_of
+from fedring.server.update.admission import check_header, open_offer
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -277,7 +277,7 @@ class Upload:
             raise BadUpdate(text, reason="wrong_model")
         if header.total_bytes > terms.most_bytes:
             raise TooLarge(f"{header.total_bytes} bytes; the limit is {terms.most_bytes}")
-        check_header(header, terms.schema)
+        self._packets = check_header(header, terms.schema)
         self._schema = terms.schema
         if self._payload is not None and not len(self._payload) == header.total_bytes <= SMALL_BYTES:
             text = f"{len(self._payload)} bytes, not the declared {header.total_bytes}, or more than {SMALL_BYTES}"
@@ -308,7 +308,7 @@ class Upload:
 
     def _digested(self, digest: str) -> Admit:
         if digest == self._offer.digest and self._schema is not None:
-            return Admit(packets_of(self._header), self._schema)
+            return Admit(self._packets, self._schema)
         self.spoilt = True
         if self._resumed:  # what lay here before may have been damaged by a power loss, or have been of another payload
             raise Damaged("the part that was here is not of this payload: send it from the start")
@@ -327,7 +327,7 @@ class Upload:
             client_id=header.client_id,
             digest=self._offer.digest,
             name=self._offer.name,
-            packets=packets_of(header),
+            packets=self._packets,
             num_samples=header.packets[-1].num_samples,
             total_bytes=header.total_bytes,
             train_seconds=header.train_seconds,
