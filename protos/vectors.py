@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from fedring.codec import BUFFERS, Encoding, Schema, decode, encode, encode_buffers, parse_schema
 from fedring.codec.gradient import Part, encode_gradient
 from fedring.codec.precision import Precision, to_words
-from fedring.server import mean
-from fedring.server.packets import lay_out
+from fedring.server.model import mean
+from fedring.server.state.rows import lay_out
 from vector_cases import (
     ABOUT,
     AGGREGATED,

@@ -56,7 +56,7 @@ MUTANTS = {
         "tests/system/test_data_parallel.py",
     ),
     "hook by name": Mutant(
-        "common/fedring/ddp/hooks/by_name.py",
+        "client/fedring/ddp/hooks/by_name.py",
         "Ready(group, bf16_hook)",
         "Ready(group, allreduce_hook)",
         "tests/system/test_data_parallel.py",
@@ -68,7 +68,7 @@ MUTANTS = {
         "tests/system/test_data_parallel.py",
     ),
     "tied weights": Mutant(
-        "common/fedring/pipeline/cut.py",
+        "client/fedring/pipeline/cut.py",
         "            if other != number:\n",
         "            if other > number:\n",
         "tests/system/test_pipeline_mode.py",
@@ -90,7 +90,7 @@ MUTANTS = {
     ),
     # Changed tests: they claim something over several seeds, or use a gate instead of a race.
     "dgc's residual": Mutant(
-        "common/fedring/compress/dgc.py",
+        "client/fedring/compress/dgc.py",
         "    return residual.add_(momentum)\n",
         "    return residual.copy_(grad)\n",
         "tests/system/test_dgc_ddp.py",
@@ -103,7 +103,7 @@ MUTANTS = {
         "tests/fault/test_processes.py",
     ),
     "silent ranks": Mutant(
-        "common/fedring/ring/options.py",
+        "client/fedring/ring/options.py",
         "lost_after_seconds: float = Field(default=4.0,",
         "lost_after_seconds: float = Field(default=40.0,",
         "tests/fault/test_promises.py",
@@ -112,7 +112,7 @@ MUTANTS = {
     # Tests whose programs are forks, and not started by a new interpreter any more.
     "lock": Mutant("common/fedring/daemon/lock.py", "fcntl.LOCK_EX", "fcntl.LOCK_SH", "tests/fault/test_processes.py"),
     "commit": Mutant(
-        "server/fedring/server/store.py",
+        "server/fedring/server/state/store.py",
         "                connection.execute(insert(updates), new)\n",
         "                pass\n",
         "tests/fault/test_store_kill.py",
@@ -148,7 +148,7 @@ MUTANTS = {
         "tests/system/test_examples.py",
     ),
     "aborted groups": Mutant(
-        "common/fedring/ring/member.py",
+        "client/fedring/ring/member.py",
         'f"rank {self.ring.rank} has aborted the group"',
         '"a rank has aborted the group"',
         "tests/system/test_ring_failures.py",
@@ -161,31 +161,31 @@ MUTANTS = {
     ),
     "spans": Mutant(
         "common/fedring/daemon/tracing.py",
-        "self._texts.extract({KEY: parent})",
-        "self._texts.extract({})",
+        "_TEXTS.extract({KEY: parent})",
+        "_TEXTS.extract({})",
         "tests/system/test_tracing.py",
     ),
     # Other tests.
     "shares": Mutant(
-        "common/fedring/train/shards.py",
+        "client/fedring/workers/shards.py",
         "start = taken + world.rank * each",
         "start = taken",
         "tests/unit/test_train_shards.py",
     ),
     "grace": Mutant(
-        "server/fedring/server/rounds.py",
+        "server/fedring/server/round/machine.py",
         "now >= state.members[c].since + round_.rules.grace}",
         "now >= state.members[c].since}",
         "tests/unit/test_rounds.py",
     ),
     "same update": Mutant(
-        "server/fedring/server/store.py",
+        "server/fedring/server/state/store.py",
         "Acceptance.ALREADY if names[key] == row.name else Acceptance.OTHER",
         "Acceptance.ALREADY",
         "tests/unit/test_store.py",
     ),
     "feedback": Mutant(
-        "common/fedring/compress/feedback.py",
+        "client/fedring/compress/feedback.py",
         "target = update if residual is None else update + residual",
         "target = update",
         "tests/property/test_compress_feedback.py",
@@ -212,13 +212,13 @@ MUTANTS = {
         "tests/system/test_web.py",
     ),
     "live sessions": Mutant(
-        "server/fedring/server/sessions.py",
+        "server/fedring/server/round/sessions.py",
         "who.role is None and not compare_digest",
         "False and not compare_digest",
         "tests/unit/test_server_sessions.py",
     ),
     "proven clients": Mutant(
-        "server/fedring/server/sessions.py",
+        "server/fedring/server/round/sessions.py",
         "older and who.role is None and ",
         "older and ",
         "tests/unit/test_server_sessions.py",
@@ -266,40 +266,40 @@ MUTANTS = {
         "tests/fault/test_error_feedback.py",
     ),
     "newest of the pruned": Mutant(
-        "server/fedring/server/known.py",
+        "server/fedring/server/state/known.py",
         'where(clients.c.last_name != "")',
         'where(clients.c.last_name == "")',
         "tests/fault/test_error_feedback.py",
     ),
     "epoch of an update": Mutant(
-        "server/fedring/server/uploads.py",
-        "epoch=self._coordinator.facts.store.epoch,",
-        "epoch=header.epoch,",
+        "server/fedring/server/service/uploads.py",
+        "Upload(session.client_id, self._facts.store.epoch)",
+        "Upload(session.client_id, 0)",
         "tests/fault/test_error_feedback.py",
     ),
     "expired sessions": Mutant(
-        "server/fedring/server/federation.py",
+        "server/fedring/server/service/commands.py",
         'raise Unauthenticated("the token of this session has expired", reason="expired_token")',
         "pass",
         "tests/system/test_security.py",
     ),
     "proof before sealing": Mutant(
-        "server/fedring/server/aggregate.py", "        check()\n", "", "tests/fault/test_damage.py"
+        "server/fedring/server/model/aggregate.py", "        check()\n", "", "tests/fault/test_damage.py"
     ),
     "proof of a download": Mutant(
-        "server/fedring/server/federation.py",
+        "server/fedring/server/service/downloads.py",
         "                        offer.prove()\n",
         "                        pass\n",
         "tests/fault/test_damage.py",
     ),
     "proof of what was read twice": Mutant(
-        "server/fedring/server/checked.py",
+        "server/fedring/server/state/checked.py",
         "                self._twice = True\n",
         "                pass\n",
         "tests/unit/test_server_checked.py",
     ),
     "state id": Mutant(
-        "server/fedring/server/identity.py",
+        "server/fedring/server/state/identity.py",
         "    if stored != beside and not (stored == draft and not beside):\n",
         "    if False:\n",
         "tests/fault/test_state.py",
@@ -311,14 +311,14 @@ MUTANTS = {
         "tests/fault/test_state.py",
     ),
     "time that is left": Mutant(
-        "server/fedring/server/coordinator.py",
-        "        self.handle(rd.Resumed(resumed, RECOVERY_SECONDS, elapsed))\n",
-        "        self.handle(rd.Resumed(resumed, RECOVERY_SECONDS, 0.0))\n",
+        "server/fedring/server/round/runner.py",
+        "        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, elapsed))\n",
+        "        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, 0.0))\n",
         "tests/fault/test_deadlines.py",
     ),
     "time without a disk": Mutant(
-        "server/fedring/server/readiness.py",
-        "                _give_time_back(coordinator, storage.since)\n",
+        "server/fedring/server/operator/readiness.py",
+        "                parts.rounds.give_time_back(storage.since)\n",
         "",
         "tests/fault/test_storage.py",
     ),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedring.train.shards import World, shares
+from fedring.workers.shards import World, shares
 
 
 def train_in_one_process(

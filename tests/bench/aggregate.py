@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from fedring.codec import Encoding, Entry, Schema, Vectors, encode
-from fedring.server.aggregate import Plan, aggregate, store_model
-from fedring.server.blobs import FileBlobs
-from fedring.server.checked import CheckedReader, Room, find_damage
-from fedring.server.mean import Contribution
-from fedring.server.modelfile import ModelReader
-from fedring.server.packets import lay_out
+from fedring.server.model.aggregate import Plan, aggregate, store_model
+from fedring.server.model.mean import Contribution
+from fedring.server.model.modelfile import ModelReader
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.checked import CheckedReader, Room, find_damage
+from fedring.server.state.rows import lay_out
 
 VALUES = 25_000_000
 REPEATS = 5

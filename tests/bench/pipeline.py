@@ -28,13 +28,13 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from fedring.pipeline.cut import cut_evenly
-from fedring.pipeline.schedules import one_forward_one_backward
 from fedring.pipeline.search import search_micro_batches
-from fedring.pipeline.simulation import simulate
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import GroupTransport
 from fedring.pipeline.worker import Worker
+from fedring.schedules.schedule import one_forward_one_backward
+from fedring.schedules.simulation import simulate
 from tests.bench.fleets import ROOT, print_line
 from tests.bench.pipeline_accuracy import compare
 

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from fedring.data import mnist
-from fedring.pipeline.simulation import check
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.worker import LocalPipeline
-from fedring.train.cutting import count_layers, cut_model
+from fedring.schedules.simulation import check
 from fedring.train.evaluation import evaluate
 from fedring.train.losses import cross_entropy
 from fedring.train.pipelined import Pipeline
 from fedring.train.seam import build_model
-from fedring.train.shards import World, epoch_order, micro_batches, shares
+from fedring.workers.cutting import count_layers, cut_model
+from fedring.workers.shards import World, epoch_order, micro_batches, shares
 
 _BATCH, _MOMENTUM = 64, 0.9
 _RUN = 64  # micro-batches from one flush of PipeDream's to the next

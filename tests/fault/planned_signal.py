@@ -5,7 +5,8 @@ import random
 import re
 import time
 
-from fedring.server.rounds import Phase, Round, Rules, sample
+from fedring.server.round.events import Phase, Round, Rules
+from fedring.server.round.machine import sample
 from fedring.v1 import control_pb2 as pb
 from tests.fault.faulty_fleet import wait_for
 from tests.fleets import Fleet

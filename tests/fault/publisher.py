@@ -9,11 +9,10 @@ import os
 import sys
 from pathlib import Path
 
-from fedring.server.blobs import FileBlobs
-from fedring.server.packets import PacketSpec
-from fedring.server.rows import JobRow, ModelRow, RoundRow, UpdateRow
-from fedring.server.store import SqlStore
-from fedring.server.store_api import Acceptance
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.interfaces import Acceptance
+from fedring.server.state.rows import JobRow, ModelRow, PacketSpec, RoundRow, UpdateRow
+from fedring.server.state.store import SqlStore
 
 BATCH = 4
 

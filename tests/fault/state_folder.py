@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedring.codec.digest import is_called
-from fedring.server.snapshot import read_contents
+from fedring.server.state.snapshot import read_contents
 from tests.fleets import Control, Fleet
 from tests.system.wire import WireClient, payload_of, run
 

@@ -15,11 +15,11 @@ import pytest
 from fedring.codec.digest import name_of
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
-from fedring.server.backup import back_up
-from fedring.server.restore import restore
-from fedring.server.snapshot import BackupError, read_contents
-from fedring.server.store import SqlStore
-from fedring.server.tables import METADATA
+from fedring.server.state.backup import back_up
+from fedring.server.state.restore import restore
+from fedring.server.state.snapshot import BackupError, read_contents
+from fedring.server.state.store import SqlStore
+from fedring.server.state.tables import METADATA
 from tests import forks
 from tests.damage import ask, flip, model_file
 from tests.fault.state_folder import JOB, SIZE, blob_kinds, is_complete, make_state_with_open_round, push, rows

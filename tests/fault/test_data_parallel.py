@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fedring.train.shards import count_steps
 from fedring.v1 import control_pb2 as pb
+from fedring.workers.shards import count_steps
 from tests.conftest import REPEATED, path_to
 from tests.fault.faulty_fleet import LOST_AFTER, NOTICED_WITHIN, SECONDS, FaultyFleet, StartedJob
 from tests.fault.planned_signal import PlannedSignal, seed_that_selects, workers_and_step

@@ -14,7 +14,7 @@ import torch
 from fedring.data import digits
 from fedring.train.files import load_model
 from fedring.train.seam import build_model
-from fedring.train.shards import count_steps, epoch_order
+from fedring.workers.shards import count_steps, epoch_order
 from tests.conftest import REPEATED, path_to
 from tests.fault.faulty_fleet import NOTICED_WITHIN, FaultyFleet, StartedJob
 from tests.fault.planned_signal import PlannedSignal, seed_that_selects, workers_and_step

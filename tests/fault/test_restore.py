@@ -13,13 +13,13 @@ from fedring.daemon.config import ConfigError
 from fedring.daemon.crash import RESTORING
 from fedring.daemon.exits import Exit
 from fedring.rpc.identity import Role
-from fedring.server import identity
-from fedring.server.backup import back_up
-from fedring.server.blobs import StorageError
-from fedring.server.identity import open_state
-from fedring.server.restore import restore
-from fedring.server.snapshot import BackupError, digest_of
-from fedring.server.tokens import create_offline
+from fedring.server.operator.tokens import create_offline
+from fedring.server.state import identity
+from fedring.server.state.backup import back_up
+from fedring.server.state.blobs import StorageError
+from fedring.server.state.identity import open_state
+from fedring.server.state.restore import restore
+from fedring.server.state.snapshot import BackupError, digest_of
 from tests import forks
 from tests.damage import ask, flip
 from tests.fault.faulty_fleet import SECONDS
@@ -183,7 +183,7 @@ def test_the_epoch_is_later_than_that_of_the_replaced_state_even_if_the_clock_is
 ) -> None:
     restore(made / "copy", state, replace=True)
     epoch = check_restored(state, made / "copy")
-    monkeypatch.setattr("fedring.server.restore.time.time", lambda: 1.0)  # a host whose clock has lost the time
+    monkeypatch.setattr("fedring.server.state.restore.time.time", lambda: 1.0)  # a host whose clock has lost the time
     for later in (1, 2):
         restore(made / "copy", state, replace=True)
         assert check_restored(state, made / "copy") == epoch + later

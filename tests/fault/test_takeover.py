@@ -8,13 +8,13 @@ from typing import Any
 
 import grpc
 import pytest
+from fedring.v1.federation_pb2 import JoinRequest
+from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.contract import PROTOCOL, RESUME_SECRET
 from fedring.rpc.errors import reason_of, retry_seconds_of
-from fedring.v1.federation_pb2 import JoinRequest
-from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 from tests.conftest import path_to
 from tests.fault.faulty_fleet import LOST_AFTER, FaultyFleet, StartedJob, wait_for
 from tests.fault.gate import Gate

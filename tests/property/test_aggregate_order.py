@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedring.codec import NAMES, Encoding, Entry, Reader, Schema, Vectors, decode, encode
-from fedring.server.aggregate import Plan, aggregate, store_model
-from fedring.server.blobs import FileBlobs
-from fedring.server.mean import Contribution
-from fedring.server.modelfile import ModelReader
-from fedring.server.packets import lay_out
+from fedring.server.model.aggregate import Plan, aggregate, store_model
+from fedring.server.model.mean import Contribution
+from fedring.server.model.modelfile import ModelReader
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.rows import lay_out
 
 SIZE = 300
 SCHEMA = Schema((Entry("w", (SIZE,), "float32", "parameter"),))

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedring.pipeline.errors import ScheduleError
-from fedring.pipeline.schedules import (
+from fedring.schedules.schedule import (
     NAMES,
     Action,
     Kind,
     Schedule,
+    ScheduleError,
     Versions,
     gpipe,
     interleaved,
@@ -19,7 +19,7 @@ from fedring.pipeline.schedules import (
     one_forward_one_backward,
     pipedream,
 )
-from fedring.pipeline.simulation import Costs, Needs, check, simulate
+from fedring.schedules.simulation import Costs, Needs, check, simulate
 
 STAGES, MICRO_BATCHES = st.integers(1, 6), st.integers(1, 24)
 ONE = Costs(forward=1.0, backward=1.0)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fedring.codec.digest import is_blake3, name_of, update_name
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay
-from fedring.server.admit import open_offer
+from fedring.server.update.admission import open_offer
 from fedring.v1 import federation_pb2 as pb
 
 

@@ -12,7 +12,7 @@ from fedring.data import digits
 from fedring.train.files import load_model
 from fedring.train.models import digits_mlp
 from fedring.train.seam import build_model
-from fedring.train.shards import count_steps, epoch_order
+from fedring.workers.shards import count_steps, epoch_order
 from tests import forks
 from tests.fleets import Control, Fleet, run_job
 from tests.reference_training import train_in_one_process

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from fedring.server.rows import JobRow, RoundRow
-from fedring.server.store import SqlStore
+from fedring.server.state.rows import JobRow, RoundRow
+from fedring.server.state.store import SqlStore
 from tests.fleets import Control, Fleet
 
 CLIENTS, ROUNDS = 1000, 60

@@ -12,8 +12,8 @@ import pytest
 from fedring.ctl.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import reason_of
-from fedring.server.rows import JobRow, RoundRow
-from fedring.server.store import SqlStore
+from fedring.server.state.rows import JobRow, RoundRow
+from fedring.server.state.store import SqlStore
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed

@@ -8,13 +8,13 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from fedring.v1.federation_pb2 import JoinRequest
+from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 
 from fedring.ctl.failure import Failure
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.contract import PROTOCOL
-from fedring.train.shards import count_steps
-from fedring.v1.federation_pb2 import JoinRequest
-from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
+from fedring.workers.shards import count_steps
 from tests.deploy.promtool import promtool
 from tests.fleets import PATIENCE, Control, Fleet, until_watching
 from tests.forks import Daemon

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fedring.pipeline.schedules import Kind, Schedule, Versions, make, pipedream
 from fedring.pipeline.transport import GroupTransport
 from fedring.pipeline.worker import LocalPipeline, Worker
 from fedring.ring import total_traffic
+from fedring.schedules.schedule import Kind, Schedule, Versions, make, pipedream
 from tests.system.ring_scripts import ranks
 from tests.unit.test_pipeline_stage import Recorder, alone, batches, layers, stages_of, values
 

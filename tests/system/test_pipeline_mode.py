@@ -16,12 +16,12 @@ from fedring.data import digits
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.worker import LocalPipeline
-from fedring.train.cutting import count_layers, cut_model
 from fedring.train.files import load_model
 from fedring.train.models import digits_mlp
 from fedring.train.pipelined import Pipeline
 from fedring.train.seam import build_model
-from fedring.train.shards import World, count_steps, epoch_order, shares
+from fedring.workers.cutting import count_layers, cut_model
+from fedring.workers.shards import World, count_steps, epoch_order, shares
 from tests import forks
 from tests.conftest import path_to
 from tests.fleets import Control, Fleet, run_job

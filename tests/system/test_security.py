@@ -14,6 +14,9 @@ from typing import Any
 import grpc
 import pytest
 from cryptography import x509
+from fedring.v1.control_pb2_grpc import ControlServiceStub
+from fedring.v1.federation_pb2 import FetchModelRequest, JoinRequest, WatchRequest
+from fedring.v1.federation_pb2_grpc import ModelBlobServiceStub, TrainCmdServiceStub
 
 from fedring.ctl.access import Access
 from fedring.ctl.failure import Failure
@@ -24,12 +27,9 @@ from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import reason_of
 from fedring.rpc.tls import PLAINTEXT
-from fedring.server.store import SqlStore
-from fedring.server.tokens import new_token
+from fedring.server.operator.tokens import new_token
+from fedring.server.state.store import SqlStore
 from fedring.v1 import control_pb2 as pb
-from fedring.v1.control_pb2_grpc import ControlServiceStub
-from fedring.v1.federation_pb2 import FetchModelRequest, JoinRequest, WatchRequest
-from fedring.v1.federation_pb2_grpc import ModelBlobServiceStub, TrainCmdServiceStub
 from tests.fleets import Control, Fleet
 from tests.pki import Pki, flctl
 from tests.waiting import until

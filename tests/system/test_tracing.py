@@ -81,7 +81,7 @@ import fedring.client.main, fedring.server.main
 from fedring.daemon.tracing import set_up_tracing, span, trace_metadata
 set_up_tracing("quiet")
 with span("nothing"):
-    print(trace_metadata(), [name for name in sys.modules if name.startswith("opentelemetry")])
+    print(trace_metadata(), [name for name in sys.modules if name.startswith("opentelemetry.sdk")])
 """
 
 

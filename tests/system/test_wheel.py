@@ -22,7 +22,7 @@ from tests.conftest import ROOT, missing
 SOURCES = ("server", "client", "common", "protos", "pyproject.toml", "README.md", "LICENSE")
 PARTS = (
     *("client", "codec", "compress", "ctl", "daemon", "data", "ddp", "pipeline"),
-    *("ring", "rpc", "server", "train", "v1", "vision", "web"),
+    *("ring", "rpc", "schedules", "server", "train", "v1", "vision", "web", "workers"),
 )
 
 pytestmark = pytest.mark.timeout(1200)

@@ -13,12 +13,12 @@ from torch._C._distributed_c10d import GradBucket
 
 from fedring.client.hooks import Compressed, make_hook
 from fedring.data import Samples
-from fedring.train.group import Course, GroupTraining
 from fedring.train.losses import cross_entropy
 from fedring.train.parallel import HOOKS, DataParallel
 from fedring.train.plan import Plan
-from fedring.train.replica import Replica, all_equal, synchronize
-from fedring.train.watcher import Watcher
+from fedring.workers.group import Course, GroupTraining
+from fedring.workers.replica import Replica, all_equal, synchronize
+from fedring.workers.watcher import Watcher
 
 SIZE = 70
 

@@ -1,4 +1,4 @@
-"""A coordinator with a real store and real blobs, whose threads a test can hold up; and clients that are here."""
+"""The parts of a server with a real store and real blobs, whose threads a test can hold up, and its clients."""
 
 import asyncio
 import time
@@ -15,24 +15,20 @@ from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of, update_name
 from fedring.rpc.chunks import Piece
 from fedring.rpc.contract import SESSION_KEY
-from fedring.rpc.errors import UnknownRound
 from fedring.rpc.identity import IDENTITY, LOCAL
 from fedring.rpc.streams import METER, Meter
-from fedring.server import rounds as rd
-from fedring.server import uploads
-from fedring.server.blobs import FileBlobs, FilePartial, Partial, StorageError
 from fedring.server.config import ServerConfig
-from fedring.server.coordinator import Coordinator
-from fedring.server.facts import Facts
-from fedring.server.jobs import Jobs
-from fedring.server.journal import Journal
-from fedring.server.models import Models
-from fedring.server.packets import lay_out
+from fedring.server.model.models import Models
+from fedring.server.parts import assemble
 from fedring.server.recovery import reload
-from fedring.server.rows import ModelRow, RoundRow, UpdateRow
-from fedring.server.sessions import Session, Sessions
-from fedring.server.store import SqlStore
-from fedring.server.store_api import Acceptance
+from fedring.server.round.events import Joined
+from fedring.server.round.sessions import Session, Sessions
+from fedring.server.service import uploads
+from fedring.server.state.blobs import FileBlobs, FilePartial, Partial, StorageError
+from fedring.server.state.facts import Facts
+from fedring.server.state.interfaces import Acceptance
+from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow, lay_out
+from fedring.server.state.store import SqlStore
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
@@ -108,7 +104,7 @@ class Call:
 
 
 class Host:
-    """A coordinator, its jobs, and clients that are here."""
+    """The parts of a server, and clients in session."""
 
     def __init__(self, root: Path) -> None:
         self.gate = Gate()
@@ -118,19 +114,19 @@ class Host:
         self.facts = Facts(self.store, self.blobs, threads=1)
         models = GatedModels(self.blobs, self.facts.pool, self.config, self.store.run_id)
         models.gate = self.gate
-        self.coordinator = Coordinator(self.facts, models, Sessions(10), Journal(), self.config)
-        self.jobs = Jobs(self.coordinator)
-        self.uploads = uploads.ClientUpdateService(self.coordinator, self.config)
+        self.parts = parts = assemble(self.config, self.facts, models, Sessions(10))
+        self.rounds, self.sessions, self.journal, self.jobs = parts.rounds, parts.sessions, parts.journal, parts.jobs
+        self.uploads = uploads.ClientUpdateService(parts, self.config)
         self._names = iter(range(1000))
 
     def join(self, client: str) -> Session:
         IDENTITY.set(LOCAL)
-        older = self.coordinator.sessions.get(client)
+        older = self.sessions.get(client)
         request = pb.JoinRequest(client_id=client, resume_secret=older.secret if older else "")
-        session = self.coordinator.sessions.join(request, "test")
-        self.coordinator.handle(rd.Joined(client))
+        session = self.sessions.join(request, "test")
+        self.rounds.handle(Joined(client))
         session.matched = True
-        self.coordinator.matched(client)
+        self.rounds.matched(client)
         return session
 
     async def command(self, session: Session) -> pb.TrainCmd:
@@ -201,18 +197,12 @@ class Host:
 
     def offer(self, update: tuple[FilePartial, UpdateRow]) -> "asyncio.Task[bool]":
         partial, row = update
-
-        def may() -> None:
-            round_ = self.coordinator.state.round
-            if round_ is None or round_.number != row.round or round_.phase is not rd.Phase.TRAINING:
-                raise UnknownRound("closed", reason="round_closed")
-
-        return asyncio.get_running_loop().create_task(self.coordinator.acceptor.accept(partial, row, may))
+        return asyncio.get_running_loop().create_task(self.parts.acceptor.accept(partial, row))
 
     async def ended(self, job_id: int) -> str:
         """The state in which the job ended."""
         async with asyncio.timeout(60):
-            async for event in self.coordinator.journal.follow(1):
+            async for event in self.journal.follow(1):
                 if event.kind == "job_ended" and event.job_id == job_id:
                     break
         row = await self.facts.db(self.store.job, job_id)
@@ -224,9 +214,9 @@ class Host:
 async def running(root: Path) -> AsyncIterator[Host]:
     """A host that does what is due, and whose parts all live to the end."""
     host = Host(root)
-    await reload(host.coordinator, keep_models=10)
+    await reload(host.parts, keep_models=10)
     async with asyncio.TaskGroup() as tasks:
-        parts = (host.coordinator.run(), host.coordinator.acceptor.run(), host.jobs.run())
+        parts = (host.parts.acceptor.run(), host.jobs.run())
         tasks_of_host = [tasks.create_task(part) for part in parts]
         yield host
         assert not any(task.done() for task in tasks_of_host)

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from fedring.codec import TILE, Encoding, Entry, Schema, Vectors, decode, encode, encode_buffers
 from fedring.codec.errors import CodecError
-from fedring.server.aggregate import NewModel, Plan, aggregate, store_model
-from fedring.server.blobs import FileBlobs
-from fedring.server.downlink import apply_delta, delta_step
-from fedring.server.mean import Contribution
-from fedring.server.modelfile import ModelReader
-from fedring.server.optimize import ServerOptimizer
-from fedring.server.packets import Kind, lay_out
-from fedring.server.walk import in_order, tiles
+from fedring.server.model.aggregate import NewModel, Plan, aggregate, store_model
+from fedring.server.model.downlink import apply_delta, delta_step
+from fedring.server.model.mean import Contribution
+from fedring.server.model.modelfile import ModelReader
+from fedring.server.model.optimizer import ServerOptimizer
+from fedring.server.model.walk import in_order, tiles
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.rows import Kind, lay_out
 
 SCHEMA = Schema(
     (

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from fedring.codec.digest import name_of
 from fedring.daemon.lock import StateInUse, StateLock
-from fedring.server.blobs import FileBlobs, FsyncFailed, StorageError
+from fedring.server.state.blobs import FileBlobs, FsyncFailed, StorageError
 
 
 @pytest.fixture

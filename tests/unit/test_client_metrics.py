@@ -8,7 +8,7 @@ from torch import nn
 
 from fedring.client.metrics import RESULTS, Metrics
 from fedring.ring.link import Traffic, Wait
-from fedring.train.usage import Usage
+from fedring.workers.usage import Usage
 
 WORKERS = 4
 

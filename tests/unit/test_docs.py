@@ -22,16 +22,16 @@ from fedring.ring.options import RingOptions
 from fedring.rpc.auth import REASONS
 from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
-from fedring.server.metrics import REJECTIONS
-from fedring.server.metrics import Metrics as ServerMetrics
-from fedring.server.rows import JobRow
-from fedring.server.summaries import event_summary, job_summary, round_summary
-from fedring.train.flow import Profile
+from fedring.server.operator.summaries import event_summary, job_summary, round_summary
+from fedring.server.round.metrics import REJECTIONS
+from fedring.server.round.metrics import Metrics as ServerMetrics
+from fedring.server.state.rows import JobRow
 from fedring.train.job import Job, ServerOptimizer
 from fedring.train.parallel import HOOKS, DataParallel
 from fedring.train.pipelined import Pipeline
-from fedring.train.usage import Usage
 from fedring.v1 import control_pb2
+from fedring.workers.flow import Profile
+from fedring.workers.usage import Usage
 
 TABLES: dict[type[BaseModel], str] = {
     ServerConfig: "",

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from fedring.daemon.config import ConfigError, explain, parse_overrides, read_document
-from fedring.server.plan import job_spec, train_cmd
+from fedring.server.round.plan import job_spec, train_cmd
 from fedring.train.bounds import MAX_COUNT, MAX_DEPTH, MAX_JOB_BYTES, MAX_SAMPLES, MAX_SEED, MAX_WHOLE
 from fedring.train.job import Job
 from fedring.train.parallel import DataParallel

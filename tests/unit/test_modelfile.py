@@ -11,9 +11,9 @@ import torch
 
 from fedring.codec import TILE, Entry, Schema, Vectors
 from fedring.codec.errors import CodecError
-from fedring.server.aggregate import store_model
-from fedring.server.blobs import FileBlobs
-from fedring.server.modelfile import ModelReader, ModelWriter
+from fedring.server.model.aggregate import store_model
+from fedring.server.model.modelfile import ModelReader, ModelWriter
+from fedring.server.state.blobs import FileBlobs
 
 SCHEMA = Schema(
     (

@@ -18,12 +18,12 @@ from fedring.ctl.presets import Dataset, Mode, preset_job
 from fedring.ctl.start import job_of
 from fedring.ddp.hooks import TopKState, by_name, topk_hook
 from fedring.ddp.hooks.by_name import Ready
-from fedring.server.plan import group_rules, job_spec, rules_of, train_cmd
+from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.parallel import HOOKS, DataParallel
 from fedring.train.plan import Plan
-from fedring.train.usage import TimedHook
+from fedring.workers.usage import TimedHook
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from fedring import vision
 from fedring.pipeline.cut import Chain, as_cut, balanced, cut_at, cut_by_counts, cut_evenly
 from fedring.pipeline.errors import CutError
-from fedring.pipeline.schedules import one_forward_one_backward
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.worker import LocalPipeline
+from fedring.schedules.schedule import one_forward_one_backward
 from fedring.train.models import cifar_cnn, mnist_cnn
 
 

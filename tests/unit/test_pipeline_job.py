@@ -11,15 +11,15 @@ from torch import nn
 from fedring.client.grouped import parse_table
 from fedring.ctl.presets import Dataset, Mode, preset_job
 from fedring.ctl.start import job_of
-from fedring.pipeline.errors import ScheduleError
-from fedring.server.plan import group_rules, job_spec, rules_of, train_cmd
-from fedring.train.cutting import count_layers, cut_model
+from fedring.schedules.schedule import ScheduleError
+from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.models import digits_mlp
 from fedring.train.pipelined import Pipeline
 from fedring.train.seam import build_model
-from fedring.train.shards import micro_batches
+from fedring.workers.cutting import count_layers, cut_model
+from fedring.workers.shards import micro_batches
 
 ROOT = Path(__file__).parents[2]
 

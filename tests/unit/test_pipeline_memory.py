@@ -11,8 +11,8 @@ from fedring.ctl.main import main
 from fedring.daemon.exits import Exit
 from fedring.pipeline.cut import cut_by_counts
 from fedring.pipeline.memory import Kept, measure
-from fedring.pipeline.schedules import Schedule, Versions, gpipe, interleaved, one_forward_one_backward, pipedream
-from fedring.pipeline.simulation import check, needs_of
+from fedring.schedules.schedule import Schedule, Versions, gpipe, interleaved, one_forward_one_backward, pipedream
+from fedring.schedules.simulation import check, needs_of
 
 WIDTH, BATCH = 16, 24
 

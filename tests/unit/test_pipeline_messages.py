@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from fedring.pipeline.errors import PipelineError
 from fedring.pipeline.messages import HEADER_WORDS, Key, Message, header, parse
-from fedring.pipeline.schedules import Kind
 from fedring.pipeline.search import Curve, Point, search_micro_batches
 from fedring.pipeline.transport import LocalTransport, Mailbox
+from fedring.schedules.schedule import Kind
 
 LIMIT = 1 << 20
 KINDS = st.sampled_from([Kind.FORWARD, Kind.BACKWARD])

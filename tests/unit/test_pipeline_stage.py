@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fedring.pipeline.errors import PipelineError
-from fedring.pipeline.schedules import Action, Kind, Schedule, Versions, make, pipedream
-from fedring.pipeline.simulation import check
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.worker import LocalPipeline
+from fedring.schedules.schedule import Action, Kind, Schedule, Versions, make, pipedream
+from fedring.schedules.simulation import check
 
 OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),

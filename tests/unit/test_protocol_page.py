@@ -20,10 +20,10 @@ from fedring.rpc.auth import REASONS
 from fedring.rpc.boundary import MOST_LETTERS
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import MAX_FIGURE, MAX_HEADER_BYTES, PROTOCOL, SMALL_BYTES
-from fedring.server.admit import MAX_BUFFER, MAX_METRICS, MAX_NORM, MAX_PACKETS
 from fedring.server.config import ServerConfig
-from fedring.server.metrics import REJECTIONS
-from fedring.server.sessions import MOST_CALLS, OUTBOX
+from fedring.server.round.metrics import REJECTIONS
+from fedring.server.round.sessions import MOST_CALLS, OUTBOX
+from fedring.server.update.admission import MAX_BUFFER, MAX_METRICS, MAX_NORM, MAX_PACKETS
 from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
 from fedring.v1 import federation_pb2, payload_pb2
 
@@ -31,7 +31,7 @@ PAGE = (ROOT / "protos" / "PROTOCOL.md").read_text(encoding="utf-8")
 SOURCES = [
     path
     for folder in ("server/fedring/server", "common/fedring/rpc", "common/fedring/codec")
-    for path in sorted((ROOT / folder).glob("*.py"))
+    for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 
 STORAGE = {"StorageError", "StorageFailed", "StoreError", "DamagedBlob"}

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from fedring.server.groups import (
+from fedring.server.group.machine import (
     MOST_FRUITLESS,
     Broken,
     Closed,
@@ -21,7 +21,7 @@ from fedring.server.groups import (
     apply,
     wake_at,
 )
-from fedring.server.rendezvous import view
+from fedring.server.group.rendezvous import view
 
 NAMES = ("a", "b", "c")
 

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from fedring.server.rounds import (
+from fedring.server.round.events import (
     Abandon,
     Abandoned,
     Aggregate,
@@ -16,7 +16,6 @@ from fedring.server.rounds import (
     Failed,
     Finish,
     Finished,
-    IllegalEvent,
     Joined,
     Left,
     Lost,
@@ -30,11 +29,8 @@ from fedring.server.rounds import (
     Start,
     Started,
     State,
-    apply,
-    due,
-    pending,
-    wake_at,
 )
+from fedring.server.round.machine import IllegalEvent, apply, due, pending, wake_at
 
 ALL = frozenset({"a", "b"})
 

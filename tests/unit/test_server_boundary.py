@@ -12,7 +12,7 @@ from fedring.codec.errors import CodecError
 from fedring.rpc.boundary import MOST_LETTERS, Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import BadRequest, Gone, IdInUse, Overloaded, reason_in, reason_of, retry_seconds_of
-from fedring.server.federation import write
+from fedring.rpc.streams import write
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 

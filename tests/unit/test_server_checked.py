@@ -12,11 +12,11 @@ import pytest
 from fedring.codec import NAMES, Encoding, encode
 from fedring.codec.digest import name_of
 from fedring.codec.errors import CodecError
-from fedring.server.blobs import FileBlobs, StorageFailed
-from fedring.server.checked import CheckedReader, DamagedBlob, Room, read_checked
-from fedring.server.mean import open_packet
-from fedring.server.packets import lay_out
-from fedring.server.walk import in_order, tiles
+from fedring.server.model.mean import open_packet
+from fedring.server.model.walk import in_order, tiles
+from fedring.server.state.blobs import FileBlobs, StorageFailed
+from fedring.server.state.checked import CheckedReader, DamagedBlob, Room, read_checked
+from fedring.server.state.rows import lay_out
 
 SIZE = 1_000_000
 DATA = np.random.default_rng(0).bytes(SIZE)

@@ -11,12 +11,12 @@ from tests import forks
 from fedring.ctl.main import main as flctl
 from fedring.daemon.config import ConfigError, load_config
 from fedring.daemon.exits import Exit
-from fedring.server.aggregate import store_model
-from fedring.server.blobs import FileBlobs
-from fedring.server.checks import check
 from fedring.server.config import ServerConfig
-from fedring.server.rows import ModelRow
-from fedring.server.store import SqlStore
+from fedring.server.model.aggregate import store_model
+from fedring.server.startup_checks import check
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.rows import ModelRow
+from fedring.server.state.store import SqlStore
 from fedring.train.files import save_model
 from fedring.train.models import digits_mlp, vector
 from fedring.train.state import read_vectors, schema_of

@@ -8,19 +8,18 @@ import pytest
 from tests.unit.host import Host, running, spec
 
 from fedring.rpc.errors import ClientIsHere, NoSuchClient
-from fedring.server import control as control_module
-from fedring.server import rounds as rd
-from fedring.server.blobs import FileBlobs
 from fedring.server.config import ServerConfig
-from fedring.server.control import ControlService
-from fedring.server.coordinator import Coordinator
-from fedring.server.facts import Facts
-from fedring.server.jobs import Jobs
-from fedring.server.journal import Journal
-from fedring.server.models import Models
-from fedring.server.rows import JobRow, RoundRow
-from fedring.server.sessions import Sessions
-from fedring.server.store import SqlStore
+from fedring.server.model.models import Models
+from fedring.server.operator import control as control_module
+from fedring.server.operator.control import ControlService
+from fedring.server.parts import Parts, assemble
+from fedring.server.round.events import Left
+from fedring.server.round.sessions import Sessions
+from fedring.server.service.downloads import ModelBlobService
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.facts import Facts
+from fedring.server.state.rows import JobRow, RoundRow
+from fedring.server.state.store import SqlStore
 from fedring.v1 import control_pb2 as pb
 
 
@@ -56,8 +55,7 @@ def service(store: CountingStore, tmp_path: Path) -> Iterator[ControlService]:
     config = ServerConfig.model_validate({"state_dir": tmp_path})
     facts = Facts(store, FileBlobs(tmp_path), threads=1)
     models = Models(facts.blobs, facts.pool, config, store.run_id)
-    coordinator = Coordinator(facts, models, Sessions(10), Journal(), config)
-    yield ControlService(coordinator, Jobs(coordinator), config.job, "1", refused=dict)
+    yield control_of(assemble(config, facts, models, Sessions(10)), config)
     facts.close()
 
 
@@ -97,14 +95,14 @@ async def test_an_answer_ends_where_it_is_full_though_more_was_read(
     assert numbers == list(range(40, 0, -1))
 
 
-def control_of(host: Host) -> ControlService:
-    return ControlService(host.coordinator, host.jobs, host.config.job, "1", refused=dict)
+def control_of(parts: Parts, config: ServerConfig) -> ControlService:
+    return ControlService(parts, ModelBlobService(parts, config), config.job, "1", refused=dict)
 
 
 async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp_path: Path) -> None:
     request = pb.ForgetClientRequest(client_id="a")
     async with running(tmp_path) as host:
-        control, sessions = control_of(host), {client: host.join(client) for client in ("a", "b")}
+        control, sessions = control_of(host.parts, host.config), {client: host.join(client) for client in ("a", "b")}
         with pytest.raises(NoSuchClient, match="no update of 'a' was ever accepted"):
             await control.ForgetClient(request, None)
         job, _ = await host.jobs.start(spec(min_clients=2), "")
@@ -114,8 +112,8 @@ async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp
         assert host.facts.last_accepted["a"].name == row.name
         with pytest.raises(ClientIsHere, match="a is in session: stop its fl-client first"):
             await control.ForgetClient(request, None)
-        host.coordinator.sessions.drop(sessions["a"])
-        host.coordinator.handle(rd.Left("a"))
+        host.sessions.drop(sessions["a"])
+        host.rounds.handle(Left("a"))
         with pytest.raises(ClientIsHere, match=f"an update of a is in round {command.round}: wait until"):
             await control.ForgetClient(request, None)
         await host.offer(host.update(command, "b"))
@@ -132,7 +130,7 @@ async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp
 async def told(host: Host, kind: str) -> AsyncIterator[pb.Event]:
     """The events of the kind up to the first one."""
     async with asyncio.timeout(60):
-        async for event in host.coordinator.journal.follow(1):
+        async for event in host.journal.follow(1):
             if event.kind == kind:
                 yield event
                 return

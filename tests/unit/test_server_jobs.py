@@ -4,16 +4,14 @@ import asyncio
 import threading
 from pathlib import Path
 
-from fedring.server.blobs import FileBlobs
 from fedring.server.config import ServerConfig
-from fedring.server.coordinator import Coordinator
-from fedring.server.facts import Facts
-from fedring.server.jobs import Jobs
-from fedring.server.journal import Journal
-from fedring.server.models import Models
-from fedring.server.rows import JobRow
-from fedring.server.sessions import Sessions
-from fedring.server.store import SqlStore
+from fedring.server.model.models import Models
+from fedring.server.parts import assemble
+from fedring.server.round.sessions import Sessions
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.facts import Facts
+from fedring.server.state.rows import JobRow
+from fedring.server.state.store import SqlStore
 from fedring.train.job import Job
 
 
@@ -33,10 +31,10 @@ class SlowStore(SqlStore):
 
 async def test_a_job_that_is_stopped_as_its_turn_comes_does_not_run(tmp_path: Path) -> None:
     store, blobs, config = SlowStore(), FileBlobs(tmp_path), ServerConfig.model_validate({"state_dir": tmp_path})
-    facts, journal = Facts(store, blobs, threads=1), Journal()
+    facts = Facts(store, blobs, threads=1)
     models = Models(blobs, facts.pool, config, store.run_id)
-    jobs = Jobs(Coordinator(facts, models, Sessions(1), journal, config))
-    events = journal.follow(0)
+    parts = assemble(config, facts, models, Sessions(1))
+    jobs, events = parts.jobs, parts.journal.follow(0)
     job, _ = await jobs.start(Job.model_validate({"model": "fedring.train.models:digits_mlp"}), "")
     stop = asyncio.create_task(jobs.stop(job.job_id))
     await asyncio.to_thread(store.asked.wait, 60)  # the store has said that it is queued

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from fedring.rpc.errors import Overloaded
-from fedring.server.journal import RECENT, Journal, rfc3339
-from fedring.server.rows import EventRow
+from fedring.server.state.journal import RECENT, Journal, rfc3339
+from fedring.server.state.rows import EventRow
 from fedring.v1 import control_pb2 as pb
 
 

@@ -10,17 +10,35 @@ from pathlib import Path
 import pytest
 
 import fedring.codec
-import fedring.server.admit
-import fedring.server.mean
-import fedring.server.uploads
+import fedring.server.model.mean
+import fedring.server.service.uploads
+import fedring.server.update.admission
 from fedring.codec.errors import CodecError
 from fedring.rpc import errors
 from fedring.rpc.auth import REASONS
 from fedring.rpc.errors import FedringError, OtherUpdate, Stalled, Unavailable
-from fedring.server import blobs, database
-from fedring.server import rounds as rd
-from fedring.server.metrics import REJECTIONS, Metrics
-from fedring.server.rows import UpdateRow
+from fedring.server.round import machine as rd
+from fedring.server.round.events import (
+    Abandoned,
+    Closed,
+    Delivered,
+    Event,
+    Finished,
+    Joined,
+    Lost,
+    Matched,
+    Opened,
+    Phase,
+    Published,
+    Resumed,
+    Round,
+    Rules,
+    Started,
+    State,
+)
+from fedring.server.round.metrics import REJECTIONS, Metrics
+from fedring.server.state import blobs, database
+from fedring.server.state.rows import UpdateRow
 
 OTHERS = {"bad_schema", "unknown_model", "unknown_job", "unknown_token"}  # reasons that no upload is refused for
 OTHERS |= {"other_job", "unknown_method", "unreadable", "unknown_client", "client_is_here"}
@@ -53,11 +71,11 @@ def words_of(path: Path, *, argument: int | None, keyword: str, errors: str) -> 
 def test_the_reasons_of_refusals_are_a_closed_set() -> None:
     folder = Path(fedring.codec.__file__).parent
     files = [path for path in folder.glob("*.py") if path.stem != "gradient"]  # which is no update's
-    files += [Path(module.__file__ or "") for module in (fedring.server.admit, fedring.server.mean)]
+    files += [Path(module.__file__ or "") for module in (fedring.server.update.admission, fedring.server.model.mean)]
     found = {word for path in files for word in words_of(path, argument=0, keyword="", errors="CodecError")}
-    admit = Path(fedring.server.admit.__file__)
+    admit = Path(fedring.server.update.admission.__file__)
     found |= set(words_of(admit, argument=None, keyword="reason", errors="BadUpdate"))
-    uploads = Path(fedring.server.uploads.__file__)
+    uploads = Path(fedring.server.service.uploads.__file__)
     found |= set(words_of(uploads, argument=None, keyword="reason", errors=""))
     found |= set(words_of(uploads, argument=0, keyword="", errors="CodecError"))
     for module in (blobs, database):
@@ -95,29 +113,29 @@ def test_every_series_is_there_from_the_start(metrics: Metrics) -> None:
     assert isnan(value(metrics, "fl_server_model_accuracy_ratio"))
 
 
-def play(metrics: Metrics, *events: tuple[float, rd.Event]) -> None:
+def play(metrics: Metrics, *events: tuple[float, Event]) -> None:
     """The events happen at their times."""
-    state = rd.State()
+    state = State()
     for at, event in events:
         before, state = state, rd.apply(state, event, at)
         metrics.moved(before.round, state.round, at)
 
 
-OPENED = rd.Opened(7, rd.Rules(min_clients=3, deadline=90.0))
-BEGUN: list[tuple[float, rd.Event]] = [
-    (0.0, rd.Joined("a")),
-    (0.0, rd.Matched("a")),
+OPENED = Opened(7, Rules(min_clients=3, deadline=90.0))
+BEGUN: list[tuple[float, Event]] = [
+    (0.0, Joined("a")),
+    (0.0, Matched("a")),
     (10.0, OPENED),
-    (14.0, rd.Started(frozenset("a"))),
+    (14.0, Started(frozenset("a"))),
 ]
 
 
 def test_a_published_round_is_measured_phase_by_phase(metrics: Metrics) -> None:
-    ends: list[tuple[float, rd.Event]] = [
-        (20.0, rd.Delivered("a")),
-        (21.0, rd.Closed()),
-        (24.0, rd.Published(frozenset())),
-        (29.0, rd.Finished()),
+    ends: list[tuple[float, Event]] = [
+        (20.0, Delivered("a")),
+        (21.0, Closed()),
+        (24.0, Published(frozenset())),
+        (29.0, Finished()),
     ]
     play(metrics, *BEGUN, *ends)
     phases = {"waiting": 4.0, "training": 7.0, "aggregating": 3.0, "evaluating": 5.0}
@@ -133,7 +151,7 @@ def test_a_published_round_is_measured_phase_by_phase(metrics: Metrics) -> None:
 
 
 def test_an_abandoned_round_counts_as_that(metrics: Metrics) -> None:
-    play(metrics, *BEGUN, (50.0, rd.Abandoned("too_few_clients")), (50.0, rd.Finished()))
+    play(metrics, *BEGUN, (50.0, Abandoned("too_few_clients")), (50.0, Finished()))
     assert value(metrics, "fl_server_rounds_total", result="abandoned") == 1
     assert value(metrics, "fl_server_rounds_total", result="published") == 0
     assert value(metrics, "fl_server_round_duration_seconds_count") == 0
@@ -141,15 +159,15 @@ def test_an_abandoned_round_counts_as_that(metrics: Metrics) -> None:
 
 
 def test_a_round_that_a_restart_interrupted_counts_once(metrics: Metrics) -> None:
-    round_ = rd.Round(7, rd.Rules(), rd.Phase.TRAINING, 0.0, selected=frozenset("a"))
-    play(metrics, (100.0, rd.Resumed(round_, 30.0, 0.0)), (103.0, rd.Closed()), (104.0, rd.Published(frozenset())))
+    round_ = Round(7, Rules(), Phase.TRAINING, 0.0, selected=frozenset("a"))
+    play(metrics, (100.0, Resumed(round_, 30.0, 0.0)), (103.0, Closed()), (104.0, Published(frozenset())))
     assert value(metrics, "fl_server_rounds_total", result="published") == 1
     assert value(metrics, "fl_server_round_duration_seconds_sum") == 4.0
 
 
 def test_an_update_that_is_lost_again_is_counted(metrics: Metrics) -> None:
-    round_ = rd.Round(7, rd.Rules(), rd.Phase.TRAINING, 0.0, selected=frozenset("ab"), delivered=frozenset("ab"))
-    play(metrics, (100.0, rd.Resumed(round_, 30.0, 0.0)), (103.0, rd.Closed()), (104.0, rd.Lost("a")))
+    round_ = Round(7, Rules(), Phase.TRAINING, 0.0, selected=frozenset("ab"), delivered=frozenset("ab"))
+    play(metrics, (100.0, Resumed(round_, 30.0, 0.0)), (103.0, Closed()), (104.0, Lost("a")))
     assert value(metrics, "fl_server_updates_lost_total") == 1
 
 

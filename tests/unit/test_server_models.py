@@ -14,16 +14,15 @@ from safetensors.torch import save_file
 from fedring.codec import Encoding, Vectors, decode, encode
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import UnknownModel
-from fedring.server.aggregate import store_model
-from fedring.server.blobs import FileBlobs
 from fedring.server.config import ServerConfig
-from fedring.server.damage import DamagedModel
-from fedring.server.facts import Facts
-from fedring.server.modelfile import ModelReader
-from fedring.server.models import MAX_STEPS, Models
-from fedring.server.packets import lay_out
-from fedring.server.rows import ModelRow, UpdateRow
-from fedring.server.store import SqlStore
+from fedring.server.model.aggregate import store_model
+from fedring.server.model.damage import DamagedModel
+from fedring.server.model.modelfile import ModelReader
+from fedring.server.model.models import MAX_STEPS, Models
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.facts import Facts
+from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
+from fedring.server.state.store import SqlStore
 from fedring.train.errors import SeamError
 from fedring.train.files import load_model
 from fedring.train.job import Job

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedring.server.optimize import ELEMENTWISE, OptimizerError, ServerOptimizer
+from fedring.server.model.optimizer import ELEMENTWISE, OptimizerError, ServerOptimizer
 
 RNG = np.random.default_rng(0)
 BASE = RNG.standard_normal(33, np.float32)

@@ -2,8 +2,8 @@
 
 import json
 
-from fedring.server.plan import job_spec, rules_of, train_cmd
-from fedring.server.rounds import Rules
+from fedring.server.round.events import Rules
+from fedring.server.round.plan import job_spec, rules_of, train_cmd
 from fedring.train.job import Job
 
 JOB = Job.model_validate(

@@ -6,10 +6,11 @@ from math import inf
 
 from tests.unit.test_store import a_model
 
-from fedring.server.openround import OpenRound
-from fedring.server.progress import Progress, why_abandoned
-from fedring.server.rounds import Abandoned, Event, Joined, Matched, Opened, Rules, Started, State, apply
-from fedring.server.rows import RoundRow
+from fedring.server.round.events import Abandoned, Event, Joined, Matched, Opened, Rules, Started, State
+from fedring.server.round.machine import apply
+from fedring.server.round.open_round import OpenRound
+from fedring.server.round.progress import Progress, why_abandoned
+from fedring.server.state.rows import RoundRow
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 

@@ -2,8 +2,8 @@
 
 import json
 
-from fedring.server.report import job_message, model_message, round_message
-from fedring.server.rows import JobRow, ModelRow, RoundRow
+from fedring.server.round.report import job_message, model_message, round_message
+from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 
 CLIENTS = {

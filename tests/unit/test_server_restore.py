@@ -11,12 +11,12 @@ import pytest
 from tests.unit.test_store import a_job, a_model, a_round, an_update
 
 from fedring.codec.digest import name_of
-from fedring.server import swap
-from fedring.server.backup import back_up
-from fedring.server.identity import open_state
-from fedring.server.restore import restore
-from fedring.server.snapshot import BackupError, NamedBlob, copy_blob, digest_of
-from fedring.server.store import SqlStore
+from fedring.server.state import swap
+from fedring.server.state.backup import back_up
+from fedring.server.state.identity import open_state
+from fedring.server.state.restore import restore
+from fedring.server.state.snapshot import BackupError, NamedBlob, copy_blob, digest_of
+from fedring.server.state.store import SqlStore
 
 NOW = 1_700_000_000
 
@@ -34,7 +34,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(NOW + 0.5)
-    monkeypatch.setattr("fedring.server.restore.time", clock)
+    monkeypatch.setattr("fedring.server.state.restore.time", clock)
     return clock
 
 

@@ -4,7 +4,7 @@ from math import inf, nan
 
 import pytest
 
-from fedring.server.returns import MOST_SECONDS, Returns
+from fedring.server.group.returns import MOST_SECONDS, Returns
 
 
 def test_the_slowest_return_counts() -> None:

@@ -8,7 +8,7 @@ import pytest
 from fedring.rpc.contract import RESUME_SECRET, SESSION_KEY
 from fedring.rpc.errors import BadRequest, IdInUse, NoSession, NotAllowed, Overloaded, Superseded
 from fedring.rpc.identity import IDENTITY, LOCAL, Identity, Role
-from fedring.server.sessions import MOST_CALLS, OUTBOX, Session, Sessions
+from fedring.server.round.sessions import MOST_CALLS, OUTBOX, Session, Sessions
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -114,11 +114,11 @@ def test_a_secret_of_another_form_is_refused(secret: str) -> None:
     assert len(sessions) == 0
 
 
-def test_no_more_clients_than_allowed_are_here() -> None:
+def test_no_more_sessions_are_open_than_allowed() -> None:
     sessions = Sessions(2)
     first = join(sessions, "b")
     join(sessions, "a")
-    with pytest.raises(Overloaded, match="2 clients"):
+    with pytest.raises(Overloaded, match="max_clients=2 sessions are open; raise max_clients or stop a client"):
         join(sessions, "c")
     sessions.drop(first)
     join(sessions, "c")

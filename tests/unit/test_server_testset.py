@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from fedring.data import DataError
-from fedring.server.blobs import FileBlobs
 from fedring.server.config import ServerConfig
-from fedring.server.facts import Facts
-from fedring.server.models import Models
-from fedring.server.store import SqlStore
-from fedring.server.testset import TestSet as Subject  # pytest would collect it
+from fedring.server.model.models import Models
+from fedring.server.model.testset import TestSet as Subject  # pytest would collect it
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.facts import Facts
+from fedring.server.state.store import SqlStore
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 

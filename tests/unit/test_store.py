@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, Engine, event, select, text
 
-from fedring.server import store as stores
-from fedring.server.blobs import StorageError
-from fedring.server.database import StoreError, open_database
-from fedring.server.packets import PacketSpec
-from fedring.server.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow, UpdateRow
-from fedring.server.store import SqlStore
-from fedring.server.store_api import Acceptance
-from fedring.server.tables import meta
+from fedring.server.state import store as stores
+from fedring.server.state.blobs import StorageError
+from fedring.server.state.database import StoreError, open_database
+from fedring.server.state.interfaces import Acceptance
+from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, ModelRow, PacketSpec, RoundRow, UpdateRow
+from fedring.server.state.store import SqlStore
+from fedring.server.state.tables import meta
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tests.unit.test_store import a_job, a_model, a_round, an_update
 
-from fedring.server.rows import EvaluationRow, LastAccepted
-from fedring.server.store import SqlStore
-from fedring.server.store_api import Acceptance, Pruned
+from fedring.server.state.interfaces import Acceptance, Pruned
+from fedring.server.state.rows import EvaluationRow, LastAccepted
+from fedring.server.state.store import SqlStore
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -11,7 +11,7 @@ from tests.unit import group_member
 from tests.unit.group_member import SIZE, net, samples
 
 from fedring.train.parallel import HOOKS
-from fedring.train.shards import World, count_steps, epoch_order, shares
+from fedring.workers.shards import World, count_steps, epoch_order, shares
 
 pytestmark = pytest.mark.programs
 

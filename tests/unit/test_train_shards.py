@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedring.train.parallel import DataParallel
-from fedring.train.schedules import lr_factor
-from fedring.train.shards import World, count_steps, epoch_order, shares
+from fedring.workers.learning_rate import lr_factor
+from fedring.workers.shards import World, count_steps, epoch_order, shares
 
 
 @given(st.integers(1, 300), st.integers(1, 6), st.integers(1, 40))

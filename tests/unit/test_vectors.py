@@ -33,11 +33,11 @@ from fedring.codec import (
 from fedring.codec.digest import name_of, update_name
 from fedring.codec.gradient import decode_gradient
 from fedring.rpc.contract import PROTOCOL
-from fedring.server.aggregate import Plan, aggregate, store_model
-from fedring.server.blobs import FileBlobs
-from fedring.server.mean import Contribution
-from fedring.server.modelfile import ModelReader
-from fedring.server.packets import lay_out
+from fedring.server.model.aggregate import Plan, aggregate, store_model
+from fedring.server.model.mean import Contribution
+from fedring.server.model.modelfile import ModelReader
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.rows import lay_out
 from fedring.v1 import federation_pb2 as pb
 
 VECTORS: dict[str, Any] = json.loads(script.TARGET.read_text(encoding="utf-8"))

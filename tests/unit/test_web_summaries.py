@@ -6,14 +6,10 @@ from dataclasses import replace
 from math import nan
 
 from fedring.rpc.identity import NOBODY
-from fedring.server import groups as gr
-from fedring.server import rounds as rd
-from fedring.server.openround import OpenRound
-from fedring.server.rendezvous import Rendezvous
-from fedring.server.returns import Returns
-from fedring.server.rows import JobRow, ModelRow, RoundRow
-from fedring.server.sessions import Session, Sessions
-from fedring.server.summaries import (
+from fedring.server.group import machine as gr
+from fedring.server.group.rendezvous import Rendezvous
+from fedring.server.group.returns import Returns
+from fedring.server.operator.summaries import (
     activity_name,
     client_summaries,
     event_summary,
@@ -23,12 +19,16 @@ from fedring.server.summaries import (
     round_summary,
     wait_summary,
 )
+from fedring.server.round.events import Member, Phase, Presence, Round, Rules, State
+from fedring.server.round.open_round import OpenRound
+from fedring.server.round.sessions import Session, Sessions
+from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fed
 
 JOB = JobRow(3, "digits", {"mode": "data_parallel", "encoding": "packed"}, 5, 0.0, rounds_done=2)
-ROUND = rd.Round(4, rd.Rules(min_clients=3, deadline=60), rd.Phase.TRAINING, 0.0, selected=frozenset("abc"))
+ROUND = Round(4, Rules(min_clients=3, deadline=60), Phase.TRAINING, 0.0, selected=frozenset("abc"))
 
 
 def an_open_round() -> OpenRound:
@@ -36,9 +36,9 @@ def an_open_round() -> OpenRound:
     return OpenRound(RoundRow(4, 3, 1, "training", 0.0), Job.model_validate({}), fed.TrainCmd(), base)
 
 
-def a_state(round_: rd.Round, *here: str) -> rd.State:
+def a_state(round_: Round, *here: str) -> State:
     now = time.monotonic()
-    return rd.State({name: rd.Member(rd.Presence.MATCHED, now) for name in here}, replace(round_, since=now))
+    return State({name: Member(Presence.MATCHED, now) for name in here}, replace(round_, since=now))
 
 
 def test_a_round_is_told_by_its_sums() -> None:
@@ -63,7 +63,7 @@ def test_everything_can_be_sent_as_json() -> None:
     session = Session("a", "s", "soft", "here", NOBODY, progress=nan)
     told = [
         job_summary(JOB),
-        round_summary(pb.Round(phase=rd.Phase.TRAINING)),
+        round_summary(pb.Round(phase=Phase.TRAINING)),
         model_summary(ModelRow(1, 0, "aa", "bb", "cc", 10, 40, 0.0), None),
         event_summary(pb.Event(id=2**60, text="t")),
         client_summaries([session], {"b": 2}, ROUND),
@@ -89,25 +89,25 @@ def test_clients_that_are_away_follow_those_that_are_here() -> None:
 
 def test_what_a_round_waits_for_follows_its_phase() -> None:
     open_ = an_open_round()
-    told = wait_summary(a_state(replace(ROUND, phase=rd.Phase.WAITING), "a"), open_)
+    told = wait_summary(a_state(replace(ROUND, phase=Phase.WAITING), "a"), open_)
     assert told is not None
     assert (told["what"], told["have"], told["need"], told["clients"]) == ("clients", 1, 3, [])
     told = wait_summary(a_state(replace(ROUND, delivered=frozenset("a")), *"abc"), open_)
     assert told is not None
     assert (told["what"], told["have"], told["need"], told["clients"]) == ("updates", 1, 3, ["b", "c"])
-    told = wait_summary(a_state(replace(ROUND, phase=rd.Phase.AGGREGATING)), open_)
+    told = wait_summary(a_state(replace(ROUND, phase=Phase.AGGREGATING)), open_)
     assert told is not None
     assert told["what"] == "aggregation"
-    published = replace(ROUND, phase=rd.Phase.PUBLISHED, evaluators=frozenset("ab"), evaluated=frozenset("b"))
+    published = replace(ROUND, phase=Phase.PUBLISHED, evaluators=frozenset("ab"), evaluated=frozenset("b"))
     told = wait_summary(a_state(published, *"abc"), open_)
     assert told is not None
     assert (told["what"], told["have"], told["need"], told["clients"]) == ("evaluations", 1, 2, ["a"])
-    assert wait_summary(a_state(replace(ROUND, phase=rd.Phase.ABANDONED)), open_) is None
-    assert wait_summary(rd.State(), None) is None
+    assert wait_summary(a_state(replace(ROUND, phase=Phase.ABANDONED)), open_) is None
+    assert wait_summary(State(), None) is None
 
 
 def test_a_group_is_told_by_rank_with_what_each_worker_is() -> None:
-    rendezvous = Rendezvous(lambda kind, text: None, Returns())
+    rendezvous = Rendezvous(Returns())
     sessions = Sessions(9)
     assert group_summary(rendezvous, sessions, JOB) is None
     workers = {

@@ -14,12 +14,12 @@ from fedring.client.grouped import parse_table, peer_options, plan_of, take_part
 from fedring.client.hooks import Compressed, make_hook
 from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
-from fedring.train.group import Course, GroupTraining
 from fedring.train.loop import Loss, OptimizerFactory
 from fedring.train.parallel import DataParallel
-from fedring.train.replica import Replica, synchronize
-from fedring.train.usage import Hook, Usage
-from fedring.train.watcher import Watcher
+from fedring.workers.group import Course, GroupTraining
+from fedring.workers.replica import Replica, synchronize
+from fedring.workers.usage import Hook, Usage
+from fedring.workers.watcher import Watcher
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from fedring.ddp.hooks.by_name import make_hook as ready_hook
 from fedring.train.parallel import HOOKS, DataParallel
 from fedring.train.plan import Plan
 from fedring.train.seam import resolve
-from fedring.train.usage import Hook, TimedHook, Usage
+from fedring.workers.usage import Hook, TimedHook, Usage
 
 Parameters = Iterable[tuple[str, Tensor]]
 _DGC_RATIO = 0.001

@@ -13,18 +13,18 @@ from fedring.client.config import ClientConfig
 from fedring.client.grouped import parse_table, peer_options, plan_of, take_part
 from fedring.client.pipe_metrics import KINDS, PipeMetrics
 from fedring.client.task import Task
-from fedring.pipeline.schedules import Kind
 from fedring.pipeline.worker import Report
 from fedring.ring import RingError
+from fedring.schedules.schedule import Kind
 from fedring.train.batches import fetch
-from fedring.train.cutting import count_layers, cut_model
 from fedring.train.errors import TrainError, told, verdict
-from fedring.train.flow import Course, PipelineTraining, Profile
 from fedring.train.loop import Loss, OptimizerFactory
 from fedring.train.pipelined import Pipeline
-from fedring.train.replica import Replica, synchronize
-from fedring.train.usage import Usage
-from fedring.train.watcher import Watcher
+from fedring.workers.cutting import count_layers, cut_model
+from fedring.workers.flow import Course, PipelineTraining, Profile
+from fedring.workers.replica import Replica, synchronize
+from fedring.workers.usage import Usage
+from fedring.workers.watcher import Watcher
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:  # a client that only takes part in federated rounds never imports them
     from fedring.ring import Traffic
-    from fedring.train.group import GroupTraining
-    from fedring.train.usage import Usage
+    from fedring.workers.group import GroupTraining
+    from fedring.workers.usage import Usage
 
 Facts = dict[str, float]
 

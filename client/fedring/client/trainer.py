@@ -14,6 +14,7 @@ from torch import nn
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
 from fedring.client.task import Evaluation, Task
+from fedring.client.user_trainer import Trainer, run_trainer
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part
 from fedring.train.device import pick_device, threads_for
@@ -22,7 +23,6 @@ from fedring.train.evaluation import Counts, evaluate
 from fedring.train.loop import Loss, OptimizerFactory, train, warm_up
 from fedring.train.plan import TrainResult
 from fedring.train.seam import build_model, resolve
-from fedring.train.trainer import Trainer, run_trainer
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from fedring.client.rendezvous import Rendezvous
 from fedring.client.update import sendable
 from fedring.ring import Endpoint, RingError, RingOptions, Traffic, join, leave
 from fedring.train.errors import TrainingStopped
-from fedring.train.usage import Usage
-from fedring.train.watcher import Diverged, Watcher
 from fedring.v1 import rendezvous_pb2 as pb
+from fedring.workers.usage import Usage
+from fedring.workers.watcher import Diverged, Watcher
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, duration, print_json, print_table, size, stderr_console
 
 if TYPE_CHECKING:
-    from fedring.server.snapshot import Manifest
+    from fedring.server.state.snapshot import Manifest
 
 StateDir = Annotated[Path, typer.Option("--state-dir", metavar="DIR", help="The server's state folder, on its host.")]
 DEFAULT_STATE_DIR = Path("fl-server-state")  # where fl-server has it, too
@@ -30,7 +30,7 @@ def backup(
 
     The copy is checked byte by byte. Keep it as you keep a key: it holds what all clients have sent.
     """
-    from fedring.server.backup import back_up  # it needs the database, which most verbs do not
+    from fedring.server.state.backup import back_up  # it needs the database, which most verbs do not
 
     began = time.monotonic()
     with _sentences(), _bar("backup") as tell:
@@ -51,7 +51,7 @@ def restore(
     The backup is checked byte by byte before anything is changed. If this is broken off, fl-server does not start
     before it is repeated.
     """
-    from fedring.server.restore import restore as restore_state
+    from fedring.server.state.restore import restore as restore_state
 
     began = time.monotonic()
     with _sentences(), _bar("restore") as tell:
@@ -98,7 +98,7 @@ def _report(title: str, more: dict[str, Any], manifest: "Manifest", seconds: flo
 
 @contextmanager
 def _sentences() -> Iterator[None]:
-    from fedring.server.snapshot import BackupError
+    from fedring.server.state.snapshot import BackupError
 
     try:
         yield

@@ -57,7 +57,7 @@ def _examine(server_path: Path | None, client_path: Path | None) -> Iterator[Che
 
 
 def _examine_server(config: ServerConfig) -> Iterator[Check]:
-    from fedring.server.checks import check_names  # imports torch
+    from fedring.server.startup_checks import check_names  # imports torch
 
     yield from checks.check_certificates(config.tls)
     yield checks.check_listen("listen", config.listen, service=checks.FOR_CLIENTS, tls=config.tls)

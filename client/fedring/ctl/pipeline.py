@@ -12,9 +12,8 @@ from fedring.ctl.paths import check_file
 from fedring.daemon.exits import Exit
 from fedring.pipeline.drawing import draw as draw_timeline
 from fedring.pipeline.drawing import text
-from fedring.pipeline.errors import ScheduleError
-from fedring.pipeline.schedules import NAMES, Schedule, Versions, make, pipedream
-from fedring.pipeline.simulation import Costs, check, simulate
+from fedring.schedules.schedule import NAMES, Schedule, ScheduleError, Versions, make, pipedream
+from fedring.schedules.simulation import Costs, check, simulate
 
 NameArgument = Annotated[str, typer.Argument(metavar="SCHEDULE", help=f"{', '.join(NAMES)}.", show_default=False)]
 StagesOption = Annotated[int, typer.Option("--stages", min=1, help="Parts of the model.")]

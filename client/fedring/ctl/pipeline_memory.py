@@ -11,7 +11,7 @@ from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table, size
 from fedring.ctl.pipeline import VersionsOption
 from fedring.daemon.exits import Exit
-from fedring.pipeline.schedules import NAMES, Versions
+from fedring.schedules.schedule import NAMES, Versions
 
 
 def memory(
@@ -73,10 +73,10 @@ def _measure(name: str, args: str, table: dict[str, Any], shape: Sequence[int]) 
     from pydantic import ValidationError
 
     from fedring.pipeline.memory import measure
-    from fedring.train.cutting import count_layers, cut_model
     from fedring.train.errors import SeamError
     from fedring.train.pipelined import Pipeline
     from fedring.train.seam import build_model
+    from fedring.workers.cutting import count_layers, cut_model
 
     try:
         pipeline, trusted = Pipeline.model_validate(table), [name.partition(":")[0]]

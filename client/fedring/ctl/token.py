@@ -68,7 +68,7 @@ def revoke(
 
 def _create_offline(state_dir: Path, role: Role, name: str, seconds: int) -> pb.CreatedToken:
     from fedring.rpc.errors import BadRequest
-    from fedring.server.tokens import create_offline  # it needs the database, which no other verb does
+    from fedring.server.operator.tokens import create_offline  # it needs the database, which no other verb does
 
     try:
         row, token = create_offline(state_dir, role, name, seconds)

@@ -13,7 +13,7 @@ _FILES = 5  # besides the one that is written
 
 
 class AuditLog:
-    """Who did what, or was refused, and when; lines go to the logger `audit` and so to the file alone."""
+    """Keeps who did what, or was refused, and when. Its lines go only to the file."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -28,11 +28,11 @@ class AuditLog:
         self._log.addHandler(self._handler)
 
     def write(self, *, identity: str, peer: str, verb: str, result: str) -> None:
-        """The line is in the file."""
+        """Append a line."""
         facts = {"identity": identity, "peer": peer, "verb": verb, "result": result}
         self._log.info("%s", verb, extra=facts)
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Close the file."""
         self._log.removeHandler(self._handler)
         self._handler.close()

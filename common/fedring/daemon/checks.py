@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a daemon starts: `--check-config`, each start and `flctl doctor` share it."""
+"""Checks before a daemon starts, shared by `--check-config`, each start, and `flctl doctor`."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from fedring.daemon.config import ConfigError
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """How a check ended."""
 
     OK = "ok"
     WARN = "warn"
@@ -19,7 +19,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was looked at, what was found, and what to do."""
+    """One check: what was looked at, what was found, and what to do."""
 
     name: str
     level: Level
@@ -28,20 +28,20 @@ class Check:
 
 
 def refuse_failed(checks: Iterable[Check]) -> None:
-    """Return if none has failed; ConfigError, in one sentence, of the first that has, and no later one is made."""
+    """Raise ConfigError with one sentence on the first check that has failed; later ones are not made."""
     for check in checks:
         if check.level is Level.FAIL:
             raise ConfigError(": ".join(text for text in (check.name, check.found, check.advice) if text))
 
 
 def existing_part(path: Path) -> Path:
-    """The path, or the nearest above it that exists; absolute."""
+    """Return the path, or the nearest folder above it that exists; absolute."""
     path = path.absolute()
     return next(part for part in (path, *path.parents) if part.exists())
 
 
 def check_writable(name: str, folder: Path) -> Check:
-    """Whether the folder exists and can be written, or can be made."""
+    """Check that the folder exists and can be written to, or can be made."""
     folder = folder.absolute()
     there = existing_part(folder)
     if not there.is_dir():
@@ -52,7 +52,7 @@ def check_writable(name: str, folder: Path) -> Check:
 
 
 def check_data_root(folder: Path | None) -> Iterator[Check]:
-    """Whether the folder of the data sets can be read, if one is named."""
+    """Check that the folder of the data sets can be read, if one is named."""
     if folder is not None and not (folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)):
         yield Check(
             "data_root", Level.FAIL, f"{folder} is no folder that can be read", "create it, or correct the path"

@@ -15,14 +15,13 @@ from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, SettingsError
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 
-from fedring.daemon.variables import Variables
 from fedring.daemon.wording import either, word
 
 
 class ConfigError(Exception):
-    """What is wrong with the configuration, and where, in one sentence."""
+    """The configuration is wrong; the text says what, and where, in one sentence."""
 
 
 C = TypeVar("C", bound=BaseSettings)
@@ -43,7 +42,17 @@ def load_config(
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
 ) -> Loaded[C]:
-    """The configuration that all layers make together; ConfigError if they make none."""
+    """Load a configuration from all its layers.
+
+    Args:
+        model: the settings' class.
+        path: a .toml or .json file, if there is one.
+        overrides: `key=value` strings.
+        flags: the command line's flags by key; those that are None were not given.
+
+    Raises:
+        ConfigError: if a layer cannot be read, has an unknown key, or if the values do not fit the model.
+    """
     layers = [
         (f"file {path}", read_document(path) if path else {}),
         ("environment", _environment(model)),
@@ -63,7 +72,7 @@ def load_config(
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The configuration's file, if one is named, and the overrides."""
+    """Divide arguments into the configuration's file, or None, and `key=value` overrides; ConfigError for others."""
     files = [a for a in arguments if "=" not in a and a.endswith((".toml", ".json"))]
     if len(files) > 1:
         raise ConfigError(f"there is one configuration file at most, and these are {len(files)}: {', '.join(files)}")
@@ -74,7 +83,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """The table in a .toml or .json file; ConfigError if it cannot be read."""
+    """Read the table in a .toml or .json file; ConfigError if that cannot be done."""
     try:
         text = path.read_text(encoding="utf-8")
         document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -90,7 +99,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """The nested table that `a.b=value` strings describe; values are JSON, or else text."""
+    """Return the nested table that `a.b=value` strings describe. A value that is not JSON is text."""
     table: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -110,7 +119,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`under` with the values of `over`, table by table."""
+    """Return `under` with the values of `over` in it, table by table."""
     merged = dict(under)
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -132,13 +141,19 @@ def check_keys(model: type[BaseModel], table: Mapping[str, Any], *, where: str, 
 
 
 def _table_of(annotation: Any) -> type[BaseModel] | None:
-    """The model that a key of this type holds, also if it may be absent."""
+    """Return the model of the table that a key of this type holds, or None; the table may be optional."""
     kinds = get_args(annotation) or (annotation,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def explain(error: ValidationError, origins: Mapping[str, str], model: type[BaseModel] | None = None) -> str:
-    """The first thing wrong, in one sentence; with the `model`, in the words of its keys."""
+    """Return what is wrong first, in one sentence.
+
+    Args:
+        error: what pydantic found.
+        origins: where each key's value came from.
+        model: describes the keys, if it is given.
+    """
     found: dict[str, list[str]] = {}
     for row in error.errors():
         key, field = _locate(row["loc"], model)
@@ -155,7 +170,7 @@ def explain(error: ValidationError, origins: Mapping[str, str], model: type[Base
 
 
 def _locate(loc: Sequence[int | str], model: type[BaseModel] | None) -> tuple[str, FieldInfo | None]:
-    """The key at which an error lies, and its field, as far as the model is known."""
+    """Return the key that an error is about, and its field if the model is known."""
     field, end = None, len(loc)
     for depth, part in enumerate(loc, 1):
         field = model.model_fields.get(str(part)) if model else None
@@ -168,7 +183,7 @@ def _locate(loc: Sequence[int | str], model: type[BaseModel] | None) -> tuple[st
 
 
 def describe(loaded: Loaded[C]) -> str:
-    """Every key with its value and where it came from, one a line: what --print-config prints."""
+    """Return every key with its value and where it came from, a line each: what --print-config prints."""
     rows = []
     for key, value in _leaves(loaded.config.model_dump(mode="json")):
         rows.append(f"{key} = {json.dumps(value)}  # {loaded.origins.get(key, 'default')}")
@@ -182,9 +197,30 @@ def _environment(model: type[BaseSettings]) -> dict[str, Any]:
             key = name.lower().removeprefix(prefix).partition("__")[0]
             check_keys(model, {key: None}, where=f"environment variable {name}")
     try:
-        return Variables(model)()
+        return _Variables(model)()
     except SettingsError as error:
         raise ConfigError(str(error.__cause__ or error)) from error
+
+
+class _Variables(EnvSettingsSource):
+    """The environment variables of a configuration; a value that must be JSON and is not is a SettingsError."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        """Parse a value that must be JSON; ValueError with a sentence for people if it is not."""
+        try:
+            return super().decode_complex_value(field_name, field, value)
+        except ValueError as error:
+            listed = bool(field) and get_origin(field.annotation) is list  # a value inside a table has no field
+            wanted = 'a list such as ["a", "b"]' if listed else 'a table such as {"key": "value"}'
+            raise ValueError(f"environment variable {self._name(field_name, value)} must be JSON, {wanted}") from error
+
+    def _name(self, field_name: str, value: str) -> str:
+        """Return the variable's name as whoever set it wrote it: pydantic-settings tells only its lower-case form."""
+        start, end = self.env_prefix.lower(), field_name.lower()
+        for name, text in os.environ.items():
+            if text == value and name.lower().startswith(start) and name.lower().endswith(end):
+                return name
+        return field_name
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ REGISTERED = {
     "before_publish_commit",
     "after_publish_commit",
 }
-"""Every name in fl-server; the fault tests loop over all of them."""
+"""Every crash point in fl-server; the fault tests loop over all of them."""
 
 RESTORING = {
     "restore_staged",
@@ -23,7 +23,7 @@ RESTORING = {
     "restore_blobs_placed",
     "restore_facts_placed",
 }
-"""Every name in `flctl restore`, one after each of its steps."""
+"""Every crash point in `flctl restore`, one after each of its steps."""
 
 
 DELIVERING = {
@@ -33,7 +33,7 @@ DELIVERING = {
     "client_residual_placed",
     "client_noted",
 }
-"""Every name in fl-client: around the spooling of an update, and the note that it was accepted."""
+"""Every crash point in fl-client: around the spooling of an update, and around the note that it was accepted."""
 
 
 def crashpoint(name: str) -> None:

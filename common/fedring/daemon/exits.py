@@ -1,4 +1,4 @@
-"""Exit codes of all programs (sysexits.h where it has one)."""
+"""The exit codes of all programs, those of sysexits.h where it has a fitting one."""
 
 from enum import IntEnum
 

@@ -1,4 +1,4 @@
-"""One process per state folder."""
+"""The lock that lets only one process use a state folder."""
 
 import fcntl
 import os
@@ -10,7 +10,7 @@ from fedring.daemon.config import ConfigError
 
 
 class StateInUse(ConfigError):
-    """Another process holds the folder; `pid` is its id, 0 if unknown."""
+    """Another process uses the folder; `pid` is its id, 0 if unknown."""
 
     def __init__(self, folder: Path, pid: int) -> None:
         super().__init__(f"state_dir {folder} is in use by process {pid or 'unknown'}: give each daemon one of its own")
@@ -18,7 +18,7 @@ class StateInUse(ConfigError):
 
 
 class StateLock:
-    """The right to use a state folder, held from its making to `release`, or to the end of the process however it ends.
+    """The right to use a state folder, held until `release`, or until the process ends, however it ends.
 
     The folder itself is locked, which nobody can delete from under its owner. The file `lock` in it says who that is,
     and is locked, too, as versions before 0.2 lock nothing else.

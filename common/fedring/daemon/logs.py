@@ -15,7 +15,7 @@ _of_task: ContextVar[Mapping[str, object]] = ContextVar("ids", default=MappingPr
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a record, with whatever `extra` the caller gave."""
+    """Writes each record as one JSON object, with the `extra` that the caller gave."""
 
     def format(self, record: logging.LogRecord) -> str:
         row = {
@@ -31,7 +31,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Ids(logging.Filter):
-    """Gives each record the ids that its caller has not given."""
+    """Adds to each record those ids that its caller has not given."""
 
     def __init__(self, source: Callable[[], Mapping[str, object]]) -> None:
         super().__init__()
@@ -56,11 +56,11 @@ def set_up_logs(style: Literal["auto", "text", "json"] = "auto", level: str = "i
 
 
 def log_with(**ids: object) -> None:
-    """From now on every record of this task carries the ids."""
+    """Add the ids to every record of this task from now on."""
     _of_task.set({**_of_task.get(), **ids})
 
 
 def log_always(ids: Callable[[], Mapping[str, object]]) -> None:
-    """From now on every record of this process carries what `ids` returns then."""
+    """Add what `ids` returns at the time to every record of this process from now on."""
     for handler in logging.getLogger().handlers:
         handler.addFilter(_Ids(ids))

@@ -1,4 +1,4 @@
-"""A daemon's metrics: where they are declared, and the page that Prometheus reads."""
+"""A daemon's metrics: their registry, and the page that Prometheus reads."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ _M = TypeVar("_M", bound=MetricWrapperBase)
 
 
 class Registry(CollectorRegistry):
-    """What one daemon tells of itself; of its process, its Python and its version from the start.
+    """The metrics of one daemon, with those of its process, its Python and its version.
 
     A metric shows every combination of its labels' values at once, so that rate() sees the first event.
     """
@@ -40,25 +40,25 @@ class Registry(CollectorRegistry):
         Info("fl_build", "The software that runs.", registry=self).info({"version": VERSION})
 
     def counter(self, name: str, text: str, **labels: Labels) -> Counter:
-        """What only grows."""
+        """Declare a counter: a figure that only grows."""
         return _every(Counter(name, text, list(labels), registry=self), labels)
 
     def gauge(self, name: str, text: str, **labels: Labels) -> Gauge:
-        """What goes up and down."""
+        """Declare a gauge: a figure that goes up and down."""
         return _every(Gauge(name, text, list(labels), registry=self), labels)
 
     def histogram(self, name: str, text: str, buckets: Sequence[float], **labels: Labels) -> Histogram:
-        """What is observed, again and again."""
+        """Declare a histogram: a figure that is observed again and again."""
         return _every(Histogram(name, text, list(labels), buckets=buckets, registry=self), labels)
 
 
 @contextmanager
 def serving(address: str, registry: CollectorRegistry) -> Iterator[str]:
-    """Inside, Prometheus can read the registry at the address that is yielded; with an empty one nobody listens."""
+    """Let Prometheus read the registry at the address that is yielded; with an empty address nothing listens."""
     if not address:
         yield ""
         return
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # left untyped; doubles the series for nobody
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # its stubs have no types; the series that it drops are of no use
     host, _, port = address.rpartition(":")
     try:
         server, thread = start_http_server(int(port), host.strip("[]"), registry)

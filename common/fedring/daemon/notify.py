@@ -9,14 +9,14 @@ from contextlib import suppress
 def sd_notify(state: str) -> None:
     """Tell systemd; do nothing outside it, or where it does not listen."""
     if path := os.environ.get("NOTIFY_SOCKET"):
-        # Without waiting: a manager that does not read must not hold the event loop.
+        # This does not wait: a manager that does not read must not block the event loop.
         kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
         with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sock:
             sock.sendto(state.encode(), "\0" + path[1:] if path[0] == "@" else path)
 
 
 async def watchdog() -> None:
-    """Prove that the event loop still turns, twice per period that systemd asks for; return if it asks for none."""
+    """Prove to systemd that the event loop still turns, twice in each period that it asks for, if it asks for one."""
     period = int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6
     while period:
         sd_notify("WATCHDOG=1")

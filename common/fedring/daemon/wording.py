@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a value, in words that say what the value must be."""
+"""Pydantic's findings in words that say what the value must be."""
 
 import re
 from collections.abc import Mapping
@@ -27,7 +27,12 @@ _SHOULD = re.compile(r"^\w+ should ")  # "Input should be greater than 0", "Stri
 
 
 def word(found: Mapping[str, Any], description: str = "") -> str:
-    """What the value must be, of one of a ValidationError's errors(), for a key that is described so."""
+    """Say what a value must be.
+
+    Args:
+        found: one of a ValidationError's errors().
+        description: that of the key.
+    """
     kind = found["type"]
     if kind == "string_pattern_mismatch" and description:
         return f"must be a {description}"
@@ -38,6 +43,6 @@ def word(found: Mapping[str, Any], description: str = "") -> str:
 
 
 def either(texts: list[str]) -> str:
-    """The alternatives in one clause: "must be text or a list"."""
+    """Join alternatives into one clause: "must be text or a list"."""
     first, *others = dict.fromkeys(texts)
     return " or ".join([first, *(other.removeprefix("must be ") for other in others)])

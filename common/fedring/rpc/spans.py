@@ -6,7 +6,7 @@ from typing import Any
 
 from grpc import aio
 
-from fedring.daemon.tracing import KEY, Span, go_on_in
+from fedring.daemon.tracing import KEY, go_on_in, start_span
 from fedring.rpc.handlers import FACTORY, around
 
 
@@ -27,7 +27,7 @@ class Spans(aio.ServerInterceptor):
 
 @asynccontextmanager
 async def _begun(name: str, parent: str, context: Any) -> AsyncIterator[Any]:
-    begun = Span(name, parent)
+    begun = start_span(name, parent)
     go_on_in(begun)  # for good: the task is the call's own
     try:
         yield context

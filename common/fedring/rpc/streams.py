@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from fedring.rpc.errors import Stalled
+from fedring.rpc.errors import Gone, Stalled
 
 _T = TypeVar("_T")
+_WRITE_GRACE = 0.5  # seconds that a write still has when its call is to end
 GRPC_PREFIX = 5  # compressed flag and length, before every message on the wire
 
 
@@ -62,3 +64,26 @@ class Paced(AsyncIterator[_T]):
                 return await anext(self._messages)
         except TimeoutError as error:
             raise Stalled(f"nothing came for {self._seconds:g} s") from error
+
+
+async def write(context: Any, message: Any, seconds: float) -> None:
+    """The message is on its way; Stalled if the caller reads nothing for so long, Gone if it is not there."""
+    try:
+        async with asyncio.timeout(seconds):
+            await finish_write(context, message)
+    except TimeoutError:
+        raise Stalled(f"the caller read nothing for {seconds:g} s") from None
+
+
+async def finish_write(context: Any, message: Any) -> None:
+    """Write the message; if cancelled, wait a moment for the write that has begun. Gone if the caller is not there."""
+    writing = asyncio.ensure_future(context.write(message))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        # grpc does not stop what it has begun to write, and loses a status that is sent before that has ended.
+        with suppress(Exception):
+            await asyncio.wait_for(writing, _WRITE_GRACE)
+        raise
+    except Exception as error:  # grpc has no public name for a write to a stream that is dead
+        raise Gone("the caller went away") from error

@@ -84,7 +84,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _version(state_dir: Path, version: int) -> Path:
-    """The file of that model version in a server's state: safetensors, as fedring.server.modelfile writes it."""
+    """The file of that model version in a server's state: safetensors, as fedring.server.model.modelfile writes it."""
     query = "SELECT blob FROM models WHERE ?1 IN (0, version) ORDER BY version DESC LIMIT 1"
     facts = (state_dir / "facts.sqlite").absolute()
     try:

@@ -5,8 +5,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fedring.pipeline.schedules import Schedule, Versions, make, pipedream
-from fedring.pipeline.simulation import check
+from fedring.schedules.schedule import Schedule, Versions, make, pipedream
+from fedring.schedules.simulation import check
 from fedring.train.bounds import Count, Positive, PositiveCount, Text
 
 CREDITS = 4

@@ -1,4 +1,4 @@
-"""fl-server's configuration."""
+"""The configuration of fl-server."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -15,7 +15,7 @@ from fedring.train.job import Job
 
 
 class ServerConfig(BaseSettings):
-    """Everything fl-server can be told. Unknown keys are errors, not typos to live with."""
+    """Every key of fl-server's configuration. Unknown keys are errors."""
 
     model_config = SettingsConfigDict(
         env_prefix="FEDRING_SERVER_", env_nested_delimiter="__", extra="forbid", frozen=True
@@ -23,21 +23,21 @@ class ServerConfig(BaseSettings):
 
     listen: Address = Field("127.0.0.1:8443", description="address for clients, host:port; port 0 = any free one")
     control_listen: Address = Field("127.0.0.1:8444", description="address for flctl, host:port")
-    web_port: int | None = Field(None, ge=0, le=65535, description="port of the page to look at; 0 = any free one")
+    web_port: int | None = Field(None, ge=0, le=65535, description="port of the web page; 0 = any free one")
     web_host: str = Field(
         "127.0.0.1", min_length=1, description="address of the page; another than loopback needs insecure = true"
     )
     insecure: bool = Field(False, description="let everybody in on an address that other hosts can reach")
-    tls: Tls = Field(Tls(), description="certificates; with ca, callers must show one that it has signed")
-    tokens: bool = Field(False, description="take bearer tokens (flctl token create), too")
+    tls: Tls = Field(Tls(), description="certificates; with ca, callers must show a certificate that it has signed")
+    tokens: bool = Field(False, description="accept bearer tokens, too (flctl token create)")
     metrics_listen: TcpAddressOrEmpty = Field(
         "", description="where Prometheus reads metrics, host:port; empty = nowhere"
     )
     metrics_insecure: bool = Field(False, description="let other hosts read metrics, in plaintext")
     health_listen: AddressOrEmpty = Field(
-        "", description="address that answers health checks alone, in plaintext; empty = none"
+        "", description="address that answers only health checks, in plaintext; empty = none"
     )
-    reflection: bool = Field(False, description="let callers ask which services there are")
+    reflection: bool = Field(False, description="let callers list the services")
     state_dir: Path = Field(Path("fl-server-state"), description="folder for models, updates and the database")
     init_path: Path | None = Field(None, description="first weights, for an empty state_dir: .safetensors or .pt")
     trusted: list[str] = Field(["fedring", "torchvision"], description="modules that a job may import from")
@@ -45,23 +45,28 @@ class ServerConfig(BaseSettings):
 
     heartbeat_seconds: Seconds = Field(1.0, description="period of the heartbeats, both ways")
     lost_after_seconds: Seconds = Field(
-        5.0, description="silence after which a client is lost, and its grace to return; above heartbeat_seconds"
+        5.0,
+        description="silence after which a client is lost, and its time to return; above heartbeat_seconds",
     )
     no_progress_seconds: Seconds = Field(30.0, description="longest pause within an upload or a download")
 
-    max_clients: PositiveInt = Field(1000, description="sessions at once")
-    max_transfers: PositiveInt = Field(128, description="uploads, and downloads, at once; 4 MiB of memory each at most")
+    max_clients: PositiveInt = Field(1000, description="sessions that may be open at once")
+    max_transfers: PositiveInt = Field(
+        128, description="uploads, and as many downloads, at once; at most 4 MiB of memory each"
+    )
     max_update_bytes: NonNegativeInt = Field(0, description="longest update; 0 = twice the dense model")
     threads: PositiveInt = Field(2, description="threads for checking and adding updates")
     keep_models: PositiveInt = Field(10, description="newest model versions to keep")
     keep_update_rounds: PositiveInt = Field(2, description="newest rounds whose updates to keep")
     keep_rounds: PositiveInt = Field(
-        10_000, description="newest rounds to keep what is known of: some 250 bytes for each client of each"
+        10_000, description="newest rounds whose facts to keep: some 250 bytes for each client of a round"
     )
-    drain_seconds: Seconds = Field(10.0, description="time that calls in progress have at a stop")
+    drain_seconds: Seconds = Field(10.0, description="time that calls in progress have to end when the server stops")
 
     log_style: Literal["auto", "text", "json"] = Field("auto", description="auto = text on a terminal, else JSON")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="the least that is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="messages below this level are not logged"
+    )
     job: Job = Field(
         default_factory=lambda: Job.model_validate({}), description="defaults of every job, and the job of start-round"
     )

@@ -33,21 +33,22 @@ from fedring.rpc.health import Health, health_port
 from fedring.rpc.metrics import CountCalls
 from fedring.rpc.spans import Spans
 from fedring.rpc.tls import ends_at
-from fedring.server.blobs import FsyncFailed, StorageError, StorageFailed
-from fedring.server.checks import check
-from fedring.server.clock import keep_time, save_time
 from fedring.server.config import ServerConfig
-from fedring.server.control import ControlService
-from fedring.server.coordinator import Coordinator
-from fedring.server.federation import ModelBlobService, TrainCmdService
-from fedring.server.forming import RendezvousService, look_after_groups
-from fedring.server.jobs import Jobs
-from fedring.server.readiness import look_after_storage
+from fedring.server.operator.control import ControlService
+from fedring.server.operator.readiness import look_after_storage
+from fedring.server.operator.tokens import TokenService
+from fedring.server.operator.view import View
+from fedring.server.parts import Parts
 from fedring.server.recovery import recover
+from fedring.server.round.replacements import look_after_groups
+from fedring.server.round.runner import keep_time
 from fedring.server.security import Security
-from fedring.server.tokens import TokenService
-from fedring.server.uploads import ClientUpdateService, add_update_service
-from fedring.server.view import View
+from fedring.server.service.commands import TrainCmdService
+from fedring.server.service.downloads import ModelBlobService
+from fedring.server.service.uploads import ClientUpdateService, add_update_service
+from fedring.server.service.workers import RendezvousService
+from fedring.server.startup_checks import check
+from fedring.server.state.blobs import FsyncFailed, StorageError, StorageFailed
 from fedring.train.errors import SeamError
 from fedring.v1 import (
     control_pb2,
@@ -125,7 +126,7 @@ def fl_server(
 
 
 def load(arguments: Sequence[str], flags: Mapping[str, object]) -> Loaded[ServerConfig]:
-    """The configuration that the command line describes."""
+    """Load the configuration that the command line describes."""
     file, overrides = split_arguments(arguments)
     return load_config(ServerConfig, file, overrides=overrides, flags=flags)
 
@@ -136,15 +137,15 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     where = f"clients at {config.listen}, flctl at {config.control_listen}, state in {config.state_dir}"
     log.info("fl-server of %s, %s, configuration from %s", SOFTWARE, where, origins)
     set_up_tracing("fl-server")
-    coordinator, jobs = await recover(config, stack, sweep=not check_only, drop_damaged=drop_damaged and not check_only)
-    log_always(lambda: coordinator.ids)
-    metrics = coordinator.metrics
+    parts = await recover(config, stack, sweep=not check_only, drop_damaged=drop_damaged and not check_only)
+    log_always(lambda: parts.rounds.ids)
+    metrics = parts.metrics
     metrics.min_clients.set(config.job.min_clients)
-    security = Security(config, coordinator.facts, stack)
+    security = Security(config, parts.facts, stack)
     await security.tokens.load()
     metrics.guard.read(security.tally)
     metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
-    public, control = _servers(coordinator, jobs, security, config)
+    public, control = _servers(parts, security, config)
     health = Health(reflection=config.reflection)
     health.serve_on(public, *_PUBLIC_SERVICES)
     health.serve_on(control, *_CONTROL_SERVICES)
@@ -158,13 +159,13 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     if config.health_listen:
         server, addresses["health"] = health_port(config.health_listen, health)
         servers.append(server)
-    pages = _pages(coordinator, config, stack)
+    pages = _pages(parts, config, stack)
     for page in pages:
         addresses["web"] = page.url
     if check_only:
         print("the configuration is good")
         return Exit.OK
-    stop = _stop_on_signals()  # before anybody is told that this serves
+    stop = _stop_on_signals()  # before anybody learns that this server serves
     for server in servers:
         await server.start()
     await health.set(serving=True)
@@ -176,45 +177,47 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
     async def drain(seconds: float) -> None:
         sd_notify("STOPPING=1\nSTATUS=draining")
         await health.stop()
-        coordinator.journal.close()
-        for session in coordinator.sessions:
+        parts.journal.close()
+        for session in parts.sessions:
             session.close(Unavailable("the server is stopping"))
         stops = [*(server.stop(seconds) for server in servers), *(page.stop(seconds) for page in pages)]
         await asyncio.gather(*stops)
 
-    others = [jobs.run(), look_after_storage(coordinator, health), *(page.run() for page in pages)]
-    return await _until_stopped(coordinator, others, stop=stop, drain=drain, drain_seconds=config.drain_seconds)
+    others = [
+        look_after_storage(parts, health),
+        *(page.run() for page in pages),
+    ]
+    return await _until_stopped(parts, others, stop=stop, drain=drain, drain_seconds=config.drain_seconds)
 
 
-def _servers(
-    coordinator: Coordinator, jobs: Jobs, security: Security, config: ServerConfig
-) -> tuple[aio.Server, aio.Server]:
-    """What clients call, and what flctl calls, behind their guards."""
-    guards = [CountCalls(coordinator.metrics.calls), Boundary()]
+def _servers(parts: Parts, security: Security, config: ServerConfig) -> tuple[aio.Server, aio.Server]:
+    """Make the server that clients call and the one that flctl calls, behind their guards."""
+    guards = [CountCalls(parts.metrics.calls), Boundary()]
     public = make_server([*guards, security.public, Spans()], max_streams=4 * config.max_clients, tls=config.tls)
-    federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(TrainCmdService(coordinator, config, SOFTWARE), public)
-    federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(ModelBlobService(coordinator, config), public)
-    rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(coordinator, config), public)
-    add_update_service(ClientUpdateService(coordinator, config), public)
+    commands = TrainCmdService(parts, config, SOFTWARE)
+    federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(commands, public)
+    downloads = ModelBlobService(parts, config)
+    federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(downloads, public)
+    rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(parts, config), public)
+    add_update_service(ClientUpdateService(parts, config), public)
     control = make_server([*guards, security.control, Spans()], max_streams=64, tls=config.tls)
-    operate = ControlService(coordinator, jobs, config.job, VERSION, refused=security.tally.counts)
+    operate = ControlService(parts, downloads, config.job, VERSION, refused=security.tally.counts)
     control_pb2_grpc.add_ControlServiceServicer_to_server(operate, control)
-    tokens = TokenService(security.tokens, coordinator.sessions)
-    control_pb2_grpc.add_TokenServiceServicer_to_server(tokens, control)
+    control_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(security.tokens, parts.sessions), control)
     return public, control
 
 
-def _pages(coordinator: Coordinator, config: ServerConfig, stack: ExitStack) -> list[WebServer]:
-    """The page, if it is wanted."""
+def _pages(parts: Parts, config: ServerConfig, stack: ExitStack) -> list[WebServer]:
+    """Make the page, if it is wanted."""
     if config.web_port is None:
         return []
-    page = WebServer(View(coordinator, VERSION), config.web_host, config.web_port, local=config.page_is_local)
+    page = WebServer(View(parts, VERSION), config.web_host, config.web_port, local=config.page_is_local)
     stack.enter_context(page.socket)
     return [page]
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set."""
+    """Return an event that SIGTERM and SIGINT set."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -222,38 +225,38 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 async def _until_stopped(
-    coordinator: Coordinator,
+    parts: Parts,
     others: Sequence[Coroutine[Any, Any, None]],
     *,
     stop: asyncio.Event,
     drain: Callable[[float], Awaitable[None]],
     drain_seconds: float,
 ) -> int:
-    """Serve until `stop` is set, or something ends that must not; calls in progress end while all still works."""
+    """Serve until `stop` is set, or a part ends that must not; then drain. Returns the exit code."""
     sd_notify("READY=1")
-    gc.freeze()  # what is here stays: no collection need look at it again
-    parts = [
-        coordinator.run(),
-        coordinator.acceptor.run(),
-        coordinator.journal.save(coordinator.facts.save_events),
-        keep_time(coordinator),
-        look_after_groups(coordinator),
+    gc.freeze()  # these objects stay, so no collection need look at them again
+    works = [
+        parts.jobs.run(),
+        parts.acceptor.run(),
+        parts.journal.save(parts.facts.save_events),
+        keep_time(parts.runner),
+        look_after_groups(parts.rounds, parts.sessions, parts.facts),
         watchdog(),
-        coordinator.metrics.measure_lag(),
+        parts.metrics.measure_lag(),
         *others,
     ]
     code, disk_failed = Exit.OK, False
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(part) for part in parts]
+            running = [tasks.create_task(work) for work in works]
             await stop.wait()
             log.info("stopping")
             await drain(drain_seconds)
-            await save_time(coordinator)
+            await parts.runner.save_time()
             for task in running:
                 task.cancel()
     except* FsyncFailed as group:
-        # The kernel may have dropped pages: only a restart, which reads the disk, can be trusted.
+        # The kernel may have dropped pages. Only a restart can be trusted, since it reads the disk.
         log.critical("the disk failed: %s", group.exceptions[0])
         code, disk_failed = Exit.FAILED, True
     except* Exception as group:  # a fault, or a disk that is full: a restart recovers from what is stored
@@ -262,13 +265,13 @@ async def _until_stopped(
     if code is not Exit.OK:
         await drain(0)
     if not disk_failed:
-        await coordinator.facts.save_events(coordinator.journal.unsaved())
+        await parts.facts.save_events(parts.journal.unsaved())
     return code
 
 
 def main() -> None:
-    """Run the daemon; what the console script calls."""
-    faulthandler.register(signal.SIGUSR1)  # all stacks to stderr, whatever the daemon is stuck in
+    """Run the daemon: the console script calls this."""
+    faulthandler.register(signal.SIGUSR1)  # writes all stacks to stderr, even if the daemon hangs
     bound_arenas()
     app()
 

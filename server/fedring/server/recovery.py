@@ -1,4 +1,4 @@
-"""From the state folder to a coordinator and jobs that go on where the last process ended."""
+"""From the state folder to the parts of a server, which go on where the last process ended."""
 
 import errno
 import logging
@@ -6,26 +6,22 @@ from contextlib import ExitStack
 
 from fedring.daemon.config import ConfigError
 from fedring.daemon.lock import StateLock
-from fedring.server.blobs import StorageError, StorageFailed
 from fedring.server.config import ServerConfig
-from fedring.server.coordinator import Coordinator
-from fedring.server.facts import Facts
-from fedring.server.identity import open_state
-from fedring.server.jobs import Jobs
-from fedring.server.journal import Journal
-from fedring.server.models import Models
-from fedring.server.sessions import Sessions
+from fedring.server.model.models import Models
+from fedring.server.parts import Parts, assemble
+from fedring.server.round.sessions import Sessions
+from fedring.server.state.blobs import StorageError, StorageFailed
+from fedring.server.state.facts import Facts
+from fedring.server.state.identity import open_state
 
 log = logging.getLogger(__name__)
 
 _ALL = 1_000_000_000
 _LATER = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""What is no fault of the configuration: another start may go well."""
+"""Errors that are no fault of the configuration: another start may go well."""
 
 
-async def recover(
-    config: ServerConfig, stack: ExitStack, *, sweep: bool, drop_damaged: bool
-) -> tuple[Coordinator, Jobs]:
+async def recover(config: ServerConfig, stack: ExitStack, *, sweep: bool, drop_damaged: bool) -> Parts:
     """Open the state folder, which nobody else may use until `stack` is closed.
 
     Args:
@@ -53,41 +49,44 @@ async def recover(
     stack.callback(facts.close)
     models = Models(blobs, facts.pool, config, store.run_id)
     sessions = Sessions(config.max_clients, config.lost_after_seconds)
-    coordinator = Coordinator(facts, models, sessions, Journal(), config)
+    parts = assemble(config, facts, models, sessions)
     if drop_damaged:
-        await _drop_damaged(coordinator)
-    open_round = await reload(coordinator, config.keep_models, end_orphans=sweep)
+        await _drop_damaged(parts)
+    open_round = await reload(parts, config.keep_models, end_orphans=sweep)
     if sweep:
         resumable = _resumable(facts, open_round) if open_round else []
         if swept := await facts.db(blobs.sweep, await facts.db(store.named_blobs), resumable):
             log.info("swept %d files that nothing names", swept)
-    return coordinator, Jobs(coordinator)
+    return parts
 
 
-async def reload(coordinator: Coordinator, keep_models: int, *, end_orphans: bool = True) -> int:
-    """Know the newest models and the round in progress again; returns its number, 0 if there is none.
+async def reload(parts: Parts, keep_models: int, *, end_orphans: bool = True) -> int:
+    """Learn the newest models and the interrupted round from the store.
+
+    Returns:
+        The number of the round that a restart interrupted; 0 if there is none.
 
     Raises:
         DamagedModel: if the newest model is missing or cut short.
     """
-    facts, store = coordinator.facts, coordinator.facts.store
-    coordinator.latest = coordinator.models.recover(await facts.db(store.models, keep_models))
-    coordinator.journal.begin(await facts.db(store.last_event_id))
+    facts, store, rounds = parts.facts, parts.facts.store, parts.rounds
+    rounds.latest = parts.models.recover(await facts.db(store.models, keep_models))
+    parts.journal.begin(await facts.db(store.last_event_id))
     if end_orphans:
         await facts.db(store.end_orphans)
-    open_round = await facts.db(store.open_round)
-    coordinator.recovering = open_round is not None
-    return open_round.round if open_round else 0
+    interrupted = await facts.db(store.open_round)
+    rounds.recovering = interrupted is not None
+    return interrupted.round if interrupted else 0
 
 
-async def _drop_damaged(coordinator: Coordinator) -> None:
-    facts = coordinator.facts
+async def _drop_damaged(parts: Parts) -> None:
+    facts = parts.facts
     rows = await facts.db(facts.store.models, _ALL)
-    if damaged := [row.version for row in await facts.heavy(coordinator.models.damaged, rows)]:
+    if damaged := [row.version for row in await facts.heavy(parts.models.damaged, rows)]:
         await facts.db(facts.drop_models, damaged)
         log.warning("dropped damaged models: %s", ", ".join(map(str, sorted(damaged))))
 
 
 def _resumable(facts: Facts, number: int) -> list[str]:
-    """The partial uploads that the open round may go on with."""
+    """Return the partial uploads that the interrupted round may go on with."""
     return [name for name in facts.blobs.partials() if name.startswith(f"{number}-")]

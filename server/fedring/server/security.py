@@ -1,4 +1,4 @@
-"""How the server's two ports are guarded."""
+"""How the server guards its two ports: certificates, tokens, and the audit log."""
 
 import logging
 import os
@@ -13,14 +13,14 @@ from fedring.rpc.auth import Auth, Door, Tally
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.tls import check_tls, server_credentials
 from fedring.server.config import ServerConfig
-from fedring.server.facts import Facts
-from fedring.server.tokens import Tokens
+from fedring.server.operator.tokens import Tokens
+from fedring.server.state.facts import Facts
 
 log = logging.getLogger(__name__)
 
 
 class Security:
-    """The interceptors of the port for clients and of the port for flctl, and what both count."""
+    """Guards the port for clients and the port for flctl, and counts what both refuse."""
 
     def __init__(self, config: ServerConfig, facts: Facts, stack: ExitStack) -> None:
         self._config = config
@@ -34,9 +34,9 @@ class Security:
         self.control = Auth(self._door(config.control_listen, local=True), audit, self.tally)
 
     def bind(self, server: aio.Server, address: str) -> str:
-        """The address at which the server will listen; ConfigError if it cannot."""
+        """Bind a server to an address. Returns the address with its port; ConfigError if that cannot be done."""
         plain = not encrypts(address, self._config.tls)
-        others = os.umask(S_IRWXG | S_IRWXO)  # a Unix socket is its user's alone
+        others = os.umask(S_IRWXG | S_IRWXO)  # only its user may use a Unix socket
         try:
             if plain:
                 port = server.add_insecure_port(address)
@@ -50,7 +50,7 @@ class Security:
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
     def _door(self, address: str, *, local: bool) -> Door:
-        """What the port asks for; with `local` nothing of a caller of this host in plaintext."""
+        """Return what callers of a port must show; with `local`, nothing if they call from this host in plaintext."""
         encrypted = encrypts(address, self._config.tls)
         exposed = not encrypted and not is_loopback(address)
         asks = self._config.tls.ca is not None or self._config.tokens
@@ -64,11 +64,14 @@ class Security:
 
 
 def warn_of_insecurity(config: ServerConfig) -> None:
-    """The log says what `insecure = true` leaves open."""
+    """Warn in the log of what `insecure = true` leaves open."""
     for address in (config.listen, config.control_listen):
         if is_loopback(address):
             continue
         if not encrypts(address, config.tls):
-            log.warning("insecure: whoever is between can read and change what goes to %s, and anybody call", address)
+            log.warning(
+                "insecure: others can read and change the traffic to %s, and anybody can call: set tls.cert",
+                address,
+            )
         elif not (config.tls.ca or config.tokens):
             log.warning("insecure: anybody who reaches %s can call: set tls.ca, or tokens = true", address)

@@ -1,4 +1,4 @@
-"""What is served at which path."""
+"""The paths of the page, and what each serves."""
 
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -23,23 +23,23 @@ MAX_ID = 2**63 - 1
 
 
 class Source(Protocol):
-    """Where the page's facts come from; all are ready to become JSON."""
+    """Where the page's facts come from; all can be written as JSON."""
 
     async def state(self) -> Mapping[str, Any]:
-        """How things are now, in parts."""
+        """Return how things are now, in parts."""
         ...
 
     async def rounds(self, job_id: int, after: int) -> Mapping[str, Any]:
-        """The job (0 = the newest) with its ended rounds above the round `after`."""
+        """Return a job (0 = the newest) with its ended rounds above the round `after`."""
         ...
 
     async def events(self, after: int) -> Mapping[str, Any]:
-        """What happened after the event `after`; 0 = what happened last."""
+        """Return the events after the event `after`; 0 = the newest ones."""
         ...
 
 
 def make_app(source: Source, feed: Feed, *, hosts: Sequence[str]) -> ASGIApp:
-    """The page and its JSON, for browsers that call it by one of `hosts`; "*" = by any name."""
+    """Make the page and its JSON, for browsers that call it by one of `hosts`; "*" = by any name."""
 
     async def state(request: Request) -> Response:
         return JSONResponse(await source.state())
@@ -71,14 +71,14 @@ def make_app(source: Source, feed: Feed, *, hosts: Sequence[str]) -> ASGIApp:
 
 
 def plotly_script() -> Path:
-    """plotly.js, as the Python package brings it; found without an import, which takes long."""
+    """Return the path of plotly.js in its Python package, without importing that, which takes long."""
     spec = find_spec("plotly")
     places = spec.submodule_search_locations if spec else None
     return Path(places[0] if places else sysconfig.get_path("purelib"), "package_data", "plotly.min.js")
 
 
 def _number(request: Request, name: str) -> int:
-    """The parameter as a number that the store can be asked for; 0 if it is not given."""
+    """Return a parameter as a number that the store can be asked for; 0 if it is not given."""
     text = request.query_params.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise HTTPException(400, f"{name} must be a number, 0 or above")

@@ -15,11 +15,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 log = logging.getLogger(__name__)
 
 HEAD_SECONDS = 5.0
-"""How long a connection may take to send the head of its next request, that is, the first line and all headers."""
+"""Seconds that a connection may take to send the head of its next request: the first line and all headers."""
 MOST_CONNECTIONS = 128
 MOST_PER_ADDRESS = 32
-"""A browser opens up to six connections. An office, or all who come through a proxy on another host, share one address:
-this many leave room for all 16 event streams and as many other requests."""
+"""Connections of one address. A browser opens up to six, and an office, or everybody behind a proxy, shares one
+address. This many leave room for all 16 event streams and for as many other requests."""
 MOST_FROM_LOOPBACK = MOST_CONNECTIONS - MOST_PER_ADDRESS
 """A proxy or an SSH tunnel on this host brings everybody's connections from one loopback address, so that address may
 have all connections but those of one other address. Users of this host are trusted; the others come through the proxy,
@@ -45,8 +45,8 @@ class LimitedProtocol(H11Protocol):
             self._expect_head()
             return
         log.debug("too many connections: closed one of %s", self.client)
-        # Not with an answer: the file would stay open until the request is complete. And uncounted from now on, since
-        # the event loop comes to remove it only after all connections that have arrived together with it.
+        # It gets no answer, which would keep its file open until the request is complete. And it is no longer counted:
+        # the event loop removes it only after all connections that have arrived together with it.
         self.connections.discard(self)
         transport.abort()
 
@@ -56,17 +56,17 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End what waits for requests."""
+        """Stop waiting for requests."""
         if self._deadline:
             self._deadline.cancel()
         super().connection_lost(exc)
 
     def _admit(self) -> bool:
         """Return whether there is room for this connection, which `self.connections` contains already."""
-        if self.client is None:  # it has been closed by the other side meanwhile
+        if self.client is None:  # the other side has closed it meanwhile
             return False
         address = ip_address(self.client[0].partition("%")[0])
-        # All of an IPv4 address. Of an IPv6 address the first half: a host can choose the other half freely.
+        # The whole of an IPv4 address, the first half of an IPv6 address: a host can choose the other half freely.
         self._caller = address.packed[:8]
         same = sum(isinstance(other, LimitedProtocol) and other._caller == self._caller for other in self.connections)
         most = MOST_FROM_LOOPBACK if address.is_loopback else MOST_PER_ADDRESS

@@ -1,4 +1,4 @@
-"""What has changed, told to all who look; while nobody does, nothing is done."""
+"""A stream of what changes, for everybody who looks at the page. While nobody does, nothing is read."""
 
 import asyncio
 import json
@@ -13,11 +13,11 @@ from starlette.types import Receive, Scope, Send
 log = logging.getLogger(__name__)
 
 PERIOD = 0.25
-"""Seconds from one look to the next, at least."""
+"""The least time from one look at the facts to the next, in seconds."""
 SHARE = 0.05
-"""Of the time, at most, is spent on looking."""
+"""The largest share of the time that is spent on looking."""
 BEAT_SECONDS = 5.0
-"""A viewer that hears nothing for much longer has lost the connection."""
+"""Seconds between two signs of life. A viewer that hears nothing for much longer has lost the connection."""
 MOST_VIEWERS = 16
 
 _BEAT = "event: beat\ndata:\n\n"
@@ -28,11 +28,11 @@ class Feed:
 
     def __init__(self, look: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
         self._look = look
-        self._parts: dict[str, tuple[int, str]] = {}  # each with the revision in which it has changed last
+        self._parts: dict[str, tuple[int, str]] = {}  # each part with the revision in which it changed last
         self._revision = 0
         self._viewers = 0
         self._wanted = asyncio.Event()  # set while somebody looks
-        self._moved = asyncio.Event()  # set, and replaced by a new one, with each change
+        self._moved = asyncio.Event()  # set, and replaced by a new event, with each change
         self._closed = False
 
     async def run(self) -> None:
@@ -45,7 +45,7 @@ class Feed:
             await asyncio.sleep(max(PERIOD, (loop.time() - began) / SHARE))
 
     def close(self) -> None:
-        """All streams end, and no new one begins."""
+        """End all streams, and let no new one begin."""
         self._closed = True
         self._moved.set()
 
@@ -61,13 +61,13 @@ class Feed:
             self._viewers -= 1
             if not self._viewers:
                 self._wanted.clear()
-                self._parts.clear()  # the next viewer wants no old news
+                self._parts.clear()  # the next viewer must not get old news
 
     async def _refresh(self) -> None:
         try:
             looked = await self._look()
             parts = {name: json.dumps(value, allow_nan=False) for name, value in looked.items()}
-        except Exception:  # a fault of the page must not end the rounds: it is logged, and the page stands still
+        except Exception:  # a fault of the page must not end the rounds
             log.exception("the page cannot be brought up to date")
             return
         changed = {name: text for name, text in parts.items() if self._parts.get(name, (0, ""))[1] != text}
@@ -79,7 +79,7 @@ class Feed:
                 self._moved = asyncio.Event()
 
     async def _events(self) -> AsyncIterator[str]:
-        """All parts at first, then those that change; who reads slowly misses what was replaced meanwhile."""
+        """Yield all parts at first, then those that change. A slow reader misses what was replaced meanwhile."""
         seen = 0
         while not self._closed:
             news = [f"{json.dumps(name)}:{text}" for name, (at, text) in self._parts.items() if at > seen]

@@ -1,4 +1,4 @@
-"""What every response says to the browser: to trust nothing but this page's own files, and to tell nobody of it."""
+"""Headers that tell the browser to trust only the page's own files, and to tell nobody of the page."""
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
@@ -29,7 +29,7 @@ _HEADERS = {
 
 
 class Careful:
-    """`app` answers to GET alone, and not to the scripts of other sites; its responses carry the headers above."""
+    """Let `app` answer only GET, not the scripts of other sites, and put the headers above on its responses."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -49,7 +49,7 @@ def _refusal(scope: Scope) -> ASGIApp | None:
     if scope["method"] != "GET":
         return PlainTextResponse("this page can only be read", 405, {"Allow": "GET"})
     headers = Headers(scope=scope)
-    # A link from elsewhere may lead here; a script from elsewhere may not even take up a stream.
+    # A link from another site may lead here. A script of another site may not even open a stream.
     foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site")
     if foreign and headers.get("sec-fetch-mode") != "navigate":
         return PlainTextResponse("this page is for nobody's scripts but its own", 403)

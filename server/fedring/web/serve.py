@@ -1,4 +1,4 @@
-"""The page's listener, within the daemon's own event loop."""
+"""The page's listener, in the daemon's own event loop."""
 
 import asyncio
 import logging
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals stay with the daemon."""
+        """Leave the signals to the daemon."""
         yield
 
 
 class WebServer:
-    """The page, at `url` while `run` runs; of `local` ones, only a browser on this host gets an answer."""
+    """Serves the page at `url` while `run` runs; a `local` page answers only browsers on this host."""
 
     def __init__(self, source: Source, host: str, port: int, *, local: bool) -> None:
         self.socket = _bind(host, port)
@@ -44,10 +44,10 @@ class WebServer:
         )
         self._server = _Server(self._config)
         self._ended = asyncio.Event()
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the daemon's own log says the rest
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the daemon's own log has the rest
 
     async def run(self) -> None:
-        """Serve until `stop`."""
+        """Serve until `stop` is called."""
         log.info("a page shows what happens: %s", self.url)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -58,7 +58,7 @@ class WebServer:
             self._ended.set()
 
     async def stop(self, seconds: float) -> None:
-        """Nothing is served any more: streams end at once, what else is in progress has so much time."""
+        """Stop serving: streams end at once, other requests in progress have `seconds` to end."""
         self._feed.close()
         self._config.timeout_graceful_shutdown = ceil(seconds)
         self._server.should_exit = True

@@ -1,0 +1,315 @@
+"""The group of workers that train a round together, as a pure state machine.
+
+`apply(state, event, now)` is the only way in which a state changes. `wake_at(state, now)` says when to apply a Tick if
+nothing else happens. Nothing here reads a clock, sends, or knows what is trained.
+
+    gathering ──all are ready──► joining ──all have joined──► running ──all are done──► done
+        ▲                           │                            │
+        └──── next generation ──────┴──── a member is lost ──────┘          (any) ──► ended
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from math import inf
+from types import MappingProxyType
+
+MOST_FRUITLESS = 5
+"""Generations in a row that may end without a single step. More would not help: what breaks them stays."""
+
+
+class Phase(StrEnum):
+    """The phase that a generation of the group is in."""
+
+    GATHERING = "gathering"  # its workers are getting ready
+    JOINING = "joining"  # its members connect to each other
+    RUNNING = "running"
+    DONE = "done"  # all members hold the round's result
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules of a round's groups. Durations are in seconds."""
+
+    target: int  # workers that a group should have
+    minimum: int = 1  # workers that a group must have
+    patience: float = 10.0  # time to wait for a replacement before the group goes on with fewer workers
+    join_timeout: float = 30.0
+    whole: bool = False  # the group cannot go on with fewer, and waits for as long as clients take to come back
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker whose stream is open."""
+
+    generation: int = 0  # the generation that it is ready for
+    address: str = ""
+    steps: int = 0
+    joined: bool = False
+    digest: bytes | None = None  # of the parameters that it ended with; None = it still trains
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The groups of one round: one generation after the other."""
+
+    rules: Rules
+    expected: frozenset[str]  # clients that the round waits for, present or not
+    generation: int = 1
+    phase: Phase = Phase.GATHERING
+    since: float = 0.0  # when the phase began
+    deadline: float = inf  # when the generation goes on without workers that are not ready
+    workers: Mapping[str, Worker] = field(default_factory=lambda: MappingProxyType({}))
+    members: tuple[str, ...] = ()  # by rank
+    has_run: bool = False
+    steps: int = -1  # steps of the job that were done when the newest group began to run
+    fruitless: int = 0  # generations in a row that ended without a step
+    reason: str = ""  # why the group has ended, or why the generation before this one did
+
+    @property
+    def ready(self) -> list[str]:
+        """The workers that listen for this generation, sorted."""
+        return sorted(name for name, worker in self.workers.items() if worker.generation == self.generation)
+
+    @property
+    def deliverer(self) -> str:
+        """The member that delivers the result; empty if no member that holds it is left."""
+        return next((name for name in self.members if name in self.workers and self.workers[name].digest), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The round waits for these clients now."""
+
+    clients: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """Clients take so long to come back that it is worth waiting for `patience` seconds."""
+
+    patience: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """The client's stream is open; it knows of generations up to this one."""
+
+    client: str
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker listens at its address, and has done so many steps of the job."""
+
+    client: str
+    generation: int
+    address: str
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The worker is connected to its peers."""
+
+    client: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The worker has lost its peers."""
+
+    client: str
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The worker has trained to the end of the round."""
+
+    client: str
+    generation: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The client's stream has ended."""
+
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The round is over; `reason` is empty if it published."""
+
+    reason: str = ""
+
+
+Event = Tick | Expected | Slow | Entered | Ready | Joined | Broken | Done | Left | Closed
+
+
+def apply(state: State, event: Event, now: float) -> State:
+    """Return the state after `event`, which happened at `now` (monotonic seconds), and all that it made due."""
+    if state.phase is Phase.ENDED:
+        return state
+    return _settle(_take(state, event, now), now)
+
+
+def wake_at(state: State, now: float) -> float:
+    """Return when a Tick may change the state, in monotonic seconds; inf means never."""
+    times: tuple[float, ...] = ()
+    match state.phase:
+        case Phase.GATHERING:
+            times = (state.deadline, state.deadline + state.rules.join_timeout)
+        case Phase.JOINING:
+            times = (state.since + state.rules.join_timeout,)
+    return min((at for at in times if at > now), default=inf)
+
+
+def _take(state: State, event: Event, now: float) -> State:
+    match event:
+        case Expected(clients):
+            return replace(state, expected=clients)
+        case Slow(patience):
+            more = max(0.0, patience - state.rules.patience)
+            rules = replace(state.rules, patience=state.rules.patience + more)
+            return replace(state, rules=rules, deadline=state.deadline + more) if more else state
+        case Entered(client, known):
+            return _enter(state, client, known, now)
+        case Left(client):
+            return _without(state, client)
+        case Closed(reason):
+            return _end(state, reason, now)
+        case Ready() | Joined() | Broken() | Done():
+            current = event.generation == state.generation and event.client in state.workers
+            return _hear(state, event, now) if current else state
+    return state
+
+
+def _enter(state: State, client: str, known: int, now: float) -> State:
+    """Take the client as new, whatever a client of this name has done before."""
+    if client in state.members and state.phase in (Phase.JOINING, Phase.RUNNING):
+        state = _next_generation(state, f"{client} came back", now)
+    state = _with(state, client, Worker())
+    # A generation that is not known here was formed before the server was restarted.
+    return replace(state, generation=known + 1) if known >= state.generation and not state.members else state
+
+
+def _hear(state: State, event: Ready | Joined | Broken | Done, now: float) -> State:
+    """Return the state after what a worker says of the present generation."""
+    client, worker = event.client, state.workers[event.client]
+    match event:
+        case Ready(_, generation, address, steps) if state.phase is Phase.GATHERING:
+            return _with(state, client, Worker(generation, address, steps))
+        case _ if client not in state.members:
+            return state
+        case Joined() if state.phase is Phase.JOINING:
+            return _with(state, client, replace(worker, joined=True))
+        case Done(_, _, digest) if state.phase is Phase.RUNNING:
+            return _with(state, client, replace(worker, digest=digest))
+        case Broken(reason="diverged"):
+            return _end(state, "diverged", now)
+        case Broken(_, _, reason) if state.phase in (Phase.JOINING, Phase.RUNNING):
+            return _next_generation(state, f"{client}: {reason}", now)
+    return state
+
+
+def _settle(state: State, now: float) -> State:
+    match state.phase:
+        case Phase.GATHERING:
+            return _settle_gathering(state, now)
+        case Phase.DONE:
+            return state if state.deliverer else _next_generation(state, "all members are lost", now)
+        case Phase.ENDED:
+            return state
+    if lost := [name for name in state.members if name not in state.workers]:
+        return _next_generation(state, f"lost {', '.join(lost)}", now)
+    members = [state.workers[name] for name in state.members]
+    if state.phase is Phase.RUNNING:
+        if not all(worker.digest is not None for worker in members):
+            return state
+        equal = len({worker.digest for worker in members}) == 1
+        return replace(state, phase=Phase.DONE, since=now) if equal else _end(state, "diverged", now)
+    if all(worker.joined for worker in members):
+        steps = max(worker.steps for worker in members)
+        fruitless = 0 if steps > state.steps else state.fruitless
+        return replace(state, phase=Phase.RUNNING, since=now, has_run=True, steps=steps, fruitless=fruitless, reason="")
+    if now < state.since + state.rules.join_timeout:
+        return state
+    late = [name for name in state.members if not state.workers[name].joined]
+    for name in late:
+        state = _without(state, name)
+    return _next_generation(state, f"{', '.join(late)} did not join", now)
+
+
+def _settle_gathering(state: State, now: float) -> State:
+    rules = state.rules
+    if len(state.ready) >= rules.target:
+        return _form(state, now)
+    if (
+        state.deadline == inf and len(state.expected) < rules.target
+    ):  # a client was lost before the first group was formed
+        state = replace(state, deadline=now + rules.patience)
+    # Workers that are here may still be finding out that the generation before has ended.
+    slack = rules.join_timeout if len(state.ready) < len(state.workers) else 0.0
+    if now < state.deadline + slack or _more_are_coming(state):
+        return state
+    return _form(state, now) if len(state.ready) >= rules.minimum else _end(state, "too_few_clients", now)
+
+
+def _more_are_coming(state: State) -> bool:
+    """Return whether to wait for clients that are on their way, and may load for minutes.
+
+    Once a group has run, those who can go on with fewer workers no longer wait in this way.
+    """
+    on_their_way = state.expected - set(state.ready)
+    needed = not state.has_run or len(state.ready) < state.rules.minimum
+    return needed and bool(on_their_way) and len(state.expected) >= state.rules.minimum
+
+
+def _form(state: State, now: float) -> State:
+    """Form the generation's group of those workers that have done the most steps."""
+    ahead = sorted(state.ready, key=lambda name: (-state.workers[name].steps, name))
+    members = tuple(sorted(ahead[: state.rules.target]))
+    return replace(state, phase=Phase.JOINING, since=now, members=members)
+
+
+def _next_generation(state: State, reason: str, now: float) -> State:
+    if state.fruitless == MOST_FRUITLESS:
+        return _end(state, "no_group", now)
+    # What the workers said of this generation no longer holds.
+    workers = MappingProxyType({name: Worker() for name in state.workers})
+    return replace(
+        state,
+        generation=state.generation + 1,
+        phase=Phase.GATHERING,
+        since=now,
+        deadline=now + state.rules.patience,
+        workers=workers,
+        members=(),
+        fruitless=state.fruitless + 1,
+        reason=reason,
+    )
+
+
+def _end(state: State, reason: str, now: float) -> State:
+    return replace(state, phase=Phase.ENDED, since=now, reason=reason)
+
+
+def _with(state: State, client: str, worker: Worker) -> State:
+    return replace(state, workers=MappingProxyType({**state.workers, client: worker}))
+
+
+def _without(state: State, client: str) -> State:
+    rest = {name: worker for name, worker in state.workers.items() if name != client}
+    return replace(state, workers=MappingProxyType(rest))

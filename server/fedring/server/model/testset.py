@@ -1,0 +1,73 @@
+"""The server's own evaluation of a model, on the whole test set of its job."""
+
+import logging
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from torch import nn
+
+from fedring.data import DataError
+from fedring.server.config import ServerConfig
+from fedring.server.model.modelfile import ModelReader
+from fedring.server.state.blobs import Blobs
+from fedring.server.state.checked import CheckedReader
+from fedring.server.state.rows import ModelRow
+from fedring.train.device import pick_device
+from fedring.train.evaluation import Counts, evaluate
+from fedring.train.job import Job
+from fedring.train.seam import build_model, resolve
+from fedring.train.state import write_vectors
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    job: Job
+    model: nn.Module
+    samples: Any
+    loss: Any
+
+
+class TestSet:
+    """Keeps the model and the samples of one job loaded; not for the event loop."""
+
+    def __init__(self, blobs: Blobs, config: ServerConfig) -> None:
+        self._blobs, self._config = blobs, config
+        self._loaded: _Loaded | None = None
+
+    def evaluate(self, row: ModelRow, job: Job) -> Counts | None:
+        """The counts of the model on the test samples; None, with a line in the log, if that fails."""
+        try:
+            loaded = self.load(job)
+            with self._blobs.reader(row.blob) as blob:
+                checked = CheckedReader(blob.read, blob.size, row.blob)
+                reader = ModelReader(checked)
+                write_vectors(loaded.model, reader.schema, reader.vectors())
+                checked.check()
+            counts = evaluate(loaded.model, loaded.samples, loss=loaded.loss, device=pick_device("auto"))
+        except Exception:  # the user's model and loss may raise anything, and the round has its model already
+            log.exception("model %d was not evaluated here", row.version)
+            return None
+        if not isfinite(counts.loss_sum):
+            log.error("model %d has no score here: its loss is %g", row.version, counts.loss_sum)
+            return None
+        return counts
+
+    def load(self, job: Job) -> _Loaded:
+        """What the job is evaluated with; SeamError or DataError if it cannot be had."""
+        if self._loaded is None or self._loaded.job != job:
+            self._loaded = self._load(job)
+        return self._loaded
+
+    def _load(self, job: Job) -> _Loaded:
+        trusted = self._config.trusted
+        model = build_model(job.model, job.model_args, job.seed, trusted)
+        data, loss = resolve(job.data, trusted), resolve(job.loss, trusted)
+        try:
+            return _Loaded(job, model, data(self._config.data_root, False).test, loss)
+        except DataError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error

@@ -1,0 +1,52 @@
+"""Readiness: the server serves while its storage works."""
+
+import asyncio
+import time
+from contextlib import suppress
+
+from fedring.daemon.notify import sd_notify
+from fedring.rpc.health import Health
+from fedring.server.parts import Parts
+from fedring.server.state.blobs import StorageError
+
+_TRIAL_SECONDS = 1.0
+_LONGEST_SECONDS = 30.0
+_LEAST_BYTES = 1 << 20
+
+
+async def look_after_storage(parts: Parts, health: Health) -> None:
+    """Keep the health in step with the storage, and try a storage that fails again and again, until cancelled."""
+    storage, journal = parts.facts.storage, parts.journal
+    with suppress(StorageError):
+        await _try(parts)
+    delay, mended = _TRIAL_SECONDS, -_LONGEST_SECONDS
+    while True:
+        await storage.fails.wait()
+        # A round may need more space than the trial. Storage that fails again at once is not tried each second.
+        delay = min(2 * delay, _LONGEST_SECONDS) if time.monotonic() < mended + delay else _TRIAL_SECONDS
+        text = f"nothing can be kept, so updates are refused and no round goes on: {storage.fault}"
+        sd_notify(f"STATUS={text}")
+        journal.write("storage_failed", text)
+        await health.set(serving=False)
+        while storage.fault:
+            await asyncio.sleep(delay)
+            with suppress(StorageError):
+                await _try(parts)
+                parts.rounds.give_time_back(storage.since)
+                storage.mend()
+        mended = time.monotonic()
+        await health.set(serving=True)
+        text = "the state directory takes updates again"
+        sd_notify(f"STATUS={text}")
+        journal.write("storage_works", text)
+
+
+async def _try(parts: Parts) -> None:
+    """Check that the storage takes as much as a round publishes; StorageFailed if it does not."""
+    rounds = parts.rounds
+    model, job = rounds.latest, rounds.open.job if rounds.open else None
+    # A delta comes with what it left out; an optimizer may keep two values for each of the model's.
+    delta = bool((model and model.residual_blob) or (job and job.delta_encoding))
+    optimizer = bool((model and model.optimizer_blob) or (job and job.server_optimizer))
+    size = (1 + 2 * delta + 2 * optimizer) * model.bytes if model else 0
+    await parts.facts.probe(max(_LEAST_BYTES, size))

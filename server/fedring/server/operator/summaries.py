@@ -1,0 +1,188 @@
+"""Facts as JSON for the page: short, finite, named as in control.proto. docs/web.md describes them."""
+
+import time
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from typing import Any
+
+from fedring.server.group import machine as gr
+from fedring.server.group.rendezvous import Rendezvous
+from fedring.server.round import machine as rd
+from fedring.server.round.events import Phase, Round, State
+from fedring.server.round.open_round import OpenRound
+from fedring.server.round.sessions import Session, Sessions
+from fedring.server.state.journal import rfc3339
+from fedring.server.state.rows import JobRow, ModelRow
+from fedring.v1 import control_pb2 as pb
+from fedring.v1 import federation_pb2 as fed
+
+Summary = dict[str, Any]
+
+MOST_CLIENTS = 200
+MOST_NAMES = 10
+_GROUP_MODES = ("data_parallel", "pipeline")
+_JOB_KEYS = ("mode", "model", "data", "encoding", "download_encoding")
+_ROUND_KEYS = (
+    *("round", "job_id", "job_round", "phase", "reason", "selected", "delivered", "model_version"),
+    *("seconds", "evaluate_seconds", "train_seconds_max", "upload_bytes", "download_bytes", "started_at"),
+)
+_EVENT_KEYS = ("id", "at", "kind", "job_id", "round", "client_id", "text")
+
+
+def job_summary(row: JobRow) -> Summary:
+    """Summarize a job, with those keys of its specification that explain the figures."""
+    return {
+        "job_id": row.job_id,
+        "name": row.name,
+        "state": row.state,
+        "reason": row.reason,
+        "rounds": row.rounds,
+        "rounds_done": row.rounds_done,
+        "created_at": rfc3339(row.created_at),
+        **{key: row.spec.get(key, "") for key in _JOB_KEYS},
+    }
+
+
+def round_summary(message: pb.Round) -> Summary:
+    """Summarize a round: of its clients, only sums."""
+    by_encoding: dict[str, int] = {}
+    for client in message.clients:
+        if client.upload_bytes:
+            name = client.encoding or "none"
+            by_encoding[name] = by_encoding.get(name, 0) + client.upload_bytes
+    total = message.eval_total
+    on_server = message.HasField("server_accuracy")
+    return {
+        **{key: getattr(message, key) for key in _ROUND_KEYS},
+        "missing": list(message.missing[:MOST_NAMES]),
+        "accuracy": message.eval_correct / total if total else None,
+        "loss": _finite(message.eval_loss_sum / total) if total else None,
+        "server_accuracy": _finite(message.server_accuracy) if on_server else None,
+        "server_loss": _finite(message.server_loss) if on_server else None,
+        "upload_by_encoding": by_encoding,
+        "peer_bytes": _sum(client.metrics.get("bytes_sent", 0.0) for client in message.clients),
+    }
+
+
+def model_summary(row: ModelRow, accuracy: float | None) -> Summary:
+    """Summarize a model version."""
+    return {
+        "version": row.version,
+        "round": row.round,
+        "digest": row.digest,
+        "parameters": row.parameters,
+        "bytes": row.bytes,
+        "created_at": rfc3339(row.created_at),
+        "accuracy": accuracy,
+    }
+
+
+def event_summary(event: pb.Event) -> Summary:
+    """Summarize an event, without the state of its round."""
+    return {key: getattr(event, key) for key in _EVENT_KEYS}
+
+
+def client_summaries(sessions: Iterable[Session], updates: Mapping[str, int], round_: Round | None) -> list[Summary]:
+    """Summarize clients in session, by name, and then those that are away: at most MOST_CLIENTS of them."""
+    here = {session.client_id: session for session in sessions}
+    asked = round_.selected | round_.evaluators if round_ else frozenset()
+    away = sorted((updates.keys() | asked) - here.keys())
+    return [
+        {
+            "client_id": name,
+            "state": "away" if (session := here.get(name)) is None else "watching" if session.matched else "joined",
+            "activity": activity_name(session.activity) if session else "",
+            "progress": _finite(session.progress) if session else None,
+            "software": session.software if session else "",
+            "address": session.address if session else "",
+            "updates": updates.get(name, 0),
+            "part": _part(name, round_) if round_ else "",
+        }
+        for name in [*here, *away][:MOST_CLIENTS]
+    ]
+
+
+def wait_summary(state: State, open_: OpenRound | None) -> Summary | None:
+    """Say what the open round waits for; None if it waits for nothing, or if no round is open."""
+    round_ = state.round
+    if round_ is None or open_ is None or round_.phase is Phase.ABANDONED:
+        return None
+    now = time.monotonic()
+    waits = rd.pending(state, now) - open_.done.keys()
+    match round_.phase:
+        case Phase.WAITING:
+            what, have, need = "clients", len(rd.ready(state, round_.rules)), round_.rules.min_clients
+        case Phase.TRAINING:
+            what, have, need = "updates", len(round_.delivered | open_.done.keys()), len(round_.selected)
+        case Phase.AGGREGATING:
+            return {"what": "aggregation", "have": 0, "need": 0, "clients": [], "until": ""}
+        case _:
+            what, have, need = "evaluations", len(round_.evaluated), len(round_.evaluators)
+    until = rfc3339(round(time.time() + rd.deadline(round_) - now))
+    return {"what": what, "have": have, "need": need, "clients": sorted(waits)[:MOST_NAMES], "until": until}
+
+
+def group_summary(rendezvous: Rendezvous, sessions: Sessions, job: JobRow) -> Summary | None:
+    """Summarize the newest group of a job whose clients train together: its members by rank, then the others."""
+    state, mode = rendezvous.state, job.spec.get("mode", "")
+    if state is None or mode not in _GROUP_MODES:
+        return None
+    cut = job.spec.get("pipeline", {}) if mode == "pipeline" else {}
+    others = sorted((state.workers.keys() | state.expected) - set(state.members))
+    return {
+        "mode": mode,
+        "round": rendezvous.round,
+        "generation": state.generation,
+        "phase": state.phase,
+        "reason": state.reason,
+        "target": state.rules.target,
+        "replicas": cut.get("replicas", 1),
+        "stages_per_worker": cut.get("stages_per_worker", 1),
+        "steps": max((worker.steps for worker in state.workers.values()), default=0),
+        "members": [_worker(state, name, sessions) for name in state.members[:MOST_CLIENTS]],
+        "others": [_worker(state, name, sessions) for name in others[:MOST_CLIENTS]],
+    }
+
+
+def activity_name(value: int) -> str:
+    """Return what a client does as a word; empty if it does nothing, or something that is not known here."""
+    if not value or value not in fed.Activity.values():
+        return ""
+    return fed.Activity.Name(fed.Activity.ValueType(value)).removeprefix("ACTIVITY_").lower()
+
+
+def _worker(state: gr.State, name: str, sessions: Sessions) -> Summary:
+    worker, session = state.workers.get(name), sessions.get(name)
+    if worker is None:
+        what = "lost" if name in state.members or session is None else "expected"
+    elif worker.digest is not None:
+        what = "done"
+    elif worker.joined:
+        what = "joined"
+    else:
+        what = "ready" if worker.generation == state.generation else "expected"
+    return {
+        "client_id": name,
+        "state": what,
+        "steps": worker.steps if worker else 0,
+        "progress": _finite(session.progress) if session else None,
+    }
+
+
+def _part(name: str, round_: Round) -> str:
+    """Return what the round has of the client, as a word."""
+    if name in round_.evaluated:
+        return "evaluated"
+    if name in round_.failed:
+        return "failed"
+    if name in round_.delivered:
+        return "delivered"
+    return "asked" if name in round_.selected or name in round_.evaluators else ""
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None
+
+
+def _sum(values: Iterable[float]) -> int:
+    return int(sum(value for value in values if 0 <= value < 2**53))

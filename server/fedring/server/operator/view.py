@@ -1,0 +1,159 @@
+"""What the page shows: the facts that flctl is told, in pieces small enough to be sent four times a second."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedring.server.operator.summaries import (
+    Summary,
+    client_summaries,
+    event_summary,
+    group_summary,
+    job_summary,
+    model_summary,
+    round_summary,
+    wait_summary,
+)
+from fedring.server.parts import Parts
+from fedring.server.round.report import event_message, round_message
+from fedring.server.state.journal import rfc3339
+from fedring.server.state.rows import EventRow, JobRow, ModelRow, RoundRow
+from fedring.v1 import control_pb2 as pb
+
+MOST_JOBS, MOST_MODELS, MOST_EVENTS, MOST_ROUNDS = 50, 10, 50, 1000
+MOST_STORED_EVENTS = 1000
+CHUNK = 10
+"""Rounds that are read at once. Those of large fleets are long, and uploads wait for the same thread."""
+STORE_SECONDS = 2.0
+"""Seconds after which the store is read again; an event has it read sooner."""
+_ENDED = ("published", "abandoned")
+
+
+@dataclass(slots=True)
+class _Stored:
+    """What was read from the store last."""
+
+    at: float = 0.0
+    event: int = -1  # the id of the newest event at that time
+    jobs: list[JobRow] = field(default_factory=list)
+    updates: dict[str, int] = field(default_factory=dict)
+    models: list[Summary] = field(default_factory=list)
+    last: RoundRow | None = None
+    events: list[EventRow] = field(default_factory=list)  # from before this process
+
+
+class View:
+    """The facts of the page, for `fedring.web`."""
+
+    def __init__(self, parts: Parts, version: str) -> None:
+        self._rounds, self._sessions, self._journal = parts.rounds, parts.sessions, parts.journal
+        self._facts, self._store = parts.facts, parts.facts.store
+        self._version = version
+        self._began = time.time()
+        self._stored = _Stored()
+        self._accuracy: dict[int, float | None] = {}  # of older models
+        self._reading = asyncio.Lock()
+
+    async def state(self) -> dict[str, Any]:
+        """Return how things are now, in parts that change at different times."""
+        stored, now = await self._read(), self._rounds
+        latest, running = now.latest, now.open
+        current = now.message() or self._last_round(stored)
+        job = next((row for row in stored.jobs if current is not None and row.job_id == current.job_id), None)
+        sessions = list(self._sessions)
+        return {
+            "server": {
+                "version": self._version,
+                "run_id": self._store.run_id,
+                "started_at": rfc3339(self._began),
+                "clients": len(sessions),
+                "watching": sum(session.matched for session in sessions),
+                "model_version": latest.version if latest else 0,
+            },
+            "round": round_summary(current) if current else None,
+            "waits_for": wait_summary(now.state, running),
+            "clients": client_summaries(sessions, stored.updates, now.state.round),
+            "group": group_summary(now.rendezvous, self._sessions, job) if job else None,
+            "jobs": [job_summary(row) for row in stored.jobs],
+            "models": stored.models,
+            "events": self._recent(stored),
+        }
+
+    async def rounds(self, job_id: int, after: int) -> dict[str, Any]:
+        """Return a job (0 = the newest) with its ended rounds above the round `after`, oldest first."""
+        if not job_id:
+            newest = await self._facts.db(self._store.jobs, 1)
+            job_id = newest[0].job_id if newest else 0
+        job = await self._facts.db(self._store.job, job_id)
+        rounds: list[Summary] = []
+        async with self._reading:  # one at a time: a request for much holds up only others like it
+            limit, below = self._first_chunk(after), 0
+            while job is not None and len(rounds) < MOST_ROUNDS:
+                chunk = await self._facts.db(self._read_rounds, limit, job_id, below)
+                rounds += chunk
+                if len(chunk) < limit or chunk[-1]["round"] <= after + 1:
+                    break
+                limit, below = CHUNK, chunk[-1]["round"]
+        ended = [row for row in reversed(rounds) if row["round"] > after and row["phase"] in _ENDED]
+        return {"job": job_summary(job) if job else None, "rounds": ended}
+
+    async def events(self, after: int) -> dict[str, Any]:
+        """Return the events after the event `after`, oldest first; 0 = the newest ones."""
+        if not after:
+            return {"events": self._recent(await self._read())}
+        stored = await self._facts.db(self._store.events_after, after, MOST_STORED_EVENTS)
+        events = {row.id: event_summary(event_message(row, None)) for row in stored}
+        events |= {event.id: event_summary(event) for event in self._journal.recent(after)}
+        return {"events": [events[number] for number in sorted(events)][:MOST_STORED_EVENTS]}
+
+    async def _read(self) -> _Stored:
+        """Return what the store holds, as of the last event or of a moment ago."""
+        stored, newest = self._stored, self._journal.last_id
+        if stored.event != newest or time.monotonic() - stored.at > STORE_SECONDS:
+            stored = await self._facts.db(self._read_store, newest)
+            self._stored = stored
+        return stored
+
+    def _read_rounds(self, limit: int, job_id: int, below: int) -> list[Summary]:
+        return [round_summary(round_message(row)) for row in self._store.rounds(limit, job_id, below)]
+
+    def _read_store(self, newest: int) -> _Stored:
+        store, first = self._store, self._stored.event < 0
+        return _Stored(
+            at=time.monotonic(),
+            event=newest,
+            jobs=store.jobs(MOST_JOBS),
+            updates=store.update_counts(),
+            models=self._read_models(),
+            last=next(iter(store.rounds(1)), None) if first else self._stored.last,
+            events=store.last_events(MOST_EVENTS) if first else self._stored.events,
+        )
+
+    def _read_models(self) -> list[Summary]:
+        rows, known = self._store.models(MOST_MODELS), self._accuracy
+        for row in rows[1:]:  # these are no longer evaluated
+            if row.version not in known:
+                known[row.version] = self._read_accuracy(row)
+        self._accuracy = {row.version: known[row.version] for row in rows[1:]}
+        newest = {row.version: self._read_accuracy(row) for row in rows[:1]}
+        return [model_summary(row, (self._accuracy | newest)[row.version]) for row in rows]
+
+    def _read_accuracy(self, row: ModelRow) -> float | None:
+        summed = self._store.evaluation_sum(row.version)
+        return summed.correct / summed.total if summed and summed.total else None
+
+    def _last_round(self, stored: _Stored) -> pb.Round | None:
+        row = self._rounds.last or stored.last
+        return round_message(row) if row else None
+
+    def _first_chunk(self, after: int) -> int:
+        """Return how many rounds to read at first: those that there can be above `after`, up to CHUNK."""
+        newest = self._rounds.open.row if self._rounds.open else self._rounds.last
+        return min(CHUNK, max(newest.round - after, 1)) if after and newest else CHUNK
+
+    def _recent(self, stored: _Stored) -> list[Summary]:
+        """Return the newest events, with some from before this process if it has not seen enough."""
+        told = {row.id: event_summary(event_message(row, None)) for row in stored.events}
+        told |= {event.id: event_summary(event) for event in self._journal.recent()[-MOST_EVENTS:]}
+        return [told[number] for number in sorted(told)][-MOST_EVENTS:]

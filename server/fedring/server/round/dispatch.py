@@ -1,0 +1,60 @@
+"""The commands and news that the clients of a round are sent."""
+
+from collections.abc import Iterable
+
+from fedring.server.round.events import Phase, Round
+from fedring.server.round.open_round import OpenRound
+from fedring.server.round.sessions import Sessions
+from fedring.server.state.rows import ModelRow
+from fedring.v1 import federation_pb2 as pb
+
+
+class Dispatch:
+    """Puts events into the outboxes of clients in session; the others are told when they come back."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    def train_all(self, open_: OpenRound, clients: Iterable[str]) -> None:
+        """Send the command to all clients, with the model to those that were not sent it before."""
+        bare, whole = (open_.event(open_.seconds_left, model) for model in (None, open_.model))
+        for session in filter(None, map(self._sessions.get, sorted(clients))):
+            if open_.model and session.holds != open_.base.digest:
+                session.holds = open_.base.digest
+                session.send(whole)
+            else:
+                session.send(bare)
+
+    def remind(self, open_: OpenRound, round_: Round, latest: ModelRow | None, client: str) -> None:
+        """Tell a client that has come back what the round waits for from it."""
+        if round_.phase is Phase.TRAINING and client in round_.selected - round_.delivered - round_.failed:
+            self.train(open_, client)
+        if round_.phase is Phase.PUBLISHED and latest and client in round_.evaluators - round_.evaluated:
+            self.evaluate(open_, latest, client)
+
+    def train(self, open_: OpenRound, client: str) -> None:
+        """Send the command to a client that has come back, or was selected later than the others."""
+        self._send(client, open_.event(open_.seconds_left))
+
+    def evaluate(self, open_: OpenRound, model: ModelRow, client: str) -> None:
+        """Ask the client to evaluate the new model."""
+        command = pb.EvaluateCmd(
+            job=open_.command.job,
+            round=open_.row.round,
+            model_version=model.version,
+            model_digest=model.digest,
+            schema_hash=bytes.fromhex(model.schema_hash),
+            deadline_seconds=open_.job.evaluate_seconds,
+        )
+        self._send(client, pb.ServerEvent(evaluate=command))
+
+    def ended(self, open_: OpenRound, model: ModelRow | None) -> None:
+        """Tell the clients that still train that the round no longer waits for them."""
+        version = model.version if model else 0
+        ended = pb.RoundEnded(round=open_.row.round, reason=open_.row.reason, model_version=version)
+        for client in set(open_.row.selected) - open_.accepted.keys():
+            self._send(client, pb.ServerEvent(round_ended=ended))
+
+    def _send(self, client: str, event: pb.ServerEvent | bytes) -> None:
+        if session := self._sessions.get(client):
+            session.send(event)

@@ -1,0 +1,240 @@
+"""What a round is made of: its phases, its state as values, the events that change it, the effects it asks for.
+
+Nothing here computes. `fedring.server.round.machine` says what follows from an event, and when.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class Phase(StrEnum):
+    """The phase that a round is in."""
+
+    WAITING = "waiting"
+    TRAINING = "training"
+    AGGREGATING = "aggregating"
+    PUBLISHED = "published"
+    ABANDONED = "abandoned"
+
+
+class Presence(StrEnum):
+    """What the server knows of a client."""
+
+    JOINED = "joined"  # has a session, does not watch yet
+    MATCHED = "watching"  # watches, and has confirmed it
+    AWAY = "away"  # its stream is gone; it may come back within its grace
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A client, and since when its presence is what it is."""
+
+    presence: Presence
+    since: float  # seconds, monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a round obeys. Durations are in seconds."""
+
+    kind: str = "synchronous"  # the phases that it goes through: a key of machine.KINDS
+    min_clients: int = 1
+    barrier: str = "matched"
+    barrier_timeout: float = 600.0
+    sample_ratio: float = 1.0
+    sample_clients: int = 0
+    min_to_aggregate: int = 1
+    close_at_minimum: bool = False
+    deadline: float = 600.0
+    grace: float = 5.0
+    evaluate_timeout: float = 120.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round. Its sets of clients only grow, except that a delivered update may be lost again."""
+
+    number: int
+    rules: Rules
+    phase: Phase
+    since: float  # when the phase began
+    selected: frozenset[str] = frozenset()
+    delivered: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()  # clients that said they cannot train
+    evaluators: frozenset[str] = frozenset()
+    evaluated: frozenset[str] = frozenset()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All clients, and the round in progress."""
+
+    members: Mapping[str, Member] = field(default_factory=lambda: MappingProxyType({}))
+    round: Round | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The client has opened a session."""
+
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """The client watches, and has confirmed it."""
+
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The client's stream has ended, or was silent for too long."""
+
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A round has begun to wait for clients."""
+
+    number: int
+    rules: Rules
+    elapsed: float = 0.0  # seconds that it had waited before the server was restarted
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A restarted server goes on with a round, whose clients have `grace` seconds to come back."""
+
+    round: Round
+    grace: float
+    elapsed: float  # seconds that its phase had taken before the restart
+
+
+@dataclass(frozen=True, slots=True)
+class Delayed:
+    """For so many seconds nobody could go on, so they do not count."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The command was sent to these clients."""
+
+    clients: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Enlisted:
+    """One more client takes part in the round."""
+
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """An update of the client was accepted."""
+
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The client's accepted update turned out to be damaged."""
+
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The client said that it cannot train in this round."""
+
+    client: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The round takes no more updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The next model is durable; these clients are asked to evaluate it."""
+
+    evaluators: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The client has reported its evaluation."""
+
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """The round ends without a model."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The round is over, with its evaluation."""
+
+
+Event = (
+    Joined
+    | Matched
+    | Left
+    | Opened
+    | Resumed
+    | Delayed
+    | Started
+    | Enlisted
+    | Delivered
+    | Lost
+    | Failed
+    | Closed
+    | Published
+    | Evaluated
+    | Abandoned
+    | Finished
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """An effect, answered with the event in brackets: send the command to these clients (Started)."""
+
+    clients: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregate:
+    """Close the round and make the next model of what was delivered (Closed, then Published)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """End the round without a model (Abandoned)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The round is over, evaluation included (Finished)."""
+
+
+Effect = Start | Aggregate | Abandon | Finish
+
+OPEN = (Phase.WAITING, Phase.TRAINING, Phase.AGGREGATING)
+"""Phases in which a round can still be abandoned."""

@@ -1,0 +1,155 @@
+"""The queue of jobs: one at a time, round after round, also across restarts."""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+
+from pydantic import ValidationError
+
+from fedring.daemon.config import explain
+from fedring.data import DataError
+from fedring.rpc.errors import NoSuchJob
+from fedring.server.round.metrics import Metrics
+from fedring.server.round.rounds import Rounds
+from fedring.server.round.runner import RoundRunner
+from fedring.server.state.blobs import FsyncFailed, StorageError, StorageFailed
+from fedring.server.state.facts import Facts
+from fedring.server.state.journal import Journal, printable
+from fedring.server.state.rows import JobRow, RoundRow
+from fedring.train.errors import SeamError
+from fedring.train.job import Job
+
+log = logging.getLogger(__name__)
+
+
+class Jobs:
+    """Runs the jobs that the store holds, oldest first.
+
+    Attributes:
+        running: the job that runs, or None.
+    """
+
+    def __init__(self, runner: RoundRunner, rounds: Rounds, facts: Facts, journal: Journal, metrics: Metrics) -> None:
+        self._runner, self._rounds, self._facts, self._store = runner, rounds, facts, facts.store
+        self._journal, self._metrics = journal, metrics
+        self._queued = asyncio.Event()
+        self._stopped: set[int] = set()
+        self.running: JobRow | None = None
+
+    async def start(self, spec: Job, key: str) -> tuple[JobRow, bool]:
+        """Queue a job.
+
+        Args:
+            spec: the job.
+            key: its idempotency key, or "".
+
+        Returns:
+            The job's row, and whether the key was known already: then the row is that of the job it belongs to.
+        """
+        wanted = JobRow(
+            0, spec.name, spec.model_dump(mode="json"), spec.rounds, time.time(), idempotency_key=key or None
+        )
+        row = await self._facts.db(self._store.create_job, wanted)
+        self._queued.set()
+        return row, row.created_at != wanted.created_at
+
+    async def stop(self, job_id: int) -> tuple[int, int]:
+        """End a job, and its round if it runs.
+
+        Args:
+            job_id: the job; 0 means the running one.
+
+        Returns:
+            The numbers of the job and of the round, 0 if no round was ended.
+
+        Raises:
+            NoSuchJob: if the job is neither running nor queued.
+        """
+        if self.running is not None and job_id in (0, self.running.job_id):
+            running = self.running.job_id
+            self._stopped.add(running)
+            # A disk that refuses this does not keep the job alive: its end is noted later.
+            with suppress(StorageFailed):
+                await self._facts.db(self._store.set_job_state, running, "stopped")  # holds also if the server dies now
+            return running, await self._rounds.abandon("stopped")
+        row = await self._facts.db(self._store.job, job_id)
+        if row is None or row.state != "queued":
+            raise NoSuchJob(f"job {job_id} is neither running nor queued" if job_id else "no job is running")
+        self._stopped.add(job_id)  # its turn may come right now
+        await self._facts.db(self._store.set_job_state, job_id, "stopped")
+        return job_id, 0
+
+    async def run(self) -> None:
+        """Run what is queued until cancelled; first what a restart interrupted."""
+        while True:
+            self._queued.clear()
+            row = await self._facts.db(self._next)
+            if row is None:
+                await self._queued.wait()
+                continue
+            self.running = row
+            self._metrics.job_started.set_to_current_time()
+            try:
+                state, reason = await self._run_job(row)
+            finally:
+                self.running = None
+                self._metrics.job_started.set(0)
+            await self._facts.keep(self._runner.prune)  # after the last round: each round does it for those before it
+            await self._facts.keep(self._end, row.job_id, state, reason)
+            self._rounds.recovering = False
+            text = f"job {row.job_id} ({row.name}) is {state}" + (f": {reason}" if reason else "")
+            self._journal.write("job_ended", text, job_id=row.job_id)
+
+    async def _end(self, job_id: int, state: str, reason: str) -> None:
+        await self._facts.db(self._store.set_job_state, job_id, state, reason)
+        await self._facts.db(self._store.end_orphans)
+
+    def _next(self) -> JobRow | None:
+        return self._store.running_job() or self._store.next_queued_job()
+
+    async def _run_job(self, row: JobRow) -> tuple[str, str]:
+        """Run the job to its end. Returns the state in which it ends, and why."""
+        try:
+            spec = Job.model_validate(row.spec)
+        except ValidationError as error:
+            return "failed", printable(f"its specification is not valid: {explain(error, {}, Job)}")
+        await self._facts.keep(self._facts.db, self._store.set_job_state, row.job_id, "running")
+        verb = "goes on" if row.state == "running" else "starts"
+        text = f"job {row.job_id} ({row.name}) {verb}: {row.rounds} rounds of {spec.model}"
+        self._journal.write("job_started", text, job_id=row.job_id)
+        abandoned = 0  # rounds, one after the other
+        done = await self._facts.keep(self._facts.db, self._store.job_rounds_ended, row.job_id)
+        interrupted = await self._facts.keep(self._facts.db, self._store.open_round)
+        while done < row.rounds:
+            if row.job_id in self._stopped:
+                return "stopped", ""
+            if fault := await self._open_round(row, spec, done + 1, interrupted):
+                return "failed", fault
+            interrupted = None
+            if row.job_id in self._stopped:  # while the round was being opened
+                await self._rounds.abandon("stopped")
+            outcome = await self._runner.run()
+            done += 1
+            abandoned = 0 if outcome.published else abandoned + 1
+            if abandoned and row.job_id in self._stopped:
+                return "stopped", ""
+            if abandoned and (not outcome.retryable or abandoned >= min(spec.max_abandoned, row.rounds)):
+                return "failed", outcome.reason
+        return "completed", ""
+
+    async def _open_round(self, row: JobRow, spec: Job, job_round: int, interrupted: RoundRow | None) -> str:
+        """Open the job's next round, or resume the one that a restart interrupted. Returns why it cannot, or ""."""
+        try:
+            if interrupted is not None and interrupted.job_id == row.job_id:
+                await self._facts.keep(self._runner.resume, interrupted, spec)
+            else:
+                await self._facts.keep(self._runner.open, row, spec, job_round)
+        except FsyncFailed:
+            raise
+        except (SeamError, DataError, StorageError) as error:
+            return str(error)
+        except Exception as error:  # the job names the user's code, which may raise anything
+            log.exception("job %d failed", row.job_id)
+            return printable(f"{type(error).__name__}: {error}")
+        return ""

@@ -1,0 +1,87 @@
+"""The model that a round starts from, the one that it publishes, and the evaluation of that one."""
+
+import time
+from typing import Any
+
+from fedring.server.config import ServerConfig
+from fedring.server.model.models import Models, files_of
+from fedring.server.model.testset import TestSet
+from fedring.server.round.events import Phase
+from fedring.server.round.open_round import OpenRound
+from fedring.server.state.blobs import StorageError, StorageFailed
+from fedring.server.state.facts import Facts
+from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
+from fedring.train.job import Job
+
+
+async def base_of(facts: Facts, models: Models, latest: ModelRow | None, job: JobRow, spec: Job) -> ModelRow:
+    """Return the model that the job's next round starts from: `latest` if it fits, else a new one, which is published.
+
+    Until the job has published a model, it is the one that the job names.
+
+    Raises:
+        StorageError: if the job names a version that is not kept, or is damaged.
+        SeamError: if that version does not fit the job, or no model can be made.
+    """
+    if spec.start and not await facts.db(_rounds_done, facts, job.job_id):
+        wanted = await facts.db(facts.store.model, spec.start)
+        if wanted is None:
+            raise StorageError("unknown_model", f"start = {spec.start}: no such version is kept (`flctl models list`)")
+        models.remember(wanted)  # a model that was damaged when the server started is not known yet
+        await facts.heavy(models.check_fits, wanted, spec)
+        return wanted
+    if latest is not None and models.fits(latest, spec):
+        return latest
+    model = await facts.heavy(models.fitting, latest, spec, await facts.db(facts.store.next_version))
+    if model is not latest:
+        await facts.db(facts.store.publish, model)
+        models.remember(model)
+    return model
+
+
+def _rounds_done(facts: Facts, job_id: int) -> int:
+    row = facts.store.job(job_id)
+    return row.rounds_done if row else 0
+
+
+async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
+    """Make the next model of the accepted updates, and make it durable together with the end of its round.
+
+    Raises:
+        DamagedModel, DamagedUpdates: if what it is made of is damaged.
+        StorageFailed: if the disk refuses it; nothing was changed.
+        StorageError, CodecError, OptimizerError, RuntimeError: if it cannot be made; the last is torch's.
+    """
+    updates = [open_.accepted[client] for client in sorted(open_.accepted)]
+    version = await facts.db(facts.store.next_version)
+    model = await facts.heavy(models.next, open_.base, updates, open_.job, open_.row.round, version)
+    ended = open_.ended(Phase.PUBLISHED, model_version=model.version)
+    try:
+        await facts.db(facts.store.publish, model, ended)
+    except StorageFailed:
+        await facts.db(facts.discard, files_of(model))  # they take up the space that is missing
+        raise
+    return model, ended
+
+
+async def evaluation(
+    facts: Facts, test_set: TestSet, open_: OpenRound, model: ModelRow
+) -> tuple[dict[str, Any], EvaluationRow | None]:
+    """Return the evaluation's figures for the round's row, and the sum of the clients' counts, if there are any."""
+    stats = open_.stats(open_.row.stats["seconds"])
+    if open_.job.evaluate_on_server and (counts := await facts.heavy(test_set.evaluate, model, open_.job)):
+        total = max(counts.total, 1)
+        stats |= {"server_accuracy": counts.correct / total, "server_loss": counts.loss_sum / total}
+    stats["evaluate_seconds"] = time.monotonic() - open_.started - stats["seconds"]
+    summed = await facts.db(facts.store.evaluation_sum, model.version)
+    if summed is not None:
+        stats |= {"correct": summed.correct, "total": summed.total, "loss_sum": summed.loss_sum}
+    return stats, summed
+
+
+async def prune(facts: Facts, models: Models, config: ServerConfig, open_: OpenRound | None) -> None:
+    """Delete models, updates and rounds that are older than the configuration keeps, except the base of `open_`."""
+    if await facts.db(facts.prune, config.keep_models, config.keep_update_rounds, config.keep_rounds):
+        kept = await facts.db(facts.store.models, config.keep_models)
+        base = {open_.base.version} if open_ else set()
+        models.forget({row.version for row in kept} | base)

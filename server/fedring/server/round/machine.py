@@ -1,0 +1,257 @@
+"""A round, as a pure state machine.
+
+`apply(state, event, now)` is the only way in which a state changes. `due(state, now)` says what has become necessary,
+and `wake_at(state, now)` when to ask again if no event comes. A kind of round is data: a list of phases (`KINDS`).
+Nothing here reads a clock, sends, stores, or knows what a model is.
+
+    waiting ──Started──► training ──Closed──► aggregating ──Published──► published ──Finished──► (none)
+       └───────Abandoned─────┴──────Abandoned──────┘ ─────────────────► abandoned ───┘
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, inf
+from types import MappingProxyType
+
+from fedring.server.round.events import (
+    OPEN,
+    Abandon,
+    Abandoned,
+    Aggregate,
+    Closed,
+    Delayed,
+    Delivered,
+    Effect,
+    Enlisted,
+    Evaluated,
+    Event,
+    Failed,
+    Finish,
+    Finished,
+    Joined,
+    Left,
+    Lost,
+    Matched,
+    Member,
+    Opened,
+    Phase,
+    Presence,
+    Published,
+    Resumed,
+    Round,
+    Rules,
+    Start,
+    Started,
+    State,
+)
+
+
+class IllegalEvent(Exception):
+    """An event cannot happen in this state: this is a fault of the server's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One phase of a kind of round, as data: how long it may take, whom it waits for, and what becomes due in it."""
+
+    phase: Phase
+    ended_by: type[Event]  # begins the next phase
+    limit: Callable[[Rules], float]  # the longest time that the phase may take, seconds
+    asked: Callable[[Round], frozenset[str]]  # clients that were asked for something and have not answered
+    due: Callable[[State, Round, float], Effect | None]  # what is to be done at that time, monotonic seconds
+
+
+def apply(state: State, event: Event, now: float) -> State:
+    """Return the state after `event`, which happened at `now` (monotonic seconds)."""
+    match event:
+        case Joined(client):
+            return _member(state, client, Presence.JOINED, now)
+        case Matched(client):
+            return _member(state, client, Presence.MATCHED, now)
+        case Left(client):
+            return _left(state, client, now)
+        case Opened(number, rules, elapsed):
+            _require(state.round is None, event, state)
+            return replace(state, round=Round(number, rules, Phase.WAITING, now - elapsed))
+        case Resumed(round_, grace, elapsed):
+            _require(state.round is None, event, state)
+            # A member that is away since a moment in the future has more than the usual grace to come back.
+            away = Member(Presence.AWAY, now + max(0.0, grace - round_.rules.grace))
+            missing = dict.fromkeys(round_.selected | round_.evaluators, away)
+            return State(MappingProxyType(missing | dict(state.members)), replace(round_, since=now - elapsed))
+        case Finished():
+            _require(state.round is not None and state.round.phase not in OPEN, event, state)
+            here = {c: m for c, m in state.members.items() if m.presence is not Presence.AWAY}
+            return State(MappingProxyType(here), None)
+    if state.round is None:
+        raise IllegalEvent(f"{event} without a round")
+    after = _apply_to_round(state.round, event, now)
+    # A client that was chosen may have left before the event came, and is not in `members` then.
+    gone = dict.fromkeys((after.selected | after.evaluators) - state.members.keys(), Member(Presence.AWAY, now))
+    return State(MappingProxyType({**gone, **state.members}) if gone else state.members, after)
+
+
+def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
+    match event:
+        case Delivered(client) if round_.phase is Phase.TRAINING and client in round_.selected:
+            return replace(round_, delivered=round_.delivered | {client})
+        case Enlisted(client) if round_.phase is Phase.TRAINING:
+            return replace(round_, selected=round_.selected | {client})
+        case Lost(client) if round_.phase is Phase.AGGREGATING:
+            return replace(round_, delivered=round_.delivered - {client}, failed=round_.failed | {client})
+        case Delayed(seconds):
+            return replace(round_, since=round_.since + seconds)
+        case Failed(client, number):
+            known = number == round_.number and client in round_.selected
+            return replace(round_, failed=round_.failed | {client}) if known else round_
+        case Evaluated(client):
+            return replace(round_, evaluated=round_.evaluated | {client} & round_.evaluators)
+        case Abandoned(reason) if round_.phase in OPEN:
+            return replace(round_, phase=Phase.ABANDONED, since=now, reason=reason)
+    steps = KINDS[round_.rules.kind]
+    following = {step.ended_by: after.phase for step, after in pairwise(steps) if step.phase is round_.phase}
+    if type(event) not in following:
+        raise IllegalEvent(f"{event} while {round_.phase}")
+    moved = replace(round_, phase=following[type(event)], since=now)
+    match event:
+        case Started(clients):
+            return replace(moved, selected=clients)
+        case Published(evaluators):
+            return replace(moved, evaluators=evaluators)
+    return moved
+
+
+def due(state: State, now: float) -> Effect | None:
+    """Return what is to be done at `now`; None means nothing until the next event or `wake_at`."""
+    round_ = state.round
+    if round_ is None:
+        return None
+    if round_.phase is Phase.ABANDONED:
+        return Finish()
+    return _step(round_).due(state, round_, now)
+
+
+def wake_at(state: State, now: float) -> float:
+    """Return when `due` may change without an event, in monotonic seconds; inf means never."""
+    round_ = state.round
+    if round_ is None or round_.phase is Phase.ABANDONED:
+        return inf
+    graces = (state.members[client].since + round_.rules.grace for client in _absent(state, round_))
+    return min([deadline(round_), *(at for at in graces if at > now)])
+
+
+def deadline(round_: Round) -> float:
+    """Return when the phase that the round is in ends at the latest, in monotonic seconds; inf means never."""
+    return round_.since + seconds(round_.rules, round_.phase)
+
+
+def seconds(rules: Rules, phase: Phase) -> float:
+    """Return the longest time that a round with these rules may stay in the phase, in seconds."""
+    return next(step.limit(rules) for step in KINDS[rules.kind] if step.phase is phase)
+
+
+def ready(state: State, rules: Rules) -> list[str]:
+    """Return the clients that may be selected, sorted."""
+    passed = (Presence.MATCHED,) if rules.barrier == "matched" else (Presence.JOINED, Presence.MATCHED)
+    return sorted(client for client, member in state.members.items() if member.presence in passed)
+
+
+def sample(candidates: list[str], round_: Round) -> list[str]:
+    """Return the clients that take part, drawn with the round's seed."""
+    rules = round_.rules
+    count = rules.sample_clients or ceil(rules.sample_ratio * len(candidates))
+    count = max(count, rules.min_to_aggregate)
+    if count >= len(candidates):
+        return candidates
+    return random.Random(f"{rules.seed}:{round_.number}").sample(candidates, count)
+
+
+def pending(state: State, now: float) -> frozenset[str]:
+    """Return the clients that the round still waits for: they were asked, have not answered, and are not lost."""
+    round_ = state.round
+    if round_ is None:
+        return frozenset()
+    lost = {c for c in _absent(state, round_) if now >= state.members[c].since + round_.rules.grace}
+    return _outstanding(round_) - lost
+
+
+def _outstanding(round_: Round) -> frozenset[str]:
+    return frozenset() if round_.phase is Phase.ABANDONED else _step(round_).asked(round_)
+
+
+def _step(round_: Round) -> Step:
+    return next(step for step in KINDS[round_.rules.kind] if step.phase is round_.phase)
+
+
+def _absent(state: State, round_: Round) -> Iterator[str]:
+    return (c for c in _outstanding(round_) if state.members[c].presence is Presence.AWAY)
+
+
+def _member(state: State, client: str, presence: Presence, now: float) -> State:
+    return replace(state, members=MappingProxyType({**state.members, client: Member(presence, now)}))
+
+
+def _left(state: State, client: str, now: float) -> State:
+    """Note that the client is away, or forget it if no round waits for it: clients come and go without end."""
+    if client not in state.members:
+        return state
+    if state.round is not None and client in state.round.selected | state.round.evaluators:
+        return _member(state, client, Presence.AWAY, now)
+    rest = {other: member for other, member in state.members.items() if other != client}
+    return replace(state, members=MappingProxyType(rest))
+
+
+def _require(legal: bool, event: Event, state: State) -> None:
+    if not legal:
+        raise IllegalEvent(f"{event} while {state.round.phase if state.round else 'no round is open'}")
+
+
+def _nobody(round_: Round) -> frozenset[str]:
+    return frozenset()
+
+
+def _training(round_: Round) -> frozenset[str]:
+    return round_.selected - round_.delivered - round_.failed
+
+
+def _evaluating(round_: Round) -> frozenset[str]:
+    return round_.evaluators - round_.evaluated
+
+
+def _due_waiting(state: State, round_: Round, now: float) -> Effect | None:
+    candidates = ready(state, round_.rules)
+    needed = 1 if round_.rules.barrier == "none" else round_.rules.min_clients
+    if len(candidates) >= needed:
+        return Start(frozenset(sample(candidates, round_)))
+    return Abandon("barrier_timeout") if now >= deadline(round_) else None
+
+
+def _due_training(state: State, round_: Round, now: float) -> Effect | None:
+    enough = len(round_.delivered) >= round_.rules.min_to_aggregate
+    if round_.rules.close_at_minimum and enough:
+        return Aggregate()
+    if pending(state, now) and now < deadline(round_):
+        return None
+    return Aggregate() if enough else Abandon("too_few_clients")
+
+
+def _due_aggregating(state: State, round_: Round, now: float) -> Effect | None:
+    return None  # whoever performed Aggregate is at work
+
+
+def _due_published(state: State, round_: Round, now: float) -> Effect | None:
+    return Finish() if not pending(state, now) or now >= deadline(round_) else None
+
+
+SYNCHRONOUS = (
+    Step(Phase.WAITING, Started, lambda rules: rules.barrier_timeout, _nobody, _due_waiting),
+    Step(Phase.TRAINING, Closed, lambda rules: rules.deadline, _training, _due_training),
+    Step(Phase.AGGREGATING, Published, lambda rules: inf, _nobody, _due_aggregating),
+    Step(Phase.PUBLISHED, Finished, lambda rules: rules.evaluate_timeout, _evaluating, _due_published),
+)
+"""All selected clients train from the same model, and one aggregation makes the next."""
+
+KINDS: Mapping[str, tuple[Step, ...]] = MappingProxyType({"synchronous": SYNCHRONOUS})
+"""The phases of each kind of round, in order; `Rules.kind` names one."""

@@ -1,0 +1,76 @@
+"""The round in progress: what the server keeps of it beyond the machine's state."""
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fedring.server.round.events import Phase
+from fedring.server.round.sessions import Traffic
+from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
+from fedring.train.job import Job
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1.rendezvous_pb2 import Done
+
+
+@dataclass(slots=True)
+class OpenRound:
+    """What the server keeps of the round in progress; owned by `Rounds`."""
+
+    row: RoundRow
+    job: Job
+    command: pb.TrainCmd
+    base: ModelRow
+    model: pb.SmallModel | None = None  # the base model, if it is small enough to travel with the command
+    started: float = 0.0  # when the command was sent, monotonic seconds; 0 = it was not yet
+    accepted: dict[str, UpdateRow] = field(default_factory=dict)
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+    done: dict[str, Done] = field(default_factory=dict)  # what the workers of a group say of their work
+    failures: list[str] = field(default_factory=list)  # sentences: who could not train, what was damaged
+    stop: str = ""  # why the round ends without a model if the disk refuses that model; "" = nobody asked
+    waits_for_disk: bool = False  # whether its aggregation waits until the disk takes the model
+    retryable: bool = True  # False if the job's next rounds would end as this one does
+
+    def event(self, seconds: float, model: pb.SmallModel | None = None) -> bytes:
+        """Return the serialized command.
+
+        Args:
+            seconds: how long the clients have.
+            model: the base model, if the command is to carry it.
+        """
+        command = pb.TrainCmd(deadline_seconds=seconds, model=model)
+        command.MergeFrom(self.command)
+        return pb.ServerEvent(train=command).SerializeToString()
+
+    @property
+    def missing(self) -> list[str]:
+        """The selected clients that neither delivered nor were done as members of a group, sorted."""
+        return sorted(set(self.row.selected) - self.accepted.keys() - self.done.keys())
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the deadline, above 0."""
+        return max(self.job.deadline_seconds - (time.monotonic() - self.started), 0.001)
+
+    def ended(self, phase: Phase, *, reason: str = "", model_version: int = 0) -> RoundRow:
+        """Return the row of the round, which ends in this phase."""
+        stats = self.stats(time.monotonic() - self.started if self.started else 0.0)
+        now = time.time()
+        return replace(self.row, phase=phase, reason=reason, model_version=model_version, ended_at=now, stats=stats)
+
+    def stats(self, seconds: float) -> dict[str, Any]:
+        """Return the figures that the round's row keeps; `seconds` is the time from the command to the model."""
+        clients = {}
+        for client in sorted(self.traffic.keys() | self.accepted.keys() | self.done.keys()):
+            moved, update = self.traffic.get(client, Traffic()), self.accepted.get(client)
+            done = self.done.get(client, Done())
+            clients[client] = {
+                "num_samples": update.num_samples if update else done.num_samples,
+                "train_seconds": update.train_seconds if update else done.train_seconds,
+                "encoding": update.packets[0].encoding if update else "",
+                "upload_bytes": moved.upload_bytes,
+                "download_bytes": moved.download_bytes,
+                "upload_seconds": moved.upload_seconds,
+                "download_seconds": moved.download_seconds,
+                "metrics": dict(update.metrics if update else done.metrics),
+            }
+        return {"seconds": seconds, "clients": clients}

@@ -1,0 +1,98 @@
+"""A job, translated into the rules of the state machines and into the messages of the wire."""
+
+import json
+
+from fedring.codec.encoding import Encoding
+from fedring.server.group import machine as groups
+from fedring.server.round.events import Rules
+from fedring.server.state.rows import ModelRow, RoundRow
+from fedring.train.job import Job
+from fedring.v1 import federation_pb2 as pb
+
+
+def rules_of(job: Job, *, grace: float) -> Rules:
+    """Return the rules of each round of the job.
+
+    Args:
+        job: the job. If its clients train as a group, one worker delivers for all.
+        grace: seconds that a lost client has to come back.
+    """
+    alone = job.grouped
+    fixed = job.pipeline.workers if job.mode == "pipeline" else 0
+    return Rules(
+        min_clients=max(job.min_clients, fixed),
+        barrier=job.barrier,
+        barrier_timeout=job.barrier_timeout_seconds,
+        sample_ratio=job.sample_ratio,
+        sample_clients=fixed or job.sample_clients,
+        min_to_aggregate=1 if alone else job.min_clients_to_aggregate,
+        close_at_minimum=alone or job.close_at_minimum,
+        deadline=job.deadline_seconds,
+        grace=grace,
+        evaluate_timeout=job.evaluate_seconds,
+        seed=job.seed,
+    )
+
+
+def group_rules(job: Job, *, target: int) -> groups.Rules:
+    """Return the rules of the groups of a round with `target` clients. A pipeline runs only if it is whole."""
+    if job.mode == "pipeline":
+        workers = job.pipeline.workers
+        return groups.Rules(target=workers, minimum=workers, patience=job.pipeline.replacement_seconds, whole=True)
+    return groups.Rules(
+        target=target,
+        minimum=min(target, job.min_clients_to_aggregate),
+        patience=job.data_parallel.replacement_seconds,
+    )
+
+
+def job_spec(job: Job, job_id: int) -> pb.JobSpec:
+    """Return what a client must know of the job."""
+    return pb.JobSpec(
+        job_id=job_id,
+        name=job.name,
+        mode=job.mode,
+        rounds=job.rounds,
+        model=job.model,
+        model_args=json.dumps(job.model_args),
+        data=job.data,
+        loss=job.loss,
+        optimizer=job.optimizer,
+        trainer=job.trainer,
+        partition=job.partition,
+        alpha=job.alpha,
+        seed=job.seed,
+        data_parallel=job.data_parallel.model_dump_json() if job.mode == "data_parallel" else "",
+        pipeline=job.pipeline.model_dump_json() if job.mode == "pipeline" else "",
+    )
+
+
+def round_command(job: Job, row: RoundRow, base: ModelRow, *, run_id: str, epoch: int, most_bytes: int) -> pb.TrainCmd:
+    """Return the command of a round, without the deadline, which depends on the moment of sending."""
+    command = train_cmd(job, job_spec(job, row.job_id), number=row.round, job_round=row.job_round)
+    command.run_id, command.epoch = run_id, epoch
+    command.model_version, command.model_digest = base.version, base.digest
+    command.schema_hash = bytes.fromhex(base.schema_hash)
+    command.max_update_bytes = most_bytes or 2 * base.bytes + (1 << 20)
+    return command
+
+
+def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.TrainCmd:
+    """Return the command of a round, without what depends on its model and on the moment of sending."""
+    # A group sends its result only once, so it need not be made smaller.
+    encoding = Encoding("fp32") if job.grouped else job.upload_encoding
+    return pb.TrainCmd(
+        round=number,
+        job_round=job_round,
+        job=spec,
+        subset_size=job.subset_size,
+        epochs=job.epochs,
+        batch_size=job.batch_size,
+        lr=job.lr,
+        momentum=job.momentum,
+        mu=job.mu,
+        seed=job.seed * 1_000_003 + job_round,
+        encoding=pb.Encoding(
+            name=encoding.name, chunk=encoding.chunk, keep_ratio=encoding.keep_ratio, step=encoding.step
+        ),
+    )

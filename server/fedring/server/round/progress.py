@@ -1,0 +1,73 @@
+"""Sentences for operators on a round that waits, and on one that was abandoned."""
+
+from collections.abc import Iterable
+from math import inf
+
+from fedring.server.round import machine as rd
+from fedring.server.round.events import Phase, Rules, State
+from fedring.server.round.open_round import OpenRound
+
+_SECONDS = 0.5  # least time between two sentences on one round
+_MOST_NAMES = 10  # missing clients that a sentence lists
+
+
+class Progress:
+    """Says what a round waits for: one sentence for each change, at most two in a second."""
+
+    def __init__(self) -> None:
+        self._told = ""
+        self._round, self._at = 0, 0.0
+
+    def news(self, state: State, now: float) -> tuple[str, float]:
+        """Return what is to be told at `now` (monotonic seconds), or "", and the seconds after which to ask again."""
+        text = _progress(state)
+        if not text or state.round is None or text == self._told:
+            return "", inf
+        if state.round.number == self._round and (left := self._at + _SECONDS - now) > 0:
+            return "", left
+        self._told, self._round, self._at = text, state.round.number, now
+        return text, inf
+
+
+def why_abandoned(open_: OpenRound, state: State, away: Iterable[str]) -> str:
+    """Return why the round was abandoned, for people.
+
+    Args:
+        open_: the round.
+        state: the machine's state.
+        away: clients that are not in session, and that the barrier could have waited for.
+    """
+    round_ = state.round
+    if round_ is None:
+        return ""
+    if open_.failures and round_.reason != "stopped":
+        more = f" (and {len(open_.failures) - 1} more)" if len(open_.failures) > 1 else ""
+        return f"{round_.reason}: {open_.failures[0]}{more}"
+    if round_.reason == "barrier_timeout":
+        missing = sorted({*state.members, *away} - set(rd.ready(state, round_.rules)))
+        return f"barrier_timeout: {_readiness(state, round_.rules)}{_without(missing)}"
+    if round_.reason == "too_few_clients":
+        have, expected = len(round_.delivered), len(round_.selected)
+        return f"too_few_clients: {have} of {expected} delivered{_without(open_.missing)}"
+    return round_.reason
+
+
+def _progress(state: State) -> str:
+    round_ = state.round
+    if round_ is None or round_.phase not in (Phase.WAITING, Phase.TRAINING):
+        return ""
+    if round_.phase is Phase.WAITING:
+        return f"round {round_.number} waits for clients: {_readiness(state, round_.rules)}"
+    have, expected = len(round_.delivered), len(round_.selected)
+    return f"round {round_.number}: ready={have}/{expected} (min={round_.rules.min_to_aggregate})"
+
+
+def _readiness(state: State, rules: Rules) -> str:
+    have, expected = len(rd.ready(state, rules)), max(len(state.members), rules.min_clients)
+    return f"ready={have}/{expected} (min={rules.min_clients}, barrier {rules.barrier})"
+
+
+def _without(missing: list[str]) -> str:
+    names = ", ".join(missing[:_MOST_NAMES])
+    more = f" and {len(missing) - _MOST_NAMES} more" if len(missing) > _MOST_NAMES else ""
+    return f", without {names}{more}" if missing else ""

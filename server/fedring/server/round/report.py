@@ -1,0 +1,94 @@
+"""Rows and the round in progress as messages for operators."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from fedring.server.round.events import Round
+from fedring.server.round.open_round import OpenRound
+from fedring.server.state.journal import rfc3339
+from fedring.server.state.rows import EventRow, JobRow, ModelRow, RoundRow
+from fedring.v1 import control_pb2 as pb
+
+
+def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
+    """Return a round as a message; `delivered` counts its updates if the row does not know them yet."""
+    stats: dict[str, Any] = row.stats
+    clients = [pb.RoundClient(client_id=name, **facts) for name, facts in stats.get("clients", {}).items()]
+    took_part = [client for client in clients if client.num_samples]
+    delivered_ids = {client.client_id for client in took_part}
+    return pb.Round(
+        round=row.round,
+        job_id=row.job_id,
+        job_round=row.job_round,
+        phase=row.phase,
+        reason=row.reason,
+        selected=len(row.selected),
+        delivered=len(took_part) if delivered is None else delivered,
+        model_version=row.model_version,
+        seconds=stats.get("seconds", 0.0),
+        evaluate_seconds=stats.get("evaluate_seconds", 0.0),
+        train_seconds_max=max((client.train_seconds for client in clients), default=0.0),
+        upload_bytes=sum(client.upload_bytes for client in clients),
+        download_bytes=sum(client.download_bytes for client in clients),
+        eval_correct=stats.get("correct", 0),
+        eval_total=stats.get("total", 0),
+        eval_loss_sum=stats.get("loss_sum", 0.0),
+        server_accuracy=stats.get("server_accuracy"),
+        server_loss=stats.get("server_loss"),
+        started_at=rfc3339(row.started_at),
+        missing=[name for name in row.selected if name not in delivered_ids] if row.ended_at else [],
+        clients=clients,
+    )
+
+
+def open_message(open_: OpenRound, state: Round, *, clients: bool) -> pb.Round:
+    """Return the round in progress as a message; `clients` says whether it lists what each client did."""
+    row = replace(open_.row, phase=state.phase)
+    if not clients:
+        row = replace(row, stats={})
+    elif not row.stats:
+        row = replace(row, stats=open_.stats(0.0))
+    return round_message(row, delivered=len(state.delivered | open_.done.keys()))
+
+
+def job_message(row: JobRow) -> pb.Job:
+    """Return a job as a message."""
+    return pb.Job(
+        job_id=row.job_id,
+        name=row.name,
+        state=row.state,
+        rounds=row.rounds,
+        rounds_done=row.rounds_done,
+        reason=row.reason,
+        created_at=rfc3339(row.created_at),
+        spec=json.dumps(row.spec),
+    )
+
+
+def model_message(row: ModelRow, accuracy: float | None) -> pb.Model:
+    """Return a model version as a message; `accuracy` is None if it was not evaluated."""
+    return pb.Model(
+        version=row.version,
+        round=row.round,
+        digest=row.digest,
+        schema_hash=bytes.fromhex(row.schema_hash),
+        parameters=row.parameters,
+        bytes=row.bytes,
+        created_at=rfc3339(row.created_at),
+        accuracy=accuracy,
+    )
+
+
+def event_message(row: EventRow, round_: RoundRow | None) -> pb.Event:
+    """Return an event from the store as a message, with its round if that has ended."""
+    return pb.Event(
+        id=row.id,
+        at=rfc3339(row.at),
+        kind=row.kind,
+        job_id=row.job_id,
+        round=row.round,
+        client_id=row.client_id,
+        text=row.text,
+        state=round_message(round_) if round_ is not None and round_.ended_at else None,
+    )

@@ -1,0 +1,354 @@
+"""What runs a round: it asks the machine what is due, does it, and says in the end what came of the round.
+
+One task performs the effects of a round, one after the other. Whatever must survive is in the store before anybody is
+told of it.
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import inf
+
+from fedring.codec import CodecError
+from fedring.server.config import ServerConfig
+from fedring.server.group import machine as gr
+from fedring.server.model.damage import DamagedModel, DamagedUpdates
+from fedring.server.model.models import Models
+from fedring.server.model.optimizer import OptimizerError
+from fedring.server.model.testset import TestSet
+from fedring.server.round import machine as rd
+from fedring.server.round.dispatch import Dispatch
+from fedring.server.round.events import (
+    OPEN,
+    Abandon,
+    Abandoned,
+    Aggregate,
+    Closed,
+    Effect,
+    Finish,
+    Finished,
+    Lost,
+    Opened,
+    Phase,
+    Published,
+    Resumed,
+    Round,
+    Start,
+    Started,
+)
+from fedring.server.round.lineage import base_of, evaluation, prune, publish
+from fedring.server.round.metrics import Metrics
+from fedring.server.round.open_round import OpenRound
+from fedring.server.round.plan import group_rules, round_command, rules_of
+from fedring.server.round.progress import Progress, why_abandoned
+from fedring.server.round.rounds import Rounds
+from fedring.server.round.sessions import Sessions
+from fedring.server.state.blobs import StorageError, StorageFailed
+from fedring.server.state.facts import Facts
+from fedring.server.state.journal import Journal
+from fedring.server.state.rows import JobRow, ModelRow, RoundRow
+from fedring.train.job import Job
+from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+RECOVERY_SECONDS = 30.0
+"""Seconds that clients have to come back after a restart of the server, if the round's deadline is not sooner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a round."""
+
+    published: bool
+    reason: str = ""  # why it was abandoned, for people
+    retryable: bool = True  # False if the job's next rounds would end in the same way
+
+
+class RoundRunner:
+    """Opens a round, or resumes one, and runs it to its end; one round at a time."""
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        facts: Facts,
+        models: Models,
+        sessions: Sessions,
+        journal: Journal,
+        metrics: Metrics,
+        config: ServerConfig,
+    ) -> None:
+        self._rounds, self._facts, self._models = rounds, facts, models
+        self._sessions, self._journal, self._metrics, self._config = sessions, journal, metrics, config
+        self._test_set = TestSet(facts.blobs, config)
+        self._dispatch = Dispatch(sessions)
+        self._progress = Progress()
+
+    async def open(self, job: JobRow, spec: Job, job_round: int) -> None:
+        """Open the next round of a job.
+
+        Raises:
+            StorageFailed: if the disk refuses it; nothing was changed.
+            StorageError, SeamError, DataError: if the round has no model to start from, or no samples to evaluate on.
+        """
+        rounds, facts = self._rounds, self._facts
+        base = await base_of(facts, self._models, rounds.latest, job, spec)
+        if rounds.latest is None or base.version > rounds.latest.version:  # it was just made
+            rounds.latest = base
+        if spec.evaluate_on_server:
+            await facts.heavy(self._test_set.load, spec)
+        small = self._models.small(base, spec)  # before there is a row: it may fail, and be tried again
+        wanted = RoundRow(0, job.job_id, job_round, Phase.WAITING, time.time(), base_version=base.version)
+        row = await facts.db(facts.store.create_round, wanted)
+        self._begin(row, spec, base, small)
+        rounds.handle(Opened(row.round, rules_of(spec, grace=self._config.lost_after_seconds)))
+
+    async def resume(self, row: RoundRow, spec: Job) -> None:
+        """Go on with the round that a restart interrupted; its clients have time to come back.
+
+        Raises:
+            StorageError: "missing_model" if the model that it starts from is gone.
+        """
+        rounds, facts = self._rounds, self._facts
+        base = await facts.db(facts.store.model, row.base_version)
+        if base is None:
+            raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, now gone")
+        self._models.remember(base)
+        small = self._models.small(base, spec)
+        rules = rules_of(spec, grace=self._config.lost_after_seconds)
+        seconds = rd.seconds(rules, Phase(row.phase))
+        elapsed = 0.0 if row.seconds_left is None else max(0.0, seconds - row.seconds_left)
+        if row.phase == Phase.WAITING:
+            self._begin(row, spec, base, small)
+            rounds.handle(Opened(row.round, rules, elapsed))
+            return
+        updates = await facts.db(facts.store.updates_of, row.round)
+        open_ = self._begin(replace(row, phase=Phase.TRAINING), spec, base, small)
+        open_.accepted = {update.client_id: update for update in updates}
+        open_.started = time.monotonic() - elapsed
+        selected, delivered = frozenset(row.selected), frozenset(open_.accepted)
+        # An aggregation that the restart cut off is simply due again.
+        resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected=selected, delivered=delivered)
+        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, elapsed))
+        self._gather(open_, resumed=True)
+        for session in self._sessions:
+            if session.matched:
+                rounds.matched(session.client_id)
+
+    async def run(self) -> Outcome:
+        """Do what is due until the round that was opened or resumed has ended."""
+        rounds = self._rounds
+        while (open_ := rounds.open) is not None:
+            now = time.monotonic()
+            rounds.changed.clear()
+            effect = rd.due(rounds.state, now)
+            if self._facts.storage.fault and isinstance(effect, Start | Aggregate | Abandon):
+                # What clients offer is refused meanwhile.
+                await self._wait_for_disk(open_, phase=Phase(open_.row.phase))
+            elif isinstance(effect, Finish):
+                return await self._finish(open_)
+            elif effect is not None:
+                await self._perform(open_, effect)
+            else:
+                rounds.expect_workers()
+                wait = min(rd.wake_at(rounds.state, now) - now, self._tell_progress(now))
+                with suppress(TimeoutError):  # a deadline is due
+                    async with asyncio.timeout(None if wait == inf else max(wait, 0.001)):
+                        await rounds.changed.wait()
+        raise rd.IllegalEvent("no round is open")
+
+    async def damaged(self, error: DamagedModel) -> None:
+        """End the round in progress, and its job, if it starts from the model that turned out to be damaged."""
+        open_, round_ = self._rounds.open, self._rounds.state.round
+        if open_ is None or round_ is None or open_.base.version != error.version or round_.phase not in OPEN:
+            return log.error("%s", error.detail)
+        self._note_damage(open_, error)
+        await self._rounds.abandon(error.reason)
+
+    async def prune(self) -> None:
+        """Delete what is older than the configuration keeps."""
+        await prune(self._facts, self._models, self._config, self._rounds.open)
+
+    async def save_time(self, *, less: float = 0.0) -> None:
+        """Note the seconds that the round in progress has left, minus `less` that are as good as gone."""
+        open_, round_ = self._rounds.open, self._rounds.state.round
+        if open_ is None or round_ is None or round_.phase not in (Phase.WAITING, Phase.TRAINING):
+            return
+        left = max(0.0, rd.deadline(round_) - time.monotonic() - less)
+        open_.row = replace(open_.row, seconds_left=left)
+        with suppress(StorageError):  # the disk is full, or somebody else holds the database: the next note will do
+            await self._facts.db(self._facts.store.save_seconds_left, open_.row.round, round_.phase, left)
+
+    async def _perform(self, open_: OpenRound, effect: Effect) -> None:
+        rounds = self._rounds
+        async with rounds.settling:
+            if rd.due(rounds.state, time.monotonic()) != effect:
+                return  # an update was accepted, or the round was stopped, just before
+            match effect:
+                case Start(clients):
+                    await self._start(open_, clients)
+                case Aggregate():
+                    rounds.handle(Closed())
+                case Abandon(reason):
+                    rounds.handle(Abandoned(reason))
+        if isinstance(effect, Start) and open_.started:
+            await self._facts.keep(self.prune)  # now, while the clients train: nobody waits for it
+        elif isinstance(effect, Aggregate):
+            await self._aggregate(open_)
+
+    async def _start(self, open_: OpenRound, clients: frozenset[str]) -> None:
+        row = replace(open_.row, phase=Phase.TRAINING, selected=tuple(sorted(clients)), seconds_left=None)
+        try:
+            await self._facts.db(self._facts.store.update_round, row)
+        except StorageFailed:
+            return  # it is due again, and waits for the disk where a stop need not wait
+        open_.row, open_.started = row, time.monotonic()
+        self._rounds.handle(Started(clients))
+        self._gather(open_)
+        self._dispatch.train_all(open_, clients)
+        text = f"round {row.round} ({row.job_round}/{open_.job.rounds}) trains on {len(clients)} clients"
+        self._rounds.tell("round_started", text)
+
+    def _gather(self, open_: OpenRound, *, resumed: bool = False) -> None:
+        """Let the workers of the round gather, if it needs a group."""
+        if open_.job.grouped:
+            selected = open_.row.selected
+            rules = group_rules(open_.job, target=len(selected))
+            self._rounds.rendezvous.open(open_.row.round, rules, selected, open_.done, resumed=resumed)
+
+    async def _aggregate(self, open_: OpenRound) -> None:
+        """Make and publish the next model, or abandon the round if that cannot be done."""
+        if open_.missing:
+            log.warning("round %d ends without %s", open_.row.round, ", ".join(open_.missing))
+        while self._phase is Phase.AGGREGATING:
+            if open_.stop:
+                return self._rounds.handle(Abandoned(open_.stop))
+            try:
+                with self._metrics.aggregate_seconds.time():
+                    model, ended = await publish(self._facts, self._models, open_)
+            except StorageFailed as error:
+                log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
+                if not open_.stop:
+                    await self._wait_for_disk(open_, phase=Phase.AGGREGATING)
+            except DamagedUpdates as error:
+                await self._facts.keep(self._go_on_without, open_, error)
+            except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # torch raises RuntimeErrors
+                log.error(
+                    "round %d makes no model: %s", open_.row.round, error, exc_info=not isinstance(error, StorageError)
+                )
+                if isinstance(error, DamagedModel):
+                    self._note_damage(open_, error)
+                self._rounds.handle(Abandoned(getattr(error, "reason", "bad_optimizer")))
+            else:
+                self._publish(open_, model, ended)
+
+    def _publish(self, open_: OpenRound, model: ModelRow, ended: RoundRow) -> None:
+        """Tell everybody of the new model, which is durable, and let clients evaluate it."""
+        rounds = self._rounds
+        open_.row, rounds.latest = ended, model
+        self._models.remember(model)
+        evaluators = [s.client_id for s in self._sessions if s.matched] if open_.job.evaluate else []
+        rounds.handle(Published(frozenset(evaluators)))
+        self._end_training(open_)
+        for client in evaluators:
+            self._dispatch.evaluate(open_, model, client)
+        text = f"round {ended.round} published model {model.version} in {ended.stats['seconds']:.2f} s"
+        rounds.tell("round_published", text)
+
+    async def _wait_for_disk(self, open_: OpenRound, *, phase: Phase) -> None:
+        """Return when the disk takes what is to be kept, or when the phase has ended."""
+        storage, changed = self._facts.storage, self._rounds.changed
+        open_.waits_for_disk = True
+        while storage.fault and self._phase is phase:
+            changed.clear()
+            await storage.works_or(changed)
+        open_.waits_for_disk = False
+
+    async def _go_on_without(self, open_: OpenRound, error: DamagedUpdates) -> None:
+        """Forget accepted updates that are damaged. The round ends without them, or is abandoned for want of them."""
+        rounds = self._rounds
+        await self._facts.db(self._facts.drop_updates, open_.row.round, sorted(error.clients))
+        for client, text in error.clients.items():
+            del open_.accepted[client]
+            rounds.handle(Lost(client))
+            text = f"{text}: what it had learned is lost"
+            open_.failures.append(text)
+            job_id = open_.row.job_id
+            self._journal.write("blob_damaged", text, job_id=job_id, client_id=client, state=rounds.message())
+        round_ = rounds.state.round
+        if round_ is not None and len(round_.delivered) < round_.rules.min_to_aggregate:
+            rounds.handle(Abandoned(error.reason))
+
+    def _note_damage(self, open_: OpenRound, error: DamagedModel) -> None:
+        open_.failures.insert(0, error.detail)
+        open_.retryable = False
+        self._rounds.tell("blob_damaged", error.detail)
+
+    async def _finish(self, open_: OpenRound) -> Outcome:
+        rounds, round_ = self._rounds, self._rounds.state.round
+        if round_ is not None and round_.phase is Phase.ABANDONED:
+            outcome = await self._finish_abandoned(open_, round_)
+        else:
+            outcome = Outcome(published=True)
+            if rounds.latest is not None:
+                await self._finish_evaluation(open_, rounds.latest)
+        rounds.end(open_.row)
+        await self._facts.db(self._facts.blobs.drop_partials, f"{open_.row.round}-")
+        rounds.handle(Finished())
+        return outcome
+
+    async def _finish_abandoned(self, open_: OpenRound, round_: Round) -> Outcome:
+        facts = self._facts
+        open_.row = open_.ended(Phase.ABANDONED, reason=round_.reason)
+        await facts.keep(facts.db, facts.store.update_round, open_.row)
+        self._end_training(open_)
+        away = () if open_.row.selected else await facts.db(facts.store.update_counts)
+        reason = why_abandoned(open_, self._rounds.state, away)
+        self._rounds.tell("round_abandoned", f"round {round_.number} was abandoned: {reason}")
+        return Outcome(published=False, reason=reason, retryable=open_.retryable)
+
+    async def _finish_evaluation(self, open_: OpenRound, model: ModelRow) -> None:
+        stats, summed = await evaluation(self._facts, self._test_set, open_, model)
+        self._metrics.evaluated(stats)
+        open_.row = replace(open_.row, stats=stats)
+        await self._facts.keep(self._facts.db, self._facts.store.update_round, open_.row)
+        accuracy = f": accuracy {summed.correct / summed.total:.4f}" if summed and summed.total else ""
+        self._rounds.tell("round_evaluated", f"round {open_.row.round} is evaluated{accuracy}")
+
+    def _begin(self, row: RoundRow, spec: Job, base: ModelRow, small: pb.SmallModel | None) -> OpenRound:
+        most, store = self._config.max_update_bytes, self._facts.store
+        command = round_command(spec, row, base, run_id=store.run_id, epoch=store.epoch, most_bytes=most)
+        open_ = OpenRound(row, spec, command, base, small)
+        self._rounds.begin(open_)
+        return open_
+
+    def _end_training(self, open_: OpenRound) -> None:
+        """Tell the workers of the group, and the clients that still train, that the round takes no more updates."""
+        self._rounds.group(gr.Closed(open_.row.reason))
+        self._dispatch.ended(open_, self._rounds.latest)
+
+    @property
+    def _phase(self) -> Phase | None:
+        return self._rounds.state.round.phase if self._rounds.state.round else None
+
+    def _tell_progress(self, now: float) -> float:
+        """Tell what an open barrier waits for, or log what a round does. Returns seconds until there may be more."""
+        text, seconds = self._progress.news(self._rounds.state, now)
+        if text and self._phase is Phase.WAITING:
+            self._rounds.tell("round_waits", text)
+        elif text:  # the journal has its updates one by one
+            log.info("%s", text)
+        return seconds
+
+
+_PERIOD = 1.0
+"""Seconds between two notes of the time. Each says what will be left at the next one: a kill gives no notice."""
+
+
+async def keep_time(runner: RoundRunner) -> None:
+    """Keep noting how long the round in progress may still take, until cancelled: a restart gives it no more time."""
+    while True:
+        await asyncio.sleep(_PERIOD)
+        await runner.save_time(less=_PERIOD)

@@ -1,0 +1,180 @@
+"""The clients' sessions: which clients are connected, and what waits to be sent to each."""
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hmac import compare_digest
+from math import inf
+from typing import Any
+
+from fedring.daemon.logs import log_with
+from fedring.rpc.chunks import serialize
+from fedring.rpc.contract import RESUME_SECRET, SESSION_KEY
+from fedring.rpc.errors import BadRequest, FedringError, IdInUse, NoSession, NotAllowed, Overloaded, Superseded
+from fedring.rpc.identity import IDENTITY, NAME, Identity
+from fedring.server.group.returns import Returns
+from fedring.server.state.journal import printable
+from fedring.v1 import federation_pb2 as pb
+
+OUTBOX = 64
+"""Events that may wait for one client. A client that lets more pile up is cut off."""
+
+MOST_CALLS = 16
+"""Calls of one client at once. Five would do, but those of a broken connection may take a while to end."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One client's session: from Join to the next Join, or to the loss of its stream."""
+
+    client_id: str
+    session_id: str
+    software: str
+    address: str
+    owner: Identity  # who opened it; knowing the id alone lets nobody in
+    secret: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)  # takes over; never stored
+    outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    reason: FedringError | None = None  # why it was closed
+    watching: bool = False
+    matched: bool = False
+    holds: str = ""  # the digest of the model that the client was sent last
+    activity: int = 0
+    progress: float = 0.0
+    last_seen: float = field(default_factory=time.time)  # wall clock, for people
+    heard: float = field(default_factory=time.monotonic)
+    spoke: float = field(default_factory=time.monotonic)  # when the newest event began to be written
+    writing: bool = False  # whether the newest event is still being written
+    contested: float = -inf  # when operators were last told that somebody else wants this client id
+
+    def hear(self) -> None:
+        """Note that the client has said something just now."""
+        self.last_seen, self.heard = time.time(), time.monotonic()
+
+    def send(self, event: pb.ServerEvent | bytes) -> None:
+        """Queue an event, or its bytes. A client that does not read is cut off: nobody waits for it."""
+        try:
+            self.outbox.put_nowait(serialize(event))
+        except asyncio.QueueFull:
+            self.close(Overloaded(f"{self.client_id} does not read what it is sent"))
+
+    def close(self, reason: FedringError) -> None:
+        """End the session's stream with `reason`, unless it was ended before."""
+        if not self.closed.is_set():
+            self.reason = reason
+            self.closed.set()
+
+
+class Sessions:
+    """At most one session per client.
+
+    Args:
+        limit: The most sessions that may be open at once.
+        lost_after_seconds: Silence after which a session is dropped; twice as long a newcomer is to try again.
+    """
+
+    def __init__(self, limit: int, lost_after_seconds: float = 5.0) -> None:
+        self._limit = limit
+        self._retry_seconds = 2 * lost_after_seconds
+        self._by_id: dict[str, Session] = {}
+        self._by_client: dict[str, Session] = {}
+        self._calls: Counter[str] = Counter()  # in progress, by client
+        self.returns = Returns()
+
+    def join(self, request: pb.JoinRequest, address: str) -> Session:
+        """Open a session for the client, of whoever makes this call, and close its older one if there is one.
+
+        An older session gives way to whoever shows its secret, and to a caller who has proven by a certificate or a
+        token to be this client. Anybody else could be anyone: then the older session stays, idle or not, and also if
+        its client has not begun to watch yet, which it may put off for `lost_after_seconds` at most.
+
+        Raises:
+            BadRequest: if the client id, or the secret that is shown, is none.
+            IdInUse: if there is an older session that stays.
+            Overloaded: if `limit` sessions are open.
+        """
+        if not NAME.fullmatch(request.client_id):
+            raise BadRequest("client_id must be 1 to 128 characters of A-Z a-z 0-9 . _ -", reason="bad_client_id")
+        shown, who = request.resume_secret, IDENTITY.get()
+        if shown and not RESUME_SECRET.fullmatch(shown):
+            raise BadRequest("resume_secret must be as Join returned it, 32 hexadecimal digits in lower case, or empty")
+        older = self._by_client.get(request.client_id)
+        if older is None and len(self._by_client) >= self._limit:
+            raise Overloaded(f"max_clients={self._limit} sessions are open; raise max_clients or stop a client")
+        if older and who.role is None and not compare_digest(shown, older.secret):
+            raise IdInUse(
+                f"{older.client_id} is here in another session: give each client an id of its own; if this is the same "
+                "client and has lost its resume_secret, try again until that session has ended",
+                retry_seconds=self._retry_seconds,
+            )
+        software = printable(request.software[:128])
+        session = Session(request.client_id, secrets.token_hex(16), software, address, who)
+        session.secret = shown or session.secret
+        if older:
+            older.close(Superseded(f"a newer session of {older.client_id} took over"))
+            self.drop(older)
+        self._by_id[session.session_id] = self._by_client[session.client_id] = session
+        self.returns.came(session.client_id, request.startup_seconds, time.monotonic())
+        log_with(client=session.client_id)
+        return session
+
+    def of(self, context: Any) -> Session:
+        """Return the session that a call names, and count the call until it ends.
+
+        Raises:
+            NoSession: if the call names no session, or one that has ended.
+            NotAllowed: "other_session" if the session is not the caller's.
+            Overloaded: if too many calls of its client are in progress.
+        """
+        name = next((value for key, value in context.invocation_metadata() or () if key == SESSION_KEY), "")
+        session = self._by_id.get(str(name))
+        if session is None:
+            raise NoSession("this session is not open: join first")
+        who = IDENTITY.get()
+        if not who.owns(session.owner):
+            raise NotAllowed(f"this session is not {who}'s", reason="other_session")
+        if self._calls[session.client_id] >= MOST_CALLS:
+            raise Overloaded(f"{MOST_CALLS} calls of {session.client_id} are in progress already")
+        self._calls[session.client_id] += 1
+        context.add_done_callback(lambda _: self._ended(session.client_id))
+        session.hear()
+        log_with(client=session.client_id)
+        return session
+
+    def drop(self, session: Session) -> bool:
+        """Forget the session, and end its other streams. Returns whether it was its client's newest."""
+        self._by_id.pop(session.session_id, None)
+        session.close(NoSession("the session is lost: join again"))
+        if self._by_client.get(session.client_id) is not session:
+            return False
+        del self._by_client[session.client_id]
+        self.returns.left(session.client_id, time.monotonic())
+        return True
+
+    def _ended(self, client_id: str) -> None:
+        self._calls[client_id] -= 1
+        if not self._calls[client_id]:
+            del self._calls[client_id]
+
+    def get(self, client_id: str) -> Session | None:
+        """Return the client's session, or None."""
+        return self._by_client.get(client_id)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(sorted(self._by_client.values(), key=lambda session: session.client_id))
+
+    def __len__(self) -> int:
+        return len(self._by_client)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """The bytes that one client moved in one round, as they were on the wire, and the seconds that took."""
+
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    upload_seconds: float = 0.0
+    download_seconds: float = 0.0

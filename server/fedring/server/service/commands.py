@@ -1,0 +1,136 @@
+"""TrainCmdService: clients join, watch for commands, and report evaluations."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from fedring.rpc.contract import PROTOCOL
+from fedring.rpc.errors import BadRequest, Gone, IdInUse, Stalled, Unauthenticated, Unavailable, refusal_in
+from fedring.rpc.streams import finish_write, wire_bytes
+from fedring.server.config import ServerConfig
+from fedring.server.parts import Parts
+from fedring.server.round.events import Joined, Left
+from fedring.server.round.sessions import Session
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import federation_pb2_grpc as rpc
+
+_HEARTBEAT = pb.ServerEvent(heartbeat=pb.Heartbeat()).SerializeToString()
+
+
+class TrainCmdService(rpc.TrainCmdServiceServicer):
+    """Opens sessions, keeps their streams, and notices when they are lost."""
+
+    def __init__(self, parts: Parts, config: ServerConfig, software: str) -> None:
+        self._rounds, self._sessions, self._facts, self._journal = (
+            parts.rounds,
+            parts.sessions,
+            parts.facts,
+            parts.journal,
+        )
+        self._config, self._software = config, software
+
+    async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
+        if request.protocol != PROTOCOL:
+            older = "the client" if request.protocol < PROTOCOL else "fl-server"
+            text = f"fl-server speaks protocol {PROTOCOL}, the client {request.protocol}: update {older}"
+            raise BadRequest(text, reason="wrong_protocol")
+        try:
+            session = self._sessions.join(request, context.peer())
+        except IdInUse:
+            self._contested(request.client_id, context.peer())
+            raise
+        self._rounds.handle(Joined(session.client_id))
+        asyncio.get_running_loop().call_later(self._config.lost_after_seconds, self._expire, session)
+        last = self._facts.last_accepted.get(session.client_id)
+        return pb.JoinReply(
+            session_id=session.session_id,
+            run_id=self._facts.store.run_id,
+            heartbeat_seconds=self._config.heartbeat_seconds,
+            lost_after_seconds=self._config.lost_after_seconds,
+            no_progress_seconds=self._config.no_progress_seconds,
+            software=self._software,
+            last_accepted=pb.LastAccepted(epoch=last.epoch, round=last.round, name=last.name) if last else None,
+            resume_secret=session.secret,
+        )
+
+    async def Watch(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
+        self, request_iterator: AsyncIterator[pb.WatchRequest], context: Any
+    ) -> None:
+        session = self._sessions.of(context)
+        session.watching = True
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                parts = (self._listen(session, request_iterator), self._speak(session, context), self._guard(session))
+                for part in parts:
+                    tasks.create_task(part)
+        except ExceptionGroup as group:
+            if (refusal := refusal_in(group)) is not None:  # the end of a stream is told by _lost
+                raise refusal from None
+        finally:
+            self._lost(session)
+
+    async def ReportEvaluation(self, request: pb.EvaluationReport, context: Any) -> pb.EvaluationAck:
+        session = self._sessions.of(context)
+        await self._rounds.evaluated(session.client_id, request)
+        return pb.EvaluationAck()
+
+    async def _listen(self, session: Session, requests: AsyncIterator[pb.WatchRequest]) -> None:
+        async for request in requests:
+            session.hear()
+            session.activity, session.progress = request.activity, request.progress
+            if request.matched and not session.matched:
+                session.matched = True
+                self._rounds.matched(session.client_id)
+                self._journal.write("client_joined", f"{session.client_id} is here", client_id=session.client_id)
+            if request.HasField("failure"):
+                self._rounds.failed(session.client_id, request.failure)
+        raise Gone("the client closed its side")
+
+    async def _speak(self, session: Session, context: Any) -> None:
+        event = _HEARTBEAT
+        while True:
+            session.spoke, session.writing = time.monotonic(), True
+            await finish_write(context, event)
+            session.writing = False
+            if event is not _HEARTBEAT:
+                self._rounds.traffic(session.client_id).download_bytes += wire_bytes(event)
+            event = await session.outbox.get()
+
+    async def _guard(self, session: Session) -> None:
+        """Send heartbeats until the session is closed or lost. One timer a session is cheaper than one a message."""
+        beat, lost = self._config.heartbeat_seconds, self._config.lost_after_seconds
+        while True:
+            if session.owner.ends_at is not None and time.time() >= session.owner.ends_at:
+                raise Unauthenticated("the token of this session has expired", reason="expired_token")
+            now, due = time.monotonic(), session.spoke + beat
+            if now >= session.heard + lost or (session.writing and now >= session.spoke + lost):
+                raise Stalled(f"{session.client_id} said or read nothing for {lost:g} s")
+            if now >= due:
+                due = now + beat
+                if not session.writing:
+                    session.send(_HEARTBEAT)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(session.heard + lost, due) - now):
+                    await session.closed.wait()
+                raise session.reason or Unavailable("the session was closed")
+
+    def _contested(self, client_id: str, peer: str) -> None:
+        """Tell operators that somebody else wants the id of a client in session; once for all of its tries."""
+        session, now = self._sessions.get(client_id), time.monotonic()
+        if session is not None and now >= session.contested + 3 * self._config.lost_after_seconds:
+            session.contested = now
+            text = f"{client_id} is here already: another client, at {peer}, was refused this id"
+            self._journal.write("client_refused", text, client_id=client_id)
+
+    def _expire(self, session: Session) -> None:
+        if not session.watching:
+            self._lost(session)
+
+    def _lost(self, session: Session) -> None:
+        if self._sessions.drop(session):
+            self._rounds.handle(Left(session.client_id))
+            if session.matched:
+                text = f"{session.client_id} is gone"
+                self._journal.write("client_lost", text, client_id=session.client_id)

@@ -1,0 +1,82 @@
+"""ModelBlobService: models, streamed from disk."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fedring.rpc.chunks import CHUNK_BYTES, chunks
+from fedring.rpc.errors import BadRequest
+from fedring.rpc.streams import METER, write
+from fedring.server.config import ServerConfig
+from fedring.server.model.damage import DamagedModel
+from fedring.server.parts import Parts
+from fedring.v1 import federation_pb2 as pb
+from fedring.v1 import federation_pb2_grpc as rpc
+
+
+class ModelBlobService(rpc.ModelBlobServiceServicer):
+    """Streams models from the disk."""
+
+    def __init__(self, parts: Parts, config: ServerConfig) -> None:
+        self._parts, self._config = parts, config
+        self._slots = asyncio.Semaphore(config.max_transfers)
+
+    async def FetchModel(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
+        self, request: pb.FetchModelRequest, context: Any
+    ) -> None:
+        session = self._parts.sessions.of(context)
+        traffic, meter = self._parts.rounds.traffic(session.client_id), METER.get()
+        began = time.monotonic()
+        digest = ""
+        try:
+            async with self._slots, aclosing(self.messages(request)) as messages:
+                async for message in messages:
+                    await write(context, message, self._config.no_progress_seconds)
+                    if isinstance(message, pb.ModelBlob):
+                        digest = message.header.model_digest
+            session.holds = digest
+        finally:
+            traffic.download_bytes += meter.sent
+            traffic.download_seconds += time.monotonic() - began
+
+    async def messages(self, request: pb.FetchModelRequest) -> AsyncGenerator[Any, None]:
+        """Yield the header, and the chunks as bytes, that answer `request`; the last one once all are proven.
+
+        Raises:
+            UnknownModel: if there is no such version.
+            BadRequest: "bad_offset", if the request names a place that the payload does not have.
+            DamagedModel: if it is damaged; a round that starts from it has been ended.
+        """
+        try:
+            with self._parts.models.offer(request) as offer:
+                start, total = _start_of(request, offer.header), offer.header.total_bytes
+                yield pb.ModelBlob(header=offer.header)
+                for offset, message in chunks(offer.read, start=start, total=total):
+                    if offset + CHUNK_BYTES >= total:
+                        # What was read from the start of the payload is digested already; reading the rest takes long.
+                        if start:
+                            await self._parts.facts.work(offer.prove)
+                        else:
+                            offer.prove()
+                    yield message
+        except DamagedModel as error:
+            await self._parts.runner.damaged(error)
+            raise
+
+
+def _start_of(request: pb.FetchModelRequest, header: pb.ModelHeader) -> int:
+    """Return the offset at which the payload goes on; BadRequest if there is no such place."""
+    if request.offset and not request.payload_name:
+        raise BadRequest(
+            f"offset {request.offset} without payload_name belongs to no payload: begin at 0", reason="bad_offset"
+        )
+    if request.payload_name != header.payload_name:
+        return 0  # the payload has changed since: it is sent from the start
+    if request.offset > header.total_bytes:
+        raise BadRequest(
+            f"offset {request.offset} is beyond the payload's {header.total_bytes} bytes: begin at 0",
+            reason="bad_offset",
+        )
+    return request.offset

@@ -1,0 +1,317 @@
+"""ClientUpdateService: performs what an upload (`fedring.server.update.upload`) asks for."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from fedring.codec.errors import CodecError
+from fedring.rpc.boundary import sound_message
+from fedring.rpc.chunks import Piece, part_parser, serialize
+from fedring.rpc.errors import (
+    BadRequest,
+    FedringError,
+    Gone,
+    Overloaded,
+    UnknownRound,
+)
+from fedring.rpc.streams import METER, Paced, write
+from fedring.server.config import ServerConfig
+from fedring.server.parts import Parts
+from fedring.server.round.sessions import Session
+from fedring.server.state.blobs import FilePartial, MemoryPartial, StorageError
+from fedring.server.update.acceptance import Partial
+from fedring.server.update.admission import check_payload
+from fedring.server.update.upload import (
+    Accept,
+    Accepted,
+    Admit,
+    Admitted,
+    AskRound,
+    Chunk,
+    Digest,
+    Digested,
+    Done,
+    Effect,
+    Ended,
+    Event,
+    Known,
+    LookUp,
+    Offered,
+    Open,
+    Opened,
+    Read,
+    Send,
+    Sent,
+    Terms,
+    TooLate,
+    Upload,
+    Write,
+    Written,
+)
+from fedring.v1 import federation_pb2 as pb
+
+SERVICE = "fedring.v1.ClientUpdateService"
+_AT_ONCE = 1 << 18  # so many values are checked sooner than a thread could be found for it
+
+
+def add_update_service(service: "ClientUpdateService", server: aio.Server) -> None:
+    """Add the service to a server in such a way that chunks are read without a copy."""
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "PushUpdate": grpc.stream_stream_rpc_method_handler(
+            service.PushUpdate, request_deserializer=part_parser(pb.ClientUpdate), response_serializer=serialize
+        ),
+        "PushSmallUpdates": grpc.stream_stream_rpc_method_handler(
+            service.PushSmallUpdates, request_deserializer=pb.SmallUpdate.FromString, response_serializer=serialize
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+
+class ClientUpdateService:
+    """Takes updates, in chunks or in one message; a client may repeat any of them."""
+
+    def __init__(self, parts: Parts, config: ServerConfig) -> None:
+        self._rounds, self._sessions, self._models, self._facts = (
+            parts.rounds,
+            parts.sessions,
+            parts.models,
+            parts.facts,
+        )
+        self._acceptor, self._journal, self._metrics = parts.acceptor, parts.journal, parts.metrics
+        self._config = config
+        self._slots = asyncio.Semaphore(config.max_transfers)
+        self._uploads: dict[str, asyncio.Task[Any]] = {}
+
+    async def PushUpdate(
+        self, request_iterator: AsyncIterator[pb.ClientUpdate | Piece], context: Any
+    ) -> AsyncIterator[pb.UpdateReply]:
+        session = self._sessions.of(context)
+        with self._counted(session, 0) as count:
+            messages = Paced(request_iterator, self._config.no_progress_seconds)
+            first = await anext(messages, None)
+            if not isinstance(first, pb.ClientUpdate) or not first.HasField("offer"):
+                raise BadRequest("the first message must be an offer")
+            async with aclosing(self._push(session, Offered(first.offer), messages)) as replies:
+                async for reply in replies:
+                    count()  # before the client knows that its update was accepted: the round may end at once
+                    yield reply
+
+    async def PushSmallUpdates(self, request_iterator: AsyncIterator[pb.SmallUpdate], context: Any) -> None:
+        session = self._sessions.of(context)
+        at_work = asyncio.Lock()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                ending = tasks.create_task(_end(session.closed, at_work))
+                while await self._take_small(session, at_work, context):
+                    pass
+                ending.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _take_small(self, session: Session, at_work: asyncio.Lock, context: Any) -> bool:
+        """Take the next update, and answer it. Returns False if there is none.
+
+        It is not read by the iterator, which would hold each update in memory until the next one comes.
+        """
+        seen = METER.get().received
+        request = await context.read()
+        if request is aio.EOF:
+            return False
+        async with at_work:
+            if session.closed.is_set():
+                raise Gone("the session was closed")
+            session.hear()
+            with self._counted(session, seen):
+                update = sound_message(request)
+                async with aclosing(self._push(session, Offered(update.offer, update.payload))) as replies:
+                    reply = await anext(replies)
+            await write(context, reply.accepted, self._config.no_progress_seconds)
+        return True
+
+    @contextmanager
+    def _counted(self, session: Session, counted: int) -> Iterator[Callable[[], None]]:
+        """Count the call's bytes beyond the first `counted`, and its seconds, as the client's in this round."""
+        traffic, meter = self._rounds.traffic(session.client_id), METER.get()
+        began = time.monotonic()
+
+        def count() -> None:
+            nonlocal began, counted
+            now, received = time.monotonic(), meter.received
+            traffic.upload_bytes += received - counted
+            traffic.upload_seconds += now - began
+            began, counted = now, received
+
+        try:
+            yield count
+        except (CodecError, FedringError, asyncio.CancelledError) as error:
+            self._metrics.refused(error)
+            raise
+        finally:
+            count()
+
+    async def _push(
+        self, session: Session, offered: Event, messages: AsyncIterator[pb.ClientUpdate | Piece] | None = None
+    ) -> AsyncGenerator[pb.UpdateReply, None]:
+        """Perform what an upload asks for until it is done, and yield what the client is to be told.
+
+        Args:
+            session: the client's.
+            offered: the upload's first event.
+            messages: what the client sends after its offer; None if the payload came with it.
+        """
+        upload, call = Upload(session.client_id, self._facts.store.epoch), _Call(messages)
+        effect = upload.handle(offered)
+        async with AsyncExitStack() as stack:
+            try:
+                while not isinstance(effect, Done):
+                    if isinstance(effect, Send):
+                        yield pb.UpdateReply(resume_offset=effect.offset)
+                    effect = upload.handle(await self._perform(session, effect, call, stack))
+            except (FedringError, CodecError):
+                if upload.spoilt:
+                    self._discard(call)
+                raise
+        if effect.already:
+            self._metrics.repeated()
+        yield pb.UpdateReply(accepted=pb.Accepted(already=effect.already))
+
+    async def _perform(self, session: Session, effect: Effect, call: "_Call", stack: AsyncExitStack) -> Event:
+        """Do what an upload asks for, and return what came of it."""
+        client = session.client_id
+        try:
+            match effect:
+                case LookUp(run_id, number):
+                    return Known(await self._accepted_name(run_id, number, client))
+                case AskRound(run_id, number):
+                    open_ = self._rounds.deliverable(run_id, number, client)
+                    call.run_id, call.round = run_id, number
+                    schema = self._models.schema_of(open_.base)
+                    return Terms(open_.base.digest, open_.command.max_update_bytes, schema)
+                case Open():
+                    return Opened(await self._open(client, effect, call, stack))
+                case Send():
+                    return Sent()
+                case Read():
+                    return await self._read(client, call)
+                case Write(data):
+                    await self._write(call.partial, data)
+                    return Written()
+                case Digest():
+                    return Digested(call.partial.digest)
+                case Admit():
+                    return await self._admit(client, effect, call)
+                case Accept(row):
+                    call.undo.pop_all()  # the acceptor takes the partial over
+                    return Accepted(await self._acceptor.accept(call.partial, row))
+        except UnknownRound as error:
+            return TooLate(error)
+        raise TypeError(f"{effect} is no effect of an upload")
+
+    async def _accepted_name(self, run_id: str, number: int, client: str) -> str:
+        """Return the name of the update that was accepted of the client for the round; "" if there is none."""
+        open_, facts = self._rounds.open, self._facts
+        if run_id != facts.store.run_id or number >= 2**63:
+            return ""
+        if open_ is not None and number == open_.row.round:
+            return open_.accepted[client].name if client in open_.accepted else ""
+        return await facts.db(facts.store.accepted_name, number, client)
+
+    async def _open(self, client: str, effect: Open, call: "_Call", stack: AsyncExitStack) -> int:
+        """Open a place for the payload until `stack` is closed. Returns the bytes that it holds already."""
+        if not call.opened:
+            call.opened = True
+            if call.messages is not None:
+                await stack.enter_async_context(self._slots)
+            await stack.enter_async_context(self._only_one(client))
+            stack.enter_context(call.undo)
+        if not effect.name:  # a small payload is handled in memory, in this thread: another would cost more
+            call.partial = MemoryPartial(effect.payload or b"")
+            return call.partial.size
+
+        def open_() -> None:  # all of it in the thread: the call may have ended when the file is open
+            call.undo.close()
+            call.partial = partial = self._facts.blobs.open_partial(effect.name, fresh=effect.fresh)
+            call.undo.callback(partial.close)
+
+        try:
+            await self._facts.work(open_)
+        except StorageError as error:
+            raise Overloaded(str(error), reason=error.reason) from error
+        return call.partial.size
+
+    async def _read(self, client: str, call: "_Call") -> Event:
+        message = await anext(call.messages, None) if call.messages is not None else None
+        if message is None:
+            return Ended()
+        self._rounds.deliverable(call.run_id, call.round, client)  # an upload does not outlive its round
+        chunk = message if isinstance(message, Piece) else message.chunk
+        return Chunk(chunk.offset, chunk.data)
+
+    async def _write(self, partial: Partial, data: bytes | memoryview) -> None:
+        try:
+            if isinstance(partial, MemoryPartial):
+                partial.write(data)
+            else:
+                await self._facts.work(partial.write, data)
+        except StorageError as error:
+            raise Overloaded(str(error), reason=error.reason) from error
+
+    async def _admit(self, client: str, effect: Admit, call: "_Call") -> Admitted:
+        """Check every byte of the payload."""
+        partial, schema, packets = call.partial, effect.schema, effect.packets
+        small = isinstance(partial, MemoryPartial)
+        try:
+            # How long the check takes depends on the model: a few bytes can stand for many values.
+            if small and len(packets) * (schema.num_parameters + schema.num_buffers) <= _AT_ONCE:
+                norm = check_payload(partial.read, packets, schema)
+            else:
+                norm = await self._facts.work(check_payload, partial.read, packets, schema)
+        except CodecError as error:
+            self._discard(call)
+            self._journal.write("update_refused", f"an update of {client} was refused: {error}", client_id=client)
+            raise
+        return Admitted(norm, time.time(), partial.read(0, partial.size) if small else b"")
+
+    def _discard(self, call: "_Call") -> None:
+        if isinstance(call.partial, FilePartial):
+            self._facts.blobs.abort(call.partial)
+
+    @asynccontextmanager
+    async def _only_one(self, client_id: str) -> AsyncIterator[None]:
+        """Let no other upload of the client run inside: end an older one, whose stream is dead."""
+        if (older := self._uploads.get(client_id)) is not None:
+            older.cancel()
+            await asyncio.wait([older])
+        if client_id in self._uploads:
+            raise Overloaded(f"an older upload of {client_id} has not ended yet")
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("an upload runs in no task")
+        self._uploads[client_id] = task
+        try:
+            yield
+        finally:
+            del self._uploads[client_id]
+
+
+class _Call:
+    """What one call keeps of its upload."""
+
+    def __init__(self, messages: AsyncIterator[pb.ClientUpdate | Piece] | None) -> None:
+        self.messages = messages
+        self.partial: Partial = MemoryPartial()
+        self.undo = ExitStack()  # closes the partial
+        self.opened = False
+        self.run_id, self.round = "", 0
+
+
+async def _end(closed: asyncio.Event, at_work: asyncio.Lock) -> None:
+    """Raise Gone when the session is closed, but not while an update is at work. Watch tells the client why."""
+    await closed.wait()
+    async with at_work:
+        raise Gone("the session was closed")

@@ -1,0 +1,136 @@
+"""RendezvousService: the workers of a group say what they have done, and are told what to do."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fedring.codec.errors import CodecError
+from fedring.rpc.errors import BadRequest, Gone, Unavailable, UnknownRound, refusal_in
+from fedring.rpc.streams import Paced, write
+from fedring.server.config import ServerConfig
+from fedring.server.group import machine as gr
+from fedring.server.parts import Parts
+from fedring.server.round.sessions import Session
+from fedring.server.update.admission import check_figures
+from fedring.train.bounds import MAX_SAMPLES
+from fedring.v1 import rendezvous_pb2 as pb
+from fedring.v1 import rendezvous_pb2_grpc as rpc
+
+_ADDRESS = re.compile(r"[!-~]{1,250}:[!-~]{1,250}")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class RendezvousService(rpc.RendezvousServiceServicer):
+    """Serves one stream for each worker: it says what it has done, and is told what to do."""
+
+    def __init__(self, parts: Parts, config: ServerConfig) -> None:
+        self._rounds, self._sessions, self._config = parts.rounds, parts.sessions, config
+        self._rendezvous = parts.rounds.rendezvous
+        self._streams: dict[str, asyncio.Event] = {}  # the newest of each client; set when a newer one comes
+
+    async def Form(  # type: ignore[override]  # grpc takes a coroutine that writes to the context, too
+        self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
+    ) -> None:
+        session = self._sessions.of(context)
+        client, replaced = session.client_id, asyncio.Event()
+        first = await anext(Paced(request_iterator, self._config.lost_after_seconds), None)
+        round_ = self._enter(client, first)
+        if older := self._streams.get(client):
+            older.set()
+        self._streams[client] = replaced
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                parts = (
+                    self._listen(session, request_iterator),
+                    self._speak(client, round_, context),
+                    self._guard(session.closed),
+                    self._guard(replaced),
+                )
+                for part in parts:
+                    tasks.create_task(part)
+        except ExceptionGroup as group:
+            if (refusal := refusal_in(group)) is not None:  # workers learn of the end of a stream from the state
+                raise refusal from None
+        finally:
+            if self._streams.get(client) is replaced:
+                del self._streams[client]
+                if self._rendezvous.round == round_:
+                    self._rounds.group(gr.Left(client))
+
+    def _enter(self, client: str, message: pb.WorkerMessage | None) -> int:
+        """Return the round that the worker enters by its first message; UnknownRound if it is not open for it."""
+        if message is None or not message.HasField("enter"):
+            raise BadRequest("the first message must be Enter")
+        if self._rounds.recovering:
+            raise Unavailable("the server has just started: try again")
+        enter, open_, rendezvous = message.enter, self._rounds.open, self._rendezvous
+        known = open_ is not None and (enter.run_id, enter.round) == (open_.command.run_id, open_.row.round)
+        selected = open_ is not None and client in open_.row.selected
+        if not (known and selected and rendezvous.active and rendezvous.round == enter.round):
+            raise UnknownRound(f"no round {enter.round} of a group is open for {client}")
+        if not rendezvous.can_know(enter.generation):
+            raise BadRequest(f"no generation {enter.generation} was ever formed")
+        self._rounds.group(gr.Entered(client, enter.generation))
+        return int(enter.round)
+
+    async def _listen(self, session: Session, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+        async for message in messages:  # without a deadline: the session notices whether the client lives
+            session.hear()
+            self._hear(session.client_id, message)
+        raise Gone("the worker closed its side")
+
+    def _hear(self, client: str, message: pb.WorkerMessage) -> None:
+        match message.WhichOneof("message"):
+            case "ready":
+                ready = message.ready
+                if not _ADDRESS.fullmatch(ready.address):
+                    raise BadRequest("an address must be host:port or unix:path", reason="bad_address")
+                self._rounds.group(gr.Ready(client, ready.generation, ready.address, ready.steps))
+            case "joined":
+                self._rounds.group(gr.Joined(client, message.joined.generation))
+            case "broken":
+                broken = message.broken
+                reason = broken.reason if _NAME.fullmatch(broken.reason) else "broken"
+                self._rounds.group(gr.Broken(client, broken.generation, reason))
+            case "done":
+                check_done(message.done)
+                self._rounds.worker_done(client, message.done)
+            case _:
+                raise BadRequest("this message is not known, or came too late")
+
+    async def _speak(self, client: str, round_: int, context: Any) -> None:
+        """Tell the worker what to do whenever that changes, until its group has ended."""
+        told = None
+        while told is None or not told.HasField("ended"):
+            moved, now = self._rendezvous.moved, self._rendezvous.view(client, round_)
+            if now == told:
+                await moved.wait()
+                continue
+            await write(context, now, self._config.lost_after_seconds)
+            told = now
+        raise Gone("there is nothing more to say")
+
+    async def _guard(self, ended: asyncio.Event) -> None:
+        await ended.wait()
+        raise Gone("the session is lost, or another stream took over")
+
+
+def check_done(done: pb.Done) -> None:
+    """Check what a worker says of its work.
+
+    Args:
+        done: The worker's message.
+
+    Raises:
+        BadRequest: "bad_done", if the digest or the number of samples cannot be; "bad_metrics" as of an update.
+    """
+    if len(done.digest) != 32 or done.num_samples > MAX_SAMPLES:
+        text = (
+            f"a digest must be 32 bytes, not {len(done.digest)}, and num_samples at most 2^40, not {done.num_samples}"
+        )
+        raise BadRequest(text, reason="bad_done")
+    try:
+        check_figures(done.train_seconds, done.metrics)
+    except CodecError as error:  # a group of tasks would report it as a fault, not as a refusal
+        raise BadRequest(str(error), reason=error.reason) from error

@@ -1,0 +1,58 @@
+"""Checks of fl-server's configuration before it starts: whether what it names can be used on this machine."""
+
+from collections.abc import Iterator
+
+from fedring.daemon.checks import Check, Level, check_data_root, refuse_failed
+from fedring.server.config import ServerConfig
+from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
+from fedring.train.checks import check_data, check_name
+from fedring.train.errors import SeamError
+from fedring.train.files import keeps_a_model, load_model, read_tensors
+from fedring.train.job import Job
+from fedring.train.seam import build_model
+
+
+def check(config: ServerConfig) -> None:
+    """Check that what the configuration names can be used here; ConfigError if the default job would surely fail."""
+    refuse_failed(check_names(config))
+
+
+def check_names(config: ServerConfig) -> Iterator[Check]:
+    """Return what is wrong with what the server itself uses; what only its clients import does not count."""
+    job = config.job
+    model = check_name("job.model", job.model, config.trusted)
+    yield from _check_init_path(config, fits="model" in job.model_fields_set and model.level is Level.OK)
+    yield model
+    yield from _check_optimizer(job)
+    if job.evaluate_on_server:
+        yield from check_data_root(config.data_root)
+        yield check_data("job.data", job.data, config.trusted, root=config.data_root)
+        yield check_name("job.loss", job.loss, config.trusted)
+
+
+def _check_init_path(config: ServerConfig, *, fits: bool) -> Iterator[Check]:
+    """Check that the first weights can be read if they will be, and, if asked, that they fit the job's model."""
+    path, job = config.init_path, config.job
+    if path is None or keeps_a_model(config.state_dir):
+        return
+    try:
+        if fits:
+            load_model(path, build_model(job.model, job.model_args, job.seed, config.trusted))
+        else:  # the jobs name their own models
+            read_tensors(path)
+    except SeamError as error:
+        yield Check("init_path", Level.FAIL, str(error))
+    else:
+        yield Check("init_path", Level.OK, str(path))
+
+
+def _check_optimizer(job: Job) -> Iterator[Check]:
+    key, chosen = "job.server_optimizer", job.server_optimizer
+    if chosen is None:
+        return
+    try:
+        ServerOptimizer(chosen.name, chosen.args)
+    except OptimizerError as error:
+        yield Check(key, Level.FAIL, str(error))
+    else:
+        yield Check(key, Level.OK, chosen.name)

@@ -1,0 +1,221 @@
+"""The connection to the server's database: opened, checked, created or migrated."""
+
+import re
+import sqlite3
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    StaticPool,
+    create_engine,
+    event,
+    func,
+    insert,
+    inspect,
+    select,
+    update,
+)
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
+
+from fedring.server.state.blobs import FsyncFailed, StorageError, StorageFailed
+from fedring.server.state.tables import METADATA, clients, meta, models, rounds, tokens, updates
+
+Migration = Callable[[Connection], None]
+
+
+def _add_tokens(connection: Connection) -> None:
+    tokens.create(connection, checkfirst=True)
+
+
+def _add_clients(connection: Connection) -> None:
+    clients.create(connection, checkfirst=True)
+
+
+def _add_seconds_left(connection: Connection) -> None:
+    _add_column(connection, rounds.c.seconds_left)
+
+
+def _add_names(connection: Connection) -> None:
+    """Name updates and the bases of models, as protocol 2 does: an update of before by its payload's digest."""
+    for column in (updates.c.epoch, clients.c.last_epoch, clients.c.last_round):
+        _add_column(connection, column, "NOT NULL DEFAULT 0")
+    for column in (updates.c.name, clients.c.last_name, models.c.base_digest):
+        _add_column(connection, column, "NOT NULL DEFAULT ''")
+    connection.execute(update(updates).where(updates.c.name == "").values(name=updates.c.digest))
+    base = models.alias()
+    digest = select(base.c.digest).where(base.c.version == models.c.base_version).scalar_subquery()
+    connection.execute(update(models).where(models.c.base_digest == "").values(base_digest=func.coalesce(digest, "")))
+
+
+def _add_column(connection: Connection, column: Column[Any], constraint: str = "") -> None:
+    """Add the column to its table, if the table has not been made with it."""
+    if column.name not in {found["name"] for found in inspect(connection).get_columns(column.table.name)}:
+        kind = column.type.compile(connection.dialect)
+        connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {column.name} {kind} {constraint}")
+
+
+MIGRATIONS: tuple[Migration, ...] = (_add_tokens, _add_clients, _add_seconds_left, _add_names)
+"""Number i takes a database from schema version i + 1 to i + 2."""
+
+_VERSION = "schema_version"
+_EPOCH = re.compile("[0-9]{1,18}")  # what fits into a column of the database, and into a message, with room above
+_BUSY_MILLISECONDS = 10_000
+_PAGE_BYTES = 1 << 14  # in smaller ones, a small update of 40 KB would take two writes for each 4 KiB
+_FSYNC_ERRORS = ("SQLITE_IOERR_FSYNC", "SQLITE_IOERR_DIR_FSYNC")
+
+
+UNREADABLE = (DBAPIError, JSONDecodeError, UnicodeDecodeError)
+"""What an engine raises: the last two for values that are not what was written."""
+
+
+class StoreError(StorageError):
+    """The database cannot be used, or does not allow this: newer_state, corrupt, no_backup, database."""
+
+
+def open_database(url: str, migrations: Sequence[Migration] = MIGRATIONS) -> Engine:
+    """An engine on a database of this program's schema version; StoreError("newer_state") if it is ahead."""
+    engine = _engine(url)
+    try:
+        with engine.begin() as connection:
+            found = _read_version(connection)
+            if found == 0:
+                METADATA.create_all(connection)
+                connection.execute(insert(meta), {"name": "run_id", "value": uuid.uuid4().hex})
+                _write_version(connection, 1 + len(migrations))
+        if found:
+            _check_integrity(engine)
+            _migrate(engine, found, migrations)
+    except UNREADABLE as error:
+        engine.dispose()
+        raise translate(error) from error
+    except StoreError:
+        engine.dispose()
+        raise
+    return engine
+
+
+def backup(engine: Engine, path: Path) -> None:
+    """`path`, which must not exist, is a whole and compact copy of the SQLite database, taken while it is in use."""
+    raw = engine.raw_connection()  # VACUUM wants no transaction
+    try:
+        raw.cursor().execute("VACUUM INTO ?", (str(path),))
+    except sqlite3.Error as error:
+        raise StoreError("no_backup", str(error)) from error
+    finally:
+        raw.close()
+
+
+def epoch_in(found: Mapping[str, str]) -> int:
+    """Return the epoch of the rounds, 0 before the first restore.
+
+    Args:
+        found: the table `meta`.
+
+    Raises:
+        StoreError: "corrupt", if it is no number that was ever written there.
+    """
+    text = found.get("epoch", "0")
+    if not isinstance(text, str) or not _EPOCH.fullmatch(text):
+        raise StoreError("corrupt", f"the database is damaged (its epoch is {str(text)[:30]!r}): restore a backup")
+    return int(text)
+
+
+def translate(error: Exception) -> StorageError | FsyncFailed:
+    """What the daemon should make of a failure of the database."""
+    return meaning_of(error.orig if isinstance(error, DBAPIError) else error)
+
+
+def meaning_of(error: BaseException | None) -> StorageError | FsyncFailed:
+    """What the daemon should make of an error of the database's driver."""
+    if isinstance(error, JSONDecodeError | UnicodeDecodeError):
+        return StoreError("corrupt", f"the database is damaged ({error}): restore a backup")
+    name = getattr(error, "sqlite_errorname", "")
+    if name in _FSYNC_ERRORS:
+        return FsyncFailed(str(error))
+    if name == "SQLITE_FULL":
+        return StorageFailed("disk_full", str(error))
+    if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
+        return StorageFailed("disk_error", str(error))
+    return StoreError("corrupt" if name in ("SQLITE_NOTADB", "SQLITE_CORRUPT") else "database", str(error))
+
+
+def _engine(url: str) -> Engine:
+    if make_url(url).get_backend_name() != "sqlite":
+        return create_engine(url)
+    engine = create_engine(url, poolclass=StaticPool, connect_args={"check_same_thread": False})
+    event.listen(engine, "connect", _configure)
+    event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _configure(connection: sqlite3.Connection, _record: object) -> None:
+    connection.isolation_level = None  # we begin transactions ourselves: sqlite3 would leave reads outside
+    for pragma in (
+        f"page_size = {_PAGE_BYTES}",  # of a database that is yet to be made
+        f"busy_timeout = {_BUSY_MILLISECONDS}",
+        "journal_mode = WAL",
+        "synchronous = FULL",  # with NORMAL a power loss may undo a commit
+        "foreign_keys = ON",
+        "secure_delete = OFF",  # Debian's SQLite would write zeros over all that old updates leave
+    ):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _begin(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _check_integrity(engine: Engine) -> None:
+    """Return if SQLite finds its own structures sound; it keeps no digests of what is in the rows."""
+    if engine.dialect.name == "sqlite":
+        raw = engine.raw_connection()  # without a transaction: it may take long, and who reads so blocks nobody
+        try:
+            ((found,),) = raw.cursor().execute("PRAGMA integrity_check(1)")
+        except sqlite3.Error as error:
+            raise meaning_of(error) from error
+        finally:
+            raw.close()
+        if found != "ok":
+            raise StoreError("corrupt", f"the database is damaged ({found}): restore a backup")
+
+
+def _migrate(engine: Engine, found: int, migrations: Sequence[Migration]) -> None:
+    latest = 1 + len(migrations)
+    if found > latest:
+        raise StoreError("newer_state", f"written by a newer version: schema {found}, this program knows {latest}")
+    if found == latest:
+        return
+    if (file := engine.url.database) and engine.dialect.name == "sqlite":
+        target = Path(f"{file}.v{found}.bak")
+        with suppress(FileNotFoundError):
+            target.unlink()  # of an attempt that was broken off
+        backup(engine, target)
+    with engine.begin() as connection:
+        for migration in migrations[found - 1 :]:
+            migration(connection)
+        _write_version(connection, latest)
+
+
+def _read_version(connection: Connection) -> int:
+    if connection.dialect.name == "sqlite":
+        return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
+    if not inspect(connection).has_table(meta.name):
+        return 0
+    return int(connection.execute(select(meta.c.value).where(meta.c.name == _VERSION)).scalar_one())
+
+
+def _write_version(connection: Connection, version: int) -> None:
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql(f"PRAGMA user_version = {version}")
+        return
+    row: dict[str, Any] = {"name": _VERSION, "value": str(version)}
+    if not connection.execute(update(meta).where(meta.c.name == _VERSION), row).rowcount:
+        connection.execute(insert(meta), row)

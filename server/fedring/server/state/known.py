@@ -1,0 +1,87 @@
+"""What the database knows of each client beyond the updates that it keeps: how many there were, and the newest.
+
+An update is kept for some rounds only. A client that was killed just after its update was accepted, and comes back
+much later, still learns that it was: of each client the newest accepted update stays known until the client is
+forgotten.
+"""
+
+from collections import Counter
+
+from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, select
+
+from fedring.server.state.rows import LastAccepted
+from fedring.server.state.tables import clients, evaluations, rounds, updates
+
+_KEPT = select(updates.c.client_id, func.count()).group_by(updates.c.client_id)
+_PRUNED = select(clients.c.client_id, clients.c.pruned_updates)
+_ACCEPTED = select(updates.c.epoch, updates.c.round, updates.c.name)
+_LAST = (clients.c.last_epoch, clients.c.last_round, clients.c.last_name)
+_PRUNED_LAST = select(*_LAST).where(clients.c.last_name != "")
+
+
+def update_counts(connection: Connection) -> Counter[str]:
+    """Return how many updates of each client were accepted, kept or not."""
+    return _counted(connection, _PRUNED) + _counted(connection, _KEPT)
+
+
+def accepted_name(connection: Connection, number: int, client_id: str) -> str:
+    """Return the name of the client's accepted update in the round; empty if none is known."""
+    kept = select(updates.c.name).where((updates.c.round == number) & (updates.c.client_id == client_id))
+    pruned = select(clients.c.last_name).where((clients.c.last_round == number) & (clients.c.client_id == client_id))
+    return connection.execute(kept).scalar() or connection.execute(pruned).scalar() or ""
+
+
+def last_accepted(connection: Connection) -> dict[str, LastAccepted]:
+    """Return the newest accepted update of each client of which one is known, kept or not."""
+    kept = _ACCEPTED.add_columns(updates.c.client_id)
+    pruned = _PRUNED_LAST.add_columns(clients.c.client_id)
+    return _newest(connection, kept, pruned)
+
+
+def forget(connection: Connection, client_id: str) -> int:
+    """Forget the client, its evaluations and its updates in rounds that have ended; return the number of rows."""
+    ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
+    theirs = (updates.c.client_id == client_id) & updates.c.round.in_(ended)
+    removed = connection.execute(delete(updates).where(theirs)).rowcount
+    for table in (clients, evaluations):
+        removed += connection.execute(delete(table).where(table.c.client_id == client_id)).rowcount
+    return removed
+
+
+def remember(connection: Connection, old: ColumnElement[bool]) -> None:
+    """Note of clients how many of their updates are pruned, and the newest; before those with `old` are deleted."""
+    pruned = _counted(connection, _KEPT.where(old))
+    if not pruned:
+        return
+    counts = _counted(connection, _PRUNED)
+    newest = _newest(
+        connection,
+        _ACCEPTED.where(old).add_columns(updates.c.client_id),
+        _PRUNED_LAST.where(clients.c.client_id.in_(pruned)).add_columns(clients.c.client_id),
+    )
+    rows = [
+        {
+            "client_id": client,
+            "pruned_updates": counts[client] + count,
+            "last_epoch": newest[client].epoch,
+            "last_round": newest[client].round,
+            "last_name": newest[client].name,
+        }
+        for client, count in pruned.items()
+    ]
+    connection.execute(delete(clients).where(clients.c.client_id.in_(pruned)))
+    connection.execute(insert(clients), rows)
+
+
+def _newest(connection: Connection, *queries: Select[int, int, str, str]) -> dict[str, LastAccepted]:
+    """The newest of what the queries find of each client: epoch, round, name, client."""
+    newest: dict[str, LastAccepted] = {}
+    for query in queries:
+        for epoch, number, name, client in connection.execute(query):
+            found = LastAccepted(epoch, number, name)
+            newest[client] = max(newest.get(client, found), found)
+    return newest
+
+
+def _counted(connection: Connection, query: Select[str, int]) -> Counter[str]:
+    return Counter(dict(connection.execute(query).all()))

@@ -1,0 +1,251 @@
+"""What lies in a backup, and how it is proven.
+
+backup.json         what this module's Manifest holds; written last
+facts.sqlite        the database, as one file without a log beside it
+blobs/<digest>      every file that the database names
+blobs/state_id      the id of the state that both are of
+"""
+
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fedring.codec.digest import Digest, is_called, is_name
+from fedring.daemon.config import ConfigError
+from fedring.daemon.exits import Exit
+from fedring.server.state.database import MIGRATIONS
+
+FORMAT = 1
+MANIFEST = "backup.json"
+SCHEMA_VERSION = 1 + len(MIGRATIONS)
+Tell = Callable[[int, int], None]
+"""Is called with the bytes that are copied, and the bytes to copy."""
+
+_STEP = 1 << 20  # bytes that are copied at a time
+_NAMED = """
+    SELECT blob, 'the update of ' || client_id || ' in round ' || round, total_bytes FROM updates WHERE blob != ''
+    UNION ALL SELECT blob, 'model ' || version, bytes FROM models WHERE blob != ''
+    UNION ALL SELECT delta_blob, 'the step to model ' || version, NULL FROM models WHERE delta_blob != ''
+    UNION ALL SELECT residual_blob, 'the residual of model ' || version, NULL FROM models WHERE residual_blob != ''
+    UNION ALL
+    SELECT optimizer_blob, 'the optimizer state of model ' || version, NULL FROM models WHERE optimizer_blob != ''
+"""
+_OPEN = """
+    SELECT coalesce(max(round), 0) FROM rounds JOIN jobs USING (job_id)
+    WHERE ended_at IS NULL AND jobs.state = 'running'
+"""
+
+
+class BackupError(Exception):
+    """A backup or a restore cannot be made; the sentence says why, `exit_code` of which kind the reason is."""
+
+    def __init__(self, sentence: str, exit_code: Exit = Exit.FAILED) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBlob:
+    """A blob that the database names.
+
+    Attributes:
+        digest: its name.
+        owner: what it belongs to, for people: "model 3".
+        size: its length in bytes, if the database knows it.
+    """
+
+    digest: str
+    owner: str
+    size: int | None
+
+    def damage(self, what: str) -> BackupError:
+        """Return the error of a blob that `what`, a clause, is true of."""
+        return BackupError(f"blobs/{self.digest}, of {self.owner}, {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a database says of the state that it belongs to; `newest_model` and `open_round` are 0 if there is none."""
+
+    schema_version: int
+    run_id: str
+    state_id: str
+    models: int
+    newest_model: int
+    rounds: int
+    open_round: int
+    blobs: tuple[NamedBlob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a backup says of itself in backup.json. `bytes` are those of the database and all blobs."""
+
+    format: int
+    software: str
+    created_at: str
+    schema_version: int
+    run_id: str
+    state_id: str
+    facts_digest: str
+    models: int
+    newest_model: int
+    rounds: int
+    open_round: int
+    blobs: int
+    bytes: int
+
+    def to_json(self) -> str:
+        """Return the text of the file."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def parse_manifest(text: str, where: Path) -> Manifest:
+    """Return what the text of `where` says.
+
+    Raises:
+        ConfigError: if it is no manifest, or one of a newer version.
+    """
+    try:
+        found: dict[str, Any] = json.loads(text)
+        if found["format"] > FORMAT:
+            raise ConfigError(f"{where} is of format {found['format']}, this program knows {FORMAT}: use a newer flctl")
+        manifest = Manifest(**{field.name: found[field.name] for field in fields(Manifest)})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{where} is not what flctl backup writes ({error!r}): use another backup") from error
+    wrong = [field.name for field in fields(Manifest) if type(found[field.name]) is not field.type]
+    if wrong:
+        raise ConfigError(f"{where} is not what flctl backup writes ({', '.join(wrong)}): use another backup")
+    return manifest
+
+
+def open_copy(facts: Path) -> sqlite3.Connection:
+    """Return a connection to a database that nobody else uses: nothing is written, a log beside it is ignored."""
+    return sqlite3.connect(f"{facts.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+
+
+def read_contents(facts: Path) -> Contents:
+    """Return what the database, a copy, says of its state.
+
+    Raises:
+        ConfigError: if its schema is newer than this program's.
+        BackupError: if it cannot be read.
+    """
+    try:
+        with closing(open_copy(facts)) as connection:
+            version = schema_version(connection)
+            meta: dict[str, str] = dict(connection.execute("SELECT name, value FROM meta"))
+            models, newest = connection.execute("SELECT count(*), coalesce(max(version), 0) FROM models").fetchone()
+            ((rounds,),) = connection.execute("SELECT count(*) FROM rounds")
+            ((open_round,),) = connection.execute(_OPEN)
+            blobs = tuple(_named(connection))
+    except sqlite3.Error as error:
+        raise BackupError(f"{facts} is damaged ({error})") from error
+    ids = meta.get("run_id", ""), meta.get("state_id", "")
+    return Contents(version, *ids, models, newest, rounds, open_round, blobs)
+
+
+def schema_version(connection: sqlite3.Connection) -> int:
+    """Return the schema's version; ConfigError if this program is too old for it."""
+    ((found,),) = connection.execute("PRAGMA user_version")
+    if found > SCHEMA_VERSION:
+        raise ConfigError(
+            f"the state was written by a newer version: schema {found}, this program knows {SCHEMA_VERSION}: "
+            "use the flctl of that version"
+        )
+    return int(found)
+
+
+def check_facts(facts: Path) -> None:
+    """Return if the database, a copy, is sound, and each update that lies in a row is the one that was accepted.
+
+    Raises:
+        BackupError: if it is not.
+    """
+    try:
+        with closing(open_copy(facts)) as connection:
+            ((found,),) = connection.execute("PRAGMA integrity_check(1)")
+            if found != "ok":
+                raise BackupError(f"{facts.name} is damaged ({found})")
+            rows = connection.execute("SELECT round, client_id, digest, payload FROM updates WHERE blob = ''")
+            for number, client, digest, payload in rows:
+                if not is_called(payload, digest):
+                    what = f"the update of {client} in round {number}"
+                    raise BackupError(f"{what}, in {facts.name}, does not hold what was written to it")
+    except sqlite3.Error as error:
+        raise BackupError(f"{facts.name} is damaged ({error})") from error
+
+
+def copy_blob(source: Path, target: Path, blob: NamedBlob, tell: Callable[[int], None]) -> int:
+    """Copy a blob, durably, and return its length in bytes.
+
+    Args:
+        source: the file.
+        target: where the copy goes; after an error it is not there.
+        blob: what the file is.
+        tell: is called with the bytes of each step.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        BackupError: if the file is not what it is named by, or cannot be read.
+    """
+    digest, copied = Digest(like=blob.digest), 0
+    with source.open("rb", buffering=0) as file, create(target) as copy:
+        try:
+            while data := _read(file.fileno(), blob):
+                copy.write(data)
+                digest.update(data)
+                copied += len(data)
+                tell(len(data))
+            if digest.name != blob.digest:
+                short = blob.size is not None and copied < blob.size
+                raise blob.damage("has been cut short" if short else "does not hold what was written to it")
+            copy.flush()
+            os.fsync(copy.fileno())
+        except BaseException:
+            target.unlink(missing_ok=True)
+            raise
+    return copied
+
+
+def create(path: Path) -> Any:
+    """Open a file for writing that only its owner may read."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Make a file's bytes, or the names in a folder, durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _named(connection: sqlite3.Connection) -> Iterator[NamedBlob]:
+    seen: set[str] = set()
+    for digest, owner, size in connection.execute(_NAMED):
+        if not is_name(digest):
+            raise BackupError(f"facts.sqlite is damaged: it names {digest!r} as the file of {owner}")
+        if digest not in seen:
+            seen.add(digest)
+            yield NamedBlob(digest, owner, size)
+
+
+def _read(fd: int, blob: NamedBlob) -> bytes:
+    try:
+        return os.read(fd, _STEP)
+    except OSError as error:
+        raise blob.damage(f"cannot be read ({error.strerror})") from error

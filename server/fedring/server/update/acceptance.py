@@ -1,0 +1,106 @@
+"""The moment an update is accepted: bytes synced and row committed, for many uploads at once.
+
+Uploads that end while a commit is under way share the next one (group commit), so that a hundred small updates cost
+a handful of syncs. A batch holds the round's `settling` lock from the last check that the round takes it to the
+commit. So a round closes between two commits: what was accepted before is counted, what comes after is refused.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from fedring.rpc.errors import FedringError, OtherUpdate, Overloaded
+from fedring.server.round.rounds import Rounds
+from fedring.server.state.blobs import FilePartial, MemoryPartial, StorageError
+from fedring.server.state.facts import Facts
+from fedring.server.state.interfaces import Acceptance
+from fedring.server.state.rows import UpdateRow
+
+Partial = FilePartial | MemoryPartial
+
+
+@dataclass(slots=True)
+class _Offer:
+    partial: Partial
+    row: UpdateRow
+    done: asyncio.Future[bool]
+
+
+class Acceptor:
+    """Commits updates that were admitted, and tells the round of those that have become durable."""
+
+    def __init__(self, rounds: Rounds, facts: Facts) -> None:
+        self._rounds, self._facts = rounds, facts
+        self._offers: asyncio.Queue[_Offer] = asyncio.Queue()
+
+    async def accept(self, partial: Partial, row: UpdateRow) -> bool:
+        """Accept an update durably. The partial is the acceptor's from now on.
+
+        The update is committed even if the caller goes away: its client will ask again, and learn that it counts.
+
+        Returns:
+            True if the same update had been accepted before.
+
+        Raises:
+            UnknownRound: if the round no longer takes the update.
+            OtherUpdate: if another update of the client was accepted for the round.
+            RefusedCommit: if the disk is full, or refuses the update for another reason.
+        """
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._offers.put_nowait(_Offer(partial, row, done))
+        return await done
+
+    async def run(self) -> None:
+        """Commit what is offered until cancelled; ends with the error of a disk that cannot be trusted."""
+        while True:
+            offers = [await self._offers.get()]
+            while not self._offers.empty():
+                offers.append(self._offers.get_nowait())
+            async with self._rounds.settling:
+                await self._settle([offer for offer in offers if self._in_time(offer)])
+
+    def _in_time(self, offer: _Offer) -> bool:
+        """Return whether the round still takes the update; if not, whoever waits for it learns why."""
+        try:
+            self._rounds.deliverable(self._facts.store.run_id, offer.row.round, offer.row.client_id)
+        except FedringError as error:
+            offer.partial.close()
+            if not offer.done.done():
+                offer.done.set_exception(error)
+            return False
+        return True
+
+    async def _settle(self, offers: list[_Offer]) -> None:
+        """Commit a batch, and tell each who waits what became of its update."""
+        if not offers:
+            return
+        try:
+            outcomes = await self._commit(offers)
+        except BaseException as error:
+            for offer in offers:
+                if not offer.done.done():
+                    offer.done.set_exception(error)
+            if not isinstance(error, RefusedCommit):
+                raise
+            return
+        for offer, outcome in zip(offers, outcomes, strict=True):
+            if offer.done.done():
+                continue
+            if outcome is Acceptance.OTHER:
+                text = f"another update of {offer.row.client_id} was accepted for round {offer.row.round}"
+                offer.done.set_exception(OtherUpdate(text))
+            else:
+                offer.done.set_result(outcome is Acceptance.ALREADY)
+
+    async def _commit(self, offers: list[_Offer]) -> list[Acceptance]:
+        batch = [(offer.partial, offer.row) for offer in offers]
+        try:
+            outcomes = await self._facts.db(self._facts.commit_updates, batch)
+        except StorageError as error:
+            raise RefusedCommit(str(error), reason=error.reason) from error
+        new = (outcome is Acceptance.NEW for outcome in outcomes)
+        self._rounds.accepted([offer.row for offer, is_new in zip(offers, new, strict=True) if is_new])
+        return outcomes
+
+
+class RefusedCommit(Overloaded):
+    """Nothing of the batch was accepted, but the disk can be trusted: it is full, say."""

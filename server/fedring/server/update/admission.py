@@ -1,0 +1,178 @@
+"""Checks of an update before it is accepted: its header before any byte of the payload, then every byte.
+
+An update that passes cannot stop the aggregation, write outside of the model, or make a sum over clients infinite.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from fedring.codec import BUFFERS, DELTA_ONLY, NAMES, Decoder, Reader
+from fedring.codec.digest import is_blake3, update_name
+from fedring.codec.errors import CodecError
+from fedring.codec.schema import Schema
+from fedring.rpc.contract import MAX_FIGURE, MAX_HEADER_BYTES
+from fedring.rpc.errors import BadUpdate, DamagedOnTheWay
+from fedring.server.model.mean import open_packet, step_of
+from fedring.server.model.walk import cut, tiles
+from fedring.server.state.rows import Kind, PacketSpec, Vector, lay_out
+from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
+from fedring.v1 import federation_pb2 as pb
+
+MAX_PACKETS = 16
+MAX_METRICS = 32
+MAX_BUFFER = 1e200
+"""The largest magnitude of a buffer's value: beyond it, a weighted sum could leave float64."""
+
+MAX_NORM = 1e30
+"""The largest norm of an update: beyond it, a mean could leave float32, and one client could end every round."""
+
+_VECTORS: dict[int, Vector] = {pb.VECTOR_PARAMETERS: "parameters", pb.VECTOR_BUFFERS: "buffers"}
+_KINDS: dict[int, Kind] = {pb.KIND_WEIGHTS: "weights", pb.KIND_DELTA: "delta"}
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """An update that a client offers: its header, and the names of what was sent and of what is to come."""
+
+    header: pb.UpdateHeader
+    digest: str  # of the payload
+    name: str  # of the header's bytes and the payload's digest
+
+
+def open_offer(offer: pb.UpdateOffer) -> Offer:
+    """Decode an offer.
+
+    Raises:
+        DamagedOnTheWay: if the name is not that of the header and the payload's digest.
+        BadUpdate: "bad_header", if the header is too long or no header; "bad_digest", if the payload's digest is not a
+            name by BLAKE3.
+    """
+    if len(offer.header) > MAX_HEADER_BYTES:
+        text = f"a header of {len(offer.header)} bytes; at most {MAX_HEADER_BYTES} are taken"
+        raise BadUpdate(text, reason="bad_header")
+    if update_name(offer.header, offer.payload_digest) != offer.name:
+        raise DamagedOnTheWay("the header is not what the update's name says: send it again")
+    if not is_blake3(offer.payload_digest):
+        text = f"payload_digest is {offer.payload_digest[:100]!r}: it must be blake3- and 64 lower-case hex digits"
+        raise BadUpdate(text, reason="bad_digest")
+    try:
+        header = pb.UpdateHeader.FromString(offer.header)
+    except DecodeError:
+        raise BadUpdate("the header is not an UpdateHeader", reason="bad_header") from None
+    return Offer(header, offer.payload_digest, offer.name)
+
+
+def check_header(header: pb.UpdateHeader, schema: Schema) -> None:
+    """Check that the header fits the model and itself; CodecError says what does not."""
+    if header.epoch >= 2**63:
+        raise CodecError("bad_epoch", f"{header.epoch} is not below 2^63")
+    if header.schema_hash != schema.hash:
+        raise CodecError("wrong_schema", f"expected {schema.hash.hex()[:16]}, got {header.schema_hash.hex()[:16]}")
+    specs = packets_of(header)
+    for vector, length in (("parameters", schema.num_parameters), ("buffers", schema.num_buffers)):
+        _check_vector([spec for spec in specs if spec.vector == vector], vector, length)
+    if sum(spec.bytes for spec in specs) != header.total_bytes:
+        raise CodecError("bad_packets", f"the packets are not {header.total_bytes} bytes together")
+    check_figures(header.train_seconds, header.metrics)
+
+
+def packets_of(header: pb.UpdateHeader) -> tuple[PacketSpec, ...]:
+    """Return the header's packets with their places in the payload; CodecError if no model has such packets."""
+    if not 1 <= len(header.packets) <= MAX_PACKETS:
+        raise CodecError("bad_packets", f"{len(header.packets)} packets are not 1..{MAX_PACKETS}")
+    return lay_out([_packet(packet) for packet in header.packets])
+
+
+def check_figures(train_seconds: float, metrics: Mapping[str, float]) -> None:
+    """Check what a client says of its training, in an update's header or as the worker of a group.
+
+    Args:
+        train_seconds: Seconds in the training loop.
+        metrics: Figures of the training, by name.
+
+    Raises:
+        CodecError: "bad_metrics", if a figure is out of range or badly named, or if there are too many.
+    """
+    if not 0 <= train_seconds <= MAX_SECONDS:
+        raise CodecError(
+            "bad_metrics", f"train_seconds = {train_seconds:g} is not within 0 and {MAX_SECONDS} (30 days)"
+        )
+    if len(metrics) > MAX_METRICS:
+        raise CodecError("bad_metrics", f"{len(metrics)} metrics; at most {MAX_METRICS} are taken")
+    for name, value in metrics.items():
+        if not _NAME.fullmatch(name):
+            raise CodecError("bad_metrics", f"{name[:128]!r} must be named with 1 to 128 of A-Z a-z 0-9 . _ -")
+        if not abs(value) <= MAX_FIGURE:
+            raise CodecError("bad_metrics", f"{name} = {value:g} must be a number of at most {MAX_FIGURE:g}")
+
+
+def check_payload(reader: Reader, packets: Sequence[PacketSpec], schema: Schema) -> float:
+    """Read every byte of a payload, and check that its values are finite and within their bounds.
+
+    Args:
+        reader: Returns so many bytes of the payload at an offset.
+        packets: Where each encoded vector lies in the payload.
+        schema: The schema of the model that the update is of.
+
+    Returns:
+        The L2 norm of the parameters' delta, or of the parameters themselves if weights were sent.
+
+    Raises:
+        CodecError: What is wrong; "out_of_range" if a value or the norm is.
+    """
+    for decoder in _open(reader, packets, "buffers", schema.num_buffers):
+        for start, stop in tiles(schema.num_buffers):
+            if np.abs(decoder.decode(start, stop)).max() > MAX_BUFFER:
+                raise CodecError("out_of_range", f"a buffer beyond {MAX_BUFFER}")
+    decoders = _open(reader, packets, "parameters", schema.num_parameters)
+    spans = cut(0, schema.num_parameters, step_of(decoders))
+    norm = sqrt(sum(_square(decoders, start, stop) for start, stop in spans))
+    if norm > MAX_NORM:
+        raise CodecError("out_of_range", f"a norm of {norm:.3g}, beyond {MAX_NORM:g}")
+    return norm
+
+
+def _square(decoders: Sequence[Decoder], start: int, stop: int) -> float:
+    """Return the sum of the squared parameters in the range."""
+    if len(decoders) == 1:
+        values = decoders[0].decode(start, stop)
+        with np.errstate(over="ignore"):
+            square = float(np.dot(values, values))
+        if isfinite(square):
+            return square
+    total = np.zeros(stop - start, np.float64)
+    for decoder in decoders:
+        decoder.add(start, stop, total, 1.0)
+    return float(np.dot(total, total))
+
+
+def _packet(packet: pb.Packet) -> tuple[Vector, Kind, str, int]:
+    vector, kind = _VECTORS.get(packet.vector), _KINDS.get(packet.kind)
+    if vector is None or kind is None or not packet.bytes:
+        raise CodecError("bad_packets", "a packet without vector, kind or bytes")
+    if packet.encoding not in (NAMES if vector == "parameters" else (BUFFERS,)):
+        raise CodecError("unknown_encoding", f"{packet.encoding[:100]!r} for {vector}")
+    if kind == "weights" and packet.encoding in DELTA_ONLY:
+        raise CodecError("mixed_kinds", f"{packet.encoding} carries a delta only")
+    if not 1 <= packet.num_samples <= MAX_SAMPLES:
+        raise CodecError("bad_samples", f"{packet.num_samples} samples are not 1..2^40")
+    return vector, kind, packet.encoding, packet.bytes
+
+
+def _check_vector(specs: Sequence[PacketSpec], vector: str, length: int) -> None:
+    if len({spec.kind for spec in specs}) > 1:
+        raise CodecError("mixed_kinds", f"weights and deltas of the {vector}")
+    if specs and not length:
+        raise CodecError("wrong_schema", f"the model has no {vector}")
+    if length and not specs and vector == "parameters":
+        raise CodecError("bad_packets", "no parameters")
+
+
+def _open(reader: Reader, packets: Sequence[PacketSpec], vector: Vector, length: int) -> list[Decoder]:
+    return [open_packet(reader, packet, length) for packet in packets if packet.vector == vector]

@@ -1,0 +1,340 @@
+"""One update on its way into the server, without I/O.
+
+`Upload` is a state machine: each event that goes in is answered with the one effect that is to be performed next. What
+performs it (`fedring.server.service.uploads`) reports the result as the next event. A refusal is raised.
+
+    Offered ► LookUp ► Known ──► Done                                 the update was accepted before
+                         └─► AskRound ► Terms ► Open ► Opened ► Send ► Sent ─┐
+          ┌──────────────────────────────────────────────────────────────────┘
+          └► Read ► Chunk ► Write ► Written ► Read ... Digest ► Digested ► Admit ► Admitted ► Accept ► Accepted ► Done
+
+An update that comes in one message has its payload at hand: it goes from Opened to Digest. Whenever the round refuses
+the update after it was opened (TooLate), the machine looks once more whether it was accepted: an attempt of the same
+client before this one may have ended its round.
+"""
+
+from dataclasses import dataclass
+
+from fedring.codec.digest import name_of
+from fedring.codec.schema import Schema
+from fedring.rpc.chunks import CHUNK_BYTES
+from fedring.rpc.contract import SMALL_BYTES
+from fedring.rpc.errors import (
+    BadRequest,
+    BadUpdate,
+    Damaged,
+    DamagedOnTheWay,
+    NotAllowed,
+    OtherUpdate,
+    TooLarge,
+    UnknownRound,
+)
+from fedring.server.state.rows import PacketSpec, UpdateRow
+from fedring.server.update.admission import check_header, open_offer, packets_of
+from fedring.v1 import federation_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """The client has offered an update; `payload` is None if it is to follow in chunks."""
+
+    offer: pb.UpdateOffer
+    payload: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The name of the update that was accepted of this client for this round; empty if there is none."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the round in progress, which takes an update of this client, demands of it."""
+
+    base_digest: str  # of the model that it starts from
+    most_bytes: int  # of the payload
+    schema: Schema  # of that model
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """There is a place for the payload, which holds so many bytes already."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The client was told where to go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The client has sent part of the payload."""
+
+    offset: int
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The client has ended its side of the stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The bytes of the last chunk are in their place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """The name of all bytes that were received."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Every byte of the payload was found good."""
+
+    norm: float  # L2, of the parameters' delta, or of the weights if these were sent
+    at: float  # wall clock, seconds
+    payload: bytes = b""  # what the row keeps; empty if a blob does
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The update is durable; `already` if it had been accepted before."""
+
+    already: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TooLate:
+    """The round does not, or no longer, take the update."""
+
+    error: UnknownRound
+
+
+Event = Offered | Known | Terms | Opened | Sent | Chunk | Ended | Written | Digested | Admitted | Accepted | TooLate
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """Look up the name of the client's accepted update in a round of a run (Known)."""
+
+    run_id: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskRound:
+    """Ask the round in progress for its terms (Terms, or TooLate)."""
+
+    run_id: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Open a place for the payload (Opened): a file of that name, or memory if it has none."""
+
+    name: str
+    payload: bytes | None  # all of it, if it came with the offer
+    fresh: bool = False  # forget what the file holds
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Tell the client at which byte of the payload to go on (Sent)."""
+
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Wait for the client's next message (Chunk or Ended; TooLate if the round has closed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Append bytes to the payload (Written)."""
+
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Say what was received (Digested)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Check every byte of the payload (Admitted)."""
+
+    packets: tuple[PacketSpec, ...]
+    schema: Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """Accept the update durably (Accepted, or TooLate)."""
+
+    row: UpdateRow
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The update is accepted; `already` if it had been before."""
+
+    already: bool
+
+
+Effect = LookUp | AskRound | Open | Send | Read | Write | Digest | Admit | Accept | Done
+
+
+class Upload:
+    """One update of one client; belongs to the call that brings it.
+
+    Args:
+        client_id: the client that makes the call.
+        epoch: the server's; it goes into the update's row.
+
+    Attributes:
+        spoilt: whether the bytes that were received must not be kept for another attempt.
+    """
+
+    def __init__(self, client_id: str, epoch: int) -> None:
+        self.spoilt = False
+        self._client_id, self._epoch = client_id, epoch
+        self._size = self._resumed = 0
+        self._schema: Schema | None = None  # known as soon as the header was found good
+        self._late: UnknownRound | None = None
+
+    def handle(self, event: Event) -> Effect:
+        """Take an event in.
+
+        Args:
+            event: what has happened; the events follow each other as in the module's drawing.
+
+        Returns:
+            What is to be done next.
+
+        Raises:
+            FedringError, CodecError: if the update is refused; `spoilt` then says what to do with its bytes.
+        """
+        match event:
+            case Offered(offer, payload):
+                return self._offered(offer, payload)
+            case Known(name):
+                return self._known(name)
+            case Terms():
+                return self._check(event)
+            case Opened(size):
+                return self._opened(size)
+            case Sent() | Written():
+                return Read() if self._size < self._header.total_bytes else Digest()
+            case Chunk(offset, data):
+                return self._chunk(offset, data)
+            case Ended():
+                text = f"the stream ended at {self._size} of {self._header.total_bytes} bytes"
+                raise BadRequest(text, reason="truncated")
+            case Digested(digest):
+                return self._digested(digest)
+            case Admitted():
+                return Accept(self._row(event))
+            case Accepted(already):
+                return Done(already)
+            case TooLate(error):
+                return self._too_late(error)
+
+    def _offered(self, offer: pb.UpdateOffer, payload: bytes | None) -> Effect:
+        self._offer = open_offer(offer)
+        self._header, self._payload = self._offer.header, payload
+        if self._header.client_id != self._client_id:
+            raise NotAllowed(f"{self._client_id} cannot speak for another client", reason="wrong_client")
+        return self._look_up()
+
+    def _look_up(self) -> LookUp:
+        return LookUp(self._header.run_id, self._header.round)
+
+    def _known(self, name: str) -> Effect:
+        if name and name != self._offer.name:
+            raise OtherUpdate(f"another update of {self._client_id} was accepted for round {self._header.round}")
+        if name:
+            return Done(already=True)
+        if self._late is not None:
+            raise self._late
+        return AskRound(self._header.run_id, self._header.round)
+
+    def _check(self, terms: Terms) -> Open:
+        """Check the header before any byte of the payload is used."""
+        header = self._header
+        if header.base_digest != terms.base_digest:
+            text = f"round {header.round} starts from another model than {header.base_digest[:80]!r}"
+            raise BadUpdate(text, reason="wrong_model")
+        if header.total_bytes > terms.most_bytes:
+            raise TooLarge(f"{header.total_bytes} bytes; the limit is {terms.most_bytes}")
+        check_header(header, terms.schema)
+        self._schema = terms.schema
+        if self._payload is not None and not len(self._payload) == header.total_bytes <= SMALL_BYTES:
+            text = f"{len(self._payload)} bytes, not the declared {header.total_bytes}, or more than {SMALL_BYTES}"
+            raise BadRequest(text, reason="bad_chunk")
+        if header.total_bytes <= SMALL_BYTES:  # its row will keep it
+            return Open("", self._payload)
+        # One file for each client and round, whatever the digest: a client cannot fill the disk with beginnings.
+        self._place = f"{header.round}-{name_of(header.client_id.encode())[-32:]}"
+        return Open(self._place, None)
+
+    def _opened(self, size: int) -> Effect:
+        if size > self._header.total_bytes:
+            return Open(self._place, None, fresh=True)
+        self._size = size
+        if self._payload is not None:
+            return Digest()
+        self._resumed = size
+        return Send(size)
+
+    def _chunk(self, offset: int, data: bytes | memoryview) -> Write:
+        if not 0 < len(data) <= CHUNK_BYTES or offset != self._size:
+            raise BadRequest(f"expected 1 to {CHUNK_BYTES} bytes at {self._size}", reason="bad_chunk")
+        if self._size + len(data) > self._header.total_bytes:
+            self.spoilt = True
+            raise TooLarge(f"more than the declared {self._header.total_bytes} bytes")
+        self._size += len(data)
+        return Write(data)
+
+    def _digested(self, digest: str) -> Admit:
+        if digest == self._offer.digest and self._schema is not None:
+            return Admit(packets_of(self._header), self._schema)
+        self.spoilt = True
+        if self._resumed:  # what lay here before may have been damaged by a power loss, or have been of another payload
+            raise Damaged("the part that was here is not of this payload: send it from the start")
+        raise DamagedOnTheWay("the payload is not what its digest says: send it again")
+
+    def _too_late(self, error: UnknownRound) -> LookUp:
+        if self._schema is None:
+            raise error
+        self._late = error
+        return self._look_up()
+
+    def _row(self, admitted: Admitted) -> UpdateRow:
+        header = self._header
+        return UpdateRow(
+            round=header.round,
+            client_id=header.client_id,
+            digest=self._offer.digest,
+            name=self._offer.name,
+            packets=packets_of(header),
+            num_samples=header.packets[-1].num_samples,
+            total_bytes=header.total_bytes,
+            train_seconds=header.train_seconds,
+            norm=admitted.norm,
+            accepted_at=admitted.at,
+            metrics=dict(header.metrics),
+            blob="" if admitted.payload else self._offer.digest,
+            payload=admitted.payload,
+            epoch=self._epoch,
+        )

@@ -1,0 +1,291 @@
+"""Rounds with a real store and real blobs: what happens at the same time does no harm."""
+
+import asyncio
+import sqlite3
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.host import ONES, SIZE, Host, running, spec
+
+from fedring.codec.digest import name_of
+from fedring.rpc.errors import BadUpdate, DamagedOnTheWay, OtherUpdate, Overloaded, UnknownRound
+from fedring.server.round import machine as rd
+from fedring.server.round.events import Abandon, Joined
+from fedring.server.service import uploads
+from fedring.server.state.rows import LastAccepted
+from fedring.server.state.store import SqlStore
+from fedring.server.update.admission import check_payload
+from fedring.v1 import federation_pb2 as pb
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[Host]:
+    async with running(tmp_path) as host:
+        yield host
+
+
+async def test_a_round_goes_from_the_command_to_the_model(host: Host) -> None:
+    session = host.join("a")
+    job, _ = await host.jobs.start(spec(), "")
+    command = await host.command(session)
+    assert not await host.offer(host.update(command, "a"))
+    assert await host.ended(job.job_id) == "completed"
+    assert host.rounds.latest is not None
+    assert host.rounds.latest.round == command.round
+
+
+async def test_a_stop_while_the_round_starts_ends_it(host: Host) -> None:
+    host.gate.close("update_round")
+    job, _ = await host.jobs.start(spec(max_abandoned=5, rounds=5), "")
+    host.join("a")
+    await host.gate.reached()  # the row says "training", nobody knows it yet
+    stop = asyncio.create_task(host.jobs.stop(job.job_id))
+    await asyncio.sleep(0)  # it is on its way
+    host.gate.open()
+    assert (await stop)[1] == 1
+    assert await host.ended(job.job_id) == "stopped"
+
+
+async def test_a_stop_while_an_update_is_being_accepted_comes_after_it(host: Host) -> None:
+    sessions = [host.join(client) for client in ("a", "b")]
+    job, _ = await host.jobs.start(spec(min_clients=2), "")
+    command, _ = [await host.command(session) for session in sessions]
+    host.gate.close("accept_updates")
+    offer = host.offer(host.update(command, "a"))
+    await host.gate.reached()
+    stop = asyncio.create_task(host.jobs.stop(job.job_id))
+    await asyncio.sleep(0)
+    host.gate.open()
+    assert not await offer
+    assert (await stop)[1] == command.round
+    assert await host.ended(job.job_id) == "stopped"
+    late = host.offer(host.update(command, "b"))
+    with pytest.raises(UnknownRound):
+        await late
+
+
+async def test_a_deadline_that_falls_into_an_acceptance_counts_it(host: Host) -> None:
+    sessions = [host.join(client) for client in ("a", "b")]
+    job, _ = await host.jobs.start(spec(min_clients=2, deadline_seconds=600), "")
+    command, _ = [await host.command(session) for session in sessions]
+    host.gate.close("accept_updates")
+    offer = host.offer(host.update(command, "a"))
+    await host.gate.reached()
+    state = host.rounds.state
+    assert state.round is not None
+    host.rounds.state = replace(state, round=replace(state.round, since=state.round.since - 600))
+    assert rd.due(host.rounds.state, time.monotonic()) == Abandon("too_few_clients")
+    host.rounds.handle(Joined("c"))
+    await asyncio.sleep(0)  # what is due is on its way
+    host.gate.open()
+    assert not await offer
+    assert await host.ended(job.job_id) == "completed"
+
+
+async def test_a_stop_while_the_round_is_being_opened_ends_it(host: Host) -> None:
+    host.gate.close("fitting")
+    job, _ = await host.jobs.start(spec(rounds=3), "")
+    await host.gate.reached()
+    assert await host.jobs.stop(job.job_id) == (job.job_id, 0)
+    host.gate.open()
+    assert await host.ended(job.job_id) == "stopped"
+
+
+async def test_a_stop_in_the_last_round_of_many_is_a_stop(host: Host) -> None:
+    session = host.join("a")
+    job, _ = await host.jobs.start(spec(rounds=2), "")
+    await host.offer(host.update(await host.command(session), "a"))
+    await host.command(session)
+    await host.jobs.stop(job.job_id)
+    assert await host.ended(job.job_id) == "stopped"
+
+
+async def test_of_two_updates_of_one_client_the_second_is_refused(host: Host) -> None:
+    session = host.join("a")
+    host.join("b")
+    await host.jobs.start(spec(min_clients=2), "")
+    command = await host.command(session)
+    first, second = (host.offer(host.update(command, "a", values)) for values in (ONES, 2 * ONES))
+    assert not await first
+    with pytest.raises(OtherUpdate):
+        await second
+
+
+async def test_a_full_disk_refuses_the_update_and_nothing_else(host: Host) -> None:
+    session = host.join("a")
+    job, _ = await host.jobs.start(spec(), "")
+    command = await host.command(session)
+    host.blobs.full = True
+    with pytest.raises(Overloaded) as refused:
+        await host.offer(host.update(command, "a"))
+    assert refused.value.reason == "disk_full"
+    host.blobs.full = False
+    assert not await host.offer(host.update(command, "a"))
+    assert await host.ended(job.job_id) == "completed"
+
+
+async def test_an_evaluation_that_comes_as_its_round_ends_does_no_harm(host: Host) -> None:
+    session = host.join("a")
+    job, _ = await host.jobs.start(spec(evaluate=True, evaluate_seconds=0.1), "")
+    command = await host.command(session)
+    host.gate.close("drop_partials")
+    await host.offer(host.update(command, "a"))
+    await host.gate.reached()
+    assert host.rounds.latest is not None
+    report = pb.EvaluationReport(round=command.round, model_digest=host.rounds.latest.digest, total=1)
+    evaluated = asyncio.create_task(host.rounds.evaluated("a", report))
+    await asyncio.sleep(0)  # it is on its way
+    host.gate.open()
+    await evaluated
+    assert await host.ended(job.job_id) == "completed"
+    with pytest.raises(UnknownRound) as refused:
+        await host.rounds.evaluated("a", report)
+    assert refused.value.reason == "round_closed"
+    assert len(await host.facts.db(host.store.evaluations, 2)) == 1
+
+
+async def test_old_updates_go_while_the_clients_of_a_later_round_train(host: Host) -> None:
+    session = host.join("a")
+    await host.jobs.start(spec(rounds=5), "")
+    first = await host.command(session)
+    await host.offer(host.update(first, "a"))
+    for _ in range(host.config.keep_update_rounds):
+        await host.offer(host.update(await host.command(session), "a"))
+    await host.command(session)
+    async with asyncio.timeout(60):
+        while await host.facts.db(host.store.updates_of, first.round):
+            pass
+    assert host.rounds.open is not None
+
+
+async def test_a_model_whose_loss_is_no_number_is_published_without_a_score(host: Host) -> None:
+    session = host.join("a")
+    keys = {"model": "fedring.train.models:digits_mlp", "model_args": {}, "evaluate_on_server": True, "rounds": 2}
+    job, _ = await host.jobs.start(spec(**keys), "")
+    huge = np.full(64 * 64 + 64 + 64 * 10 + 10, 1e28, np.float32)  # below the norm from which updates are refused
+    for _ in range(2):
+        await host.offer(host.update(await host.command(session), "a", huge))
+    assert await host.ended(job.job_id) == "completed"
+    assert host.rounds.last is not None
+    assert "server_accuracy" not in host.rounds.last.stats
+
+
+async def test_nobody_goes_before_the_thread_that_works_for_him(host: Host) -> None:
+    host.gate.close("work")
+    caller = asyncio.create_task(host.facts.work(host.gate.pass_, "work"))
+    await host.gate.reached()
+    for _ in range(3):
+        caller.cancel()
+        done, _ = await asyncio.wait([caller], timeout=0.05)
+        assert not done
+    host.gate.open()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+
+
+async def test_few_bytes_that_stand_for_many_values_do_not_hold_up_the_loop(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+
+    def check(*given: Any) -> float:
+        checked.append(threading.current_thread() is threading.main_thread())
+        return check_payload(*given)
+
+    monkeypatch.setattr(uploads, "check_payload", check)
+    session = host.join("a")
+    for size in (SIZE, 500_000):
+        await host.jobs.start(spec(model_args={"size": size}), "")
+        await host.push(session, await host.command(session), np.zeros(size, np.float32), "uniform")
+    assert checked == [True, False]
+
+
+async def test_commands_are_of_the_states_epoch_and_so_are_their_updates(tmp_path: Path) -> None:
+    SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}").close()
+    with closing(sqlite3.connect(tmp_path / "facts.sqlite")) as connection:
+        connection.execute("INSERT INTO meta (name, value) VALUES ('epoch', '1700000000')")
+        connection.commit()
+    async with running(tmp_path) as host:
+        session = host.join("a")
+        await host.jobs.start(spec(), "")
+        command = await host.command(session)
+        assert command.epoch == 1_700_000_000
+        await host.push(session, command, ONES)
+        (row,) = await host.facts.db(host.store.updates_of, command.round)
+        assert row.epoch == 1_700_000_000
+        assert host.facts.last_accepted == {"a": LastAccepted(row.epoch, row.round, row.name)}
+
+
+async def test_an_update_counts_by_the_model_that_it_starts_from_whatever_its_epoch(host: Host) -> None:
+    session = host.join("a")
+    host.join("b")
+    await host.jobs.start(spec(min_clients=2), "")
+    command = await host.command(session)
+    for base in (name_of(b"another model"), "", command.model_digest.upper()):
+        with pytest.raises(BadUpdate, match="starts from another model than") as refused:
+            await host.push(session, command, ONES, base_digest=base)
+        assert refused.value.reason == "wrong_model"
+    assert host.facts.last_accepted == {}
+    reply = await host.push(session, command, ONES, epoch=77)  # spooled before the server was restored
+    assert not reply.accepted.already
+    assert host.facts.last_accepted["a"].epoch == host.store.epoch == 0  # so that the newest is the newest also later
+
+
+async def test_an_update_is_known_by_header_and_payload_together(host: Host) -> None:
+    session = host.join("a")
+    host.join("b")
+    await host.jobs.start(spec(min_clients=2), "")
+    command = await host.command(session)
+    assert not (await host.push(session, command, ONES)).accepted.already
+    assert (await host.push(session, command, ONES)).accepted.already
+    others: list[dict[str, Any]] = [{"train_seconds": 1.0}, {"metrics": {"loss": 1.0}}, {"epoch": 5}]
+    for changes in others:
+        with pytest.raises(OtherUpdate):
+            await host.push(session, command, ONES, **changes)
+    with pytest.raises(OtherUpdate):
+        await host.push(session, command, 2 * ONES)
+
+
+@pytest.mark.parametrize("size", [SIZE, 50_000], ids=["small", "large"])
+async def test_a_payload_that_was_damaged_on_its_way_is_refused_and_not_kept(host: Host, size: int) -> None:
+    session, values = host.join("a"), np.ones(size, np.float32)
+    job, _ = await host.jobs.start(spec(model_args={"size": size}), "")
+    command = await host.command(session)
+    for place in (0, 20, -1):  # the payload's own header, a value, the last byte
+
+        def flip(payload: bytes, place: int = place) -> bytes:
+            spoilt = bytearray(payload)
+            spoilt[place] ^= 1
+            return bytes(spoilt)
+
+        with pytest.raises(DamagedOnTheWay, match="send it again"):
+            await host.push(session, command, values, damage=flip)
+        assert host.blobs.partials() == []
+    assert host.facts.last_accepted == {}
+    await host.push(session, command, values)
+    assert await host.ended(job.job_id) == "completed"
+
+
+async def test_the_newest_update_of_a_client_is_at_hand_as_the_store_knows_it(host: Host) -> None:
+    sessions = [host.join(client) for client in ("a", "b")]
+    job, _ = await host.jobs.start(spec(min_clients=2, rounds=2), "")
+    for values in (ONES, 2 * ONES):
+        commands = [await host.command(session) for session in sessions]
+        for session, command in zip(sessions, commands, strict=True):
+            await host.push(session, command, values)
+            assert host.facts.last_accepted == await host.facts.db(host.store.last_accepted)
+    assert [last.round for last in host.facts.last_accepted.values()] == [commands[0].round] * 2
+    assert await host.ended(job.job_id) == "completed"
+    await host.facts.db(host.facts.drop_updates, commands[0].round, ["a"])
+    assert host.facts.last_accepted == await host.facts.db(host.store.last_accepted)
+    assert host.facts.last_accepted["a"].round == commands[0].round - 1
+    await host.facts.db(host.facts.forget_client, "a")
+    assert host.facts.last_accepted == await host.facts.db(host.store.last_accepted)
+    assert host.facts.last_accepted.keys() == {"b"}
