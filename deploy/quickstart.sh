@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# From nothing, on this machine alone: certificates, a token, mutual TLS between everything, one federated and one
-# data-parallel job on handwritten digits. Everything is below DIR, which must not exist, and no daemon is left.
+# Show a secure federation on this machine, from nothing: certificates, a token, mutual TLS between all programs, and one
+# federated and one data-parallel job on handwritten digits. All files are below DIR, which must not exist. No daemon
+# keeps running.
 #
 #   deploy/quickstart.sh [DIR]        default: ./secure-demo
 set -euo pipefail
 
 dir=${1:-secure-demo}
 if [ -e "$dir" ]; then
-  echo "$dir is there already: remove it, or name another folder" >&2
+  echo "$dir exists already; remove it or name another folder" >&2
   exit 1
 fi
 mkdir -p "$dir/logs"
@@ -24,12 +25,12 @@ trap 'stop $?' EXIT
 
 step() { printf '\n==> %s\n' "$*"; }
 
-step "an authority, and a certificate for everybody"
+step "create an authority, and a certificate for each program"
 flctl certs init "$pki"
 for name in ann bob; do flctl certs issue "$pki" "$name"; done
 flctl certs show "$pki"
 
-step "a server that lets in only whom the authority has signed, on free ports of this machine"
+step "start a server that accepts only certificates of this authority, on free ports of this machine"
 mkfifo "$dir/ready"
 fl-server listen=127.0.0.1:0 control_listen=127.0.0.1:0 state_dir="$dir/server" tokens=true \
   tls.cert="$pki/server.crt" tls.key="$pki/server.key" tls.ca="$pki/ca.crt" \
@@ -43,7 +44,7 @@ export FLCTL_SERVER FLCTL_TLS_CA=$pki/ca.crt FLCTL_TLS_CERT=$pki/operator.crt FL
 FLCTL_SERVER=$(address control)
 echo "clients at $listen, flctl at $FLCTL_SERVER"
 
-step "two clients, each with its own certificate; ann shows a token, too"
+step "start two clients, each with its own certificate; ann also shows a token"
 (umask 077 && flctl token create --name ann --days 1 > "$dir/ann.token")
 part=0
 for name in ann bob; do
@@ -75,13 +76,13 @@ batch_size = 32
 min_clients = 2
 JOB
 
-step "a federated job: each client trains by itself, and sends its update"
+step "run a federated job: each client trains alone and sends its update"
 flctl run "$dir/federated.toml" | tee "$dir/logs/federated"
-step "a data-parallel job: both train together, and send their gradients to each other"
+step "run a data-parallel job: both clients train together and send their gradients to each other"
 flctl run "$dir/data-parallel.toml" | tee "$dir/logs/data-parallel"
 flctl models export 0 --out "$dir/model.safetensors"
 
-step "who is not let in"
+step "callers that are refused"
 refused() {
   if "$@" > "$dir/logs/refused" 2>&1; then
     echo "this should have been refused: $*" >&2
@@ -99,4 +100,4 @@ echo "federated:     $(tail -n 1 "$dir/logs/federated")"
 echo "data parallel: $(tail -n 1 "$dir/logs/data-parallel")"
 echo "model:         $dir/model.safetensors"
 echo "audit log:     $dir/server/audit.jsonl, $(wc -l < "$dir/server/audit.jsonl") lines"
-echo "certificates:  $pki; docs/security.md tells how the same is done on several machines"
+echo "certificates:  $pki; docs/security.md says how to do the same on several machines"

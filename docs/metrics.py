@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prometheus_client.core import Metric
 
-from fedring.client.metrics import Metrics as ClientMetrics
+from fedring.client.metrics import ClientMetrics
 from fedring.daemon.metrics import Registry
 from fedring.server.round.metrics import Metrics as ServerMetrics
 
@@ -14,9 +14,9 @@ TARGET = Path(__file__).with_name("metrics.md")
 
 INTRO = """# Metrics and dashboards
 
-This page is written by `python docs/metrics.py` from the declarations of the metrics.
+`python docs/metrics.py` writes this page from the declarations of the metrics.
 
-Both daemons tell Prometheus what they do if `metrics_listen` says where:
+Both daemons serve metrics for Prometheus at the address `metrics_listen`:
 
 ```sh
 fl-server metrics_listen=127.0.0.1:9464
@@ -24,11 +24,12 @@ fl-client metrics_listen=127.0.0.1:9465
 curl -s http://127.0.0.1:9464/metrics
 ```
 
-Whoever reaches that port can read it, in plaintext; so an address that other hosts can reach needs `metrics_insecure =
-true` (or `insecure = true`). Prometheus on another host reads it through a network of its own, as in
-`deploy/docker/compose.yml`, or through ssh.
-`fl-server` prints the address in its first line, as "metrics"; `fl-client` logs it. A client in Python, `connect(...,
-metrics_listen=...)`, serves the same. Nothing in these metrics names a client: `flctl clients` and the logs do.
+Anybody who reaches this port can read the metrics, in plaintext. An address that other hosts can reach therefore
+needs `metrics_insecure = true` (or `insecure = true`). If Prometheus runs on another host, let it read them through a
+separate network, as in `deploy/docker/compose.yml`, or through ssh.
+
+`fl-server` prints the address in its first line, as "metrics", and `fl-client` logs it. A client in Python with
+`connect(..., metrics_listen=...)` serves the same metrics. No metric names a client. `flctl clients` and the logs do.
 
 ## Prometheus
 
@@ -42,57 +43,56 @@ promtool test rules deploy/prometheus/tests/alerts.yml
 
 | alert | when |
 |---|---|
-| `FlNoRoundCompleted` | a job runs, and no round has published for twice the deadline |
-| `FlUpdatesRejected` | more than 10 % of the updates of 15 minutes are refused |
-| `FlTooFewClients` | for 5 minutes fewer clients are connected than the newest round needed |
-| `FlStraggler` | a rank of a ring is waited for three times as long as the median rank; it takes three ranks or more |
-| `FlResidualGrows` | what compression owes has doubled within half an hour, and grows |
-| `FlDiskFull` | less than 10 % of the state folder's disk are free |
-| `FlStorageFails` | nothing can be kept, because the disk is full or fails: updates are refused |
-| `FlUpdateLost` | an accepted update was found to be damaged on the disk |
+| `FlNoRoundCompleted` | a job runs, and no round has published a model for twice the deadline |
+| `FlUpdatesRejected` | more than 10 % of the updates within 15 minutes are refused |
+| `FlTooFewClients` | for 5 minutes, fewer clients are connected than the newest round needed |
+| `FlStraggler` | a ring of three or more ranks waits three times as long for one rank as for the median rank |
+| `FlResidualGrows` | the residual of a compression has doubled within half an hour and keeps growing |
+| `FlDiskFull` | less than 10 % of the state folder's disk is free |
+| `FlStorageFails` | the server can store nothing, because the disk is full or fails, and refuses updates |
+| `FlUpdateLost` | an accepted update was found damaged on the disk |
 | `FlCertificateExpires` | a certificate ends within 14 days |
-| `FlDown` | Prometheus cannot read fl-server's metrics |
+| `FlDown` | Prometheus cannot read the metrics of fl-server |
 
 ## Grafana
 
-`deploy/grafana/dashboards` holds three dashboards, and `deploy/grafana/provisioning` what makes Grafana load them from
+`deploy/grafana/dashboards` holds three dashboards. `deploy/grafana/provisioning` makes Grafana load them from
 `/etc/grafana/dashboards/fedring`, with the Prometheus that the variable `PROMETHEUS_URL` names:
 
 - **fedring: federation**: rounds and their phases, accuracy and loss, updates and why they are refused, the fleet.
-- **fedring: data parallel and pipeline**: steps and where their time goes, compression, who is waited for, bubbles.
+- **fedring: data parallel and pipeline**: steps and where their time goes, compression, slow ranks, bubbles.
 - **fedring: process health**: processor, memory, disks, certificates, calls and bytes of gRPC.
 
-They are written by `python deploy/grafana/generate.py`; change the tables in it, not the JSON.
+`python deploy/grafana/generate.py` writes them. Change the tables in that script, not the JSON.
 
-## What costs what
+## What the metrics cost
 
-Clients, disks and queues are read when Prometheus asks, and so is all that is known of rings and data-parallel
-training: their steps count nothing for it, but for two looks at the clock an exchange and two a wait. The norm of what
-compression owes is computed when Prometheus asks, over all of the residual. Processor time, on a core of a shared
-server:
+Clients, disks and queues are read when Prometheus asks. The same holds for everything about rings and data-parallel
+training: a training step only reads the clock twice per exchange and twice per wait. The norm of the residual is
+computed when Prometheus asks, over the whole residual. The table gives processor time on one core of a shared server:
 
-| what | costs |
+| what | cost |
 |---|---|
-| a call of gRPC, and a message in it | 7 µs, and 0.6 µs |
+| a gRPC call, and a message in it | 7 µs, and 0.6 µs |
 | an accepted update | 4 µs |
 | an exchange of gradients, and a wait for a peer | 0.4 µs, and 0.9 µs |
-| a page of fl-server, of 960 lines | 16 ms |
-| the norm of 25 M values that are owed | 6 ms a page |
+| one reading of fl-server's metrics, of 960 lines | 16 ms |
+| the norm of a residual of 25 M values | 6 ms per reading |
 
-How long gRPC takes and what it moves is told by method and by the code that the caller saw. Handshakes that fail never
-become calls, and are not among them.
+The metrics of gRPC count calls by method and by the code that the caller saw. A handshake that fails never becomes a
+call, so it is not counted there.
 """
 
 SECTIONS = (("fl-server", ServerMetrics), ("fl-client", ClientMetrics))
 COMMON = """## Both
 
-What is known of every process and its Python.
+Metrics of the process and its Python.
 """
 HEAD = "| name | kind | labels | meaning |\n|---|---|---|---|\n"
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     common = {metric.name for metric in Registry().collect()}
     parts = [INTRO]
     for title, kind in SECTIONS:
@@ -113,7 +113,7 @@ def _row(metric: Metric) -> str:
 
 
 def _labels(metric: Metric) -> Iterator[str]:
-    """Those of the declaration, or else, where it is not kept, those of the samples."""
+    """Yield the labels of the declaration, or of the samples if the declaration does not keep them."""
     declared = getattr(metric, "_labelnames", None)
     found = {label: None for sample in metric.samples for label in sample.labels}
     return (label for label in (declared or found) if label != "le")

@@ -13,80 +13,85 @@ from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
 from fedring.train.bounds import MAX_COUNT
+from fedring.train.data_parallel_table import DataParallel
 from fedring.train.job import Job, ServerOptimizer
-from fedring.train.parallel import DataParallel
-from fedring.train.pipelined import Pipeline
+from fedring.train.pipeline_table import Pipeline
 
 TARGET = Path(__file__).with_name("configuration.md")
 
 INTRO = """# Configuration
 
-This page is written by `python docs/reference.py` from the models that read the configuration.
+`python docs/reference.py` writes this page from the models that read the configuration.
 
-All keys: of [fl-server](#fl-server) and [fl-client](#fl-client), of [jobs](#jobs) and their tables, and of the
-[streams between workers](#streams-between-workers). Examples with comments are in [deploy/config](../deploy/config).
+The page lists all keys of [fl-server](#fl-server) and [fl-client](#fl-client), of [jobs](#jobs) and their tables, and
+of the [streams between workers](#streams-between-workers). [deploy/config](../deploy/config) holds examples with
+comments.
 
-A daemon takes its keys from these places; a later one wins:
+A daemon takes its keys from these sources. A later source overrides an earlier one:
 
 1. the defaults below;
-2. a file, TOML or JSON by its ending: `fl-server server.toml`;
-3. environment variables: `FEDRING_SERVER_LISTEN`, `FEDRING_CLIENT_DATA_ROOT`; within a table with two underscores:
-   `FEDRING_SERVER_JOB__ROUNDS`; a list or a table is JSON: `FEDRING_CLIENT_TRUSTED='["fedring", "my_project"]'`;
-4. `KEY=VALUE` on the command line, within a table with a dot: `fl-server job.rounds=20`. Values are JSON, or else text;
+2. a file, in TOML or JSON according to its ending: `fl-server server.toml`;
+3. environment variables: `FEDRING_SERVER_LISTEN`, `FEDRING_CLIENT_DATA_ROOT`. A key within a table has two
+   underscores: `FEDRING_SERVER_JOB__ROUNDS`. A list or a table is JSON:
+   `FEDRING_CLIENT_TRUSTED='["fedring", "my_project"]'`;
+4. `KEY=VALUE` on the command line. A key within a table has a dot: `fl-server job.rounds=20`. A value is read as JSON
+   if it is JSON, and as text otherwise;
 5. flags: `fl-server --listen 127.0.0.1:9000`.
 
-`--print-config` prints every key, its value and where that came from. An unknown key is an error that names the nearest
-valid one. Relative paths count from where the daemon started.
+`--print-config` prints every key, its value, and where the value comes from. An unknown key is an error that names
+the nearest valid key. Relative paths start at the folder in which the daemon was started.
 
-`--check-config` says whether the daemon could start: it ends with 0, or with 78 and one sentence. Each start makes the
-same checks, and so does `flctl doctor`. Beyond values that a key does not take, an error is what would surely make the
-daemon, or the job that `[job]` describes, fail on this machine:
+`--check-config` says whether the daemon could start. It ends with 0, or with 78 and one sentence. Each start makes
+the same checks, and so does `flctl doctor`. The check reports values that a key does not accept. It also reports
+everything that would certainly make the daemon, or the job that `[job]` describes, fail on this machine:
 
-* files of `[tls]`, a token or a state folder that cannot be used, and an address of fl-server that is taken;
-* a `data_root` that is no folder that can be read: of fl-client always, of fl-server if `[job]` has
-  `evaluate_on_server`; and none, for a data set of `fedring.data` that needs one;
-* names that cannot be imported, that `trusted` does not allow, or that are neither function nor class: all five of
-  fl-client; of fl-server the `model` of `[job]`, and with `evaluate_on_server` its `data` and `loss`. What only clients
-  import is not looked at there;
-* a `server_optimizer` of `[job]` that cannot be made;
-* an `init_path` that cannot be read, or does not fit the model that `[job]` names, while `state_dir` holds no model:
-  later it is not read;
+* files of `[tls]`, a token or a state folder that cannot be used, and an address of fl-server that is already in use;
+* a `data_root` that is not a readable folder (always for fl-client, and for fl-server if `[job]` has
+  `evaluate_on_server`), or a missing `data_root` for a data set of `fedring.data` that needs one;
+* names that cannot be imported, that `trusted` does not allow, or that are neither a function nor a class. For
+  fl-client, these are `model`, `data`, `loss`, `optimizer` and `trainer`. For fl-server, they are the `model` of
+  `[job]`, and with `evaluate_on_server` also its `data` and `loss`. What only clients import is not checked there;
+* a `server_optimizer` of `[job]` that cannot be created;
+* an `init_path` that cannot be read, or does not fit the model that `[job]` names, as long as `state_dir` holds no
+  model. After that, `init_path` is not read any more;
 * a `device` that fl-client does not have.
 
-No sample is loaded, and nobody is called: that a data set is complete and that the server can be reached is for
-`flctl doctor` to say. fl-server makes its `state_dir` if there is none, as a start would.
+The check loads no samples and makes no calls. `flctl doctor` says whether a data set is complete and whether the
+server can be reached. If there is no `state_dir`, fl-server creates it, as it does at a start.
 """
 
 SECTIONS = (
     ("fl-server", ServerConfig, "The table `[job]` holds the defaults of every job."),
     ("fl-client", ClientConfig, ""),
-    ("TLS", Tls, "The table `[tls]` of both daemons: [security.md](security.md)."),
+    ("TLS", Tls, "The table `[tls]` of both daemons. See [security.md](security.md)."),
     (
         "Jobs",
         Job,
-        "Keys of the file of `flctl run JOB`, and of what follows it; of `flctl start-round KEY=VALUE`; and of the "
-        "table `[job]` of fl-server, from which a job takes what it does not set, but for the arguments of another "
-        "model or optimizer. Integers of jobs and their tables end at 2^32 - 1 where nothing else is said. Names are "
-        "of one line, without control characters. Tables of free content hold at most 16 lists and tables in each "
-        "other, and finite numbers, whole ones below 2^63. A whole job is at most 64 KiB of JSON.",
+        "These keys are for the file of `flctl run JOB` and the keys that follow it, for `flctl start-round "
+        "KEY=VALUE`, and for the table `[job]` of fl-server. A job takes from `[job]` whatever it does not set "
+        "itself, except the arguments of a different model or optimizer. Integers of jobs and their tables are at "
+        "most 2^32 - 1, unless the table says otherwise. Names have one line and no control characters. In tables "
+        "whose content is free, lists and tables nest at most 16 deep, and numbers are finite; integers there are "
+        "below 2^63. A whole job is at most 64 KiB of JSON.",
     ),
     (
         "Data-parallel training",
         DataParallel,
-        "The table `[data_parallel]` of a job of that mode: [data-parallel.md](data-parallel.md).",
+        "The table `[data_parallel]` of a data-parallel job. See [data-parallel.md](data-parallel.md).",
     ),
     (
         "Pipelines",
         Pipeline,
-        "The table `[pipeline]` of a job of that mode: [pipeline.md](pipeline.md).",
+        "The table `[pipeline]` of a pipeline job. See [pipeline.md](pipeline.md).",
     ),
-    ("Server optimizer", ServerOptimizer, "The table `[server_optimizer]` of a job: [federated.md](federated.md)."),
+    ("Server optimizer", ServerOptimizer, "The table `[server_optimizer]` of a job. See [federated.md](federated.md)."),
     (
         "Streams between workers",
         RingOptions,
-        "Environment variables `FEDRING_RING_<KEY>` of fl-clients and of scripts, such as "
-        "`FEDRING_RING_FRAME_CHECKSUM=true`; in a script also arguments of `RingOptions`: [ring.md](ring.md). An "
-        "fl-client has `peer_listen`, `peer_address` and `[tls]` in the place of the addresses and files here.",
+        "Set these with environment variables `FEDRING_RING_<KEY>` of fl-clients and of scripts, such as "
+        "`FEDRING_RING_FRAME_CHECKSUM=true`. A script can also pass them as arguments of `RingOptions`: "
+        "[ring.md](ring.md). Instead of the addresses and files listed here, an fl-client uses `peer_listen`, "
+        "`peer_address` and `[tls]`.",
     ),
 )
 
@@ -94,16 +99,16 @@ KINDS = {"boolean": "true or false", "integer": "integer", "number": "number", "
 UNITS = {"_seconds": "seconds", "_bytes": "bytes", "_mb": "MiB", "_epochs": "epochs"}
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 DEFAULTS = {
-    (ClientConfig, "client_id"): "this host's name",  # not that of the host on which this page was written
+    (ClientConfig, "client_id"): "this host's name",  # the name of the host that writes this page would be wrong
     (RingOptions, "listen"): "the interface that reaches `MASTER_ADDR`",
 }
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [INTRO]
     for title, model, text in SECTIONS:
-        head = "| key | takes | default | meaning |\n|---|---|---|---|\n"
+        head = "| key | value | default | meaning |\n|---|---|---|---|\n"
         parts.append(f"## {title}\n\n{text}\n\n{head}{_rows(model)}\n".replace("\n\n\n\n", "\n\n"))
     return "\n".join(parts)
 
@@ -122,12 +127,12 @@ def _default(value: object) -> str:
     if value is None:
         return "unset"
     if isinstance(value, BaseModel):
-        return "as there"
+        return "see the table"
     return f"`{json.dumps(value, default=str)}`"
 
 
 def _takes(name: str, schema: Mapping[str, Any]) -> str:
-    """What values a key takes: kind or unit, and range."""
+    """Return what values a key takes: its kind or unit, and its range."""
     if "anyOf" in schema:
         kinds = [_takes(name, one) for one in schema["anyOf"] if one.get("type") != "null"]
         return ", or ".join(kinds)
@@ -150,7 +155,7 @@ def _bounds(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _section(reference: str) -> str:
-    """The link to the section of the model."""
+    """Return the link to the section that describes the referenced model."""
     title = next(title for title, model, _ in SECTIONS if model.__name__ == reference.rpartition("/")[2])
     return "#" + title.lower().replace(" ", "-")
 

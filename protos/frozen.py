@@ -1,8 +1,8 @@
 """The wire as a value: what the .proto files declare, and how it differs from what they declared before.
 
-Every client and server of one protocol number must understand each other, whatever their versions. So within a number
-calls, messages, fields and values may be added, which an older side ignores, and nothing may be removed or changed.
-protocol.json keeps what there is; it is compared with the .proto files, and grows with them.
+All clients and servers with one protocol number must understand each other, whatever their versions. So within one
+number, calls, messages, fields and values may be added, because an older side ignores them, but nothing may be removed
+or changed. protocol.json lists what exists. It is compared with the .proto files, and grows with them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from google.protobuf.descriptor_pb2 import (
 )
 
 Wire: TypeAlias = dict[str, Any]
-"""What protocol.json holds: the services, messages and enums by their full names; JSON's types alone."""
+"""The content of protocol.json: the services, messages and enums by their full names, in types of JSON."""
 
 CONTRACT = "common/fedring/rpc/contract.py"
 FILE = "protos/protocol.json"
@@ -29,21 +29,21 @@ _RESERVED = "reserved"
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What has become of a wire: one sentence for each thing that was removed or changed, or was added."""
+    """The changes of a wire: one sentence for each thing that was removed or changed, and for each that was added."""
 
     broken: list[str]
     added: list[str]
 
 
 class Refused(Exception):
-    """The protocol must not be written down so; the text says why, and what to do."""
+    """The protocol cannot be frozen. The text says why, and what to do."""
 
 
 def describe(files: Iterable[FileDescriptorProto]) -> Wire:
-    """Say what the files declare.
+    """Return what the files declare.
 
     Args:
-        files: the descriptors of all .proto files, in any order; comments and options do not count.
+        files: the descriptors of all .proto files, in any order. Comments and options are ignored.
 
     Returns:
         Methods as "Input -> Output", fields by their numbers as they are declared, values of enums with their numbers.
@@ -67,11 +67,11 @@ def describe(files: Iterable[FileDescriptorProto]) -> Wire:
 
 
 def compare(before: Wire, now: Wire) -> Changes:
-    """Say how one wire differs from another.
+    """Return how one wire differs from another.
 
     Args:
-        before: as `describe` returned it, or as it was read from the file.
-        now: the same, later.
+        before: the earlier wire, from `describe` or from the file.
+        now: the later wire.
     """
     broken: list[str] = []
     added: list[str] = []
@@ -87,10 +87,10 @@ def compare(before: Wire, now: Wire) -> Changes:
 
 
 def freeze(before: Wire | None, now: Wire, protocol: int) -> Wire:
-    """Return what protocol.json is to hold.
+    """Return the new content of protocol.json.
 
     Args:
-        before: what it holds; None = there is no such file.
+        before: its present content; None = the file does not exist.
         now: what the .proto files declare.
         protocol: the number in the contract.
 
@@ -110,7 +110,7 @@ def freeze(before: Wire | None, now: Wire, protocol: int) -> Wire:
 def complaint(before: Wire, now: Wire, protocol: int) -> str:
     """Return why the .proto files are not what protocol.json says, and what to do; an empty text if they are.
 
-    Args: as of `freeze`.
+    Args: the same as for `freeze`.
     """
     if protocol != before["protocol"]:
         return (
@@ -160,27 +160,27 @@ def _compare_entries(
 
 
 def _entry(key: str, text: str | int) -> str:
-    """A field as "string name = 1", a method as "Name (Input -> Output)", a value as "NAME = 1"."""
+    """Return a field as "string name = 1", a method as "Name (Input -> Output)", a value as "NAME = 1"."""
     if isinstance(text, int):
         return f"{key} = {text}"
     return f"{text} = {key}" if key.isdecimal() else f"{key} ({text})"
 
 
 def _covers(entry: str, key: str, text: str | int) -> bool:
-    """Return whether what is reserved, a number, numbers or a name, forbids this field or value."""
+    """Return whether a reserved number, range or name forbids this field or value."""
     number, name = (text, key) if isinstance(text, int) else (int(key), text.rpartition(" ")[2])
     return _within(name, [entry]) or _within(str(number), [entry])
 
 
 def _within(entry: str, entries: Iterable[str]) -> bool:
-    """Return whether a reserved number, numbers or name are all within one of these."""
+    """Return whether a reserved number, range or name lies within one of these entries."""
     if (wanted := _numbers(entry)) is None:
         return entry in entries
     return any(found[0] <= wanted[0] and wanted[1] <= found[1] for found in map(_numbers, entries) if found)
 
 
 def _numbers(entry: str) -> tuple[int, int] | None:
-    """Return the first and the last of reserved numbers; None of a name."""
+    """Return the first and the last number of a reserved range; None for a name."""
     first, _, last = entry.partition(" to ")
     return (int(first), int(last or first)) if first.lstrip("-").isdecimal() else None
 
@@ -226,7 +226,7 @@ def _enum(enum: EnumDescriptorProto) -> Wire:
 
 
 def _spans(ranges: Iterable[tuple[int, int]]) -> list[str]:
-    """Return each run of reserved numbers, the last included; runs that touch are one."""
+    """Return each run of reserved numbers, including the last number. Adjacent runs are joined."""
     runs: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if runs and first == runs[-1][1] + 1:

@@ -1,10 +1,10 @@
 """Generate the Python code of the .proto files, beside them.
 
-Both a script (`python protos/generate.py`) and hatchling's build hook. The code
-is written by an old generator on purpose: it runs on every later protobuf.
+This is both a script (`python protos/generate.py`) and hatchling's build hook. An old
+generator writes the code on purpose: its code runs on every later protobuf.
 
-With --freeze, the script also writes down in protocol.json what the files declare. It
-refuses if something was removed or changed, and PROTOCOL was not raised.
+With --freeze, the script also writes to protocol.json what the files declare. It refuses
+to do so if something was removed or changed and PROTOCOL was not raised.
 """
 
 import json
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent
 
 def generate(root: Path = ROOT) -> None:
     """Write *_pb2.py, *_pb2_grpc.py and their stubs next to every .proto below `root`."""
-    # protoc finds the mypy plugins beside this interpreter, also in an isolated build
+    # protoc finds the mypy plugins beside this interpreter, even in an isolated build.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     _protoc(root, *(f"--{name}={root}" for name in ("python_out", "grpc_python_out", "mypy_out", "mypy_grpc_out")))
 

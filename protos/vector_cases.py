@@ -1,4 +1,4 @@
-"""What vectors.json shows: the values, and the bytes that are no payload. vectors.py makes the rest of it."""
+"""The cases of vectors.json: the values, and bytes that are not a payload. vectors.py computes the rest."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,19 @@ import numpy as np
 from fedring.codec import Encoding, encode
 
 Values = Sequence[float] | Mapping[int, float]
-"""A vector: all of it, or its entries that are not 0."""
+"""A vector: all values, or its entries other than 0, by index."""
 
 ABOUT = [
     "Examples that every implementation of fedring's wire formats must agree on. FORMATS.md says what they mean.",
     "`python protos/vectors.py` writes this file.",
-    "Numbers are written so that who reads them as 64-bit floats has them exactly. Those of parameters are float32.",
-    "-0.0 is minus zero; its bits, and so its digest, differ from those of 0.0.",
-    "A vector is a list, or, if it is long, an object: its size and its entries [index, value]; the others are 0.0.",
-    "Bytes are in hex. What ends in _bits are values as they travel: little endian, float32, and of buffers float64.",
-    "Whoever reads `encoded` must get `decoded`, bit by bit.",
-    "exact: true: whoever writes `values` must write `encoded`. exact: false: a writer has a choice, if only because",
-    "each zstandard library compresses in its own way; what it writes must decode to `decoded`.",
+    "If you read numbers as 64-bit floats, you get them exactly. Those of parameters are float32.",
+    "-0.0 is minus zero. Its bits, and therefore its digest, differ from those of 0.0.",
+    "A vector is a list or, if it is long, an object with its size and its entries [index, value]. All others are 0.0.",
+    "Bytes are hexadecimal. Keys that end in _bits hold values as they travel: little endian, parameters as float32,",
+    "buffers as float64.",
+    "A reader of `encoded` must get `decoded`, bit by bit.",
+    "exact: true means that a writer of `values` must write `encoded`. exact: false means that a writer has a choice,",
+    "if only because each zstandard library compresses in its own way. What it writes must decode to `decoded`.",
 ]
 
 SCHEMAS = [
@@ -31,11 +32,11 @@ SCHEMAS = [
 ]
 OTHER_SPELLINGS = {
     "white space": '[["a", [1],"float32","parameter"]]',
-    "a letter as it is": '[["é",[1],"float32","parameter"]]',
-    "capital digits": r'[["\u00E9",[1],"float32","parameter"]]',
+    "a letter that is not escaped": '[["é",[1],"float32","parameter"]]',
+    "digits in capitals": r'[["\u00E9",[1],"float32","parameter"]]',
     "an escape that is not needed": r'[["\u0061",[1],"float32","parameter"]]',
     "an escaped slash": r'[["a\/b",[1],"float32","parameter"]]',
-    "a size that is no integer": '[["a",[1.0],"float32","parameter"]]',
+    "a size that is not an integer": '[["a",[1.0],"float32","parameter"]]',
     "a negative size": '[["a",[-1],"float32","parameter"]]',
     "an unknown role": '[["a",[1],"float32","weight"]]',
 }
@@ -44,7 +45,7 @@ MODELS: list[tuple[list[float], list[float]]] = [([1, -2.5], [3]), ([-0.0], []),
 
 @dataclass(frozen=True)
 class Case:
-    """One vector in one encoding; `shows` begins with the encoding's name."""
+    """One vector in one encoding. `shows` begins with the name of the encoding."""
 
     shows: str
     values: Values
@@ -53,7 +54,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The encoding's."""
+        """The name of the encoding."""
         return self.shows.partition(":")[0]
 
 
@@ -65,9 +66,9 @@ CASES = [
     Case("fp32: an empty vector", []),
     Case("fp16", [1, -2.5, 0.1, 100000]),
     Case("fp16: ties to even, subnormal numbers", [2049, 2051, 2.0**-25, 3 * 2.0**-25, -0.0]),
-    Case("fp16: what is beyond the largest number", [65519, 65520, -1e30]),
+    Case("fp16: beyond the largest number", [65519, 65520, -1e30]),
     Case("bf16", [1, -2.5, 0.1, 1.00390625]),
-    Case("bf16: ties to even, and what is beyond the largest number", [1.01171875, LARGEST, -LARGEST, -0.0]),
+    Case("bf16: ties to even, and beyond the largest number", [1.01171875, LARGEST, -LARGEST, -0.0]),
     Case("fp64", [0.1, -3]),
     Case("fp64: what buffers may hold", [2.0**53, -0.0, 1e200]),
     Case("fp64: an empty vector", []),
@@ -77,13 +78,13 @@ CASES = [
     Case("int8: the largest scale", [LARGEST, -1, -LARGEST, LARGEST / 2], {"chunk": 2}),
     Case("int8: an empty vector", []),
     Case("fp32_sparse", [0, 1, -3, 0.5, 2, 0], {"keep_ratio": 0.5}),
-    Case("fp32_sparse: of equals the lowest index", [0, -2, 2, 2, -2, 1, 0, 0], {"keep_ratio": 0.3}),
+    Case("fp32_sparse: among equals, the lowest index", [0, -2, 2, 2, -2, 1, 0, 0], {"keep_ratio": 0.3}),
     Case("fp32_sparse: zeros are never kept", [0, 2.0**-149, -0.0], {"keep_ratio": 1.0}),
     Case("fp32_sparse: an empty vector", []),
     Case("sq8", [0, 1, -127, 0.5, 2, 0], {"keep_ratio": 0.5, "chunk": 2}),
     Case("sq8: an empty vector", []),
     Case("packed", [0, 1, -127, 0.25, 2, 0], {"keep_ratio": 0.5, "chunk": 4}),
-    Case("packed: of two distances the larger is the median", {0: 127, 64: -1}, {"keep_ratio": 1.0, "chunk": 4}, 70),
+    Case("packed: the larger of two distances is the median", {0: 127, 64: -1}, {"keep_ratio": 1.0, "chunk": 4}, 70),
     Case(
         "packed: a gap that is bridged",
         {0: 1, 1: 2, 2: -4, 3: 127, 1000: -254},
@@ -121,10 +122,10 @@ CASES = [
 ]
 
 Packets = list[tuple[str, str, Encoding | None, list[float]]]
-"""Vector, kind, encoding (None = fp64) and values of each."""
+"""The packets, each with its vector, kind, encoding (None = fp64) and values."""
 
 DOWNLOADS: dict[str, tuple[list[float], list[float], Packets]] = {
-    "one addition a packet, in their order": (
+    "one addition per packet, in their order": (
         [2.0**24, 0.1, -0.0, -0.0, 1],
         [0.1, 3],
         [
@@ -134,7 +135,7 @@ DOWNLOADS: dict[str, tuple[list[float], list[float], Packets]] = {
             ("buffers", "delta", None, [1e-17, 1]),
         ],
     ),
-    "an entry that is left out is added, too, as 0: minus zero becomes zero": (
+    "an entry that is left out is added as 0: minus zero becomes zero": (
         [-0.0, -0.0, 5],
         [],
         [("parameters", "delta", Encoding("fp32_sparse", keep_ratio=0.3), [0, 0, 2])],
@@ -151,7 +152,7 @@ AGGREGATED_SCHEMA = (
     b'["mean",[2],"float32","buffer"],["count",[],"int64","buffer"]]'
 )
 AGGREGATED_BASE: tuple[list[float], list[float]] = ([0.5, 0.1, -0.0, 1, -2, 3.25, 1e-3, 7], [0.25, -1.5, 10])
-_LARGE = 127 * 2.0**49  # of the first entry B.1 and a_3 say what cancels out; what b-2 says is lost if it comes between
+_LARGE = 127 * 2.0**49  # the first entries of B.1 and a_3 cancel out; that of b-2 is lost if it is added in between
 AGGREGATED: dict[str, tuple[int, Packets]] = {
     "b-2": (
         2,
@@ -180,11 +181,11 @@ AGGREGATED: dict[str, tuple[int, Packets]] = {
         ],
     ),
 }
-"""By client: samples and packets."""
+"""The samples and packets of each client."""
 
 
 def refused() -> list[tuple[str, str, bytes, str]]:
-    """Payloads for a vector of two values that no reader takes: what is wrong, encoding, bytes, reason."""
+    """Return payloads that every reader of two values refuses: what is wrong, encoding, bytes, reason."""
     dense = encode(np.array([1, -2], np.float32), Encoding("fp32"))
     levels = encode(np.array([1, -127], np.float32), Encoding("int8", chunk=2))
     sparse = struct.pack("<2sBBII2I2f", b"S4", 0, 1, 2, 2, 0, 1, 1, 1)
@@ -212,13 +213,13 @@ def refused() -> list[tuple[str, str, bytes, str]]:
 
 
 def _packed(levels: bytes, high: bytes, bits: int = 0, after: bytes = b"") -> bytes:
-    """A payload of `packed` with one segment of two entries."""
+    """Return a payload of `packed` with one segment of two entries."""
     segment = struct.pack("<IIf", 2, bits, 1) + _stream(levels) + _stream(high) + after
     return struct.pack("<2sBBIQI", b"PK", 0, 1, 2, 2, len(segment)) + segment
 
 
 def _stream(content: bytes) -> bytes:
-    """A stream of which every version of every library makes the same: its blocks are as they are, or of one byte."""
+    """Return a stream whose bytes depend on no library: its blocks are uncompressed, or repeat one byte."""
     frame = struct.pack("<IBI", 0xFD2FB528, 0xA0, len(content))
     for start in range(0, len(content), 1 << 17):
         block = content[start : start + (1 << 17)]

@@ -1,7 +1,7 @@
-"""Write vectors.json, on which every implementation must agree, and with it the examples of FORMATS.md.
+"""Write vectors.json, on which every implementation must agree, and the examples of FORMATS.md.
 
-Run `python protos/vectors.py` after a change. The encodings are this library's own. Digests and the bytes of headers
-are made here, by what the documents say; tests/unit/test_vectors.py reads everything once more, without any of it.
+Run `python protos/vectors.py` after a change. fedring's codecs make the encodings. Digests and the bytes of headers are
+computed here, from what the documents say. tests/unit/test_vectors.py checks everything again without this code.
 """
 
 import hashlib
@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 from fedring.codec import BUFFERS, Encoding, Schema, decode, encode, encode_buffers, parse_schema
 from fedring.codec.gradient import Part, encode_gradient
 from fedring.codec.precision import Precision, to_words
-from fedring.server.model import mean
+from fedring.server.model.aggregate import next_buffers, next_parameters, whole_numbers
+from fedring.server.model.contributions import Contribution, open_vectors
+from fedring.server.model.mean import Mean
+from fedring.server.model.rule import Tile
 from fedring.server.state.rows import lay_out
 from vector_cases import (
     ABOUT,
@@ -38,7 +41,7 @@ from vector_cases import (
 
 ROOT = Path(__file__).parent
 TARGET, DOCUMENT = ROOT / "vectors.json", ROOT / "FORMATS.md"
-CHOICE = ("packed", "uniform")  # what is compressed
+CHOICE = ("packed", "uniform")  # the compressed encodings, for which a writer has a choice
 TAKES = {
     "int8": ("chunk",),
     "fp32_sparse": ("keep_ratio",),
@@ -46,16 +49,16 @@ TAKES = {
     "packed": ("keep_ratio", "chunk"),
     "uniform": ("chunk", "step"),
 }
-"""The parameters of each encoding that has any."""
+"""The parameters of each encoding that has parameters."""
 
-_LIST, _LINE = 64, 100  # the longest vector that is stated as a list, the longest text that is put on one line
+_LIST, _LINE = 64, 100  # the longest vector that is written as a list, the longest text that is put on one line
 _BLOCK = re.compile(r"^```example\n(.*)\n(?:.*\n)*?```$", re.MULTILINE)
 
 Json = dict[str, Any]
 
 
 def render() -> Json:
-    """All that vectors.json says."""
+    """Return the content of vectors.json."""
     return {
         "about": ABOUT,
         "protocol": 2,
@@ -76,12 +79,12 @@ def render() -> Json:
 
 
 def name_of(*parts: bytes) -> str:
-    """The name of the parts, one after the other (FORMATS.md, "Names")."""
+    """Return the name of the concatenated parts (FORMATS.md, "Names")."""
     return f"blake3-{blake3(b''.join(parts)).hexdigest()}"
 
 
 def message(fields: Sequence[tuple[int, int | float | str | bytes]]) -> bytes:
-    """Protobuf: of each field its number and a varint (int), a double (float), or text, bytes or another message."""
+    """Return a protobuf message of (number, value) fields. An int is a varint, a float a double, others are bytes."""
     out = b""
     for number, value in fields:
         if isinstance(value, int):
@@ -100,7 +103,7 @@ def _varint(value: int) -> bytes:
 
 def _named(size: int) -> Json:
     data = bytes(i % 251 for i in range(size))
-    return {"shows": f"{size} bytes that count from 0 to 250 again and again", "size": size, "name": name_of(data)}
+    return {"shows": f"{size} bytes that count from 0 to 250 repeatedly", "size": size, "name": name_of(data)}
 
 
 def _schema(text: str) -> Json:
@@ -119,7 +122,7 @@ def _model(parameters: Sequence[float], buffers: Sequence[float]) -> Json:
 
 
 def _updates() -> Iterator[Json]:
-    """One update, and another one of which the header says the same in other bytes."""
+    """Yield one update, and another one whose header says the same in different bytes."""
     schema = parse_schema(SCHEMAS[0].encode())
     parts = [
         encode(_f32([0.5, -1, 0, 0, 2, 0, 0, 0, 0, 0.25]), Encoding("fp16")),
@@ -148,7 +151,7 @@ def _updates() -> Iterator[Json]:
     }
     for shows, fields in (
         ("an update", before + after),
-        ("the same header in other bytes, which is another update", after + before),
+        ("the same header in different bytes, which is a different update", after + before),
     ):
         header, payload_digest = message(fields), name_of(payload)
         yield {
@@ -188,7 +191,7 @@ def _f32(values: Sequence[float]) -> NDArray[np.float32]:
 
 
 def _stated(vector: NDArray[Any]) -> Any:
-    """The vector as the file states it."""
+    """Return the vector as the file writes it."""
     if vector.size <= _LIST:
         return [float(value) for value in vector]
     places = np.flatnonzero(vector).tolist()
@@ -196,7 +199,7 @@ def _stated(vector: NDArray[Any]) -> Any:
 
 
 def _written(packets: Packets) -> tuple[list[Json], list[NDArray[Any]]]:
-    """The packets as the file states them, and what is read from each."""
+    """Return the packets as the file writes them, and the values that a reader gets from each."""
     told, values = [], []
     for vector, kind, encoding, given in packets:
         name = encoding.name if encoding else BUFFERS
@@ -237,7 +240,7 @@ def _aggregation() -> Json:
         stated, _ = _written(packets)
         data = b"".join(bytes.fromhex(packet["encoded"]) for packet in stated)
         sizes: list[Any] = [(p["vector"], p["kind"], p["encoding"], len(p["encoded"]) // 2) for p in stated]
-        contributions.append(mean.Contribution(client, samples, lay_out(sizes), _reader(data)))
+        contributions.append(Contribution(client, samples, lay_out(sizes), _reader(data)))
         told.append({"client_id": client, "num_samples": samples, "packets": stated})
     return {
         "shows": "weights, two packets that add up, and a lossy delta; updates are not listed in the order of addition",
@@ -254,15 +257,15 @@ def _reader(data: bytes) -> Callable[[int, int], bytes]:
 
 def _mean(
     schema: Schema,
-    updates: Sequence[mean.Contribution],
+    updates: Sequence[Contribution],
     parameters: NDArray[np.float32],
     buffers: NDArray[np.float64],
 ) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
     first, second = len(parameters), len(buffers)
-    delta = mean.mean_delta(parameters, mean.open_sources(updates, "parameters", first), 0, first)
-    change = mean.mean_delta(buffers, mean.open_sources(updates, "buffers", second), 0, second)
-    whole = mean.whole_numbers(schema, 0, second)
-    return mean.moved_parameters(parameters, delta), mean.moved_buffers(buffers, change, whole)
+    delta = Mean().combine(Tile(0, first, parameters, open_vectors(updates, "parameters", first)), {})
+    change = Mean().combine(Tile(0, second, buffers, open_vectors(updates, "buffers", second)), {})
+    whole = whole_numbers(schema, 0, second)
+    return next_parameters(parameters, delta), next_buffers(buffers, change, whole)
 
 
 def _gradient(precision: Precision) -> Json:
@@ -304,7 +307,7 @@ def _gradients(shows: str, tensors: Sequence[_Tensor]) -> Json:
 
 
 def dump(value: Any, margin: str = "") -> str:
-    """JSON for people: what is short, or a list of numbers, stands on one line."""
+    """Return JSON for people: short values and lists of numbers are on one line."""
     text, inner = json.dumps(value), margin + "  "
     if len(text) <= _LINE or not isinstance(value, dict | list):
         return text
@@ -317,7 +320,7 @@ def dump(value: Any, margin: str = "") -> str:
 
 
 def blocks(vectors: Json) -> dict[str, str]:
-    """The examples for FORMATS.md by their first line, as they stand between the fences."""
+    """Return the examples for FORMATS.md by their first line, as they appear between the fences."""
     found = {each["shows"]: _lines(each) for each in vectors["encodings"]}
     for each in vectors["gradients"]:
         found[f"gradient: {each['shows']}"] = f"hex: {_spaced(each['encoded'])}\n"
@@ -346,7 +349,7 @@ def _spaced(digits: str) -> str:
 
 
 def with_examples(document: str, vectors: Json) -> str:
-    """The document with the examples as `vectors` states them."""
+    """Return the document with the examples of `vectors`."""
     known = blocks(vectors)
     return _BLOCK.sub(lambda found: f"```example\n{found[1]}\n{known[found[1]]}```", document)
 

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from fedring.ctl.authority import load_authority, write_pair
+from fedring.ctl.admin.authority import load_authority, write_pair
 from fedring.ctl.main import main
 from fedring.rpc.identity import Role
 from fedring.rpc.tls import Tls

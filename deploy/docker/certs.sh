@@ -1,9 +1,10 @@
 #!/bin/sh
-# Every party has its certificate, in a folder that nobody else sees. What is there stays, unless it is about to expire.
+# Give every service its certificate, in a folder that no other service sees. Keep existing certificates, unless they are
+# about to expire.
 set -eu
 cd "${1:-/certs}"
 
-give() { # NAME FOLDER: the folder holds what NAME needs
+give() { # NAME FOLDER: put what NAME needs into FOLDER
     cp ca/ca.crt "$2/ca.crt"
     cp "ca/$1.crt" "$2/tls.crt"
     cp "ca/$1.key" "$2/tls.key"
@@ -11,7 +12,7 @@ give() { # NAME FOLDER: the folder holds what NAME needs
 }
 
 if [ -e ca/ca.crt ]; then
-    flctl certs renew ca # what ends within 30 days
+    flctl certs renew ca # renews what ends within 30 days
 else
     flctl certs init ca --host server
 fi

@@ -1,4 +1,4 @@
-"""Write the dashboards: python deploy/grafana/generate.py. Each panel is one line of a table below."""
+"""Write the dashboards: python deploy/grafana/generate.py. Each panel is an entry of a table below."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A graph, or with `stat` one number, of some queries: by their legends."""
+    """A graph of queries, which are listed by their legends. With `stat`, it is a single number instead."""
 
     title: str
     unit: str
@@ -28,7 +28,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """Rows of panels, by their titles."""
+    """A dashboard: rows of panels, by the titles of the rows."""
 
     uid: str
     title: str
@@ -36,17 +36,17 @@ class Dashboard:
 
 
 def rate(metric: str, by: str = "") -> str:
-    """The metric's growth a second, summed by the labels."""
+    """Return a query for the growth of a metric per second, summed by the labels."""
     return f"sum by ({by}) (rate({metric}[$__rate_interval]))" if by else f"sum(rate({metric}[$__rate_interval]))"
 
 
 def mean(metric: str, by: str = "") -> str:
-    """The mean of what a histogram or summary observed."""
+    """Return a query for the mean of what a histogram or summary observed."""
     return f"{rate(metric + '_sum', by)} / {rate(metric + '_count', by)}"
 
 
 def quantile(share: float, metric: str, by: str = "") -> str:
-    """What so large a share of a histogram's observations does not exceed."""
+    """Return a query for the value that this share of a histogram's observations does not exceed."""
     labels = f"le, {by}" if by else "le"
     return f"histogram_quantile({share}, sum by ({labels}) (rate({metric}_bucket[$__rate_interval])))"
 
@@ -62,13 +62,13 @@ FEDERATION = Dashboard(
             Panel("Since the newest model", "s", {"": "max(fl:round_silence:seconds)"}, 4, stat=True,
                   text="While a job runs: since its start, or since the newest model."),
             Panel("Clients of the round", "short", {"{{state}}": "sum by (state) (fl_server_round_clients)"}),
-            Panel("Rounds an hour", "short", {"{{result}}": f"3600 * {rate('fl_server_rounds_total', 'result')}"}),
+            Panel("Rounds per hour", "short", {"{{result}}": f"3600 * {rate('fl_server_rounds_total', 'result')}"}),
             Panel("Round duration", "s", {
                 "median": quantile(0.5, "fl_server_round_duration_seconds"),
                 "95 %": quantile(0.95, "fl_server_round_duration_seconds"),
                 "deadline": "max(fl_server_round_deadline_seconds)",
             }),
-            Panel("Time in each phase, a round", "s", {"{{phase}}": mean("fl_server_round_phase_seconds", "phase")}),
+            Panel("Time in each phase, per round", "s", {"{{phase}}": mean("fl_server_round_phase_seconds", "phase")}),
         ),
         "Model": (
             Panel("Accuracy of the newest model", "percentunit", {"{{instance}}": "fl_server_model_accuracy_ratio"}),
@@ -81,7 +81,7 @@ FEDERATION = Dashboard(
         "Updates": (
             Panel("Updates", "ops", {"{{result}}": rate("fl_server_updates_total", "result")}),
             Panel("Refused updates", "ops", {"{{reason}}": rate("fl_server_updates_rejected_total", "reason")}),
-            Panel("Share of updates that is refused", "percentunit",
+            Panel("Share of refused updates", "percentunit",
                   {"{{instance}}": "fl:updates_rejected:ratio_rate15m"}),
             Panel("Size of updates", "bytes", {
                 "median": quantile(0.5, "fl_server_update_bytes"),
@@ -104,7 +104,7 @@ FEDERATION = Dashboard(
             }, 6),
             Panel("Reconnects", "ops", {"{{instance}}": rate("fl_client_reconnects_total", "instance")}, 6),
             Panel("Rounds of clients", "ops", {"{{result}}": rate("fl_client_rounds_total", "result")}, 6),
-            Panel("Training, a round", "s", {"{{instance}}": mean("fl_client_train_seconds", "instance")}, 6),
+            Panel("Training, per round", "s", {"{{instance}}": mean("fl_client_train_seconds", "instance")}, 6),
         ),
     },
 )  # fmt: skip
@@ -115,34 +115,34 @@ PARALLEL = Dashboard(
     {
         "Data parallel": (
             Panel("Compression", "short", {"dense / sent": "fl:ring_compression:ratio"}, 4, stat=True,
-                  text="Bytes that plain allreduces would have sent, to those that were sent."),
-            Panel("Samples a second", "short", {"": rate("fl_ring_samples_total")}, 4, stat=True),
-            Panel("Steps a second", "ops", {"{{instance}}": rate("fl_ring_step_seconds_count", "instance")}),
+                  text="Bytes that plain all-reduces would have sent, divided by the bytes that were sent."),
+            Panel("Samples per second", "short", {"": rate("fl_ring_samples_total")}, 4, stat=True),
+            Panel("Steps per second", "ops", {"{{instance}}": rate("fl_ring_step_seconds_count", "instance")}),
             Panel("Where a step's time goes", "s", {
                 "waiting": f"{rate('fl_ring_idle_seconds_total')} / {rate('fl_ring_step_seconds_count')}",
                 "compressing":
                     f"{rate('fl_ring_hook_compress_seconds_total')} / {rate('fl_ring_step_seconds_count')}",
                 "decompressing":
                     f"{rate('fl_ring_hook_decompress_seconds_total')} / {rate('fl_ring_step_seconds_count')}",
-                "in all": mean("fl_ring_step_seconds"),
+                "total": mean("fl_ring_step_seconds"),
             }),
         ),
         "Ring": (
-            Panel("An exchange of gradients", "s", {"{{instance}}": mean("fl_ring_allreduce_seconds", "instance")}),
-            Panel("Who is waited for", "percentunit", {"rank {{peer_rank}}": "fl:ring_wait:rate5m"},
-                  text="Seconds a second that all others together wait for a rank: the highest is the slowest."),
+            Panel("Exchange of gradients", "s", {"{{instance}}": mean("fl_ring_allreduce_seconds", "instance")}),
+            Panel("Slow ranks", "percentunit", {"rank {{peer_rank}}": "fl:ring_wait:rate5m"},
+                  text="Seconds per second that all other ranks together wait for a rank. The highest is the slowest."),
             Panel("Bytes to peers", "Bps", {
                 "sent": rate("fl_ring_sent_bytes_total"),
                 "dense": rate("fl_ring_dense_bytes_total"),
             }),
             Panel("Share of the gradient that is sent", "percentunit", {"{{instance}}": "fl_ring_sparsity_ratio"}, 12),
-            Panel("Norm of what is owed", "short", {"{{instance}}": "fl_ring_residual_norm"}, 12),
+            Panel("Norm of the residual", "short", {"{{instance}}": "fl_ring_residual_norm"}, 12),
         ),
         "Pipeline": (
             Panel("Bubble", "percentunit", {"{{instance}}": "fl_pipe_bubble_ratio"}),
-            Panel("An action of a stage", "s",
+            Panel("Action of a stage", "s",
                   {"stage {{stage}} {{kind}}": mean("fl_pipe_stage_seconds", "stage, kind")}),
-            Panel("Micro-batches kept", "short", {"{{instance}}": "fl_pipe_inflight_microbatches"}),
+            Panel("Micro-batches in flight", "short", {"{{instance}}": "fl_pipe_inflight_microbatches"}),
         ),
     },
 )  # fmt: skip
@@ -158,34 +158,34 @@ PROCESS = Dashboard(
                   {"{{instance}}": "rate(process_cpu_seconds_total{job=~\"fl-.*\"}[$__rate_interval])"}, 6),
             Panel("Memory", "bytes", {"{{instance}}": 'process_resident_memory_bytes{job=~"fl-.*"}'}, 6),
             Panel("Open files", "short", {"{{instance}}": 'process_open_fds{job=~"fl-.*"}'}, 6),
-            Panel("Event loop's lag", "s", {
+            Panel("Lag of the event loop", "s", {
                 "median": quantile(0.5, "fl_server_event_loop_lag_seconds"),
                 "99 %": quantile(0.99, "fl_server_event_loop_lag_seconds"),
             }, 6),
-            Panel("Work for threads", "short", {"{{instance}}": "fl_server_executor_queue_length"}, 6),
-            Panel("Newest commit", "s", {"{{instance}}": "fl_server_last_fsync_seconds"}, 6),
+            Panel("Work that waits for threads", "short", {"{{instance}}": "fl_server_executor_queue_length"}, 6),
+            Panel("Time of the newest commit", "s", {"{{instance}}": "fl_server_last_fsync_seconds"}, 6),
         ),
         "Disks and certificates": (
             Panel("Free disk", "percentunit",
                   {"{{instance}}": "fl_server_disk_free_bytes / fl_server_disk_size_bytes"}),
             Panel("Unsent updates", "bytes", {"{{instance}}": "fl_client_spool_bytes"}),
-            Panel("Certificates end in", "s", {
+            Panel("Time until certificates end", "s", {
                 "{{instance}}": "fl_server_certificate_expiry_timestamp_seconds - time()",
                 "{{instance}} ": "fl_client_certificate_expiry_timestamp_seconds - time()",
             }),
         ),
-        "Doors": (
+        "Access": (
             Panel("Refused callers", "ops", {"{{reason}}": rate("fl_server_auth_refusals_total", "reason")}, 12),
             Panel("Handshakes", "ops", {
                 "begun": rate("fl_server_handshakes_total"),
                 "followed by a call": rate("fl_server_connections_total"),
-            }, 12, text="With TLS. gRPC tells nobody of a handshake that fails: it is one that no call follows."),
+            }, 12, text="Handshakes of TLS. gRPC does not report a failed handshake. No call follows it."),
         ),
         "gRPC": (
             Panel("Calls of the server", "ops", {"{{grpc_code}}": rate("grpc_server_handled_total", "grpc_code")}, 6),
             Panel("Calls of the server, by method", "ops",
                   {"{{grpc_method}}": rate("grpc_server_started_total", "grpc_method")}, 6),
-            Panel("A call takes (95 %)", "s",
+            Panel("Time of a call (95 %)", "s",
                   {"{{grpc_method}}": quantile(0.95, "grpc_server_handling_seconds", "grpc_method")}, 6),
             Panel("Calls in flight", "short",
                   {"{{grpc_method}}": "sum by (grpc_method) (grpc_server_in_flight_calls)"}, 6),
@@ -208,7 +208,7 @@ DASHBOARDS = (FEDERATION, PARALLEL, PROCESS)
 
 
 def render(dashboard: Dashboard) -> str:
-    """The dashboard as Grafana reads it."""
+    """Return the JSON of a dashboard, as Grafana reads it."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in dashboard.rows.items():
@@ -254,7 +254,7 @@ def _panel(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The files are there."""
+    """Write all dashboards and return the exit code."""
     TARGET.mkdir(exist_ok=True)
     for dashboard in DASHBOARDS:
         (TARGET / f"{dashboard.uid}.json").write_text(render(dashboard), encoding="utf-8")

@@ -1,4 +1,5 @@
-# make install-systemd [PREFIX=/opt/fedring] [DESTDIR=] [GPU=1] [TORCH_INDEX=...]: the programs, their units and examples.
+# make install-systemd [PREFIX=/opt/fedring] [DESTDIR=] [GPU=1] [TORCH_INDEX=...] installs the programs, their units and
+# example configurations.
 PREFIX ?= /opt/fedring
 DESTDIR ?=
 UNITS := $(DESTDIR)/etc/systemd/system
@@ -18,7 +19,7 @@ install-programs:
 	$(DESTDIR)$(PREFIX)/bin/python -m pip install --quiet --constraint constraints.txt '.[tracing]'
 	sed -i '1s|#!.*|#!$(PREFIX)/bin/python|' $(addprefix $(DESTDIR)$(PREFIX)/bin/,fl-server fl-client flctl)
 
-# Examples in /etc/fedring that are there already stay as they are.
+# Existing files in /etc/fedring stay as they are.
 install-units:
 	install -d '$(UNITS)' '$(DESTDIR)/etc/fedring'
 	for unit in fl-server.service fl-client@.service; do \

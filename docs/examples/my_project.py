@@ -1,4 +1,4 @@
-"""A model and data of one's own, for a job to name: my_project:net and my_project:records."""
+"""A model and data of your own. A job names them as my_project:net and my_project:records."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ from fedring.data import Split
 
 
 def net(hidden: int = 32) -> nn.Module:
-    """Sixteen measurements in, two scores out; `hidden` is for the job's model_args."""
+    """Return a model from 16 measurements to 2 scores. A job sets `hidden` in its model_args."""
     return nn.Sequential(nn.Linear(16, hidden), nn.ReLU(), nn.Linear(hidden, 2))
 
 
 def records(root: Path | None, download: bool) -> Split:
-    """What this host has, to train on and held out; a real one would read files below `root`, the data_root."""
+    """Return this host's training and test samples. A real function would read files below `root`, the data_root."""
     measurements = torch.randn(1200, 16)
     labels = (measurements.sum(dim=1) > 0).long()
     return Split(

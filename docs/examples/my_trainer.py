@@ -1,4 +1,4 @@
-"""A trainer of one's own: fl-client calls it in the place of its loop."""
+"""A trainer of your own. fl-client calls it instead of its built-in loop."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from fedring.train.plan import Plan
 
 
 def train(model: nn.Module, samples: Dataset[Any], plan: Plan) -> dict[str, float]:
-    """Train `model` in place on `samples`; tell how many samples were used, and how it went."""
+    """Train `model` in place on `samples`. Return the number of samples, and the mean loss of the last epoch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr / 10)
     criterion = nn.CrossEntropyLoss()
     total, loss_sum = 0, 0.0

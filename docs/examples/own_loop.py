@@ -16,7 +16,7 @@ criterion = nn.CrossEntropyLoss()
 
 
 def train(model: nn.Module, task: Task) -> None:
-    """One round, as this script has always trained."""
+    """Train for one round, with the script's own loop."""
     optimizer = torch.optim.SGD(model.parameters(), task.plan.lr, task.plan.momentum)
     for _ in range(task.plan.epochs):
         for inputs, labels in DataLoader(data.train, task.plan.batch_size, shuffle=True):
@@ -29,7 +29,7 @@ def train(model: nn.Module, task: Task) -> None:
 
 @torch.no_grad()
 def evaluate(model: nn.Module) -> tuple[int, int, float]:
-    """Right answers, samples, and the sum of the losses of a published model."""
+    """Return the number of correct answers, the number of samples, and the sum of the losses of a published model."""
     model.eval()
     inputs, labels = next(iter(DataLoader(data.test, len(data.test))))
     outputs = model(inputs)

@@ -1,9 +1,12 @@
-"""Speed and memory of FedAvg: one JSON line, for 2 and 8 clients with 25 million fp32 values each.
+"""Measure speed and memory of FedAvg for 2 and 8 clients with 25 million fp32 values each.
 
-"proven" digests all that it reads, as fl-server does; "plain" does not.
+    python -m tests.bench.aggregate
+
+Prints one JSON line. "proven" computes the digests of all that it reads, as fl-server does; "plain" does not.
 """
 
-import json
+import os
+import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,19 +16,21 @@ from pathlib import Path
 import numpy as np
 
 from fedring.codec import Encoding, Entry, Schema, Vectors, encode
+from fedring.ctl.bench.runner import time_call
 from fedring.server.model.aggregate import Plan, aggregate, store_model
-from fedring.server.model.mean import Contribution
+from fedring.server.model.contributions import Contribution
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.checked import CheckedReader, Room, find_damage
 from fedring.server.state.rows import lay_out
+from tests.bench.daemons import peak_bytes, print_line, resident_bytes
 
 VALUES = 25_000_000
 REPEATS = 5
 
 
 def main(clients: tuple[int, ...] = (2, 8)) -> None:
-    """Print the line."""
+    """Print one JSON line."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as executor:
         blobs = FileBlobs(Path(folder))
         base, updates = _inputs(blobs, max(clients))
@@ -35,7 +40,7 @@ def main(clients: tuple[int, ...] = (2, 8)) -> None:
                 name = f"clients_{count}_{'proven' if proven else 'plain'}"
                 result[name] = _measure(blobs, base, updates[:count], executor, proven=proven)
         blobs.close()
-    print(json.dumps(result))
+    print_line(result)
 
 
 def _inputs(blobs: FileBlobs, clients: int) -> tuple[str, list[str]]:
@@ -47,7 +52,7 @@ def _inputs(blobs: FileBlobs, clients: int) -> tuple[str, list[str]]:
     for client in range(clients):
         partial = blobs.open_partial(f"client-{client}")
         partial.write(encode(np.roll(values, client), Encoding("fp32")))
-        updates.append(blobs.seal(partial))
+        updates.append(blobs.seal_many([partial])[0])
     return base, updates
 
 
@@ -57,7 +62,7 @@ def _measure(
     seconds: list[float] = []
     cpu = time.process_time()
     _reset_peak()
-    before = _memory("VmRSS")
+    before = resident_bytes(os.getpid())
     packets = lay_out([("parameters", "delta", "fp32", 16 + 4 * VALUES)])
     with blobs.reader(base) as blob:
         for _ in range(REPEATS):
@@ -73,36 +78,26 @@ def _measure(
             seconds.append(time.perf_counter() - started)
             blobs.delete(model.blob)
     cpu = time.process_time() - cpu
-    grown = _memory("VmHWM") - before
-    best, median = min(seconds), sorted(seconds)[REPEATS // 2]
+    grown = peak_bytes(os.getpid()) - before
+    best, median = min(seconds), statistics.median(seconds)
     return {
         "best_seconds": round(best, 3),
         "median_seconds": round(median, 3),
         "cpu_seconds": round(cpu / REPEATS, 3),
         "copies": round(median / _copy_seconds() / (len(updates) + 2), 2),
-        "peak_growth_mb": round(grown / 1024, 1),
+        "peak_growth_mb": round(grown / 1024**2, 1),
     }
 
 
 def _copy_seconds() -> float:
-    """Seconds to copy one model's parameters in memory, best of 5."""
+    """Return the seconds to copy one model's parameters in memory, the best of five."""
     source, target = np.ones(VALUES, np.float32), np.ones(VALUES, np.float32)
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        np.copyto(target, source)
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    return min(time_call(lambda: np.copyto(target, source)) for _ in range(5))
 
 
 def _reset_peak() -> None:
+    """Let the kernel forget the peak of this process' resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def _memory(key: str) -> int:
-    """KiB: VmHWM, the largest resident set since the last reset, or VmRSS, the present one."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[key].split()[0])
 
 
 if __name__ == "__main__":

@@ -1,127 +1,100 @@
-"""All-reduce over our ring beside Gloo, alternating in one run.
+"""Compare all-reduce over fedring's ring with Gloo, by turns in one run.
 
     python -m tests.bench.allreduce [--ranks 2] [--rate 1gbit] [--sizes 4096,65536,...] [--tls] [--streams-only]
 
-Prints one JSON line a size: the median milliseconds on rank 0 of both, their ratio, and the processor time of one
-operation. Without --rate all ranks share one host; with it each has a namespace behind a link of it (needs root).
+Prints one JSON line for each size: the median milliseconds of both on rank 0, their ratio, and the processor time of
+one operation. Without --rate all ranks share one host. With it each rank has a network namespace behind a link of that
+rate, which needs root.
 """
 
 import argparse
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 
-from tests.bench.certificates import write_certificates
-from tests.bench.fleets import ROOT, print_line
+from fedring.ctl.admin.authority import host_name, make_authority, write_pair
+from fedring.ctl.bench.runner import alternate
+from fedring.rpc.identity import Identity, Role
+from tests.bench.daemons import print_line
 from tests.bench.networks import network
+from tests.bench.ranks import add_rank_options, join_groups, leave_groups, run_ranks
 
 _SIZES = "4096,65536,1048576,26214400,104857600"
-_TOTAL = 500_000_000  # bytes that a size moves in all, roughly
+_TOTAL = 500_000_000  # bytes that all repeats of one size move together, roughly
+_WARM_UP = 2  # turns
 
 
 def main() -> None:
-    """Start the ranks, or be one."""
+    """Start the ranks, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rate", default="")
-    parser.add_argument("--sizes", default=_SIZES)
-    parser.add_argument("--repeats", type=int, default=200, help="at most this many of a size")
-    parser.add_argument("--tls", action="store_true", help="mutual TLS")
-    parser.add_argument("--unix", action="store_true", help="Unix sockets between the ranks")
-    parser.add_argument("--streams-only", action="store_true", help="no shared memory; always so with --rate")
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--store", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, default=2, help="processes that reduce together")
+    parser.add_argument("--rate", default="", help="rate of each rank's link, such as 100mbit or 1gbit")
+    parser.add_argument("--sizes", default=_SIZES, help="bytes of the tensors, separated by commas")
+    parser.add_argument("--repeats", type=int, default=200, help="most operations of one size")
+    parser.add_argument("--tls", action="store_true", help="use mutual TLS")
+    parser.add_argument("--streams-only", action="store_true", help="use gRPC streams only; always so with --rate")
+    add_rank_options(parser)
     args = parser.parse_args()
     if args.rank >= 0:
         _measure(args)
         return
+    env = {"FEDRING_RING_LOCAL_TRANSPORT": str(not (args.streams_only or args.rate)).lower()}
     with tempfile.TemporaryDirectory() as folder, network(args.ranks, args.rate) as hosts:
-        security = write_certificates(Path(folder)) if args.tls else {}
-        processes = [
-            host.start(
-                [
-                    sys.executable,
-                    "-m",
-                    "tests.bench.allreduce",
-                    *sys.argv[1:],
-                    f"--rank={rank}",
-                    f"--store={folder}/store",
-                ],
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    **security,
-                    "GLOO_SOCKET_IFNAME": host.interface,
-                    "FEDRING_RING_LISTEN": f"{host.address}:0",
-                    "FEDRING_RING_UNIX_SOCKETS": str(args.unix).lower(),
-                    "FEDRING_RING_SHARED_MEMORY": str(not (args.streams_only or args.rate)).lower(),
-                },
-            )
-            for rank, host in enumerate(hosts)
-        ]
-        if any(process.wait() for process in processes):
-            raise SystemExit(1)
+        run_ranks("tests.bench.allreduce", hosts, env | (_write_certificates(Path(folder)) if args.tls else {}))
+
+
+def _write_certificates(folder: Path) -> dict[str, str]:
+    """Write an authority and one certificate for all ranks; return the environment of a rank that uses them."""
+    authority = make_authority(1)
+    write_pair(folder, "ca", authority.certificate, authority.key)
+    names = [host_name(host) for host in ("peer", "localhost", "127.0.0.1")]
+    write_pair(folder, "peer", *authority.sign(Identity(Role.CLIENT, "peer"), names, 1))
+    files = {"CA": "ca.crt", "CERT": "peer.crt", "KEY": "peer.key"}
+    return {f"FEDRING_RING_TLS_{name}": str(folder / file) for name, file in files.items()} | {
+        "FEDRING_RING_TLS_NAME": "peer"
+    }
 
 
 def _measure(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    store = FileStore(args.store, args.ranks)
-    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.ranks)
-    import fedring.ring  # noqa: F401  # registers the backend
-
-    ring = dist.new_group(backend="fedring")
-    if ring is None:
-        raise RuntimeError("this rank is in every group")
-    ways: dict[str, Callable[[Tensor], object]] = {
-        "gloo": dist.all_reduce,
-        "fedring": lambda tensor: dist.all_reduce(tensor, group=ring),
-    }
+    gloo, ring = join_groups(args, args.ranks)
+    network_name = args.rate or "loopback"
+    if not args.rate and not args.streams_only:
+        network_name += " and shared memory"
     for size in map(int, args.sizes.split(",")):
         repeats = max(5, min(args.repeats, _TOTAL // size // args.ranks))
-        facts = _alternate(ways, torch.empty(size // 4), repeats)
+        facts = _compare({"gloo": gloo, "fedring": ring}, torch.empty(size // 4), repeats)
         if args.rank == 0:
-            network_name = args.rate or ("unix sockets" if args.unix else "loopback")
-            if not args.rate and not args.streams_only:
-                network_name += " and shared memory"
             facts["ratio"] = round(facts["fedring_ms"] / facts["gloo_ms"], 3)
-            print_line(
-                {
-                    "bench": "allreduce",
-                    "ranks": args.ranks,
-                    "network": network_name,
-                    "tls": args.tls,
-                    "bytes": size,
-                    **facts,
-                }
-            )
+            place = {"ranks": args.ranks, "network": network_name, "tls": args.tls, "bytes": size}
+            print_line({"bench": "allreduce", **place, **facts})
+    leave_groups()
+
+
+def _compare(groups: dict[str, dist.ProcessGroup], tensor: Tensor, repeats: int) -> dict[str, float]:
+    """Return the median milliseconds and the mean processor milliseconds of an all-reduce in each group."""
+    ways: dict[str, Callable[[], tuple[float, float]]] = {
+        name: partial(_all_reduce, tensor, group) for name, group in groups.items()
+    }
+    times = alternate(ways, repeats, warm_up=_WARM_UP)
+    medians = {f"{name}_ms": round(statistics.median(ms for ms, _ in pairs), 3) for name, pairs in times.items()}
+    return medians | {f"{name}_cpu_ms": round(statistics.fmean(cpu for _, cpu in pairs), 3)
+                      for name, pairs in times.items()}  # fmt: skip
+
+
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> tuple[float, float]:
+    """Return the milliseconds and the processor milliseconds of one all-reduce."""
+    tensor.fill_(1e-6)
     dist.barrier()
-    dist.destroy_process_group()
-
-
-def _alternate(ways: dict[str, Callable[[Tensor], object]], tensor: Tensor, repeats: int) -> dict[str, float]:
-    """Median milliseconds and mean processor milliseconds of each way; the first two rounds warm up."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    work = dict.fromkeys(ways, 0.0)
-    for turn in range(repeats + 2):
-        for name, run in ways.items():
-            tensor.fill_(1e-6)
-            dist.barrier()
-            used, began = time.process_time(), time.perf_counter()
-            run(tensor)
-            if turn >= 2:
-                times[name].append(1e3 * (time.perf_counter() - began))
-                work[name] += 1e3 * (time.process_time() - used) / repeats
-    medians = {f"{name}_ms": round(statistics.median(spent), 3) for name, spent in times.items()}
-    return medians | {f"{name}_cpu_ms": round(spent, 3) for name, spent in work.items()}
+    used, began = time.process_time(), time.perf_counter()
+    dist.all_reduce(tensor, group=group)
+    return 1e3 * (time.perf_counter() - began), 1e3 * (time.process_time() - used)
 
 
 if __name__ == "__main__":

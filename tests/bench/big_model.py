@@ -1,23 +1,26 @@
-"""A large model of which clients change one value: seconds a round, and the server's memory.
+"""Measure the seconds of a round and the server's memory with a large model, of which clients change one value.
 
     python -m tests.bench.big_model [--megabytes 100] [--clients 2 8] [--rounds 4]
 
-Every round the model goes down in full (4 bytes a parameter) and comes back as fp32 updates, each of them synced to
-the disk before it is accepted. The first round, in which clients import torch and load data, is not counted.
+In every round the model goes to the clients in full (4 bytes per parameter), and comes back as fp32 updates, each of
+which is synced to the disk before it is accepted. The first round, in which clients import torch and load their data,
+is not counted.
 """
 
 import argparse
 import statistics
 from typing import Any
 
-from tests.bench.fleets import cpu_seconds, fleet_of, peak_bytes, print_line, resident_bytes, run_job
+from fedring.ctl.bench.runner import run_job
+from tests.bench.daemons import cpu_seconds, fleet_of, peak_bytes, print_line, resident_bytes
+from tests.bench.trainers import vector_job
 
 
 def main() -> None:
     """Print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=100)
-    parser.add_argument("--clients", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--megabytes", type=float, default=100, help="size of the model")
+    parser.add_argument("--clients", type=int, nargs="+", default=[2, 8], help="numbers of clients to measure")
     parser.add_argument("--rounds", type=int, default=4, help="rounds to count")
     args = parser.parse_args()
     size = int(args.megabytes * 1e6 / 4)
@@ -26,23 +29,13 @@ def main() -> None:
 
 
 def _measure(clients: int, size: int, rounds: int) -> dict[str, Any]:
-    job = {
-        "model": "fedring.train.models:vector",
-        "model_args": {"size": size},
-        "trainer": "tests.bench.trainers:barely_changed",
-        "data": "tests.bench.trainers:data",
-        "encoding": "fp32",
-        "rounds": rounds,
-        "min_clients": clients,
-        "min_clients_to_aggregate": clients,
-        "evaluate": False,
-    }
+    job = vector_job(size, clients=clients)
     with fleet_of([{}] * clients) as (fleet, control):
         idle = resident_bytes(fleet.server.pid)
-        run_job(control, {**job, "rounds": 1})  # all are warm
+        run_job(fleet, control, {**job, "rounds": 1})  # a warm-up of all clients
         pids = [[fleet.server.pid], [client.pid for client in fleet.clients]]
         used = [cpu_seconds(each) for each in pids]
-        measured = run_job(control, job)
+        measured = run_job(fleet, control, {**job, "rounds": rounds})
         server, client = (cpu_seconds(each) - before for each, before in zip(pids, used, strict=True))
         peak = peak_bytes(fleet.server.pid)
         client_peak = max(peak_bytes(client.pid) for client in fleet.clients)

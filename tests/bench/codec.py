@@ -1,8 +1,7 @@
-"""Times and sizes of the codecs, as one JSON line: python tests/bench/codec.py [--dim N] [--runs N]."""
+"""Measure times and sizes of the codecs, as one JSON line: python -m tests.bench.codec [--dim N] [--runs N]."""
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from fedring.codec import Encoding, decode, encode
 from fedring.codec.select import largest
+from fedring.ctl.bench.runner import time_call
 
 THREADS = 2
 ENCODINGS = {
@@ -24,17 +24,12 @@ ENCODINGS = {
 
 
 def milliseconds(action: Callable[[], object], runs: int) -> float:
-    """The shortest of `runs` times."""
-    times = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return round(1000 * min(times), 1)
+    """Return the shortest time of several calls."""
+    return round(1000 * min(time_call(action) for _ in range(runs)), 1)
 
 
 def measure(vector: NDArray[np.float32], runs: int) -> dict[str, float]:
-    """All that this benchmark reports, for `vector` [D]."""
+    """Return the milliseconds and the sizes of every encoding for `vector` [D]."""
     tenth = vector.size // 10
     tensor = torch.from_numpy(vector)
     results: dict[str, float] = {
@@ -56,10 +51,12 @@ def measure(vector: NDArray[np.float32], runs: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dim", type=int, default=25_000_000, help="length of the vector, Laplace distributed")
-    parser.add_argument("--runs", type=int, default=3, help="the best of so many is reported")
+    parser.add_argument(
+        "--dim", type=int, default=25_000_000, help="length of the vector, which is Laplace distributed"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="repeats, of which the best is reported")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     vector = np.random.default_rng(0).laplace(size=options.dim).astype(np.float32)

@@ -1,18 +1,15 @@
-"""DistributedDataParallel on a slow network: DGC over our ring beside Gloo and its hooks, in one run.
+"""Compare DGC over fedring's ring with Gloo and its hooks, for DistributedDataParallel on a slow network.
 
     python -m tests.bench.ddp --data-root DIR [--workers 2] [--rate 100mbit] [--steps 100]
     python -m tests.bench.ddp --data-root DIR --accuracy [--epochs 5] [--seeds 3]
 
-The first form prints one JSON line a method: steps of the MNIST CNN per second, and the bytes that a worker's host puts
-on the wire a step, all headers included (needs root for --rate). The second trains without a slow network, dense
-and with DGC whose first epoch is warm-up, and prints the accuracy of each seed.
+The first form prints one JSON line for each method: the time of a step of the MNIST CNN, and the bytes that a worker's
+host sends in a step, with all headers. --rate needs root. The second form trains without a slow network, with dense
+gradients and with DGC, whose first epoch is its warm-up, and prints the accuracy for each seed.
 """
 
 import argparse
 import contextlib
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,65 +18,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.bench.fleets import ROOT, print_line
+from tests.bench.daemons import print_line
 from tests.bench.networks import network, sent_bytes
+from tests.bench.ranks import add_rank_options, join_groups, leave_groups, run_ranks
 
 BATCH = 64
 LR, MOMENTUM = 0.05, 0.9
 RATIO = 0.001
-_WARM = 8  # steps before the clock starts: DDP rebuilds its buckets, torch finds its kernels
+_WARM_UP = 8  # steps that are not measured: DDP rebuilds its buckets, and torch chooses its kernels
 
 Method = Callable[[nn.Module, dist.ProcessGroup], tuple[nn.Module, torch.optim.Optimizer, Any]]
 
 
 def main() -> None:
-    """Start the workers, or be one."""
+    """Start the workers, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-root", type=Path, required=True)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rate", default="")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--accuracy", action="store_true")
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--store", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--data-root", type=Path, required=True, help="folder of the data sets")
+    parser.add_argument("--workers", type=int, default=2, help="processes that train together")
+    parser.add_argument("--rate", default="", help="rate of each worker's link, such as 100mbit")
+    parser.add_argument("--steps", type=int, default=100, help="steps of each method to measure")
+    parser.add_argument("--methods", default=",".join(METHODS), help="methods to compare, separated by commas")
+    parser.add_argument("--accuracy", action="store_true", help="measure accuracy instead of speed")
+    parser.add_argument("--epochs", type=int, default=5, help="epochs of each training, with --accuracy")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each method, with --accuracy")
+    add_rank_options(parser)
     args = parser.parse_args()
     if args.rank >= 0:
         _work(args)
         return
-    with tempfile.TemporaryDirectory() as folder, network(args.workers, args.rate) as hosts:
-        processes = [
-            host.start(
-                [sys.executable, "-m", "tests.bench.ddp", *sys.argv[1:], f"--rank={rank}", f"--store={folder}/store"],
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    "GLOO_SOCKET_IFNAME": host.interface,
-                    "FEDRING_RING_LISTEN": f"{host.address}:0",
-                    "FEDRING_RING_SHARED_MEMORY": "false",  # the hosts are to be apart
-                },
-            )
-            for rank, host in enumerate(hosts)
-        ]
-        if any(process.wait() for process in processes):
-            raise SystemExit(1)
+    with network(args.workers, args.rate) as hosts:
+        # Without shared memory, since the workers stand for processes on different hosts.
+        run_ranks("tests.bench.ddp", hosts, {"FEDRING_RING_LOCAL_TRANSPORT": "false"})
 
 
 def _work(args: argparse.Namespace) -> None:
-    import fedring.ring  # noqa: F401  # registers the backend
-
-    torch.set_num_threads(1)
-    store = FileStore(args.store, args.workers)
-    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.workers)
-    ring, gloo = dist.new_group(backend="fedring"), dist.group.WORLD
-    if not (isinstance(ring, dist.ProcessGroup) and isinstance(gloo, dist.ProcessGroup)):
-        raise RuntimeError("this rank is in every group")
+    gloo, ring = join_groups(args, args.workers)
     if args.accuracy:
         for seed in range(args.seeds):
             for name in ("gloo", "dgc"):
@@ -87,17 +63,16 @@ def _work(args: argparse.Namespace) -> None:
     else:
         for name in args.methods.split(","):
             _speed(args, name, ring if name == "dgc" else gloo)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_groups()
 
 
 def _speed(args: argparse.Namespace, name: str, group: dist.ProcessGroup) -> None:
     model, optimizer, state = METHODS[name](_cnn(0), group)
     if name == "dgc":
-        state.start_epoch(1)  # past the warm-up
+        state.start_epoch(1)  # after the warm-up of DGC
     batches = _batches(args, 0, 0)
     interface = "eth0" if args.rate else "lo"
-    for _ in range(_WARM):
+    for _ in range(_WARM_UP):
         _step(model, optimizer, *next(batches))
     dist.barrier()
     sent, began = sent_bytes(interface), time.perf_counter()
@@ -139,7 +114,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, la
 
 
 def _batches(args: argparse.Namespace, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's batches of one epoch."""
+    """Return this rank's batches of one epoch."""
     from fedring.train.batches import fetch
 
     train = _mnist(args).train

@@ -1,8 +1,7 @@
-"""Times and sizes of gradient compression, as one JSON line: python tests/bench/dgc.py [--dim N] [--runs N]."""
+"""Measure times and sizes of gradient compression, as one JSON line: python -m tests.bench.dgc [--dim N] [--runs N]."""
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 
 import torch
@@ -11,6 +10,7 @@ from fedring.codec.gradient import Entries, Part, decode_gradient, encode_gradie
 from fedring.codec.precision import to_words, words_size
 from fedring.compress.dgc import DGC, Memory, accumulate, kept_count
 from fedring.compress.dgc_select import select
+from fedring.ctl.bench.runner import time_call
 from fedring.ddp.parts import Round, apply_parts, make_part
 
 THREADS = 1
@@ -18,17 +18,12 @@ CONFIG = DGC()
 
 
 def milliseconds(action: Callable[[], object], runs: int) -> float:
-    """The shortest of `runs` times."""
-    times = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return round(1000 * min(times), 2)
+    """Return the shortest time of several calls."""
+    return round(1000 * min(time_call(action) for _ in range(runs)), 2)
 
 
 def measure(grad: torch.Tensor, runs: int) -> dict[str, float]:
-    """All that this benchmark reports, for `grad` [D]."""
+    """Return the milliseconds and the sizes of every step of DGC for `grad` [D]."""
     memory = Memory.empty(grad.numel(), grad.device)
     results: dict[str, float] = {"accumulate_ms": milliseconds(lambda: accumulate(grad, memory, CONFIG), runs)}
     for label, ratio in (("25", 0.25), ("1", 0.01), ("01", 0.001)):
@@ -53,10 +48,12 @@ def measure(grad: torch.Tensor, runs: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dim", type=int, default=25_000_000, help="length of the gradient, normally distributed")
-    parser.add_argument("--runs", type=int, default=3, help="the best of so many is reported")
+    parser.add_argument(
+        "--dim", type=int, default=25_000_000, help="length of the gradient, which is normally distributed"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="repeats, of which the best is reported")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     grad = torch.randn(options.dim, generator=torch.Generator().manual_seed(0))

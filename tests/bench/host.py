@@ -1,7 +1,7 @@
-"""Many clients in one process and thread: python -m tests.bench.host SERVER FOLDER FIRST COUNT SIZE.
+"""Many clients in one process and one thread: python -m tests.bench.host SERVER FOLDER FIRST COUNT SIZE.
 
-They are fl-client's parts, put together for one event loop. As fl-client itself is, with a thread for its user's code,
-fifty in a process spend more of the processor's time on waking each other than on their work.
+They consist of the parts of fl-client, but share one event loop. Fifty real clients in one process, each with a thread
+for its user's code, would spend more processor time on waking each other than on their work.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 import torch
 
 from fedring.client.config import ClientConfig
-from fedring.client.connection import Connection
 from fedring.client.errors import RoundOver
-from fedring.client.inbox import Assignment
-from fedring.client.metrics import Metrics
-from fedring.client.models import Models
-from fedring.client.session import Session
-from fedring.client.spool import Spool
-from fedring.client.update import Work, make_update
-from fedring.client.upload import Upload
+from fedring.client.metrics import ClientMetrics
+from fedring.client.session.connection import Connection
+from fedring.client.session.inbox import Assignment
+from fedring.client.session.watch import ClientSession
+from fedring.client.transfer.fetch import ModelFetcher
+from fedring.client.transfer.spool import Spool
+from fedring.client.transfer.update import TrainingReport, make_update
+from fedring.client.transfer.upload import Upload
 from fedring.daemon.config import load_config
 from fedring.rpc.health import Health
 from fedring.train.models import vector
@@ -31,15 +31,17 @@ from fedring.train.state import fill, read_vectors, schema_of
 
 
 class HostedClient:
-    """Returns every model with one value changed: what is the same model again, nobody sends."""
+    """A client that returns every model with one value changed: an unchanged model would not be sent."""
 
     def __init__(self, server: str, folder: Path, name: str, size: int) -> None:
         folder.mkdir(parents=True)
         config = load_config(ClientConfig, flags={"server": server, "client_id": name, "state_dir": folder}).config
         self._name = name
-        self._connection = Connection(config, Metrics())
-        self._session = Session(self._connection, Health(reflection=False), evaluates=False, tell=lambda state: None)
-        self._models = Models(self._connection, self._session.advance)
+        self._connection = Connection(config, ClientMetrics())
+        self._session = ClientSession(
+            self._connection, Health(reflection=False), evaluates=False, tell=lambda state: None
+        )
+        self._models = ModelFetcher(self._connection, self._session.advance)
         self._spool = Spool(folder)
         self._model = vector(size)
         self._schema = schema_of(self._model)
@@ -58,18 +60,18 @@ class HostedClient:
         command = work.command
         base = self._models.at_hand(command, self._schema)
         if base is None:
-            base = await self._models.fetch(command.model_digest, self._schema, lambda: work.ended)
+            base = await self._models.fetch(command.model_digest, self._schema, lambda: work.stop_reason)
         fill(self._model, self._schema, base.vectors)
         trained = read_vectors(self._model)
         trained.parameters[0] += 1
-        update = make_update(command, self._name, base, trained, Work(samples=1), None)
+        update = make_update(command, self._name, base, trained, TrainingReport(samples=1), None)
         spooled = self._spool.write(update.offer, update.parts, update.residual)
-        await Upload(self._connection, spooled, lambda: work.ended, self._session.advance).run(work.deadline)
+        await Upload(self._connection, spooled, lambda: work.stop_reason, self._session.advance).run(work.deadline)
         self._spool.accept(spooled)
 
 
 async def host(server: str, folder: Path, numbers: range, size: int) -> None:
-    """Be these clients, for ever."""
+    """Run these clients until the process ends."""
     clients = [HostedClient(server, folder / str(number), f"client-{number:03}", size) for number in numbers]
     async with asyncio.TaskGroup() as tasks:
         for client in clients:
@@ -77,7 +79,7 @@ async def host(server: str, folder: Path, numbers: range, size: int) -> None:
 
 
 def main() -> None:
-    """Host the clients; ended by SIGTERM."""
+    """Run the clients that the command line names, until SIGTERM."""
     server, folder, first, count, size = sys.argv[1:]
     torch.set_num_threads(1)
     asyncio.run(host(server, Path(folder), range(int(first), int(first) + int(count)), int(size)))

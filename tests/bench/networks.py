@@ -1,4 +1,4 @@
-"""Slow networks on one host: namespaces on a switch, each with a link of a given rate. Needs root."""
+"""Slow networks on one host: network namespaces that a switch connects, each behind a link of a given rate."""
 
 import contextlib
 import os
@@ -10,20 +10,24 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A place to run processes; `address` is what the other hosts reach it by."""
+    """A place to run processes: this machine, or a network namespace on it."""
 
-    address: str
+    address: str  # by which the other hosts reach it
     interface: str
-    prefix: tuple[str, ...] = ()  # what a command begins with to run here
+    prefix: tuple[str, ...] = ()  # words before a command that make it run here
 
     def start(self, command: Sequence[str], **options: object) -> "subprocess.Popen[str]":
-        """The command runs on this host."""
+        """Start the command on this host; options are those of subprocess.Popen."""
         return subprocess.Popen([*self.prefix, *command], text=True, **options)  # type: ignore[call-overload,no-any-return]
 
 
 @contextlib.contextmanager
 def network(count: int, rate: str = "") -> Iterator[list[Host]]:
-    """`count` hosts; with a rate such as "100mbit" each behind a full-duplex link of it, else all on loopback."""
+    """Make `count` hosts, and remove them afterwards.
+
+    With a rate such as "100mbit" each host is a namespace behind a full-duplex link of that rate, which needs root.
+    Without a rate all hosts are this machine's loopback interface.
+    """
     if not rate:
         yield [Host("127.0.0.1", "lo")] * count
         return
@@ -46,8 +50,8 @@ def network(count: int, rate: str = "") -> Iterator[list[Host]]:
 
 
 def sent_bytes(interface: str) -> int:
-    """Bytes that this process' host has put on the wire of an interface, headers included."""
-    with Path("/proc/net/dev").open() as table:  # a namespace's own, whatever /sys shows
+    """Return the bytes that this process' host has sent through an interface, with all headers."""
+    with Path("/proc/net/dev").open() as table:  # this is the namespace's own, while /sys may show another one's
         for line in table:
             device, _, counters = line.partition(":")
             if device.strip() == interface:
@@ -56,7 +60,7 @@ def sent_bytes(interface: str) -> int:
 
 
 def _attach(switch: str, space: str, index: int, rate: str) -> None:
-    """Join a host to the switch; both ends send at the link's rate."""
+    """Connect a host to the switch, with both ends of the link limited to the rate."""
     port = f"port{index}"
     _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
     _ip("-n", switch, "link", "set", port, "master", "switch", "up")

@@ -1,26 +1,28 @@
-"""What a round costs beyond its slowest client's training, with real daemons on MNIST.
+"""Measure what a round costs in addition to its slowest client's training, with real daemons on MNIST.
 
     python -m tests.bench.overhead --data-root DIR [--rounds 10] [--encoding fp32] [--clients 2]
 
-The CNN of 1.2 M parameters, batch 64, one epoch of 6,000 samples. A round runs from the command to the published model;
-evaluation is not in it. The first round, in which clients load their data, is given apart.
+The model is the CNN of 1.2 M parameters, with batches of 64 and one epoch of 6,000 samples. A round is measured from
+the command to the published model, without evaluation. The first round, in which clients load their data, has a key
+of its own.
 """
 
 import argparse
 import statistics
 from pathlib import Path
 
-from fedring.ctl.presets import Dataset, preset_job
-from tests.bench.fleets import fleet_of, peak_bytes, print_line, run_job
+from fedring.ctl.bench.presets import Dataset, preset_job
+from fedring.ctl.bench.runner import run_job
+from tests.bench.daemons import fleet_of, peak_bytes, print_line
 
 
 def main() -> None:
     """Print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-root", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--encoding", default="fp32")
-    parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--data-root", type=Path, required=True, help="folder of the data sets")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of the job")
+    parser.add_argument("--encoding", default="fp32", help="encoding of updates")
+    parser.add_argument("--clients", type=int, default=2, help="client daemons to start")
     args = parser.parse_args()
     everyone = {"min_clients": args.clients, "min_clients_to_aggregate": args.clients}
     job = {**preset_job(Dataset.MNIST), **everyone, "rounds": args.rounds, "encoding": args.encoding}
@@ -29,7 +31,7 @@ def main() -> None:
         for index in range(args.clients)
     ]
     with fleet_of([{**part, "clients_on_host": args.clients} for part in parts]) as (fleet, control):
-        rounds = run_job(control, job)
+        rounds = run_job(fleet, control, job)
         server, client = peak_bytes(fleet.server.pid), max(peak_bytes(process.pid) for process in fleet.clients)
     beyond = [round_.seconds - round_.train_seconds_max for round_ in rounds]
     last = rounds[-1]

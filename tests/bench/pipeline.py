@@ -1,32 +1,29 @@
-"""Throughput of two stages against the number of micro-batches, beside the ideal of 1 - bubble.
+"""Measure the throughput of two stages for several numbers of micro-batches, and compare it with 1 - bubble.
 
     python -m tests.bench.pipeline [--counts 1,2,4,8,16,32] [--batch 2048] [--width 512] [--plot FILE]
 
     python -m tests.bench.pipeline --accuracy --data-root data [--stages 2,4] [--epochs 2] [--lr 0.05] [--subset 0]
 
-The first prints one JSON line a way and count: our worker over Gloo and over our ring, and torch.distributed.pipelining
-over Gloo, by turns in one run. Each stage has one thread; the ideal is twice one process's, times 1 - bubble.
-The second trains MNIST by 1F1B and by PipeDream, and prints one JSON line with both accuracies a number of stages.
+The first form prints one JSON line for each way and number of micro-batches: fedring's worker over Gloo and over the
+ring, and torch.distributed.pipelining over Gloo, by turns in one run. Each stage has one thread. The ideal is twice the
+throughput of one process, times 1 - bubble. The second form trains MNIST by 1F1B and by PipeDream, and prints one JSON
+line with both accuracies for each number of stages.
 """
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from fedring.ctl.bench.runner import alternate
 from fedring.pipeline.cut import cut_evenly
 from fedring.pipeline.search import search_micro_batches
 from fedring.pipeline.stage import Stage
@@ -35,31 +32,33 @@ from fedring.pipeline.transport import GroupTransport
 from fedring.pipeline.worker import Worker
 from fedring.schedules.schedule import one_forward_one_backward
 from fedring.schedules.simulation import simulate
-from tests.bench.fleets import ROOT, print_line
+from tests.bench.daemons import print_line
+from tests.bench.networks import network
 from tests.bench.pipeline_accuracy import compare
+from tests.bench.ranks import add_rank_options, join_groups, leave_groups, run_ranks
 
 STAGES = 2
+_ALONE = "one process"
 _COLOURS = {"gloo": "#E69F00", "fedring": "#0072B2", "torch over gloo": "#B8BDC4"}
 
-Step = Callable[[int], None]  # one step with this many micro-batches
+Step = Callable[[int], None]  # one step with that number of micro-batches
 
 
 def main() -> None:
-    """Start the stages, or be one."""
+    """Start the stages, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--counts", default="1,2,4,8,16,32")
-    parser.add_argument("--batch", type=int, default=2048)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--accuracy", action="store_true")
-    parser.add_argument("--data-root", type=Path)
-    parser.add_argument("--stages", default="2,4")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=0.05, help="of both, with momentum 0.9")
+    parser.add_argument("--counts", default="1,2,4,8,16,32", help="numbers of micro-batches, separated by commas")
+    parser.add_argument("--batch", type=int, default=2048, help="samples of a step")
+    parser.add_argument("--width", type=int, default=512, help="inputs and outputs of each layer")
+    parser.add_argument("--repeats", type=int, default=5, help="turns to measure")
+    parser.add_argument("--plot", type=Path, help="PNG to draw the efficiencies into")
+    parser.add_argument("--accuracy", action="store_true", help="measure accuracy instead of throughput")
+    parser.add_argument("--data-root", type=Path, help="folder of the data sets, for --accuracy")
+    parser.add_argument("--stages", default="2,4", help="numbers of stages, with --accuracy")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs of each training, with --accuracy")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate of both, with momentum 0.9")
     parser.add_argument("--subset", type=int, default=0, help="samples of an epoch; 0 = all")
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--store", default="", help=argparse.SUPPRESS)
+    add_rank_options(parser)
     args = parser.parse_args()
     if args.accuracy:
         for stages in args.stages.split(","):
@@ -68,50 +67,42 @@ def main() -> None:
     if args.rank >= 0:
         _measure(args)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.bench.pipeline", *sys.argv[1:], f"--store={folder}/store"]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "FEDRING_RING_LISTEN": "127.0.0.1:0"}
-        processes = [subprocess.Popen([*command, f"--rank={r}"], cwd=ROOT, env=environment) for r in range(STAGES)]
-        if any(process.wait() for process in processes):
-            raise SystemExit(1)
+    with network(STAGES) as hosts:
+        run_ranks("tests.bench.pipeline", hosts, {})
 
 
 def _measure(args: argparse.Namespace) -> None:
-    import fedring.ring  # noqa: F401  # registers the backend
-
-    torch.set_num_threads(1)
-    store = FileStore(args.store, STAGES)
-    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=STAGES)
-    ring = dist.new_group(backend="fedring")
-    if not isinstance(ring, dist.ProcessGroup):
-        raise RuntimeError("this rank is in every group")
+    gloo, ring = join_groups(args, STAGES)
     counts = [int(count) for count in args.counts.split(",")]
-    ways = {
-        "gloo": (_ours(args, dist.group.WORLD), counts),
-        "fedring": (_ours(args, ring), counts),
-        "torch over gloo": (_torch(args), [count for count in counts if count >= STAGES]),  # it takes no fewer
+    ways: dict[str, Callable[[], dict[int, float]]] = {
+        _ALONE: _alone(args),
+        "gloo": partial(_seconds_by_count, _ours(args, gloo), counts),
+        "fedring": partial(_seconds_by_count, _ours(args, ring), counts),
+        # torch's schedule needs at least as many micro-batches as stages.
+        "torch over gloo": partial(_seconds_by_count, _torch(args), [count for count in counts if count >= STAGES]),
     }
-    alone = _alone(args)
-    lonely: list[float] = []
-    spent: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    for _ in range(args.repeats):  # by turns: a passing load hits all of them
-        lonely.append(alone())
-        for way, (step, possible) in ways.items():
-            for point in search_micro_batches(step, possible, repeats=1).points:
-                spent[way, point.micro_batches].append(point.seconds)
-    medians = {place: statistics.median(seconds) for place, seconds in spent.items()}
-    lines = [_line(args, place, seconds, statistics.median(lonely)) for place, seconds in medians.items()]
-    dist.barrier()
+    turns = alternate(ways, args.repeats)
+    medians = {
+        (way, count): statistics.median(turn[count] for turn in measured)
+        for way, measured in turns.items()
+        for count in measured[0]
+    }
+    alone = medians.pop((_ALONE, 1))
     if args.rank == 0:
+        lines = [_line(args, way, count, seconds, alone) for (way, count), seconds in medians.items()]
         for line in lines:
             print_line(line)
         if args.plot:
             _plot(lines, args.plot)
-    dist.destroy_process_group()
+    leave_groups()
 
 
-def _line(args: argparse.Namespace, place: tuple[str, int], seconds: float, alone: float) -> dict[str, Any]:
-    way, count = place
+def _seconds_by_count(step: Step, counts: Sequence[int]) -> dict[int, float]:
+    """Return the seconds of one step for each number of micro-batches."""
+    return {point.micro_batches: point.seconds for point in search_micro_batches(step, counts, repeats=1).points}
+
+
+def _line(args: argparse.Namespace, way: str, count: int, seconds: float, alone: float) -> dict[str, Any]:
     return {
         "bench": "pipeline",
         "way": way,
@@ -133,8 +124,8 @@ def _data(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
     return torch.randn(args.batch, args.width), torch.randint(args.width, (args.batch,))
 
 
-def _alone(args: argparse.Namespace) -> Callable[[], float]:
-    """Measures the seconds of a step of the whole model on rank 0, while the other ranks wait."""
+def _alone(args: argparse.Namespace) -> Callable[[], dict[int, float]]:
+    """Return a function that measures a step of the whole model on rank 0, while the other ranks wait."""
     model, (inputs, targets) = _model(args), _data(args)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -143,7 +134,7 @@ def _alone(args: argparse.Namespace) -> Callable[[], float]:
         optimizer.step()
         optimizer.zero_grad()
 
-    def measure() -> float:
+    def measure() -> dict[int, float]:
         seconds = torch.zeros(1, dtype=torch.float64)
         if args.rank == 0:
             step()
@@ -151,7 +142,7 @@ def _alone(args: argparse.Namespace) -> Callable[[], float]:
             step()
             seconds += time.perf_counter() - began
         dist.broadcast(seconds, 0)
-        return seconds.item()
+        return {1: seconds.item()}
 
     return measure
 
@@ -205,7 +196,7 @@ def _plot(lines: list[dict[str, Any]], path: Path) -> None:
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.set_ylim(0, 110)
     axes.set_xlabel("micro-batches")
-    axes.set_title("Two stages: share of twice one process's throughput, %", loc="left", fontsize=11)
+    axes.set_title("Throughput of two stages, % of twice that of one process", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3, linewidth=0.6)
     axes.legend(frameon=False)

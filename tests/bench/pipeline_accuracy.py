@@ -1,4 +1,4 @@
-"""MNIST by a synchronous pipeline and by PipeDream, from the same seed, with the same batches."""
+"""Train MNIST with a synchronous pipeline and with PipeDream, from the same seed and with the same batches."""
 
 import time
 from itertools import islice
@@ -15,17 +15,28 @@ from fedring.pipeline.worker import LocalPipeline
 from fedring.schedules.simulation import check
 from fedring.train.evaluation import evaluate
 from fedring.train.losses import cross_entropy
-from fedring.train.pipelined import Pipeline
+from fedring.train.pipeline_table import Pipeline
 from fedring.train.seam import build_model
 from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.shards import World, epoch_order, micro_batches, shares
 
 _BATCH, _MOMENTUM = 64, 0.9
-_RUN = 64  # micro-batches from one flush of PipeDream's to the next
+_RUN = 64  # micro-batches between two flushes of PipeDream
 
 
 def compare(data_root: Path, stages: int, epochs: int, *, lr: float, subset: int) -> dict[str, Any]:
-    """Both accuracies on the test samples, in percent, and their difference in points."""
+    """Train both ways, and return the facts of one JSON line.
+
+    Args:
+        data_root: Folder of the data sets.
+        stages: Parts of the model.
+        epochs: Epochs of each training.
+        lr: Learning rate of both.
+        subset: Samples of an epoch; 0 = all.
+
+    Returns:
+        Both accuracies on the test samples in percent, their difference in points, and the seconds of each training.
+    """
     tables = {
         "synchronous": Pipeline.model_validate({"stages": stages, "schedule": "1f1b", "micro_batches": 4}),
         "pipedream": Pipeline.model_validate({"stages": stages, "schedule": "pipedream", "micro_batches": _RUN}),

@@ -1,9 +1,9 @@
-"""What mutual TLS costs: uploads, downloads and allreduces, encrypted and in plaintext, alternating, as ratios.
+"""Measure what mutual TLS costs: uploads, downloads and all-reduces with TLS and in plaintext, by turns, as ratios.
 
     python -m tests.bench.tls [--megabytes 100] [--rounds 5] [--repeats 3]
 
-Prints one JSON line for the federated mode and one for the ring; a ratio is the share of plaintext's throughput that
-is left with mutual TLS. The ring sends everything over its streams, as between hosts: nothing through shared memory.
+Prints one JSON line for the federated mode and one for the ring. A ratio is the share of plaintext's throughput that
+mutual TLS reaches. The ring sends everything through its streams, as between hosts, and nothing through shared memory.
 """
 
 import argparse
@@ -13,15 +13,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedring.ctl.bench.runner import alternate, run_job
 from fedring.ctl.control import Control
 from fedring.ctl.fleet import Fleet
-from fedring.rpc.channel import open_sync_channel
-from fedring.rpc.tls import PLAINTEXT
-from tests.bench.fleets import ROOT, TRUSTED, print_line, run_job
+from tests.bench.daemons import ROOT, fleet_of, print_line
+from tests.bench.trainers import vector_job
 from tests.pki import Pki
 
 _WAYS = ("plaintext", "tls")
@@ -32,37 +32,28 @@ def main() -> None:
     """Measure both modes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=100, help="size of the model that goes down and up")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds each way")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of the ring each way")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds with TLS, and as many without")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of the ring with TLS, and as many without")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(sys.stderr):
             pki = Pki(Path(folder) / "pki")
             pki.issue("client-0")
-        print_line(_federated(Path(folder), pki, args))
+        print_line(_federated(pki, args))
     print_line(_ring(args.repeats))
 
 
-def _federated(folder: Path, pki: Pki, args: argparse.Namespace) -> dict[str, Any]:
+def _federated(pki: Pki, args: argparse.Namespace) -> dict[str, Any]:
     size = int(args.megabytes * 1e6 / 4)
-    job = {
-        "model": "fedring.train.models:vector",
-        "model_args": {"size": size},
-        "trainer": "tests.bench.trainers:barely_changed",
-        "data": "tests.bench.trainers:data",
-        "encoding": "fp32",
-        "rounds": 1,
-        "min_clients": 1,
-        "evaluate": False,
-    }
-    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in _WAYS}
+    job = vector_job(size, rounds=1)
     with contextlib.ExitStack() as stack:
-        controls = {way: stack.enter_context(_fleet(folder, pki, way)) for way in _WAYS}
-        for turn in range(args.rounds + 1):  # the first warms up
-            for way, control in controls.items():
-                (client,) = run_job(control, job)[0].clients
-                if turn:
-                    seconds[way].append((client.upload_seconds, client.download_seconds))
+        fleets = {
+            "plaintext": stack.enter_context(fleet_of([{}])),
+            "tls": stack.enter_context(
+                fleet_of([{"tls": pki.table("client-0")}], operator=pki.tls("operator"), tls=pki.table("server"))
+            ),
+        }
+        seconds = alternate({way: partial(_round, *fleets[way], job) for way in _WAYS}, args.rounds, warm_up=1)
     facts: dict[str, Any] = {"bench": "tls", "mode": "federated", "megabytes": args.megabytes, "rounds": args.rounds}
     for place, direction in enumerate(("upload", "download")):
         speeds = {way: 4 * size / statistics.median(pair[place] for pair in pairs) for way, pairs in seconds.items()}
@@ -71,38 +62,27 @@ def _federated(folder: Path, pki: Pki, args: argparse.Namespace) -> dict[str, An
     return facts
 
 
-@contextlib.contextmanager
-def _fleet(folder: Path, pki: Pki, way: str) -> Iterator[Control]:
-    """A server and a client, and a connection to its control port."""
-    secure = way == "tls"
-    server, client = ({"tls": pki.table(name)} if secure else {} for name in ("server", "client-0"))
-    trusted: dict[str, Any] = {"trusted": TRUSTED}
-    env = {"PYTHONPATH": ":".join([str(ROOT), *sys.path])}
-    with (
-        Fleet(folder / way, trusted | server, [trusted | client], env=env) as fleet,
-        open_sync_channel(fleet.control, pki.tls("operator") if secure else PLAINTEXT) as channel,
-        Control(fleet.control, channel=channel) as control,
-    ):
-        yield control
+def _round(fleet: Fleet, control: Control, job: dict[str, Any]) -> tuple[float, float]:
+    """Run one round, and return the seconds of the only client's upload and download."""
+    (client,) = run_job(fleet, control, job)[0].clients
+    return client.upload_seconds, client.download_seconds
 
 
 def _ring(repeats: int) -> dict[str, Any]:
-    times: dict[str, list[float]] = {way: [] for way in _WAYS}
-    for _ in range(repeats):
-        for way in _WAYS:
-            command = [sys.executable, "-m", "tests.bench.allreduce", "--streams-only", f"--sizes={_RING_BYTES}"]
-            done = subprocess.run(
-                [*command, *(["--tls"] if way == "tls" else [])],
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-            )
-            times[way].append(json.loads(done.stdout.splitlines()[-1])["fedring_ms"])
+    times = alternate({way: partial(_all_reduce_ms, way) for way in _WAYS}, repeats)
     medians = {way: statistics.median(spent) for way, spent in times.items()}
     ratio = round(medians["plaintext"] / medians["tls"], 3)
     facts = {f"allreduce_{way}_ms": round(median, 2) for way, median in medians.items()}
     return {"bench": "tls", "mode": "ring", "bytes": _RING_BYTES, "ranks": 2, **facts, "ratio": ratio}
+
+
+def _all_reduce_ms(way: str) -> float:
+    """Run the benchmark of all-reduces in processes of its own, and return the median milliseconds of the ring."""
+    command = [sys.executable, "-m", "tests.bench.allreduce", "--streams-only", f"--sizes={_RING_BYTES}"]
+    if way == "tls":
+        command.append("--tls")
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return float(json.loads(done.stdout.splitlines()[-1])["fedring_ms"])
 
 
 if __name__ == "__main__":

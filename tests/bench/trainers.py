@@ -1,4 +1,4 @@
-"""Trainers that train nothing: what is left is the system's own cost."""
+"""A job whose training takes no time, so that what is left is the cost of the system itself."""
 
 from typing import Any
 
@@ -8,13 +8,28 @@ from torch import nn
 from fedring.data import Split, digits
 
 
+def vector_job(size: int, *, clients: int = 1, **keys: Any) -> dict[str, Any]:
+    """Return the keys of a job for a model of `size` parameters, in which all clients take part."""
+    return {
+        "model": "fedring.train.models:vector",
+        "model_args": {"size": size},
+        "trainer": "tests.bench.trainers:barely_changed",
+        "data": "tests.bench.trainers:data",
+        "encoding": "fp32",
+        "min_clients": clients,
+        "min_clients_to_aggregate": clients,
+        "evaluate": False,
+        **keys,
+    }
+
+
 def barely_changed(model: nn.Module, samples: Any, plan: Any) -> int:
-    """Return the model as it came but for one value: what is the same model again, nobody fetches."""
+    """Change one value of the model: nobody would fetch a model that is the same again."""
     with torch.no_grad():
         next(model.parameters()).view(-1)[0] += 1.0
     return 1
 
 
 def data(root: Any = None, download: bool = False) -> Split:
-    """Some samples, as every client needs some."""
+    """Return some samples, since every client needs some."""
     return digits(root, download)

@@ -1,9 +1,9 @@
-"""Many clients with a small model: accepted, durable updates a second.
+"""Measure how many updates a server accepts durably in a second, from many clients with a small model.
 
     python -m tests.bench.updates [--clients 100] [--processes 2] [--parameters 10000] [--rounds 20]
 
-Every client gets every model and pushes every update; the rate counts the whole time of the rounds. Beside it stands
-the processor time of an update, which other work on the machine changes less.
+Every client receives every model and sends every update. The rate is that of the whole time of the rounds. The line
+also has the processor time of an update, which depends less on other load of the machine.
 """
 
 import argparse
@@ -11,16 +11,17 @@ import subprocess
 import sys
 import time
 
-from tests.bench.fleets import cpu_seconds, fleet_of, peak_bytes, print_line, run_job
+from fedring.ctl.bench.runner import run_job
+from tests.bench.daemons import cpu_seconds, fleet_of, peak_bytes, print_line
 
 
 def main() -> None:
     """Print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, default=100)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--parameters", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--clients", type=int, default=100, help="clients of all processes together")
+    parser.add_argument("--processes", type=int, default=2, help="processes that share the clients")
+    parser.add_argument("--parameters", type=int, default=10_000, help="size of the model")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds to count")
     args = parser.parse_args()
     job = {
         "model": "fedring.train.models:vector",
@@ -38,10 +39,10 @@ def main() -> None:
             for index in range(args.processes)
         ]
         try:
-            run_job(control, {**job, "rounds": 2})  # all are here, and warm
+            run_job(fleet, control, {**job, "rounds": 2})  # a warm-up of all clients
             pids = [[fleet.server.pid], [host.pid for host in hosts]]
             used, began = [cpu_seconds(each) for each in pids], time.monotonic()
-            rounds = run_job(control, {**job, "rounds": args.rounds})
+            rounds = run_job(fleet, control, {**job, "rounds": args.rounds})
             seconds = time.monotonic() - began
             server, clients = (cpu_seconds(each) - before for each, before in zip(pids, used, strict=True))
         finally:

@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.deploy.promtool import promtool
 
-from fedring.client.metrics import Metrics as ClientMetrics
+from fedring.client.metrics import ClientMetrics
 from fedring.server.round.metrics import Metrics as ServerMetrics
 
 FOLDER = ROOT / "deploy" / "prometheus"

@@ -18,7 +18,7 @@ from tests.conftest import ROOT, missing
 from tests.deploy.on_this_host import PROGRAMS, SECONDS, Running, Translator, run
 from tests.deploy.units import UNITS, Unit
 
-from fedring.ctl.handshake import shown_at
+from fedring.ctl.admin.tls_handshake import shown_at
 from fedring.daemon.exits import Exit
 from fedring.rpc.certificates import load_authorities
 

@@ -55,7 +55,7 @@ def publish_until_killed(root: Path, crash_at: str) -> None:
             print("update", row.round, row.client_id, row.digest, flush=True)
         model = blobs.open_partial("model", fresh=True)
         model.write(f"model {opened.round}".encode() * 100)
-        size, blob = model.size, blobs.seal(model)
+        size, blob = model.size, blobs.seal_many([model])[0]
         ended = RoundRow(opened.round, job.job_id, 1, "published", 0.0, ended_at=1.0, model_version=opened.round)
         store.publish(ModelRow(opened.round, opened.round, blob, blob, "", 1, size, 0.0), ended)
         print("model", opened.round, opened.round, blob, flush=True)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedring.server.state.backup import back_up
-from fedring.server.state.restore import restore
+from fedring.server.state.backup.create import back_up
+from fedring.server.state.backup.restore import restore
 from fedring.v1 import control_pb2 as pb
 from tests.conftest import path_to
 from tests.damage import ask

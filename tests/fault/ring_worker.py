@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from fedring.ring import collectives
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine import collectives
+from fedring.ring.engine.endpoint import Endpoint
+from fedring.ring.engine.group import Group
+from fedring.ring.engine.reduction import Reduction
 from fedring.ring.errors import RingError
-from fedring.ring.group import Group
 from fedring.ring.options import RingOptions
-from fedring.ring.reduction import Reduction
 
 TIMEOUT = 120.0
 
@@ -48,7 +48,7 @@ def main() -> None:
 def settle(endpoint: Endpoint, group: Group) -> None:
     """With shared memory, run allreduces until every rank has sent frames over its local socket."""
     while (
-        endpoint.options.shared_memory and allreduce(group, 1, float(endpoint.traffic.socket_frames > 0)) < group.size
+        endpoint.options.local_transport and allreduce(group, 1, float(endpoint.traffic.socket_frames > 0)) < group.size
     ):
         pass
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedring.codec.digest import is_called
-from fedring.server.state.snapshot import read_contents
+from fedring.server.state.backup.contents import read_contents
 from tests.fleets import Control, Fleet
 from tests.system.wire import WireClient, payload_of, run
 
@@ -86,7 +86,7 @@ def blob_kinds() -> Iterator[tuple[str, str]]:
     """Yield, for each kind of blob, a query for the name of one, and how error messages call that blob."""
     for column, words in (
         ("blob", "model 2"),
-        ("delta_blob", "the step to model 2"),
+        ("delta_blob", "the delta to model 2"),
         ("residual_blob", "the residual of model 3"),
         ("optimizer_blob", "the optimizer state of model 3"),
     ):

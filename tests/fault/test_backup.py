@@ -15,9 +15,9 @@ import pytest
 from fedring.codec.digest import name_of
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
-from fedring.server.state.backup import back_up
-from fedring.server.state.restore import restore
-from fedring.server.state.snapshot import BackupError, read_contents
+from fedring.server.state.backup.contents import BackupError, read_contents
+from fedring.server.state.backup.create import back_up
+from fedring.server.state.backup.restore import restore
 from fedring.server.state.store import SqlStore
 from fedring.server.state.tables import METADATA
 from tests import forks
@@ -225,7 +225,7 @@ def test_a_backup_contains_rows_that_are_only_in_the_log_of_the_database(state: 
     ("target", "words"),
     [
         ("full", "is not empty"),
-        ("file", "is no folder"),
+        ("file", "is not a folder"),
         ("none/copy", "there is no folder"),
         ("state/copy", "lies in the state folder"),
     ],
@@ -248,7 +248,7 @@ def test_a_folder_that_is_not_a_usable_state_is_not_backed_up(state: Path, tmp_p
         back_up(state, tmp_path / "copy")
     ask(state, "PRAGMA user_version = 4")
     (state / "blobs" / "state_id").write_text("0" * 32)
-    with pytest.raises(ConfigError, match="of different states"):
+    with pytest.raises(ConfigError, match="belong to different states"):
         back_up(state, tmp_path / "copy")
     assert names(tmp_path) == ["state"]
 

@@ -163,7 +163,8 @@ def test_a_client_keeps_its_spooled_update_while_a_frozen_server_does_not_answer
                 client.send(signal.SIGTERM)
                 assert wait_for(fleet, "the client's end", client.wait) == 0
             else:
-                until(lambda: "does not say whether it has the spooled update of round 2" in client.log.read_text())
+                sentence = "does not say whether it has accepted the spooled update of round 2"
+                until(lambda: sentence in client.log.read_text())
             assert (fleet.folder / "update").read_bytes() == spooled
             np.testing.assert_array_equal(residual_of(fleet.folder, SMALL), residual)
             assert len(read_trainings(notes_path(fleet.folder))) == 2

@@ -15,11 +15,11 @@ from fedring.daemon.exits import Exit
 from fedring.rpc.identity import Role
 from fedring.server.operator.tokens import create_offline
 from fedring.server.state import identity
-from fedring.server.state.backup import back_up
-from fedring.server.state.blobs import StorageError
+from fedring.server.state.backup.contents import BackupError, digest_of
+from fedring.server.state.backup.create import back_up
+from fedring.server.state.backup.restore import restore
+from fedring.server.state.failures import StorageError
 from fedring.server.state.identity import open_state
-from fedring.server.state.restore import restore
-from fedring.server.state.snapshot import BackupError, digest_of
 from tests import forks
 from tests.damage import ask, flip
 from tests.fault.faulty_fleet import SECONDS
@@ -111,13 +111,13 @@ def refused_restore(copy: Path, state: Path) -> Exception:
         (lambda copy: flip(a_blob(copy)), "does not hold what was written to it: use another backup"),
         (lambda copy: os.truncate(a_blob(copy), 100), "blobs/"),
         (lambda copy: a_blob(copy).unlink(), "is missing: use another backup"),
-        (lambda copy: (copy / "blobs" / "state_id").write_text("0" * 32 + "\n"), "are of different states"),
+        (lambda copy: (copy / "blobs" / "state_id").write_text("0" * 32 + "\n"), "belong to different states"),
         (lambda copy: (copy / "blobs" / "state_id").unlink(), "state_id is missing"),
         (lambda copy: flip(copy / "facts.sqlite"), "facts.sqlite does not hold what was written to it"),
         (lambda copy: (copy / "facts.sqlite").unlink(), "facts.sqlite is missing"),
         (truncate_facts, "facts.sqlite does not hold"),
         (truncate_facts_with_digest, "is damaged"),
-        (damage_epoch, "is damaged, its epoch is no number: use another backup"),
+        (damage_epoch, "is damaged, its epoch is not a number: use another backup"),
         (name_blob_outside, "is damaged: it names '../../state_id' as the file of model 1"),
     ],
 )
@@ -134,11 +134,11 @@ def test_a_damaged_backup_changes_nothing(
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda copy: (copy / "backup.json").unlink(), "is no whole backup, it has no backup.json"),
+        (lambda copy: (copy / "backup.json").unlink(), "is not a complete backup, it has no backup.json"),
         (lambda copy: (copy / "backup.json").write_text("{"), "is not what flctl backup writes"),
         (lambda copy: (copy / "backup.json").write_text("[]"), "is not what flctl backup writes"),
-        (lambda copy: (copy / "backup.json").write_text('{"format": 2}'), "is of format 2, this program knows 1"),
-        (shutil.rmtree, "is no whole backup"),
+        (lambda copy: (copy / "backup.json").write_text('{"format": 2}'), "has format 2, this program knows 1"),
+        (shutil.rmtree, "is not a complete backup"),
         (set_newer_schema, "written by a newer version: schema 99"),
     ],
 )
@@ -183,7 +183,8 @@ def test_the_epoch_is_later_than_that_of_the_replaced_state_even_if_the_clock_is
 ) -> None:
     restore(made / "copy", state, replace=True)
     epoch = check_restored(state, made / "copy")
-    monkeypatch.setattr("fedring.server.state.restore.time.time", lambda: 1.0)  # a host whose clock has lost the time
+    # A host whose clock has lost the time.
+    monkeypatch.setattr("fedring.server.state.backup.restore.time.time", lambda: 1.0)
     for later in (1, 2):
         restore(made / "copy", state, replace=True)
         assert check_restored(state, made / "copy") == epoch + later
@@ -236,7 +237,7 @@ def test_flctl_says_what_was_restored(made: Path, state: Path) -> None:
     assert (printed["models"], printed["newest_model"], printed["rounds"], printed["open_round"]) == (2, 2, 2, 2)
     assert (Path(printed["replaced"]).parent, printed["finished"]) == (state, False)
     done = forks.run("fedring.ctl.main", *words, "--replace", timeout=60)
-    assert "state of before" in done.stdout
+    assert "earlier state" in done.stdout
     assert f"{state}/replaced-" in done.stdout
 
 
@@ -307,7 +308,7 @@ def test_a_killed_restore_into_an_empty_folder_can_be_repeated(place: str, made:
     kill_restore(place, made / "copy", state)
     if place not in ("restore_staged", "restore_facts_placed"):
         assert refuses_to_start(state)
-        with pytest.raises(ConfigError, match="was broken off: repeat flctl restore"):
+        with pytest.raises(ConfigError, match="was interrupted: repeat flctl restore"):
             create_offline(state, Role.CLIENT, "a", 0)
     began = [path for path in (state / "restoring", state) if (path / "facts.sqlite").exists()]
     epochs = [epoch_of(path) for path in began]

@@ -19,7 +19,7 @@ from tests.forks import Fork
 PATIENCE = 100.0
 NOTICED_WITHIN = 30.0  # seconds; without notice, the operation itself would wait for two minutes
 SMALL, LARGE = 1000, 3_000_000  # values; allreduce has an algorithm for each, and the large one fills its streams
-OVER_TCP = {"shared_memory": False, "lost_after_seconds": 60}
+OVER_TCP = {"local_transport": False, "lost_after_seconds": 60}
 FROZEN = {"lost_after_seconds": 8}  # longer than a busy machine keeps a healthy rank waiting
 
 
@@ -93,22 +93,22 @@ def check_survivors(lost: int, ranks: Sequence[Rank], since: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "count", "shared_memory"), [(3, SMALL, False), (4, LARGE, False), (3, SMALL, True), (3, LARGE, True)]
+    ("size", "count", "local_transport"), [(3, SMALL, False), (4, LARGE, False), (3, SMALL, True), (3, LARGE, True)]
 )
-def test_a_killed_rank_is_named_by_all_others(ended: ExitStack, size: int, count: int, shared_memory: bool) -> None:
-    ranks = ring(ended, size, count, shared_memory=shared_memory)
+def test_a_killed_rank_is_named_by_all_others(ended: ExitStack, size: int, count: int, local_transport: bool) -> None:
+    ranks = ring(ended, size, count, local_transport=local_transport)
     for rank in ranks:
         rank.tell("run")
     ranks[1].process.send_signal(signal.SIGKILL)
     check_survivors(1, ranks, time.time())
 
 
-@pytest.mark.parametrize("shared_memory", [False, True])
+@pytest.mark.parametrize("local_transport", [False, True])
 @pytest.mark.parametrize(("size", "count", "word"), [(4, SMALL, "run"), (3, LARGE, "run"), (3, SMALL, "idle")])
 def test_a_frozen_rank_is_named_by_all_others_and_raises_when_it_wakes(
-    ended: ExitStack, size: int, count: int, word: str, shared_memory: bool
+    ended: ExitStack, size: int, count: int, word: str, local_transport: bool
 ) -> None:
-    ranks = ring(ended, size, count, shared_memory=shared_memory, **FROZEN)
+    ranks = ring(ended, size, count, local_transport=local_transport, **FROZEN)
     for rank in ranks:
         rank.tell(word)
     ranks[2].process.send_signal(signal.SIGSTOP)

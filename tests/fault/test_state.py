@@ -90,9 +90,9 @@ def exchange_blobs(state: Path, other: Path) -> None:
     [
         (lose_facts, "facts.sqlite is missing or empty"),
         (empty_facts, "facts.sqlite is missing or empty"),
-        (exchange_facts, "of different states"),
-        (lose_blobs, "blobs/ is missing or of another state"),
-        (exchange_blobs, "of different states"),
+        (exchange_facts, "belong to different states"),
+        (lose_blobs, "blobs/ is missing or belongs to another state"),
+        (exchange_blobs, "belong to different states"),
     ],
 )
 def test_a_state_with_missing_or_foreign_parts_is_refused_and_not_changed(
@@ -150,7 +150,7 @@ def test_a_state_without_an_id_gets_one_once(state: Path, tmp_path: Path) -> Non
         fleet.restart_server()
         train(fleet)
     ask(state, "DELETE FROM meta WHERE name = 'state_id'")
-    assert "of different states" in refusal(tmp_path)
+    assert "belong to different states" in refusal(tmp_path)
 
 
 def test_the_blobs_of_a_state_without_id_and_database_are_not_deleted(state: Path, tmp_path: Path) -> None:

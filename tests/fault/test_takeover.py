@@ -8,13 +8,13 @@ from typing import Any
 
 import grpc
 import pytest
-from fedring.v1.federation_pb2 import JoinRequest
-from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.contract import PROTOCOL, RESUME_SECRET
 from fedring.rpc.errors import reason_of, retry_seconds_of
+from fedring.v1.federation_pb2 import JoinRequest
+from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 from tests.conftest import path_to
 from tests.fault.faulty_fleet import LOST_AFTER, FaultyFleet, StartedJob, wait_for
 from tests.fault.gate import Gate
@@ -92,7 +92,7 @@ def test_a_second_client_with_the_same_id_gives_up_and_the_first_goes_on(tmp_pat
         events = control.events()
         with second_client(fleet) as second:
             assert second.wait(SECONDS) == Exit.CONFIG
-            assert second.log.read_text().count("has another session of 'client-0', trying on for 6 s") == 1
+            assert second.log.read_text().count("has another session of 'client-0'; trying for 6 s") == 1
             assert "give each client an id of its own" in second.tail()
         job_id = control.start_job({**JOB, "min_clients": 1, "rounds": 1}).job_id
         kinds = [event.kind for event in control.follow_job(job_id, events)]

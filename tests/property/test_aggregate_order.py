@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedring.codec import NAMES, Encoding, Entry, Reader, Schema, Vectors, decode, encode
 from fedring.server.model.aggregate import Plan, aggregate, store_model
-from fedring.server.model.mean import Contribution
+from fedring.server.model.contributions import Contribution
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import lay_out

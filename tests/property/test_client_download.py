@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fedring.client.download import Download
 from fedring.client.errors import BadModel
-from fedring.client.held import Model
+from fedring.client.transfer.download import Download, HeldModel
 from fedring.codec import Encoding, Schema, Vectors, encode, encode_buffers
 from fedring.codec.digest import name_of
 from fedring.train.state import read_vectors, schema_of
@@ -61,7 +60,7 @@ def step() -> tuple[pb.ModelHeader, bytes]:
 
 def download(header: pb.ModelHeader) -> Download:
     schema, base = model()
-    return Download(header.model_digest, schema, Model(base.digest(), schema, base))
+    return Download(header.model_digest, schema, HeldModel(base.digest(), schema, base))
 
 
 @pytest.mark.parametrize("make", [whole, step])

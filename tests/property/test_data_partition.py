@@ -1,3 +1,5 @@
+"""Properties of every division of samples among clients."""
+
 from collections.abc import Callable
 
 import numpy as np
@@ -50,25 +52,25 @@ def test_iid_parts_differ_by_at_most_one_sample(count: int, n: int, seed: int) -
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_parts_do_not_change_from_one_version_to_the_next() -> None:
-    """Clients of different versions must agree on their parts."""
+def test_parts_are_the_same_in_every_version() -> None:
+    """Clients of different versions must agree on which client holds which samples."""
     labels = np.arange(12) % 3
     assert [p.tolist() for p in iid(7, 2, 2**40)] == [[2, 4, 5, 6], [0, 1, 3]]
     assert [p.tolist() for p in shards(labels, 3, 1)] == [[0, 3, 4, 10], [1, 6, 7, 9], [2, 5, 8, 11]]
     assert [p.tolist() for p in dirichlet(labels, 3, 0.5, 1)] == [[0, 3, 6, 9], [1, 2, 5, 10], [4, 7, 8, 11]]
 
 
-def test_two_shards_hold_few_classes() -> None:
+def test_a_client_with_two_shards_holds_few_classes() -> None:
     labels = np.arange(1000) % 10
     assert all(len(np.unique(labels[part])) <= 4 for part in shards(labels, 20, 0))
     assert all(len(part) == 50 for part in shards(labels, 20, 0))
 
 
-def test_the_smaller_alpha_the_more_skewed_are_the_parts() -> None:
+def test_a_smaller_alpha_makes_parts_more_skewed() -> None:
     labels = np.arange(2000) % 10
 
     def skew(alpha: float) -> float:
-        """Return the mean share of a client's most frequent class: 0.1 if all are alike, 1 if each has one class."""
+        """Return the mean share of a client's most frequent class: 0.1 if all are equal, 1 if each has one class."""
         parts = [part for seed in range(5) for part in dirichlet(labels, 20, alpha, seed)]
         return float(np.mean([np.bincount(labels[part]).max() / len(part) for part in parts]))
 
@@ -78,8 +80,8 @@ def test_the_smaller_alpha_the_more_skewed_are_the_parts() -> None:
     assert skews[-1] < 0.2
 
 
-def test_clients_are_as_skewed_as_the_distribution_their_shares_come_from() -> None:
-    """The variance of a share under Dir(a p) is p (1 - p) / (a + 1); with many samples a client shows it."""
+def test_the_shares_of_clients_have_the_variance_of_the_dirichlet_distribution() -> None:
+    """Under Dir(a p), a share has the variance p (1 - p) / (a + 1), which clients with many samples show."""
     labels, alpha = np.arange(20_000) % 2, 3.0
     shares = [labels[part].mean() for seed in range(10) for part in dirichlet(labels, 100, alpha, seed)]
     assert np.var(shares) == pytest.approx(0.25 / (alpha + 1), rel=0.25)

@@ -1,4 +1,4 @@
-"""Bytes that are not a frame raise BadFrame and nothing else."""
+"""Whatever bytes are read: they are a frame that was written, or raise BadFrame."""
 
 import contextlib
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedring.ring.errors import BadFrame
-from fedring.ring.frames import read, write
+from fedring.ring.transport.frames import read, write
 from fedring.v1 import peer_pb2 as pb
 
 U32 = st.integers(0, 2**32 - 1)
@@ -59,7 +59,7 @@ def test_no_flipped_bit_of_a_frame_with_a_checksum_changes_what_is_read() -> Non
             frame = read(bytes(damaged))
         except BadFrame:
             noticed += 1
-        else:  # a bit of the padding, or of the checksum's tag; an endpoint that needs checksums refuses the latter
+        else:  # a bit of the padding; or no checksum is found, and an endpoint that asks for one refuses the frame
             intact = (frame.head, bytes(frame.payload)) == (HEAD, b"sixteen bytes...")
             assert intact or not frame.head.HasField("checksum")
     assert noticed > 0.8 * 8 * len(WRITTEN)

@@ -1,4 +1,4 @@
-"""The collectives without a network: they give the same bits for any order and any delay of messages."""
+"""The collectives without a network: they give the same bits in any order and with any delay of what is sent."""
 
 import random
 from collections import deque
@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedring.ring import collectives
+from fedring.ring.engine import collectives
+from fedring.ring.engine.program import Program, Receive, Send
+from fedring.ring.engine.reduction import Reduction
 from fedring.ring.errors import BadFrame
-from fedring.ring.program import Program, Receive, Send
-from fedring.ring.reduction import Reduction
 
-MAX_PAYLOAD, PART, DIRECT = 64, 48, 60  # small, so that small inputs take every path
+MAX_PAYLOAD, PART, DIRECT = 64, 48, 60  # small, so that small data take every path
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
     torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
@@ -39,7 +39,7 @@ LENGTHS = st.lists(st.integers(0, 20) | st.integers(0, 300), min_size=1, max_siz
 
 @contextmanager
 def small_limits() -> Iterator[None]:
-    """Lower the limits, so that few bytes count as many."""
+    """Lower the limits, so that small data take every path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "MAX_PAYLOAD", MAX_PAYLOAD)
         patch.setattr(collectives, "PART_BYTES", PART)
@@ -49,7 +49,7 @@ def small_limits() -> Iterator[None]:
 
 
 class Simulation:
-    """Runs programs until they end. It reads the memory of a Send only on delivery, as late as the order allows."""
+    """Runs the programs of all ranks. A Send is copied when it is delivered, as late as the order of events allows."""
 
     def __init__(self, programs: Sequence[Program], seed: int) -> None:
         self._programs = programs
@@ -59,16 +59,16 @@ class Simulation:
         self._waiting: list[Receive | None] = [None] * len(programs)
 
     def run(self) -> None:
-        """Run all programs; assert that all end, and that no message is left."""
+        """Run every program to its end, and check that nothing is left over."""
         for rank in range(len(self._programs)):
             self._advance(rank, None)
         while senders := [rank for rank, outbox in enumerate(self._outboxes) if outbox]:
             self._deliver(self._random.choice(senders))
-        assert self._waiting == [None] * len(self._programs), "a program waits for a message that nobody sends"
-        assert not any(self._inboxes), "a program was sent a message that it does not receive"
+        assert self._waiting == [None] * len(self._programs), "a program waits for what is never sent"
+        assert not any(self._inboxes), "something was sent that no program asks for"
 
     def _deliver(self, rank: int) -> None:
-        """Deliver some message of a rank; those to one peer stay in order."""
+        """Deliver some frame of a rank. Those to one peer stay in order."""
         targets = sorted({send.to for send in self._outboxes[rank]})
         to = self._random.choice(targets)
         send = next(send for send in self._outboxes[rank] if send.to == to)
@@ -113,7 +113,7 @@ def memory(tensor: Tensor) -> memoryview:
 
 
 def inputs(size: int, count: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """Return a tensor of small integers for each rank, which add without rounding in any order."""
+    """Return tensors of small whole numbers, so that sums are exact in any order."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, 3, (count,), generator=generator).to(dtype) for _ in range(size)]
 
@@ -147,7 +147,7 @@ def test_allreduce_leaves_the_reduction_on_every_rank(
 
 
 @given(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), SIZES, COUNTS, SEEDS, st.booleans())
-def test_allreduce_of_values_that_round_gives_the_same_bits_on_all_ranks(
+def test_allreduce_of_numbers_that_round_ends_with_the_same_bits_everywhere(
     dtype: torch.dtype, size: int, count: int, seed: int, half: bool
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -163,7 +163,7 @@ def test_allreduce_of_values_that_round_gives_the_same_bits_on_all_ranks(
 
 @pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("count", [5, 500])
-def test_allreduce_in_half_precision_gives_values_of_half_precision(wire: torch.dtype, count: int) -> None:
+def test_values_that_half_precision_holds_are_sent_exactly(wire: torch.dtype, count: int) -> None:
     tensors = inputs(3, count, torch.float32, 0)
     wanted = reduced("sum", tensors)
     reduction = Reduction("sum", torch.float32, wire)
@@ -231,7 +231,7 @@ def test_a_message_over_the_limit_is_refused(length: int) -> None:
 
 
 @given(SIZES, COUNTS, SEEDS, st.data())
-def test_broadcast_leaves_the_roots_bytes_on_every_rank(size: int, count: int, seed: int, data: st.DataObject) -> None:
+def test_broadcast_leaves_the_roots_bytes_everywhere(size: int, count: int, seed: int, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, size - 1))
     held = [bytearray(one) for one in messages([count] * size, seed)]
     wanted = bytes(held[root])
@@ -269,7 +269,7 @@ def test_all_to_all_transposes(size: int, seed: int, data: st.DataObject) -> Non
 
 
 @given(st.integers(1, 20), SEEDS)
-def test_no_rank_passes_a_barrier_before_all_have_reached_it(size: int, seed: int) -> None:
+def test_nobody_passes_a_barrier_before_all_have_come(size: int, seed: int) -> None:
     come: set[int] = set()
 
     def program(rank: int) -> Program:
@@ -281,7 +281,7 @@ def test_no_rank_passes_a_barrier_before_all_have_reached_it(size: int, seed: in
 
 
 @pytest.mark.parametrize("size", [17, 20])
-def test_many_ranks_use_the_ring_even_for_small_data(size: int) -> None:
+def test_groups_of_many_ranks_use_the_ring_for_small_data_too(size: int) -> None:
     tensors = inputs(size, 3, torch.float32, 0)
     wanted = reduced("sum", tensors)
     reduction = Reduction("sum", torch.float32)
@@ -289,7 +289,7 @@ def test_many_ranks_use_the_ring_even_for_small_data(size: int) -> None:
     assert all(torch.equal(tensor, wanted) for tensor in tensors)
 
 
-def test_the_simulation_finds_a_program_that_changes_memory_that_it_is_sending() -> None:
+def test_the_simulation_finds_a_program_that_changes_what_it_has_sent() -> None:
     memories = [bytearray(b"one"), bytearray(b"two")]
     came = [b"", b""]
 

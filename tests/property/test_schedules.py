@@ -1,4 +1,4 @@
-"""Schedules end, do every action, and keep within their bounds, for any number of stages and micro-batches."""
+"""Properties of schedules for any number of stages and micro-batches: they end, are complete, and keep their bounds."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def test_gpipe_and_1f1b_end_with_the_ideal_bubble_with_any_credits(stages: int, 
 
 
 @given(STAGES, MICRO_BATCHES)
-def test_1f1b_keeps_as_many_activations_as_there_are_stages_from_here_on(stages: int, count: int) -> None:
+def test_1f1b_keeps_one_activation_for_each_stage_from_its_own_on(stages: int, count: int) -> None:
     needs = check(one_forward_one_backward(stages, count))
     assert needs == [Needs(min(count, stages - stage), 1) for stage in range(stages)]
     assert check(gpipe(stages, count)) == [Needs(count, 1)] * stages
@@ -61,21 +61,21 @@ def test_pipedream_keeps_within_its_bounds(stages: int, count: int, interval: in
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=5), MICRO_BATCHES)
-def test_pipedreams_warm_ups_are_free_as_long_as_no_stage_starves(warmups: list[int], count: int) -> None:
+def test_pipedream_takes_any_warm_ups_that_do_not_increase(warmups: list[int], count: int) -> None:
     ordered = sorted(warmups, reverse=True)
     needs = check(pipedream(len(ordered), count, warmups=ordered))
     assert [need.activations for need in needs] == [min(count, ahead + 1) for ahead in ordered]
 
 
 @given(STAGES, st.integers(1, 12))
-def test_vertical_sync_gives_a_micro_batch_the_same_version_in_all_stages(stages: int, count: int) -> None:
+def test_vertical_sync_uses_the_same_version_for_a_micro_batch_on_all_stages(stages: int, count: int) -> None:
     schedule = pipedream(stages, count, versions=Versions.VERTICAL)
     used = {(action.micro_batch, action.version) for actions in schedule.workers for action in actions
             if action.kind is Kind.FORWARD}  # fmt: skip
     assert len(used) == count
 
 
-def test_pipedream_has_a_bubble_only_at_its_start_and_end() -> None:
+def test_pipedream_has_bubbles_only_at_its_beginning_and_end() -> None:
     short, long = (simulate(pipedream(4, count), ONE).makespan for count in (10, 110))
     assert long - short == pytest.approx(200)
 
@@ -85,9 +85,9 @@ def test_a_missing_action_is_always_noticed(name: str, stages: int, victim: int)
     schedule = make(name, stages, 2 * stages)
     worker = victim % stages
     actions = schedule.workers[worker]
-    gone = victim % len(actions)
+    missing = victim % len(actions)
     workers = list(schedule.workers)
-    workers[worker] = actions[:gone] + actions[gone + 1 :]
+    workers[worker] = actions[:missing] + actions[missing + 1 :]
     with pytest.raises(ScheduleError):
         check(replace(schedule, workers=tuple(workers)))
 
@@ -104,11 +104,11 @@ def test_a_backward_with_other_weights_than_its_forward_is_refused() -> None:
     schedule = pipedream(2, 4)
     wrong = [a._replace(version=1) if a.kind is Kind.BACKWARD and a.micro_batch == 1 else a
              for a in schedule.workers[0]]  # fmt: skip
-    with pytest.raises(ScheduleError, match="has no forward with its weights"):
+    with pytest.raises(ScheduleError, match="has no forward with the same weights"):
         check(replace(schedule, workers=(tuple(wrong), schedule.workers[1])))
 
 
-def test_bounds_that_a_schedule_exceeds_are_refused() -> None:
+def test_a_schedule_that_exceeds_its_bounds_is_refused() -> None:
     with pytest.raises(ScheduleError, match="stage 0 needs"):
         check(gpipe(2, 8), bounds=[Needs(2, 1), Needs(2, 1)])
 
@@ -117,15 +117,18 @@ def test_bounds_that_a_schedule_exceeds_are_refused() -> None:
     ("build", "text"),
     [
         (lambda: make("zigzag", 2, 4), "no schedule 'zigzag'"),
-        (lambda: make("gpipe", 4, 4, workers=2), "one stage a worker"),
-        (lambda: interleaved(4, 3, workers=2), "multiple of 2"),
+        (lambda: make("gpipe", 4, 4, workers=2), "one stage per worker"),
+        (lambda: interleaved(4, 3, workers=2), "must be a multiple of 2"),
         (lambda: interleaved(5, 4, workers=2), "evenly"),
         (lambda: gpipe(0, 1), "at least one"),
         (lambda: pipedream(2, 4, warmups=[0, 1]), "deadlock"),
-        (lambda: pipedream(4, 8, interval=2, versions=Versions.MACROBATCH), "interval of at least 3"),
+        (
+            lambda: pipedream(4, 8, interval=2, versions=Versions.MACROBATCH),
+            "interval of at least 3",
+        ),
     ],
 )
-def test_impossible_schedules_are_refused(build: object, text: str) -> None:
+def test_numbers_that_make_no_schedule_are_refused(build: object, text: str) -> None:
     assert callable(build)
     with pytest.raises(ScheduleError, match=text):
         build()

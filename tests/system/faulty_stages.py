@@ -1,4 +1,4 @@
-"""Job code that raises in one stage of a pipeline; jobs name it as "faulty_stages:loss" and so on."""
+"""Users' code that raises an exception in one stage of a pipeline. Jobs name it as "faulty_stages:loss" and so on."""
 
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,13 @@ from torch.utils.data import Dataset
 from fedring.data import Split, digits
 
 PASSES = 10
-"""How many micro-batches are trained before the first error."""
+"""The number of micro-batches before the first failure."""
 
 _losses = 0
 
 
-class FailsLater(nn.Module):
-    """Passes its input on for PASSES micro-batches, and then raises."""
+class Fails(nn.Module):
+    """A layer that returns its input for some micro-batches, and then fails in its forward or its backward."""
 
     def __init__(self, way: str, error: type[Exception], once: str) -> None:
         super().__init__()
@@ -41,22 +41,22 @@ class FailsLater(nn.Module):
 
 
 def net(stage: int = 0, way: str = "", error: str = "", once: str = "") -> nn.Module:
-    """Build a small network for the 8 x 8 digits, of which one of three stages may raise.
+    """Return a small network for the digits, one of whose three stages may fail.
 
     Args:
-        stage: the number of the stage.
-        way: "forward" or "backward"; empty if no stage raises.
-        error: the name of the exception.
-        once: the path of a file that does not exist yet; only the first process that reaches the error raises it.
+        stage: The stage that fails, if `way` is given.
+        way: "forward" or "backward".
+        error: The name of the exception.
+        once: A file that does not exist yet; with it, only the first process that gets there fails.
     """
     errors = {each.__name__: each for each in (ValueError, RuntimeError, MemoryError, torch.OutOfMemoryError)}
-    rest = [FailsLater(way, errors[error], once) if way and n == stage else nn.Identity() for n in range(3)]
+    rest = [Fails(way, errors[error], once) if way and n == stage else nn.Identity() for n in range(3)]
     stages = [(nn.Linear(width, 32), nn.ReLU(), rest[n]) for n, width in enumerate((64, 32, 32))]
     return nn.Sequential(nn.Flatten(), *(layer for stage in stages for layer in stage), nn.Linear(32, 10))
 
 
 def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross entropy for PASSES micro-batches, and then raise."""
+    """Return the cross entropy for some micro-batches, and then fail."""
     global _losses
     _losses += 1
     if _losses > PASSES:
@@ -65,7 +65,7 @@ def loss(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 class Unreadable(Dataset[Any]):
-    """Samples, one of which cannot be read."""
+    """Samples of which one cannot be read."""
 
     def __init__(self, samples: Any) -> None:
         self._samples = samples
@@ -81,6 +81,6 @@ class Unreadable(Dataset[Any]):
 
 
 def samples(root: object, download: bool) -> Split:
-    """Return the digits, one of whose training samples cannot be read."""
+    """Return the digits, of which one training sample cannot be read."""
     whole = digits()
     return Split(Unreadable(whole.train), whole.test, whole.classes)

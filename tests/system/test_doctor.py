@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedring.ctl import checks
+from fedring.ctl.admin import doctor_checks
 from fedring.ctl.main import main
 from fedring.daemon.exits import Exit
 from fedring.rpc.tls import PLAINTEXT, Tls
@@ -44,7 +44,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let flctl doctor wait for servers that a busy machine keeps waiting."""
-    monkeypatch.setattr(checks, "_TIMEOUT_SECONDS", PATIENCE)
+    monkeypatch.setattr(doctor_checks, "_TIMEOUT_SECONDS", PATIENCE)
 
 
 def examine(
@@ -64,12 +64,12 @@ CASES = [
     ("mutual", "another authority's server", "fail", "is not trusted", "set tls.ca"),
     ("mutual", "another authority's client", "fail", "does not accept the certificate in", "tls.cert and tls.key"),
     ("mutual", "no certificate", "fail", "does not accept a caller without a certificate", "tls.cert and tls.key"),
-    ("mutual", "plaintext", "fail", "speaks TLS", "set tls.ca"),
+    ("mutual", "plaintext", "fail", "uses TLS", "set tls.ca"),
     ("one-sided", "no certificate", "ok", "fl-server serves at", ""),
     ("one-sided", "good", "ok", "fl-server serves at", ""),
     ("one-sided", "another authority's server", "fail", "is not trusted", "set tls.ca"),
-    ("one-sided", "plaintext", "fail", "speaks TLS", "set tls.ca"),
-    ("plain", "good", "fail", "speaks no TLS", "tls.cert and tls.key"),
+    ("one-sided", "plaintext", "fail", "uses TLS", "set tls.ca"),
+    ("plain", "good", "fail", "does not use TLS", "tls.cert and tls.key"),
     ("plain", "plaintext", "ok", "fl-server serves at", ""),
 ]
 

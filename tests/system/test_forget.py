@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from fedring.v1.federation_pb2 import LastAccepted
 
 from fedring.daemon.exits import Exit
+from fedring.v1.federation_pb2 import LastAccepted
 from tests import forks
 from tests.damage import ask
 from tests.fleets import Control, Fleet, until_watching

@@ -8,12 +8,12 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from fedring.v1.federation_pb2 import JoinRequest
-from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 
 from fedring.ctl.failure import Failure
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.contract import PROTOCOL
+from fedring.v1.federation_pb2 import JoinRequest
+from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 from fedring.workers.shards import count_steps
 from tests.deploy.promtool import promtool
 from tests.fleets import PATIENCE, Control, Fleet, until_watching
@@ -181,7 +181,7 @@ def test_the_metrics_count_refused_callers_and_show_when_certificates_expire(tmp
     ) as fleet:
         with Control(fleet.control, channel=open_sync_channel(fleet.control, mine)) as control:
             for _ in range(2):
-                with pytest.raises(Failure, match="no operator"):
+                with pytest.raises(Failure, match="not an operator"):
                     control.status()
         with open_sync_channel(fleet.listen, pki.trust()) as nobody, pytest.raises(grpc.RpcError):
             TrainCmdServiceStub(nobody).Join(JoinRequest(client_id="client-0", protocol=PROTOCOL), timeout=PATIENCE)

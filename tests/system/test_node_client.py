@@ -172,7 +172,7 @@ def test_a_client_killed_during_an_upload_resumes_it(place: Path, server: Fleet,
         after, _ = model(wire, published_version(control, command.round))
         assert_mean(before, after, [dumps], other)
         assert not node.has_dumped(command.round)
-        assert "go on there" in node.log
+        assert "continuing there" in node.log
 
 
 def test_a_client_killed_before_it_hears_of_its_acceptance_loses_nothing(
@@ -281,7 +281,7 @@ def test_a_round_survives_its_server_and_no_client_trains_twice(place: Path, tmp
             after, _ = model(wire, published_version(control, command.round))
             assert_mean(before, after, dumps, other)
             assert [client.has_dumped(command.round) for client in (first, second)] == [False, False]
-            assert "go on there" in second.log
+            assert "continuing there" in second.log
 
 
 def test_a_new_process_on_the_same_folder_takes_the_session_over(place: Path, server: Fleet, tmp_path: Path) -> None:

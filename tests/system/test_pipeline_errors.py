@@ -1,4 +1,4 @@
-"""Job code that raises in one stage of a pipeline fails the job, and does not count as a lost worker."""
+"""A job's own code that raises an exception in one stage: it is an error of the job, not a lost worker."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -13,7 +13,7 @@ from tests.fleets import Control, Fleet
 
 HERE = Path(__file__).parent
 TRUSTED = {"trusted": ["fedring", "faulty_stages"]}
-WORKERS, SECONDS = 3, 60.0  # the group would wait for a replacement ten times as long
+WORKERS, SECONDS = 3, 60.0  # the group would wait ten times as long for a replacement
 
 
 def job(args: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
@@ -24,19 +24,17 @@ def job(args: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Start a client for each stage; an error in one job must not affect the next one."""
+    """Start as many clients as there are stages; the code of one job must not disturb the next one."""
     with Fleet(tmp_path_factory.mktemp("fleet"), TRUSTED, [TRUSTED] * WORKERS, env=path_to(HERE)) as running:
         yield running
 
 
-def first_events(control: Control, spec: dict[str, Any], reason: str = "train_error") -> dict[str, pb.Event]:
-    """Run the job; return its first event of each kind. All clients that fail must have this reason."""
+def events_of(control: Control, spec: dict[str, Any], reason: str = "train_error") -> dict[str, pb.Event]:
+    """Run a job, and return its first event of each kind; no client may fail for another reason."""
     events, found = control.events(), dict[str, pb.Event]()
     for event in control.follow_job(control.start_job(spec).job_id, events):
         found.setdefault(event.kind, event)
-        assert (
-            event.kind != "client_failed" or reason in event.text
-        )  # the other stages do not report a failure of their own
+        assert event.kind != "client_failed" or reason in event.text  # only the client with the error has failed
     return found
 
 
@@ -52,11 +50,11 @@ def first_events(control: Control, spec: dict[str, Any], reason: str = "train_er
     ],
     ids=["first", "middle", "last", "loss", "recomputed loss", "samples"],
 )
-def test_a_job_whose_code_raises_in_one_stage_fails_at_once_and_names_the_error(
+def test_an_exception_in_one_stage_ends_the_job_at_once_and_is_reported(
     fleet: Fleet, spec: dict[str, Any], stage: int | None, sentence: str
 ) -> None:
     with Control(fleet.control) as control:
-        events = first_events(control, spec)
+        events = events_of(control, spec)
         failed, ended = events["client_failed"], events["job_ended"]
         assert (datetime.fromisoformat(ended.at) - datetime.fromisoformat(failed.at)).total_seconds() < SECONDS
         assert "group_formed" in events
@@ -70,28 +68,28 @@ def test_a_job_whose_code_raises_in_one_stage_fails_at_once_and_names_the_error(
         assert control.job(ended.job_id).reason.startswith(f"train_error: {failed.text}")
 
 
-def test_a_client_trains_the_next_job_after_code_of_a_job_has_raised(fleet: Fleet) -> None:
+def test_a_client_can_train_the_next_job_after_an_exception(fleet: Fleet) -> None:
     with Control(fleet.control) as control:
-        first_events(control, job({"way": "forward", "error": "ValueError", "stage": 1}))
-        assert "completed" in first_events(control, job(rounds=1))["job_ended"].text
+        events_of(control, job({"way": "forward", "error": "ValueError", "stage": 1}))
+        assert "completed" in events_of(control, job(rounds=1))["job_ended"].text
 
 
-def test_no_spare_client_replaces_one_whose_code_raises(tmp_path: Path) -> None:
+def test_a_client_whose_code_raises_is_not_replaced(tmp_path: Path) -> None:
     clients = [TRUSTED] * (WORKERS + 1)
     with Fleet(tmp_path, TRUSTED, clients, env=path_to(HERE)) as fleet, Control(fleet.control) as control:
         spec = job({"way": "forward", "error": "ValueError", "stage": 1}, min_clients=WORKERS + 1)
-        events = first_events(control, spec)
+        events = events_of(control, spec)
         assert "no luck" in events["job_ended"].text
         (round_,) = control.rounds(job_id=1)
         assert (round_.reason, round_.selected) == ("train_error", WORKERS)
 
 
 @pytest.mark.parametrize("error", ["OutOfMemoryError", "MemoryError"])
-def test_a_spare_client_replaces_one_that_is_out_of_memory(tmp_path: Path, error: str) -> None:
+def test_a_client_with_too_little_memory_is_replaced(tmp_path: Path, error: str) -> None:
     fault = {"way": "backward", "error": error, "stage": 1, "once": str(tmp_path / "fault")}
     clients = [TRUSTED] * (WORKERS + 1)
     with Fleet(tmp_path, TRUSTED, clients, env=path_to(HERE)) as fleet, Control(fleet.control) as control:
-        events = first_events(control, job(fault, min_clients=WORKERS + 1, rounds=1), "out_of_memory")
+        events = events_of(control, job(fault, min_clients=WORKERS + 1, rounds=1), "out_of_memory")
         failed = events["client_failed"]
         assert f"{error}: no luck in the backward" in failed.text
         assert "group_lost" in events

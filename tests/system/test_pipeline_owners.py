@@ -1,4 +1,4 @@
-"""The distributed optimizer over processes: rank 0 coordinates, the other ranks own the parameters."""
+"""The distributed optimizer over several processes: rank 0 gives orders, and the other ranks own parameters."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from fedring.pipeline.owners import LocalOwner
 from fedring.pipeline.remote import RemoteOwner, serve
 from tests.system.ring_scripts import ranks
 
-CONTEXTS = (1, 2, 3)  # in the second one, a gradient of rank 2 is not finite
+CONTEXTS = (1, 2, 3)  # in the second one, rank 2 has a gradient that is not finite
 
 
 def part_of(rank: int) -> nn.Linear:
@@ -22,7 +22,7 @@ def part_of(rank: int) -> nn.Linear:
 
 
 def take_part(rank: int, size: int) -> Any:
-    """On rank 0, step the other ranks' parameters and return the errors; on others, return the final parameters."""
+    """Step the parameters of the other ranks (rank 0), or own parameters and return them at the end (other ranks)."""
     if rank == 0:
         return coordinate(size)
     module = part_of(rank)
@@ -49,7 +49,7 @@ def coordinate(size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "fedring"])
-def test_either_all_owners_step_or_none(backend: str, tmp_path: Path) -> None:
+def test_all_owners_step_or_none(backend: str, tmp_path: Path) -> None:
     errors, *found = ranks.run(take_part, 3, tmp_path, backend=backend)
     assert errors == ["2: rank 2: ValueError: the gradient of weight at mine 2 is not finite"]
     for rank, values in enumerate(found, 1):

@@ -7,11 +7,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from fedring.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 from grpc import StatusCode
 
 from fedring.v1 import federation_pb2 as fed
 from fedring.v1 import rendezvous_pb2 as pb
+from fedring.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 from tests.fleets import Control, Fleet
 from tests.system.wire import SECONDS, SIZE, Refused, WireClient, next_commands, payload_of, run
 

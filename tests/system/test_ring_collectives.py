@@ -9,10 +9,10 @@ from tests.system.ring_scripts.exchanges import CHECKS, a_group_under_another_ba
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_collective_returns_what_a_rank_can_compute_itself(size: int, tmp_path: Path) -> None:
+def test_every_collective_gives_what_a_rank_computes_by_itself(size: int, tmp_path: Path) -> None:
     names = [check.__name__ for check in CHECKS]
     assert ranks.run(all_checks, size, tmp_path) == [names] * size
 
 
-def test_a_group_can_use_fedring_while_the_default_group_does_not(tmp_path: Path) -> None:
+def test_a_group_can_use_the_ring_while_the_default_group_does_not(tmp_path: Path) -> None:
     assert ranks.run(a_group_under_another_backend, 3, tmp_path, backend="gloo") == [6.0] * 3

@@ -1,4 +1,4 @@
-"""DistributedDataParallel over the ring: equal replicas on all ranks, which also equal a training in one process."""
+"""DistributedDataParallel over the ring: equal replicas on every rank, and equal to a training on one process."""
 
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.conftest import REPEATED
 from tests.system.ring_scripts import ranks
 from tests.system.ring_scripts.ddp import Outcome, Plan, train, train_alone, train_often, train_words
 
-MANY = 0.0005  # MiB; each parameter has its own bucket
+MANY = 0.0005  # MiB: each parameter is a bucket
 TIMES = 20
 
 PLANS = {
@@ -28,7 +28,7 @@ def outcomes(size: int, plan: Plan, folder: Path) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_replicas_are_equal_and_train_as_one_process(name: str, tmp_path: Path) -> None:
+def test_replicas_are_equal_and_equal_to_one_process(name: str, tmp_path: Path) -> None:
     size, plan = PLANS[name]
     results = outcomes(size, plan, tmp_path)
     assert len({result.digest for result in results}) == 1
@@ -40,13 +40,13 @@ def test_replicas_are_equal_and_train_as_one_process(name: str, tmp_path: Path) 
     assert not torch.allclose(torch.tensor(alone.parameters), torch.tensor(start.parameters), atol=1e-2)
 
 
-def test_sparse_gradients_train_as_in_one_process(tmp_path: Path) -> None:
+def test_sparse_gradients_train_as_on_one_process(tmp_path: Path) -> None:
     first, second = ranks.run(train_words, 2, tmp_path)
     assert first == second
     torch.testing.assert_close(torch.tensor(first), torch.tensor(train_words(0, 2, alone=True)), rtol=1e-4, atol=1e-5)
 
 
-def test_groups_of_some_ranks_train_their_own_models(tmp_path: Path) -> None:
+def test_groups_of_some_ranks_train_models_of_their_own(tmp_path: Path) -> None:
     results = outcomes(4, Plan(pair=True), tmp_path)
     assert [result.digest for result in results[::2]] == [result.digest for result in results[1::2]]
     for first in (0, 2):
@@ -55,13 +55,13 @@ def test_groups_of_some_ranks_train_their_own_models(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(results[first].parameters), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_every_rank_has_the_buffers_of_rank_0(tmp_path: Path) -> None:
+def test_buffers_are_rank_0s_on_every_rank(tmp_path: Path) -> None:
     results = outcomes(2, Plan(norm=True), tmp_path)
     assert len({result.digest for result in results}) == 1
     assert len({result.buffers for result in results}) == 1
 
 
-def test_the_fp16_hook_keeps_replicas_equal_and_near_a_training_in_one_process(tmp_path: Path) -> None:
+def test_the_fp16_hook_keeps_replicas_equal_and_near_to_one_process(tmp_path: Path) -> None:
     results = outcomes(2, Plan(hook="fp16", bucket_mb=MANY), tmp_path)
     assert len({result.digest for result in results}) == 1
     alone = train_alone(range(2), Plan())

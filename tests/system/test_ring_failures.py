@@ -1,4 +1,4 @@
-"""Mistakes and failures over the ring: every rank raises in time and names the rank that caused it."""
+"""Mistakes and failures over the ring: every rank raises in time, and its error names the rank at fault."""
 
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.system.ring_scripts import failures, ranks
     ],
     ids=lambda body: body.__name__,
 )
-def test_all_ranks_raise_when_they_run_different_collectives(body: ranks.Body, tmp_path: Path) -> None:
+def test_all_ranks_raise_if_they_run_different_collectives(body: ranks.Body, tmp_path: Path) -> None:
     errors = ranks.run(body, 3, tmp_path)
     assert [error["kind"] for error in errors] == ["Mismatch"] * 3, errors
 
@@ -36,14 +36,14 @@ def test_all_ranks_raise_when_they_run_different_collectives(body: ranks.Body, t
     ],
     ids=["all_reduce", "barrier", "wait", "message"],
 )
-def test_a_timeout_names_the_late_rank(body: ranks.Body, late: int | None, tmp_path: Path) -> None:
+def test_a_timeout_names_the_rank_that_is_late(body: ranks.Body, late: int | None, tmp_path: Path) -> None:
     errors = ranks.run(body, 2, tmp_path)
     assert [error["kind"] for error in errors] == ["CollectiveTimeout"] * 2, errors
     assert errors[0]["rank"] == late
 
 
 @pytest.mark.parametrize(("name_all", "names"), [(False, "Rank 1"), (True, "Ranks 1, 3")])
-def test_a_monitored_barrier_names_missing_ranks(name_all: bool, names: str, tmp_path: Path) -> None:
+def test_a_monitored_barrier_names_the_ranks_that_have_not_come(name_all: bool, names: str, tmp_path: Path) -> None:
     body = partial(failures.a_monitored_barrier_that_some_do_not_reach, name_all=name_all)
     errors = ranks.run(body, 4, tmp_path)
     assert [error["kind"] for error in errors] == ["CollectiveTimeout"] * 4, errors
@@ -53,41 +53,39 @@ def test_a_monitored_barrier_names_missing_ranks(name_all: bool, names: str, tmp
     assert names in errors[2]["text"]
 
 
-def test_a_monitored_barrier_names_ranks_that_have_left(tmp_path: Path) -> None:
+def test_a_monitored_barrier_names_a_rank_that_has_left(tmp_path: Path) -> None:
     error, _ = ranks.run(failures.a_monitored_barrier_that_a_rank_has_left, 2, tmp_path)
     assert (error["kind"], error["rank"]) == ("PeerLost", 1)
     assert "Rank 1 failed to pass monitoredBarrier: rank 1 has left" in error["text"]
 
 
-def test_an_error_in_a_callback_is_raised_where_its_future_is_awaited(tmp_path: Path) -> None:
+def test_an_error_in_a_callback_reaches_those_who_wait(tmp_path: Path) -> None:
     errors = ranks.run(failures.a_failing_callback, 2, tmp_path)
     assert [error["kind"] for error in errors] == ["IndexError"] * 2, errors
 
 
-def test_an_error_in_a_hook_is_raised_in_the_training_loop(tmp_path: Path) -> None:
+def test_an_error_in_a_hook_reaches_the_training_loop(tmp_path: Path) -> None:
     errors = ranks.run(failures.a_failing_hook, 2, tmp_path)
     for error in errors:
         assert (error["kind"], error["text"]) == ("LookupError", "the hook has failed"), errors
 
 
 @pytest.mark.parametrize("hook", [False, True], ids=["without a hook", "with a hook"])
-def test_ddps_backward_raises_when_the_group_has_failed(hook: bool, tmp_path: Path) -> None:
+def test_a_failed_group_ends_ddps_backward(hook: bool, tmp_path: Path) -> None:
     errors = ranks.run(partial(failures.failing_backward, hook=hook), 3, tmp_path)
     for rank in (0, 2):
-        assert errors[rank]["kind"] == ("RingError" if hook else "RuntimeError"), (
-            errors
-        )  # C++ turns it into a RuntimeError
+        assert errors[rank]["kind"] == ("RingError" if hook else "RuntimeError"), errors  # C++ loses the kind
         assert "rank 1 has aborted" in errors[rank]["text"], errors
 
 
-def test_unsupported_operations_raise_and_the_group_stays_usable(tmp_path: Path) -> None:
+def test_what_is_not_supported_is_an_error_and_the_group_can_still_be_used(tmp_path: Path) -> None:
     for errors in ranks.run(failures.what_is_not_supported, 2, tmp_path):
         *refusals, after = errors
         assert [error["kind"] for error in refusals] == ["NotSupported"] * 5, errors
         assert after == {"sum": 6.0}
 
 
-def test_one_process_can_join_several_generations_in_turn(tmp_path: Path) -> None:
+def test_generations_follow_each_other_in_one_process(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     folder.mkdir()
     results: list[Any] = ranks.run(partial(failures.generations, folder=str(folder)), 3, tmp_path / "run", backend="")

@@ -1,4 +1,4 @@
-"""Ways to start ranks: torchrun, environment variables, an address; and scripts that do not destroy the group."""
+"""All ways to start (torchrun, the environment, an address), and scripts that forget to leave the group."""
 
 import json
 import os
@@ -15,10 +15,10 @@ from tests.system.ring_scripts import ranks
 SCRIPT = str(Path(__file__).parent / "ring_scripts" / "plain.py")
 SECONDS = 240
 ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("common", "protos")),
+    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("client", "common", "protos")),
     "GRPC_VERBOSITY": "ERROR",
     "OMP_NUM_THREADS": "1",
-    "PYTHONFAULTHANDLER": "1",  # shows stacks when torchrun ends hanging workers with a signal
+    "PYTHONFAULTHANDLER": "1",  # torchrun ends hanging workers with a signal
 }
 
 
@@ -27,7 +27,7 @@ def results(output: str) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: int(line["rank"]))
 
 
-def check(found: list[dict[str, Any]], size: int) -> None:
+def check_results(found: list[dict[str, Any]], size: int) -> None:
     assert [one["rank"] for one in found] == list(range(size))
     assert {one["backend"] for one in found} == {"fedring"}
     assert {one["total"] for one in found} == {size * (size - 1) / 2}
@@ -44,10 +44,10 @@ def test_torchrun_launches_an_unmodified_script() -> None:
         timeout=SECONDS,
     )
     assert run.returncode == 0, run.stderr
-    check(results(run.stdout), 2)
+    check_results(results(run.stdout), 2)
 
 
-def test_scripts_that_do_not_destroy_the_group_end_normally() -> None:
+def test_scripts_that_forget_to_destroy_the_group_still_end() -> None:
     environment = os.environ | ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
@@ -66,9 +66,9 @@ def test_scripts_that_do_not_destroy_the_group_end_normally() -> None:
             process.kill()
             process.wait()
     assert [process.returncode for process in processes] == [0, 0], [error for _, error in ends]
-    check(results("".join(output for output, _ in ends)), 2)
+    check_results(results("".join(output for output, _ in ends)), 2)
 
 
-def test_an_address_is_enough_to_form_a_group(tmp_path: Path) -> None:
+def test_ranks_meet_at_an_address_alone(tmp_path: Path) -> None:
     body = partial(ranks.sum_of_ones, init_method=f"tcp://127.0.0.1:{free_port()}")
     assert ranks.run(body, 3, tmp_path, backend="") == [3.0] * 3

@@ -33,7 +33,7 @@ def test_one_command_makes_certificates_and_trains_with_mutual_tls(tmp_path: Pat
     summary = done.stdout.partition("==> summary")[2]
     assert "federated:     job 1 completed: 3 rounds, accuracy" in summary
     assert "data parallel: job 2 completed: 1 rounds, accuracy" in summary
-    assert "fedring://client/ann is no operator" in done.stdout
+    assert "fedring://client/ann is not an operator" in done.stdout
     assert "1 not_operator" in done.stdout
     assert "2 workers go on" in (folder / "logs" / "server.log").read_text()
     audit = (folder / "server" / "audit.jsonl").read_text()
@@ -48,5 +48,5 @@ def test_one_command_makes_certificates_and_trains_with_mutual_tls(tmp_path: Pat
 def test_the_script_does_not_change_an_existing_folder(tmp_path: Path) -> None:
     done = quickstart(tmp_path)
     assert done.returncode == 1
-    assert "is there already" in done.stderr
+    assert "exists already" in done.stderr
     assert list(tmp_path.iterdir()) == []

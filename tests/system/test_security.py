@@ -14,14 +14,11 @@ from typing import Any
 import grpc
 import pytest
 from cryptography import x509
-from fedring.v1.control_pb2_grpc import ControlServiceStub
-from fedring.v1.federation_pb2 import FetchModelRequest, JoinRequest, WatchRequest
-from fedring.v1.federation_pb2_grpc import ModelBlobServiceStub, TrainCmdServiceStub
 
 from fedring.ctl.access import Access
 from fedring.ctl.failure import Failure
-from fedring.ctl.health import check_health
 from fedring.ctl.main import main
+from fedring.ctl.operate.port_health import check_health
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.contract import PROTOCOL
@@ -30,6 +27,9 @@ from fedring.rpc.tls import PLAINTEXT
 from fedring.server.operator.tokens import new_token
 from fedring.server.state.store import SqlStore
 from fedring.v1 import control_pb2 as pb
+from fedring.v1.control_pb2_grpc import ControlServiceStub
+from fedring.v1.federation_pb2 import FetchModelRequest, JoinRequest, WatchRequest
+from fedring.v1.federation_pb2_grpc import ModelBlobServiceStub, TrainCmdServiceStub
 from tests.fleets import Control, Fleet
 from tests.pki import Pki, flctl
 from tests.waiting import until
@@ -318,7 +318,7 @@ def test_flctl_shows_its_users_certificate(mutual: Site, capsys: pytest.CaptureF
     assert "--tls-ca" in capsys.readouterr().err
     ann = [part.replace("operator", "ann") for part in options]
     assert main(["stop", "--server", mutual.fleet.control, *ann]) == Exit.NOT_ALLOWED
-    assert "fedring://client/ann is no operator" in capsys.readouterr().err
+    assert "fedring://client/ann is not an operator" in capsys.readouterr().err
 
 
 def test_a_server_uses_a_new_certificate_without_a_restart(mutual: Site) -> None:

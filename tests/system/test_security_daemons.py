@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fedring.ctl.access import Access
-from fedring.ctl.health import check_health
 from fedring.ctl.main import main
+from fedring.ctl.operate.port_health import check_health
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.tls import Tls

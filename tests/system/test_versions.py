@@ -7,12 +7,12 @@ from typing import Any
 
 import grpc
 import pytest
-from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 
 from fedring.daemon.exits import Exit
 from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import reason_of, status_of
 from fedring.v1 import federation_pb2 as pb
+from fedring.v1.federation_pb2_grpc import TrainCmdServiceStub
 from tests.fleets import Control, Fleet
 from tests.system.wire import WireClient, deliver, outcome, run
 

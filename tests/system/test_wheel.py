@@ -72,7 +72,7 @@ def test_the_wheel_contains_the_program_and_its_data_but_no_tests(wheel: Path) -
         assert needed in names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"fedring"}
     assert {name.split("/")[1] for name in names if name.startswith("fedring/")} - {*PARTS} <= {"version.py"}
-    assert [name for name in names if "test" in name and name != "fedring/server/testset.py"] == []
+    assert [name for name in names if "test" in name and name != "fedring/server/model/testset.py"] == []
     assert "fedring/__init__.py" not in names
 
 

@@ -280,7 +280,7 @@ def test_a_call_without_a_session_is_refused(wire: WireClient, command: pb.Train
 
 def test_malformed_messages_get_a_clear_error(wire: WireClient, command: pb.TrainCmd) -> None:
     raw: Any = wire.channel.stream_stream("/fedring.v1.ClientUpdateService/PushUpdate")
-    with pytest.raises(Exception, match="the bytes are no message") as refused:
+    with pytest.raises(Exception, match="the bytes are not a valid message") as refused:
         list(raw(iter([b"\xff\xff\xff"]), metadata=wire.metadata))
     assert "Traceback" not in str(refused.value)
 

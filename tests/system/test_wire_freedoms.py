@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import grpc
 import numpy as np
 import pytest
-from fedring.v1.federation_pb2_grpc import ModelBlobServiceStub, TrainCmdServiceStub
 from grpc import StatusCode
 
 from fedring.codec import NAMES, decode
 from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import reason_of
 from fedring.v1 import federation_pb2 as pb
+from fedring.v1.federation_pb2_grpc import ModelBlobServiceStub, TrainCmdServiceStub
 from tests.fleets import Control, Fleet
 from tests.system.wire import (
     CHUNK,

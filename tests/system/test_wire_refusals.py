@@ -7,12 +7,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from fedring.v1.control_pb2_grpc import ControlServiceStub
 from grpc import StatusCode
 
 from fedring.rpc.errors import reason_in, reason_of
 from fedring.v1 import control_pb2 as control_pb
 from fedring.v1 import federation_pb2 as pb
+from fedring.v1.control_pb2_grpc import ControlServiceStub
 from tests.fleets import Control, Fleet
 from tests.system.wire import SECONDS, SIZE, Refused, WireClient, deliver, payload_of, run, vector_job
 

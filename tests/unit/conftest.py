@@ -22,56 +22,55 @@ from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
 RUN = "run-1"
-PIECE = 1000  # bytes a chunk of a model
-SECONDS = 60.0  # in which what happens soon has happened also on a machine that stands still for a while
+PIECE = 1000  # bytes of a model in each chunk
+SECONDS = 60.0  # a timeout that is long enough even if the machine does nothing for a while
 
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers in a ring are not lost because the machine stood still for a few seconds."""
+    """Give peers in a ring so much time that they are not lost if the machine does nothing for a few seconds."""
     monkeypatch.setenv("FEDRING_RING_LOST_AFTER_SECONDS", str(SECONDS))
 
 
-class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.ClientUpdateServiceServicer):
-    """Does what a test tells it, and remembers what it was told."""
+class ScriptedServer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.ClientUpdateServiceServicer):
+    """A server that answers as the test says, and records the requests that it receives."""
 
     def __init__(self) -> None:
-        self._place = socket.socket()  # never listens: while the server is stopped, the port is nobody else's
+        self._place = socket.socket()  # reserves the port while the server is stopped; it never listens
         self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._place.bind(("127.0.0.1", 0))
         self.port: int = self._place.getsockname()[1]
         self.run_id = RUN
-        self.secret = ""  # that a Join returns
+        self.secret = ""  # the secret in replies to Join
         self.joins: queue.Queue[pb.JoinRequest] = queue.Queue()
         self.reports: queue.Queue[pb.WatchRequest] = queue.Queue()
         self.failures: queue.Queue[pb.Failure] = queue.Queue()
         self.evaluations: queue.Queue[pb.EvaluationReport] = queue.Queue()
         self.fetches: queue.Queue[pb.FetchModelRequest] = queue.Queue()
         self.accepted: queue.Queue[tuple[pb.UpdateHeader, bytes]] = queue.Queue()
-        self.offers: queue.Queue[pb.UpdateOffer] = queue.Queue()  # of all updates that came, accepted or not
-        self.ways: list[tuple[str, str]] = []  # the call, and the client's address, of each of them
-        self.last_accepted: pb.LastAccepted | None = None  # what Join says of it
-        self.small_calls = 0  # of PushSmallUpdates
-        self.resumed: list[int] = []  # offsets that uploads went on from
-        self.models: dict[int, list[tuple[pb.ModelHeader, bytes]]] = {}  # a step first, if there is one
+        self.offers: queue.Queue[pb.UpdateOffer] = queue.Queue()  # of accepted and of refused updates
+        self.upload_calls: list[tuple[str, str]] = []  # the name of the call and the client's address, for each offer
+        self.last_accepted: pb.LastAccepted | None = None  # the last accepted update in replies to Join
+        self.small_calls = 0  # calls of PushSmallUpdates
+        self.resumed: list[int] = []  # the offsets at which uploads were resumed
+        # By version. If there is a difference to another version, it comes first.
+        self.models: dict[int, list[tuple[pb.ModelHeader, bytes]]] = {}
         self.on_join: Callable[[], FedringError | None] = lambda: None
         self.on_header: Callable[[pb.UpdateHeader], FedringError | None] = lambda header: None
         self.on_bytes: Callable[[int], FedringError | None] = lambda received: None
-        self.on_payload: Callable[[bytearray], object] = lambda payload: None  # may spoil it
+        self.on_payload: Callable[[bytearray], object] = lambda payload: None  # may damage it
         self.on_accepted: Callable[[], FedringError | None] = lambda: None
-        self.on_piece: Callable[[int], FedringError | None] = lambda offset: None
+        self.on_chunk: Callable[[int], FedringError | None] = lambda offset: None
         self.on_evaluation: Callable[[], FedringError | None] = lambda: None
         self._sessions = 0
         self._outbox: asyncio.Queue[pb.ServerEvent | FedringError]
-        self._partial: dict[str, bytearray] = {}  # by the names of updates
+        self._partial: dict[str, bytearray] = {}  # what was received of each update, by its name
         self._taken: set[str] = set()
 
-    # ---- what a test does
-
     def start(self) -> None:
-        """Listen, each time on the same port."""
+        """Listen, on the same port each time."""
         started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), name="peer")
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), name="scripted server")
         self._thread.start()
         started.wait()
 
@@ -81,22 +80,22 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self._thread.join()
 
     def close(self) -> None:
-        """Stop for good."""
+        """Stop the server and release its port."""
         self.stop()
         self._place.close()
 
     def send(self, event: pb.ServerEvent | FedringError) -> None:
-        """Send the event on the Watch stream, or end that with the error."""
+        """Send an event on the Watch stream, or end the stream with an error."""
         asyncio.run_coroutine_threadsafe(self._outbox.put(event), self._loop).result()
 
     def train(self, command: pb.TrainCmd) -> None:
-        """Send a command."""
+        """Send a command to train."""
         self.send(pb.ServerEvent(train=command))
 
     def publish(
         self, version: int, schema: Schema, vectors: Vectors, *, step: tuple[int, Vectors] | None = None
     ) -> None:
-        """Offer a model, and before it the step (from that version, by that much), if given."""
+        """Offer a model in full, and also as a `step`, if given: a base version, and the difference to it."""
         digest = vectors.digest()
         offers = [_offer(version, schema, vectors, pb.KIND_WEIGHTS, digest, "")]
         if step:
@@ -104,11 +103,11 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.models[version] = offers
 
     def digest(self, version: int) -> str:
-        """The digest of a published model."""
+        """Return the digest of a published model."""
         return self.models[version][-1][0].model_digest
 
     def command(self, model: nn.Module, *, round_: int = 1, encoding: str = "fp32", **fields: Any) -> pb.TrainCmd:
-        """A command to train `model`, which is published as version 1 if nothing is."""
+        """Return a command to train `model`, and publish it as version 1 if no model is published yet."""
         schema = schema_of(model)
         if not self.models:
             self.publish(1, schema, read_vectors(model))
@@ -124,23 +123,21 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         )
 
     def evaluation(self, version: int, **fields: Any) -> pb.EvaluateCmd:
-        """A command to evaluate that model, which is published."""
+        """Return a command to evaluate a published version."""
         header = self.models[version][-1][0]
         given: dict[str, Any] = {"round": 2, "deadline_seconds": 600.0} | fields
         return pb.EvaluateCmd(
             model_version=version, model_digest=header.model_digest, schema_hash=header.schema_hash, **given
         )
 
-    def take(self, offer: pb.UpdateOffer) -> None:
-        """From now on that update counts as accepted."""
+    def mark_accepted(self, offer: pb.UpdateOffer) -> None:
+        """Treat this update as accepted from now on."""
         self._taken.add(offer.name)
 
-    def small(self, version: int) -> pb.SmallModel:
-        """The published model as a command carries it."""
+    def small_model(self, version: int) -> pb.SmallModel:
+        """Return a published model in the form in which a command carries it."""
         header, payload = self.models[version][-1]
         return pb.SmallModel(header=header, payload=payload)
-
-    # ---- what a client sees
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
         error = self.on_join()
@@ -193,7 +190,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         yield pb.ModelBlob(header=header)
         start = request.offset if request.payload_name == header.payload_name else 0
         for offset in range(start, len(payload), PIECE):
-            if error := self.on_piece(offset):
+            if error := self.on_chunk(offset):
                 raise error
             yield pb.ModelBlob(chunk=pb.Chunk(offset=offset, data=payload[offset : offset + PIECE]))
 
@@ -235,11 +232,11 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
             yield pb.Accepted()
 
     def _open(self, offer: pb.UpdateOffer, call: str, context: Any) -> pb.UpdateHeader:
-        """The header of an update that came, unless the test refuses it."""
+        """Return the header of an offered update, or raise the error with which the test refuses it."""
         self.offers.put(offer)
-        self.ways.append((call, context.peer()))
+        self.upload_calls.append((call, context.peer()))
         if update_name(offer.header, offer.payload_digest) != offer.name:
-            raise DamagedOnTheWay("the header is another")
+            raise DamagedOnTheWay("the header does not match the name")
         header = pb.UpdateHeader.FromString(offer.header)
         if error := self.on_header(header):
             raise error
@@ -249,7 +246,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
         self.on_payload(received)
         payload = bytes(received)
         if name_of(payload) != offer.payload_digest:
-            raise DamagedOnTheWay("the payload is another")
+            raise DamagedOnTheWay("the payload does not match its digest")
         self._taken.add(offer.name)
         self.last_accepted = pb.LastAccepted(epoch=header.epoch, round=header.round, name=offer.name)
         self.accepted.put((header, payload))
@@ -276,7 +273,7 @@ class Peer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, rpc.Client
                 self.failures.put(request.failure)
 
     def _require_session(self, context: Any) -> None:
-        """Only the newest session counts."""
+        """Refuse a call of any but the newest session."""
         if dict(context.invocation_metadata()).get("fl-session") != str(self._sessions):
             raise NoSession("join first")
 
@@ -305,23 +302,23 @@ def _offer(
 
 
 @pytest.fixture
-def peer() -> Iterator[Peer]:
-    """A scripted fl-server that listens."""
-    peer = Peer()
-    peer.start()
-    yield peer
-    peer.close()
+def server() -> Iterator[ScriptedServer]:
+    """Yield a scripted fl-server that listens."""
+    server = ScriptedServer()
+    server.start()
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def settings(peer: Peer, tmp_path: Path) -> dict[str, Any]:
-    """What `connect` needs to reach it."""
-    return {"server": f"127.0.0.1:{peer.port}", "client_id": "alice", "state_dir": tmp_path / "state"}
+def settings(server: ScriptedServer, tmp_path: Path) -> dict[str, Any]:
+    """Return the arguments with which `connect` reaches the scripted server."""
+    return {"server": f"127.0.0.1:{server.port}", "client_id": "alice", "state_dir": tmp_path / "state"}
 
 
 @pytest.fixture
 def flctl(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs flctl; gives its exit code, stdout and stderr."""
+    """Return a function that runs flctl and returns its exit code, stdout and stderr."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()

@@ -1,29 +1,33 @@
-"""A place at which threads wait until a test lets them go on."""
+"""A place at which threads wait until a test lets them continue."""
 
 import asyncio
 import threading
 
 
 class Gate:
-    """Says when a thread has come to a place, and lets it go on when it may; open at first."""
+    """Holds up the threads that come to a named place. It is open until a test closes it."""
 
     def __init__(self) -> None:
         self._place = ""
-        self._here, self._open = threading.Event(), threading.Event()
+        self._arrived, self._open = threading.Event(), threading.Event()
 
     def close(self, place: str) -> None:
+        """Hold up the threads that come to this place."""
         self._place = place
-        self._here.clear()
+        self._arrived.clear()
         self._open.clear()
 
     def open(self) -> None:
+        """Let all threads continue."""
         self._place = ""
         self._open.set()
 
     def pass_(self, place: str) -> None:
+        """Pass this place, or wait here, at most a minute, while it is closed."""
         if place == self._place:
-            self._here.set()
+            self._arrived.set()
             self._open.wait(60)
 
     async def reached(self) -> None:
-        assert await asyncio.to_thread(self._here.wait, 60)
+        """Return when a thread has come to the closed place."""
+        assert await asyncio.to_thread(self._arrived.wait, 60)

@@ -1,4 +1,4 @@
-"""One member of a gloo group; test_train_group.py runs each in a process of its own."""
+"""One member of a gloo group. test_workers_data_parallel.py runs each member in its own process."""
 
 import json
 import warnings
@@ -13,12 +13,12 @@ from torch._C._distributed_c10d import GradBucket
 
 from fedring.client.hooks import Compressed, make_hook
 from fedring.data import Samples
+from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.losses import cross_entropy
-from fedring.train.parallel import HOOKS, DataParallel
 from fedring.train.plan import Plan
-from fedring.workers.group import Course, GroupTraining
+from fedring.workers.data_parallel_epochs import DataParallelSetup, DataParallelTraining
 from fedring.workers.replica import Replica, all_equal, synchronize
-from fedring.workers.watcher import Watcher
+from fedring.workers.training import Watcher
 
 SIZE = 70
 
@@ -33,26 +33,26 @@ def samples() -> Samples:
     return Samples(torch.randn(SIZE, 6, generator=generator), torch.randint(3, (SIZE,), generator=generator))
 
 
-def course(plan: Plan, **table: Any) -> Course:
+def setup_of(plan: Plan, **table: Any) -> DataParallelSetup:
     parsed = DataParallel.model_validate(table)
-    return Course(samples(), plan, parsed, cross_entropy, torch.device("cpu"), total_epochs=plan.epochs)
+    return DataParallelSetup(samples(), plan, parsed, cross_entropy, torch.device("cpu"), total_epochs=plan.epochs)
 
 
 def replica_of(model: nn.Module, momentum: float = 0.9) -> Replica:
     return Replica(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum))
 
 
-def train(replica: Replica, where: Course, watcher: Watcher | None = None) -> GroupTraining:
-    hook = make_hook(where.table, where.plan, replica.model.named_parameters(), ["tests"])
+def train(replica: Replica, setup: DataParallelSetup, watcher: Watcher | None = None) -> DataParallelTraining:
+    hook = make_hook(setup.table, setup.plan, replica.model.named_parameters(), ["tests"])
     if isinstance(hook, Compressed):
         hook.enter(0, replica.progress.steps)
-    training = GroupTraining(replica, where, hook, watcher or Watcher())
+    training = DataParallelTraining(replica, setup, hook, watcher or Watcher())
     training.run()
     return training
 
 
-def told(replica: Replica, training: GroupTraining, **more: Any) -> dict[str, Any]:
-    """What a test wants to know."""
+def result_of(replica: Replica, training: DataParallelTraining, **more: Any) -> dict[str, Any]:
+    """Return what tests compare between members."""
     buffers = [float(buffer.double().sum()) for buffer in replica.model.buffers()]
     return {
         "digest": replica.digest().hex(),
@@ -70,14 +70,14 @@ def told(replica: Replica, training: GroupTraining, **more: Any) -> dict[str, An
 
 
 def plain(rank: int, **table: Any) -> dict[str, Any]:
-    """Two epochs from equal beginnings."""
+    """Train two epochs, with equal models at the start."""
     replica = replica_of(net(), 0.0 if table.get("hook") == "dgc" else 0.9)
-    where = course(Plan(epochs=2, batch_size=8, seed=5, momentum=0.9), **table)
-    return told(replica, train(replica, where), equal=all_equal(replica))
+    setup = setup_of(Plan(epochs=2, batch_size=8, seed=5, momentum=0.9), **table)
+    return result_of(replica, train(replica, setup), equal=all_equal(replica))
 
 
 def newcomer(rank: int) -> dict[str, Any]:
-    """All but rank 0 begin with another model, without momentum, in the middle of what rank 0 has done."""
+    """Join with another model and without momentum, while rank 0 is in the middle of an epoch."""
     model = net()
     replica = replica_of(model)
     if rank == 0:
@@ -92,32 +92,32 @@ def newcomer(rank: int) -> dict[str, Any]:
                 parameter.add_(rank)
     source = synchronize(replica)
     again = synchronize(replica)
-    training = train(replica, course(Plan(epochs=1, batch_size=8, seed=5)))
-    return told(replica, training, source=source, again=again, equal=all_equal(replica))
+    training = train(replica, setup_of(Plan(epochs=1, batch_size=8, seed=5)))
+    return result_of(replica, training, source=source, again=again, equal=all_equal(replica))
 
 
 def newcomer_to(rank: int, hook: str, **table: Any) -> dict[str, Any]:
-    """Rank 1 is replaced after an epoch by one that knows nothing; what all share is compared after each."""
-    where = course(Plan(epochs=1, batch_size=8, seed=5), hook=hook, start_iteration=2, ratio=0.2, **table)
-    replica, lasting = _member(where)
-    lasting.enter(0, 0)
-    GroupTraining(replica, where, lasting).run()
+    """Replace rank 1 after an epoch by a worker without any state, and train another epoch."""
+    setup = setup_of(Plan(epochs=1, batch_size=8, seed=5), hook=hook, start_iteration=2, ratio=0.2, **table)
+    replica, hook_state = _member(setup)
+    hook_state.enter(0, 0)
+    DataParallelTraining(replica, setup, hook_state).run()
     if rank == 1:
-        replica, lasting = _member(where)
-    lasting.leave()
+        replica, hook_state = _member(setup)
+    hook_state.leave()
     source = synchronize(replica)
-    lasting.enter(0 if rank == 1 else 2, replica.progress.steps)
+    hook_state.enter(0 if rank == 1 else 2, replica.progress.steps)
     replica.begin_round()
-    training = GroupTraining(replica, where, lasting)
+    training = DataParallelTraining(replica, setup, hook_state)
     training.run()
-    lasting.leave()
+    hook_state.leave()
     shared = {name: tensor.double().sum().item() for name, tensor in replica.shared.items()}
-    return told(replica, training, source=source, equal=all_equal(replica), shared=shared)
+    return result_of(replica, training, source=source, equal=all_equal(replica), shared=shared)
 
 
-def _member(where: Course) -> tuple[Replica, Compressed]:
+def _member(setup: DataParallelSetup) -> tuple[Replica, Compressed]:
     replica = replica_of(net())
-    hook = make_hook(where.table, where.plan, replica.model.named_parameters(), ["tests"])
+    hook = make_hook(setup.table, setup.plan, replica.model.named_parameters(), ["tests"])
     assert isinstance(hook, Compressed)
     replica.shared = hook.shared
     return replica, hook
@@ -141,18 +141,18 @@ SCENARIOS: dict[str, Any] = {
 
 
 def own_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A user's hook: the sum in the place of the mean."""
+    """Exchange gradients like a user's own hook: it returns the sum instead of the mean."""
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
     future: torch.futures.Future[Any] = work.get_future()
     return future.then(lambda done: done.value()[0])
 
 
 def main(rank: int, size: int, folder: Path) -> None:
-    """Play all scenarios, and leave what they tell in FOLDER/RANK.json."""
+    """Run all scenarios, and write their results to FOLDER/RANK.json."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    told_of = {name: play(rank) for name, play in SCENARIOS.items()}
+    results = {name: scenario(rank) for name, scenario in SCENARIOS.items()}
     dist.barrier()
     dist.destroy_process_group()
-    (folder / f"{rank}.json").write_text(json.dumps(told_of))
+    (folder / f"{rank}.json").write_text(json.dumps(results))

@@ -1,4 +1,4 @@
-"""The parts of a server with a real store and real blobs, whose threads a test can hold up, and its clients."""
+"""A server without sockets: its parts, with a real store and real blobs, and clients in session."""
 
 import asyncio
 import time
@@ -13,20 +13,22 @@ from tests.unit.gate import Gate
 
 from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of, update_name
-from fedring.rpc.chunks import Piece
+from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.contract import SESSION_KEY
 from fedring.rpc.identity import IDENTITY, LOCAL
-from fedring.rpc.streams import METER, Meter
+from fedring.rpc.streams import METER, CallMeter
 from fedring.server.config import ServerConfig
+from fedring.server.model.making import ModelMaker
 from fedring.server.model.models import Models
 from fedring.server.parts import assemble
 from fedring.server.recovery import reload
 from fedring.server.round.events import Joined
 from fedring.server.round.sessions import Session, Sessions
 from fedring.server.service import uploads
-from fedring.server.state.blobs import FileBlobs, FilePartial, Partial, StorageError
+from fedring.server.state.blobs import FileBlobs, FilePartial
 from fedring.server.state.facts import Facts
-from fedring.server.state.interfaces import Acceptance
+from fedring.server.state.failures import StorageError
+from fedring.server.state.interfaces import Acceptance, Partial
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow, lay_out
 from fedring.server.state.store import SqlStore
 from fedring.train.job import Job
@@ -37,12 +39,13 @@ ONES = np.ones(SIZE, np.float32)
 
 
 def spec(**keys: Any) -> Job:
+    """Return a job that trains a vector of `SIZE` values, with these keys."""
     fixed = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "evaluate": False, "min_clients": 1}
     return Job.model_validate({**fixed, **keys})
 
 
 class GatedStore(SqlStore):
-    """A store whose transactions can be held up."""
+    """A store whose transactions a test can hold up."""
 
     def __init__(self, path: Path, gate: Gate) -> None:
         super().__init__(f"sqlite:///{path}")
@@ -57,18 +60,18 @@ class GatedStore(SqlStore):
         return super().accept_updates(rows)
 
 
-class GatedModels(Models):
-    """Models that take their time to be built."""
+class GatedMaker(ModelMaker):
+    """A maker whose first models can be held up."""
 
     gate: Gate
 
-    def fitting(self, latest: ModelRow | None, job: Job, version: int) -> ModelRow:
-        self.gate.pass_("fitting")
-        return super().fitting(latest, job, version)
+    def first(self, job: Job, latest: ModelRow | None, version: int) -> ModelRow:
+        self.gate.pass_("first model")
+        return super().first(job, latest, version)
 
 
 class FullBlobs(FileBlobs):
-    """Blobs on a disk that may be full, or slow."""
+    """Blobs on a disk that is full or slow when a test says so."""
 
     full = False
     gate: Gate
@@ -91,7 +94,7 @@ class FullBlobs(FileBlobs):
 
 
 class Call:
-    """What of a call's context is looked at."""
+    """The part of a call's context that the services read."""
 
     def __init__(self, session: Session) -> None:
         self._session_id = session.session_id
@@ -100,11 +103,11 @@ class Call:
         return ((SESSION_KEY, self._session_id),)
 
     def add_done_callback(self, callback: object) -> None:
-        """It ends with the test."""
+        """Do nothing: the call lasts until the test ends."""
 
 
 class Host:
-    """The parts of a server, and clients in session."""
+    """The parts of a server, and what its clients do. A test can hold up the server's threads at its `gate`."""
 
     def __init__(self, root: Path) -> None:
         self.gate = Gate()
@@ -112,14 +115,16 @@ class Host:
         self.blobs.gate = self.gate
         self.config = ServerConfig.model_validate({"state_dir": root})
         self.facts = Facts(self.store, self.blobs, threads=1)
-        models = GatedModels(self.blobs, self.facts.pool, self.config, self.store.run_id)
-        models.gate = self.gate
+        models = Models(self.blobs, self.facts.pool, self.config, self.store.run_id)
+        models.maker = maker = GatedMaker(self.blobs, self.facts.pool, self.config, self.store.run_id, models.versions)
+        maker.gate = self.gate
         self.parts = parts = assemble(self.config, self.facts, models, Sessions(10))
         self.rounds, self.sessions, self.journal, self.jobs = parts.rounds, parts.sessions, parts.journal, parts.jobs
         self.uploads = uploads.ClientUpdateService(parts, self.config)
         self._names = iter(range(1000))
 
     def join(self, client: str) -> Session:
+        """Return a session of the client, which is ready to train. An older session of the client ends."""
         IDENTITY.set(LOCAL)
         older = self.sessions.get(client)
         request = pb.JoinRequest(client_id=client, resume_secret=older.secret if older else "")
@@ -130,7 +135,7 @@ class Host:
         return session
 
     async def command(self, session: Session) -> pb.TrainCmd:
-        """The client's next command."""
+        """Return the next command to train that the client receives."""
         async with asyncio.timeout(60):
             while True:
                 event = pb.ServerEvent.FromString(await session.outbox.get())
@@ -140,7 +145,7 @@ class Host:
     def update(
         self, command: pb.TrainCmd, client: str, values: NDArray[np.float32] = ONES
     ) -> tuple[FilePartial, UpdateRow]:
-        """An update, received and checked."""
+        """Return an update that was received and checked: its file, and its row for the store."""
         payload = encode(values, Encoding("fp32"))
         partial = self.blobs.open_partial(f"update-{next(self._names)}")
         partial.write(payload)
@@ -171,11 +176,21 @@ class Host:
         damage: Callable[[bytes], bytes] = lambda payload: payload,
         **changes: Any,
     ) -> pb.UpdateReply:
-        """The last reply to an update that goes the whole way; its payload follows its offer `after` the event.
+        """Upload an update through the upload service.
 
-        The payload may be damaged on its way, and fields of the header may be others than they should be.
+        Args:
+            session: The session of the client.
+            command: The command that the update answers.
+            values: The parameters of the update, float32, as many as the model has.
+            name: The encoding.
+            after: The payload is sent when this event is set; None = immediately after the offer.
+            damage: Changes the payload in transit.
+            changes: Fields of the header that differ from what they should be.
+
+        Returns:
+            The last reply of the service.
         """
-        METER.set(Meter())
+        METER.set(CallMeter())
         payload = encode(values, Encoding(name))
         packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=name, bytes=len(payload))
         packet.num_samples = 1
@@ -187,20 +202,21 @@ class Host:
         digest = name_of(payload)
         offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
 
-        async def messages() -> AsyncIterator[pb.ClientUpdate | Piece]:
+        async def messages() -> AsyncIterator[pb.ClientUpdate | ReceivedChunk]:
             yield pb.ClientUpdate(offer=offer)
             if after is not None:
                 await after.wait()
-            yield Piece(0, memoryview(damage(payload)))
+            yield ReceivedChunk(0, memoryview(damage(payload)))
 
         return [reply async for reply in self.uploads.PushUpdate(messages(), Call(session))][-1]
 
     def offer(self, update: tuple[FilePartial, UpdateRow]) -> "asyncio.Task[bool]":
+        """Start to accept an update. The task returns whether it had been accepted before."""
         partial, row = update
         return asyncio.get_running_loop().create_task(self.parts.acceptor.accept(partial, row))
 
     async def ended(self, job_id: int) -> str:
-        """The state in which the job ended."""
+        """Wait for the end of a job, and return the state in which it ended."""
         async with asyncio.timeout(60):
             async for event in self.journal.follow(1):
                 if event.kind == "job_ended" and event.job_id == job_id:
@@ -212,15 +228,14 @@ class Host:
 
 @asynccontextmanager
 async def running(root: Path) -> AsyncIterator[Host]:
-    """A host that does what is due, and whose parts all live to the end."""
+    """Yield a host that accepts updates and runs jobs. At the end, both must still be running."""
     host = Host(root)
     await reload(host.parts, keep_models=10)
     async with asyncio.TaskGroup() as tasks:
-        parts = (host.parts.acceptor.run(), host.jobs.run())
-        tasks_of_host = [tasks.create_task(part) for part in parts]
+        background = [tasks.create_task(part) for part in (host.parts.acceptor.run(), host.jobs.run())]
         yield host
-        assert not any(task.done() for task in tasks_of_host)
+        assert not any(task.done() for task in background)
         host.gate.open()
-        for task in tasks_of_host:
+        for task in background:
             task.cancel()
     host.facts.close()

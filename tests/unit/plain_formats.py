@@ -1,7 +1,7 @@
-"""FORMATS.md once more, value by value in plain Python: no numpy, and nothing of fedring.
+"""A second implementation of FORMATS.md, value by value in plain Python, without numpy and without fedring.
 
-What the two agree on, the document says. A float of Python is a float64; `f32` rounds one to float32, as the document
-tells whoever has no other floats to do.
+It follows the document alone. Where it agrees with fedring, the document describes what fedring does. A float of Python
+is a float64. `f32` rounds it to float32, as the document prescribes for languages that have no float32.
 """
 
 import json
@@ -18,40 +18,40 @@ SPAN = 1 << 20
 
 
 def name_of(data: bytes) -> str:
-    """The name of bytes."""
+    """Return the name of some bytes."""
     return "blake3-" + blake3(data).hexdigest()
 
 
 def f32(value: float) -> float:
-    """The nearest float32."""
+    """Return the nearest float32."""
     rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return rounded
 
 
-def vector_of(stated: Any) -> list[float]:
-    """A vector as vectors.json states it."""
-    if isinstance(stated, list):
-        return stated
-    vector = [0.0] * stated["size"]
-    for index, value in stated["entries"]:
+def vector_of(written: Any) -> list[float]:
+    """Return a vector that is written as in vectors.json."""
+    if isinstance(written, list):
+        return written
+    vector = [0.0] * written["size"]
+    for index, value in written["entries"]:
         vector[index] = value
     return vector
 
 
 class Bytes:
-    """Taken from front to back."""
+    """Bytes that are read from the front to the back."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
 
     def take(self, layout: str) -> tuple[Any, ...]:
-        """The next values, little endian."""
+        """Read the next values, which are little endian."""
         size = struct.calcsize("<" + layout)
         taken, self.data = self.data[:size], self.data[size:]
         return struct.unpack("<" + layout, taken)
 
     def stream(self, size: int) -> bytes:
-        """The next stream's content."""
+        """Read the next stream, and return its content of `size` bytes."""
         (length,) = self.take("I")
         (frame,) = self.take(f"{length}s")
         content = zstandard.ZstdDecompressor().decompress(frame) if length else b""
@@ -59,13 +59,13 @@ class Bytes:
         return content
 
     def flags(self, count: int, data: bytes | None = None) -> list[int]:
-        """A bit field, which comes next or is `data`."""
+        """Read `count` flags from the next bit field, or from `data`."""
         field: bytes = self.take(f"{-(-count // 8)}s")[0] if data is None else data
         return [field[i // 8] >> i % 8 & 1 for i in range(count)]
 
 
 def decode(data: bytes, name: str, size: int) -> list[float]:
-    """The values of a packet."""
+    """Return the values of a packet with the encoding `name`."""
     rest = Bytes(data)
     if name in ("fp32_sparse", "sq8"):
         return _sparse(rest, name, size)
@@ -144,7 +144,7 @@ Packets = Sequence[Mapping[str, Any]]
 
 
 def download(held: Mapping[str, Any] | None, packets: Packets, vector: str, size: int) -> list[float]:
-    """A vector of a model, by what the client holds and the packets that it is sent."""
+    """Return a vector of the model that a client gets from the model it holds and the packets it receives."""
     summed = None if held is None else vector_of(held[vector])
     for values in _values(packets, vector, size):
         both = zip(summed, values, strict=True) if summed is not None else ()
@@ -154,7 +154,7 @@ def download(held: Mapping[str, Any] | None, packets: Packets, vector: str, size
 
 
 def aggregate(example: Mapping[str, Any], vector: str) -> list[float]:
-    """A vector of the model that a server without options makes of updates."""
+    """Return a vector of the model that a server without options computes from the updates of an example."""
     base = vector_of(example["base"][vector])
     total, samples, absolute = [0.0] * len(base), 0, 0
     for update in sorted(example["updates"], key=lambda update: update["client_id"].encode("ascii")):
@@ -180,14 +180,14 @@ def _values(packets: Packets, vector: str, size: int) -> Iterator[list[float]]:
 
 
 def _whole(entry: tuple[str, list[int], str, str]) -> list[bool]:
-    """Of each value of a buffer whether it is a whole number."""
+    """Return for each value of a buffer whether it is an integer."""
     _, shape, dtype, role = entry
     count = reduce(lambda a, b: a * b, shape, 1) if role == "buffer" else 0
     return [dtype.startswith(("int", "uint", "bool"))] * count
 
 
 def decode_gradient(data: bytes, sizes: Sequence[int]) -> list[tuple[list[int] | None, list[float]]]:
-    """Positions (None: all) and values of each tensor."""
+    """Return the positions (None = all) and the values of each tensor."""
     rest = Bytes(data)
     head, count, layout = rest.take("4sII")
     assert (head, count) == (b"GR\0\1", len(sizes))
@@ -237,7 +237,7 @@ def _gradient_values(rest: Bytes, precision: int, count: int) -> list[float]:
 
 
 def message(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
-    """The fields of a message of protobuf."""
+    """Yield the number and the value of each field of a protobuf message."""
     while data:
         key, data = _varint(data)
         match key & 7:

@@ -1,4 +1,4 @@
-"""Addresses in settings and options: what is none is refused, wherever it stands."""
+"""Addresses in settings and options: anything else is refused, in every one of them."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ SETTINGS: list[tuple[type[BaseSettings], str]] = [
 
 
 @pytest.mark.parametrize(("model", "key"), SETTINGS)
-def test_a_port_that_there_is_not_is_refused_in_every_setting(model: type[BaseSettings], key: str) -> None:
+def test_a_port_above_65535_is_refused_in_every_setting(model: type[BaseSettings], key: str) -> None:
     assert getattr(model.model_validate({key: "127.0.0.1:65535"}), key) == "127.0.0.1:65535"
     for port in ("65536", "99999", "1" * 5000):
         with pytest.raises(
@@ -41,26 +41,26 @@ def test_a_port_that_there_is_not_is_refused_in_every_setting(model: type[BaseSe
 
 @pytest.mark.parametrize(("model", "key"), SETTINGS)
 @pytest.mark.parametrize("text", ["here:", "here:https", "127.0.0.1:²", "unix:"])
-def test_what_is_no_address_is_refused_in_every_setting(model: type[BaseSettings], key: str, text: str) -> None:
+def test_text_that_is_no_address_is_refused_in_every_setting(model: type[BaseSettings], key: str, text: str) -> None:
     with pytest.raises(ValidationError, match="is not host:port"):
         model.model_validate({key: text})
 
 
 @pytest.mark.parametrize(("model", "key"), [row for row in SETTINGS if row[1] not in ("peer_address", "advertise")])
-def test_an_address_has_a_port(model: type[BaseSettings], key: str) -> None:
+def test_an_address_without_a_port_is_refused(model: type[BaseSettings], key: str) -> None:
     for text in ("here", "8443"):
         with pytest.raises(ValidationError, match=f"'{text}' is not host:port"):
             model.model_validate({key: text})
 
 
 @pytest.mark.parametrize("key", ["peer_listen", "peer_address", "metrics_listen"])
-def test_what_others_dial_is_no_socket_of_this_host(key: str) -> None:
+def test_an_address_for_other_hosts_cannot_be_a_unix_socket(key: str) -> None:
     with pytest.raises(ValidationError, match="'unix:/run/x' is not host:port"):
         ClientConfig.model_validate({key: "unix:/run/x"})
 
 
 @pytest.mark.parametrize("host", ["ward-7", "ward-7:7600", "[::1]", "[::1]:7600", "10.0.0.5"])
-def test_what_peers_dial_may_leave_out_the_port(host: str) -> None:
+def test_the_address_for_peers_may_leave_out_the_port(host: str) -> None:
     assert ClientConfig.model_validate({"peer_address": host}).peer_address == host
 
 
@@ -78,13 +78,13 @@ def test_flctl_calls_an_option_that_is_no_address_a_usage_error(flctl: Call, ver
 
 
 @pytest.mark.parametrize(("name", "option"), [("SERVER", "--server"), ("LISTEN", "--listen"), ("HEALTH", "--at")])
-def test_flctl_takes_no_such_address_from_the_environment(
+def test_flctl_refuses_such_an_address_from_the_environment_as_well(
     flctl: Call, monkeypatch: pytest.MonkeyPatch, name: str, option: str
 ) -> None:
     monkeypatch.setenv(f"FLCTL_{name}", "foo")
     assert flctl("health") == (Exit.USAGE, "", f"flctl: {option}: 'foo' is not host:port\n")
 
 
-def test_flctl_asks_at_a_unix_socket(flctl: Call) -> None:
+def test_flctl_can_use_a_unix_socket(flctl: Call) -> None:
     code, _, err = flctl("health", "--at", "unix:/does/not/exist")
-    assert (code, err.count("nobody answers at unix:/does/not/exist")) == (Exit.UNAVAILABLE, 1)
+    assert (code, err.count("no answer from unix:/does/not/exist")) == (Exit.UNAVAILABLE, 1)

@@ -1,8 +1,9 @@
-"""Aggregation: federated averaging, what follows it, and that it leaves nothing behind on errors."""
+"""Aggregation: rules, federated averaging, server optimizers and encoded deltas; errors leave nothing behind."""
 
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from numpy.typing import NDArray
 from fedring.codec import TILE, Encoding, Entry, Schema, Vectors, decode, encode, encode_buffers
 from fedring.codec.errors import CodecError
 from fedring.server.model.aggregate import NewModel, Plan, aggregate, store_model
+from fedring.server.model.contributions import ClientVector, Contribution
 from fedring.server.model.downlink import apply_delta, delta_step
-from fedring.server.model.mean import Contribution
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
+from fedring.server.model.rule import Scalars, Tile
 from fedring.server.model.walk import in_order, tiles
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import Kind, lay_out
@@ -82,12 +84,12 @@ def run(
     return new, vectors
 
 
-def test_deltas_count_by_their_samples(blobs: FileBlobs, executor: Executor) -> None:
+def test_deltas_are_weighted_by_samples(blobs: FileBlobs, executor: Executor) -> None:
     _, model = run(blobs, executor, [contribution("a", 3, [4, 0, 0, 0]), contribution("b", 1, [0, 8, 0, -4])])
     assert model.parameters.tolist() == [4.0, 4.0, 3.0, 3.0]
 
 
-def test_weights_and_deltas_mean_the_same(blobs: FileBlobs, executor: Executor) -> None:
+def test_weights_have_the_same_effect_as_deltas(blobs: FileBlobs, executor: Executor) -> None:
     delta = np.array([4, 0, -1, 0.5], np.float32)
     sent = [contribution("a", 3, FIRST.parameters + delta, kind="weights"), contribution("b", 1, delta)]
     _, model = run(blobs, executor, sent)
@@ -109,19 +111,19 @@ def test_buffers_are_averaged_and_counts_stay_whole(blobs: FileBlobs, executor: 
     assert model.buffers.tolist() == [2.0, 2.0, 12.0]
 
 
-def test_only_those_who_send_buffers_count_for_them(blobs: FileBlobs, executor: Executor) -> None:
+def test_buffers_are_averaged_over_the_clients_that_send_them(blobs: FileBlobs, executor: Executor) -> None:
     sent = [contribution("a", 100, [0] * 4), contribution("b", 1, [0] * 4, buffers=[0.5, 0.5, 1.0])]
     assert run(blobs, executor, sent)[1].buffers.tolist() == [1.0, 2.0, 11.0]
     assert run(blobs, executor, sent[:1])[1].buffers.tolist() == FIRST.buffers.tolist()
 
 
-def test_the_order_of_arrival_changes_nothing_even_where_sums_cancel(blobs: FileBlobs, executor: Executor) -> None:
+def test_the_order_of_arrival_changes_nothing_even_if_sums_cancel(blobs: FileBlobs, executor: Executor) -> None:
     sent = [contribution(name, 1, [value] * 4) for name, value in (("a", 2.0**60), ("b", 3.0), ("c", -(2.0**60)))]
     digests = {run(blobs, executor, order)[0].digest for order in permutations(sent)}
     assert len(digests) == 1  # in float64 2^60 + 3 - 2^60 is not 2^60 - 2^60 + 3
 
 
-def test_a_model_of_many_tiles_is_averaged_everywhere(blobs: FileBlobs, executor: Executor) -> None:
+def test_every_tile_of_a_large_model_is_averaged(blobs: FileBlobs, executor: Executor) -> None:
     size = 2 * TILE + 17
     rng = np.random.default_rng(0)
     schema = Schema((Entry("w", (size,), "float32", "parameter"),))
@@ -137,7 +139,9 @@ def test_a_model_of_many_tiles_is_averaged_everywhere(blobs: FileBlobs, executor
     assert np.array_equal(model.parameters, wanted.astype(np.float32))
 
 
-def test_a_mean_beyond_float32_is_refused_and_leaves_nothing(blobs: FileBlobs, executor: Executor) -> None:
+def test_a_mean_that_does_not_fit_into_float32_is_an_error_and_leaves_no_file(
+    blobs: FileBlobs, executor: Executor
+) -> None:
     base = Vectors(np.full(4, 3e38, np.float32), FIRST.buffers)
     with pytest.raises(CodecError, match="non_finite"):
         run(blobs, executor, [contribution("a", 1, [3e38] * 4)], base=(SCHEMA, base))
@@ -145,12 +149,12 @@ def test_a_mean_beyond_float32_is_refused_and_leaves_nothing(blobs: FileBlobs, e
 
 
 @pytest.mark.parametrize("names", ["", "aa"])
-def test_no_client_and_a_client_twice_are_refused(blobs: FileBlobs, executor: Executor, names: str) -> None:
+def test_no_contribution_and_two_of_one_client_are_errors(blobs: FileBlobs, executor: Executor, names: str) -> None:
     with pytest.raises(ValueError, match="contribut"):
         run(blobs, executor, [contribution(name, 1, [0] * 4) for name in names])
 
 
-def test_a_server_optimizer_goes_on_from_its_saved_state(blobs: FileBlobs, executor: Executor) -> None:
+def test_a_server_optimizer_continues_from_its_saved_state(blobs: FileBlobs, executor: Executor) -> None:
     optimizer = ServerOptimizer("Adam", {"lr": 0.1})
     delta, state, model = np.array([1, -1, 2, 0.5], np.float32), b"", FIRST.parameters
     blob = ""
@@ -163,7 +167,7 @@ def test_a_server_optimizer_goes_on_from_its_saved_state(blobs: FileBlobs, execu
         blob = new.optimizer_blob
 
 
-def test_a_compressed_step_leads_every_client_to_the_published_model(blobs: FileBlobs, executor: Executor) -> None:
+def test_an_encoded_delta_leads_every_client_to_the_published_model(blobs: FileBlobs, executor: Executor) -> None:
     plan = Plan(encoding=Encoding("int8", chunk=2))
     sent = [contribution("a", 3, [0.3, 0.1, 5, 0.7], buffers=[0.1, 0.2, 1])]
     new, model = run(blobs, executor, sent, plan)
@@ -175,30 +179,111 @@ def test_a_compressed_step_leads_every_client_to_the_published_model(blobs: File
     assert client.digest() == new.digest
     assert (parameters.kind, buffers.kind) == ("delta", "delta")
     with blobs.reader(new.residual_blob) as blob:
-        owed = np.frombuffer(blob.read(0, blob.size), "<f4")
-    assert np.allclose(model.parameters + owed, FIRST.parameters + sent_delta(sent[0]), atol=1e-6)
-    assert np.abs(owed).max() > 1e-4
+        residual = np.frombuffer(blob.read(0, blob.size), "<f4")
+    assert np.allclose(model.parameters + residual, FIRST.parameters + sent_delta(sent[0]), atol=1e-6)
+    assert np.abs(residual).max() > 1e-4
 
 
-def sent_delta(sent: Contribution) -> NDArray[np.floating]:
+def sent_delta(sent: Contribution, length: int = 4) -> NDArray[np.floating]:
     packet = sent.packets[0]
-    return decode(sent.reader(packet.offset, packet.bytes), name=packet.encoding, length=4)
+    return decode(sent.reader(packet.offset, packet.bytes), name=packet.encoding, length=length)
 
 
-def test_what_a_step_leaves_out_comes_with_the_next() -> None:
+def test_what_a_delta_leaves_out_is_sent_with_the_next() -> None:
     base, target = np.zeros(4, np.float32), np.array([1, 2, 3, 4], np.float32)
-    model, owed = base, None
+    model, residual = base, None
     for _ in range(4):
-        step = delta_step(model, target, owed, Encoding("fp32_sparse", keep_ratio=0.25))
-        assert np.array_equal(step.model + step.residual, target + (0 if owed is None else owed))
-        model, owed = step.model, step.residual
-        target = model  # nothing new: only what is owed
+        step = delta_step(model, target, residual, Encoding("fp32_sparse", keep_ratio=0.25))
+        assert np.array_equal(step.model + step.residual, target + (0 if residual is None else residual))
+        model, residual = step.model, step.residual
+        target = model  # nothing new: only the residual
     assert model.tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert owed is not None
-    assert not owed.any()
+    assert residual is not None
+    assert not residual.any()
 
 
-def test_a_walk_is_in_order_and_bounded() -> None:
+@dataclass(frozen=True)
+class BoundedNorm:
+    """A rule with a first walk, for these tests: the plain mean of deltas that are scaled down to a norm of `bound`."""
+
+    bound: float
+
+    @property
+    def first_walk(self) -> "BoundedNorm":
+        return self
+
+    def measure(self, tile: Tile) -> NDArray[np.float64]:
+        """Return the squared norm of each client's delta in the tile, [clients]."""
+        return np.array([np.square(delta).sum() for delta in deltas_of(tile)])
+
+    def scalars(self, clients: Sequence[ClientVector], total: NDArray[np.float64]) -> dict[str, float]:
+        factors = np.minimum(1, self.bound / np.sqrt(total))
+        return {client.client_id: float(factor) for client, factor in zip(clients, factors, strict=True)}
+
+    def combine(self, tile: Tile, scalars: Scalars) -> NDArray[np.float64]:
+        factors = [scalars[client.client_id] for client in tile.clients]
+        return np.average(np.stack(deltas_of(tile)) * np.array(factors)[:, None], axis=0)
+
+
+class Median:
+    """A rule that needs the values of all clients side by side, for these tests: the median of each coordinate."""
+
+    first_walk = None
+
+    def combine(self, tile: Tile, scalars: Scalars) -> NDArray[np.float64]:
+        assert not scalars
+        return np.asarray(np.median(deltas_of(tile), axis=0))
+
+
+def deltas_of(tile: Tile) -> list[NDArray[np.float64]]:
+    return [client.delta(tile.base, tile.start, tile.stop) for client in tile.clients]
+
+
+def test_a_rule_can_combine_all_clients_coordinate_by_coordinate(blobs: FileBlobs, executor: Executor) -> None:
+    weights = FIRST.parameters + np.array([9, 2, 0, 1], np.float32)
+    sent = [
+        contribution("a", 1, [1, 5, 0, 0], buffers=[1, 1, 1]),
+        contribution("b", 1000, weights, kind="weights"),
+        contribution("c", 1, [2, 7, -8, 1]),
+    ]
+    _, model = run(blobs, executor, sent, Plan(rule=Median()))
+    assert model.parameters.tolist() == [3.0, 7.0, 3.0, 5.0]
+    assert model.buffers.tolist() == (FIRST.buffers + 1).tolist()
+
+
+def test_a_rule_with_a_first_walk_gets_one_number_for_each_client(blobs: FileBlobs, executor: Executor) -> None:
+    plan = Plan(rule=BoundedNorm(5))
+    sent = [contribution("a", 1, [3, 4, 0, 0], buffers=[1, 1, 1]), contribution("b", 9, [0, 0, 300, 400])]
+    models = [run(blobs, executor, order, plan)[1] for order in (sent, sent[::-1])]
+    assert models[0].parameters.tolist() == [2.5, 4.0, 4.5, 6.0]
+    assert models[0].buffers.tolist() == (FIRST.buffers + 1).tolist()
+    assert models[0].digest() == models[1].digest()
+
+
+def test_a_first_walk_covers_every_tile_before_the_second_begins(blobs: FileBlobs, executor: Executor) -> None:
+    size = 2 * TILE + 17
+    schema = Schema((Entry("w", (size,), "float32", "parameter"),))
+    base, first, second = (np.random.default_rng(seed).standard_normal(size, np.float32) for seed in range(3))
+    sent = [contribution("a", 1, first, encodings=[Encoding("uniform", chunk=1000)]), contribution("b", 1, second)]
+    plan = Plan(rule=BoundedNorm(100), optimizer=ServerOptimizer("SGD", {"lr": 1.0}))
+    _, model = run(blobs, executor, sent, plan, (schema, Vectors(base, np.empty(0))))
+    deltas = np.stack([sent_delta(each, size).astype(np.float64) for each in sent])
+    factors = np.minimum(1, 100 / np.linalg.norm(deltas, axis=1, keepdims=True))
+    wanted = np.mean(deltas * factors, axis=0)
+    np.testing.assert_allclose(model.parameters, base + wanted, rtol=0, atol=1e-6)
+
+
+def test_a_rule_whose_delta_is_not_finite_ends_the_aggregation(blobs: FileBlobs, executor: Executor) -> None:
+    class Broken(Median):
+        def combine(self, tile: Tile, scalars: Scalars) -> NDArray[np.float64]:
+            return np.full(tile.stop - tile.start, np.nan)
+
+    with pytest.raises(CodecError, match="non_finite"):
+        run(blobs, executor, [contribution("a", 1, [0] * 4)], Plan(rule=Broken()))
+    assert blobs.partials() == []
+
+
+def test_a_walk_is_in_order_and_computes_few_tiles_ahead() -> None:
     begun: list[int] = []
 
     def work(start: int, stop: int) -> int:
@@ -212,13 +297,13 @@ def test_a_walk_is_in_order_and_bounded() -> None:
         assert list(walk) == list(range(3, 100))
 
 
-def test_a_walk_on_its_own_busy_thread_ends_all_the_same() -> None:
+def test_a_walk_ends_although_its_only_thread_is_busy_with_it() -> None:
     with ThreadPoolExecutor(1) as executor:
         walk = in_order(executor, lambda start, stop: stop - start, tiles(2 * TILE + 1))
         assert executor.submit(lambda: list(walk)).result(60) == [TILE, TILE, 1]
 
 
-def test_a_walk_that_is_broken_off_waits_for_its_readers() -> None:
+def test_a_walk_that_is_closed_early_waits_for_the_tiles_it_has_begun() -> None:
     entered, leave = threading.Event(), threading.Event()
     finished: list[int] = []
 

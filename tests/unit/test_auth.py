@@ -1,4 +1,4 @@
-"""The interceptor, in front of a real server: what tests of whole daemons cannot reach."""
+"""The interceptor `Auth` in front of a real server: the cases that tests of whole daemons cannot reach."""
 
 import json
 from collections.abc import AsyncIterator
@@ -10,12 +10,12 @@ import pytest
 from grpc import aio
 from tests.control_server import Script
 
-from fedring.daemon.audit import AuditLog
-from fedring.rpc.auth import REASONS, Auth, Door, Tally
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import reason_of
 from fedring.rpc.identity import IDENTITY, Identity, Role, parse_uri, peer_name, uri_of
+from fedring.server.guard.audit import AuditLog
+from fedring.server.guard.auth import REASONS, Auth, AuthCounts, PortPolicy
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 
@@ -23,7 +23,7 @@ Served = tuple[Auth, rpc.ControlServiceStub, Path]
 
 
 class Control(Script):
-    """Says who asked."""
+    """Answers with the identity of its caller."""
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.Status:
         return pb.Status(run_id=str(IDENTITY.get()))
@@ -34,12 +34,12 @@ class Control(Script):
 
 @pytest.fixture
 async def serve(tmp_path: Path) -> AsyncIterator[Any]:
-    """Starts a server behind a door."""
+    """Starts servers whose ports have a given policy."""
     ends = []
 
-    async def start(door: Door) -> Served:
+    async def start(policy: PortPolicy) -> Served:
         audit = AuditLog(tmp_path / "audit.jsonl")
-        auth = Auth(door, audit)
+        auth = Auth(policy, audit)
         server = make_server([Boundary(), auth], max_streams=4)
         rpc.add_ControlServiceServicer_to_server(Control(), server)
         channel = aio.insecure_channel(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
@@ -58,7 +58,7 @@ async def bearer(token: str) -> Identity:
     return Identity(Role.OPERATOR, token)
 
 
-def shown(token: str) -> tuple[tuple[str, str], ...]:
+def metadata_of(token: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),)
 
 
@@ -68,30 +68,30 @@ async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
     return error.value.code(), reason_of(error.value)
 
 
-async def test_a_token_that_has_been_in_plaintext_is_refused_even_where_all_are_let_in(serve: Any) -> None:
-    auth, control, _ = await serve(Door(open=True, exposed=True))
+async def test_a_token_that_came_in_plaintext_is_refused_even_at_a_port_that_is_open_to_all(serve: Any) -> None:
+    auth, control, _ = await serve(PortPolicy(open=True, exposed=True))
     assert (await control.GetStatus(pb.GetStatusRequest())).run_id == "local"
-    call = control.GetStatus(pb.GetStatusRequest(), metadata=shown("t"))
+    call = control.GetStatus(pb.GetStatusRequest(), metadata=metadata_of("t"))
     assert await refused(call) == (grpc.StatusCode.UNAUTHENTICATED, "token_in_plaintext")
     assert auth.tally.counts()["token_in_plaintext"] == 1
 
 
-async def test_a_token_is_refused_where_none_are_taken(serve: Any) -> None:
-    _, control, _ = await serve(Door())
-    call = control.GetStatus(pb.GetStatusRequest(), metadata=shown("t"))
+async def test_a_token_is_refused_by_a_port_that_takes_none(serve: Any) -> None:
+    _, control, _ = await serve(PortPolicy())
+    call = control.GetStatus(pb.GetStatusRequest(), metadata=metadata_of("t"))
     assert await refused(call) == (grpc.StatusCode.UNAUTHENTICATED, "tokens_off")
 
 
-async def test_the_handler_knows_who_asks(serve: Any) -> None:
-    _, control, _ = await serve(Door(tokens=bearer))
-    status = await control.GetStatus(pb.GetStatusRequest(), metadata=shown("ann"))
+async def test_the_handler_learns_who_calls(serve: Any) -> None:
+    _, control, _ = await serve(PortPolicy(tokens=bearer))
+    status = await control.GetStatus(pb.GetStatusRequest(), metadata=metadata_of("ann"))
     assert status.run_id == "fedring://operator/ann"
 
 
-async def test_a_deed_that_fails_is_written_down_and_looking_is_not(serve: Any) -> None:
-    _, control, path = await serve(Door(tokens=bearer))
-    await control.GetStatus(pb.GetStatusRequest(), metadata=shown("ann"))
-    assert await refused(control.StopJob(pb.StopJobRequest(), metadata=shown("ann"))) == (
+async def test_a_verb_that_fails_is_audited_and_a_verb_that_only_reads_is_not(serve: Any) -> None:
+    _, control, path = await serve(PortPolicy(tokens=bearer))
+    await control.GetStatus(pb.GetStatusRequest(), metadata=metadata_of("ann"))
+    assert await refused(control.StopJob(pb.StopJobRequest(), metadata=metadata_of("ann"))) == (
         grpc.StatusCode.INTERNAL,
         "internal",
     )
@@ -103,21 +103,21 @@ async def test_a_deed_that_fails_is_written_down_and_looking_is_not(serve: Any) 
     )
 
 
-def test_every_reason_is_counted_from_the_start() -> None:
-    assert Tally().counts() == dict.fromkeys(("handshake", *REASONS), 0)
+def test_every_reason_has_a_count_from_the_start() -> None:
+    assert AuthCounts().counts() == dict.fromkeys(("handshake", *REASONS), 0)
 
 
-def test_a_handshake_counts_until_a_call_comes_on_its_connection() -> None:
-    tally = Tally()
+def test_a_handshake_counts_as_refused_until_a_call_comes_on_its_connection() -> None:
+    tally = AuthCounts()
     tally.begin_handshake()
     tally.begin_handshake()
     for _ in range(3):
-        tally.heard("ipv4:127.0.0.1:5")
+        tally.note_call("ipv4:127.0.0.1:5")
     assert tally.counts()["handshake"] == 1
 
 
-def test_the_audit_log_stays_below_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedring.daemon.audit._FILE_BYTES", 1000)
+def test_the_audit_log_stays_below_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedring.server.guard.audit._FILE_BYTES", 1000)
     audit = AuditLog(tmp_path / "audit.jsonl")
     for _ in range(100):
         audit.write(identity="fedring://client/a", peer="ipv4:1", verb="/v", result="no_identity")
@@ -131,11 +131,11 @@ def test_the_audit_log_stays_below_its_size(tmp_path: Path, monkeypatch: pytest.
     "text",
     ["", "fedring://client/", "fedring://root/a", "fedring://client/a/b", "http://client/a", "fedring://client/a "],
 )
-def test_other_uris_are_nobody(text: str) -> None:
+def test_other_uris_name_no_identity(text: str) -> None:
     assert parse_uri(text) is None
 
 
-def test_an_identity_is_read_as_it_is_written() -> None:
+def test_an_identity_survives_being_written_as_a_uri() -> None:
     for role in Role:
         assert parse_uri(uri_of(role, "A.b_c-1")) == Identity(role, "A.b_c-1")
     assert peer_name("fedring://client/a") != peer_name("fedring://client/A")

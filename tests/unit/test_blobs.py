@@ -1,9 +1,9 @@
-"""Blobs: what is sealed is whole, durable and named by its digest; all else can be resumed or swept."""
+"""Blobs: what is sealed is complete, durable and named by its digest; everything else can be continued or swept."""
 
 import errno
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,133 +11,163 @@ from blake3 import blake3
 
 from fedring.codec.digest import name_of
 from fedring.daemon.lock import StateInUse, StateLock
-from fedring.server.state.blobs import FileBlobs, FsyncFailed, StorageError
+from fedring.server.state.blobs import FileBlobs, MemoryPartial
+from fedring.server.state.failures import FsyncFailed, StorageError
+from fedring.server.state.interfaces import Blobs
+
+IMPLEMENTATIONS: tuple[Callable[[Path], Blobs], ...] = (FileBlobs,)
 
 
-@pytest.fixture
-def blobs(tmp_path: Path) -> Iterator[FileBlobs]:
-    blobs = FileBlobs(tmp_path)
+@pytest.fixture(params=IMPLEMENTATIONS)
+def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Blobs]:
+    blobs: Blobs = request.param(tmp_path)
     yield blobs
     blobs.close()
 
 
-def sealed(blobs: FileBlobs, data: bytes) -> str:
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[FileBlobs]:
+    files = FileBlobs(tmp_path)
+    yield files
+    files.close()
+
+
+def sealed(blobs: Blobs, data: bytes) -> str:
     partial = blobs.open_partial("some")
     partial.write(data)
-    return blobs.seal(partial)
+    return blobs.seal_many([partial])[0]
 
 
-def test_a_sealed_blob_has_its_digest_as_name_and_is_read_by_range(blobs: FileBlobs, tmp_path: Path) -> None:
-    digest = sealed(blobs, b"0123456789")
-    assert digest == f"blake3-{blake3(b'0123456789').hexdigest()}"
-    with blobs.reader(digest) as blob:
-        assert (blob.size, blob.read(3, 4), blob.read(10, 0)) == (10, b"3456", b"")
-    assert blobs.range_reader(digest)(8, 2) == b"89"
-    assert blobs.partials() == []
+class TestBlobs:
+    """The promises of `fedring.server.state.interfaces.Blobs`. To check another implementation, add it above."""
+
+    def test_a_sealed_blob_has_its_digest_as_name_and_is_read_by_range(self, blobs: Blobs) -> None:
+        digest = sealed(blobs, b"0123456789")
+        assert digest == f"blake3-{blake3(b'0123456789').hexdigest()}"
+        with blobs.reader(digest) as blob:
+            assert (blob.size, blob.read(3, 4), blob.read(10, 0)) == (10, b"3456", b"")
+        assert blobs.range_reader(digest)(8, 2) == b"89"
+        assert blobs.partials() == []
+
+    def test_a_partial_that_was_closed_is_continued_where_it_ended(self, blobs: Blobs) -> None:
+        first = blobs.open_partial("1-alice")
+        first.write(b"hello ")
+        first.close()
+        again = blobs.open_partial("1-alice")
+        assert again.size == 6
+        again.write(memoryview(b"world"))
+        assert again.read(4, 4) == b"o wo"
+        assert blobs.seal_many([again])[0] == name_of(b"hello world")
+
+    def test_a_fresh_partial_discards_what_was_there(self, blobs: Blobs) -> None:
+        old = blobs.open_partial("model")
+        old.write(b"old")
+        old.close()
+        new = blobs.open_partial("model", fresh=True)
+        assert (new.size, new.digest) == (0, name_of())
+        new.close()
+
+    def test_an_open_partial_cannot_be_opened_again(self, blobs: Blobs) -> None:
+        partial = blobs.open_partial("x")
+        with pytest.raises(StorageError) as caught:
+            blobs.open_partial("x")
+        assert caught.value.reason == "partial_busy"
+        partial.close()
+        blobs.open_partial("x").close()
+
+    def test_many_partials_are_sealed_at_once_and_named_in_order(self, blobs: Blobs) -> None:
+        partials = [blobs.open_partial(f"c-{i}") for i in range(40)]
+        for i, partial in enumerate(partials):
+            partial.write(b"x" * i)
+        assert blobs.seal_many(partials) == [name_of(b"x" * i) for i in range(40)]
+        assert blobs.partials() == []
+
+    @pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "a\0b", "x" * 201])
+    def test_a_name_that_is_a_path_is_refused(self, blobs: Blobs, name: str) -> None:
+        with pytest.raises(ValueError, match="cannot name"):
+            blobs.open_partial(name)
+        with pytest.raises(StorageError, match="not a digest"):
+            blobs.reader(name)
+
+    def test_a_sweep_keeps_what_is_named_and_what_is_open(self, blobs: Blobs) -> None:
+        named, orphan = sealed(blobs, b"named"), sealed(blobs, b"orphan")
+        for name in ("kept", "rubbish"):
+            blobs.open_partial(name).close()
+        current = blobs.open_partial("open")
+        assert blobs.sweep({named}, ["kept"]) == 2
+        assert blobs.partials() == ["kept", "open"]
+        blobs.reader(named).close()
+        with pytest.raises(StorageError) as caught:
+            blobs.reader(orphan)
+        assert caught.value.reason == "missing_blob"
+        current.close()
+
+    def test_an_open_reader_outlives_the_blob(self, blobs: Blobs) -> None:
+        digest = sealed(blobs, b"model")
+        with blobs.reader(digest) as blob:
+            blobs.delete(digest)
+            blobs.delete(digest)
+            assert blob.read(0, 5) == b"model"
+
+    def test_an_aborted_partial_is_gone(self, blobs: Blobs) -> None:
+        partial = blobs.open_partial("bad")
+        partial.write(b"NaN")
+        blobs.abort(partial)
+        assert blobs.partials() == []
+
+    def test_a_read_beyond_the_end_is_an_error(self, blobs: Blobs) -> None:
+        with blobs.reader(sealed(blobs, b"abc")) as blob, pytest.raises(StorageError) as caught:
+            blob.read(1, 3)
+        assert caught.value.reason == "truncated"
+
+    def test_partials_are_dropped_by_the_beginning_of_their_names(self, blobs: Blobs) -> None:
+        for name in ("1-alice", "1-bob", "11-alice"):
+            blobs.open_partial(name).close()
+        blobs.drop_partials("1-")
+        assert blobs.partials() == ["11-alice"]
+
+    def test_a_range_reader_of_a_missing_blob_fails_when_it_reads(self, blobs: Blobs) -> None:
+        read = blobs.range_reader(name_of(b"never written"))
+        with pytest.raises(StorageError) as caught:
+            read(0, 1)
+        assert caught.value.reason == "missing_blob"
+
+    def test_a_probe_leaves_nothing_and_the_disk_has_space(self, blobs: Blobs) -> None:
+        space = blobs.disk_space()
+        assert space is not None
+        assert 0 < space.free <= space.total
+        blobs.probe(1 << 20)
+        assert blobs.partials() == []
+
+    def test_a_partial_of_another_store_cannot_be_sealed(self, blobs: Blobs) -> None:
+        with pytest.raises(TypeError, match="is not a partial of"):
+            blobs.seal_many([MemoryPartial(b"small")])
+
+
+def test_a_blob_is_a_file_that_is_named_by_its_digest(files: FileBlobs, tmp_path: Path) -> None:
+    digest = sealed(files, b"0123456789")
     assert (tmp_path / "blobs" / digest).read_bytes() == b"0123456789"
 
 
-def test_a_broken_upload_goes_on_where_it_ended(blobs: FileBlobs) -> None:
-    first = blobs.open_partial("1-alice")
-    first.write(b"hello ")
-    first.close()
-    again = blobs.open_partial("1-alice")
-    assert again.size == 6
-    again.write(memoryview(b"world"))
-    assert again.read(4, 4) == b"o wo"
-    assert blobs.seal(again) == name_of(b"hello world")
-
-
-def test_a_fresh_partial_forgets_what_was_there(blobs: FileBlobs) -> None:
-    old = blobs.open_partial("model")
-    old.write(b"old")
-    old.close()
-    new = blobs.open_partial("model", fresh=True)
-    assert (new.size, new.digest) == (0, name_of())
-    new.close()
-
-
-def test_nobody_else_can_write_to_an_open_partial(blobs: FileBlobs) -> None:
-    partial = blobs.open_partial("x")
-    with pytest.raises(StorageError) as caught:
-        blobs.open_partial("x")
-    assert caught.value.reason == "partial_busy"
-    partial.close()
-    blobs.open_partial("x").close()
-
-
-def test_many_partials_are_sealed_at_once_in_order(blobs: FileBlobs) -> None:
-    partials = [blobs.open_partial(f"c-{i}") for i in range(40)]
-    for i, partial in enumerate(partials):
-        partial.write(b"x" * i)
-    assert blobs.seal_many(partials) == [name_of(b"x" * i) for i in range(40)]
-    assert blobs.partials() == []
-
-
-@pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "a\0b", "x" * 201])
-def test_a_partial_cannot_lie_elsewhere(blobs: FileBlobs, name: str) -> None:
-    with pytest.raises(ValueError, match="cannot name"):
-        blobs.open_partial(name)
-    with pytest.raises(StorageError, match="not a digest"):
-        blobs.reader(name)
-
-
-def test_a_sweep_leaves_what_is_named_and_what_is_open(blobs: FileBlobs) -> None:
-    named, orphan = sealed(blobs, b"named"), sealed(blobs, b"orphan")
-    for name in ("kept", "rubbish"):
-        blobs.open_partial(name).close()
-    current = blobs.open_partial("open")
-    assert blobs.sweep({named}, ["kept"]) == 2
-    assert blobs.partials() == ["kept", "open"]
-    blobs.reader(named).close()
-    with pytest.raises(StorageError) as caught:
-        blobs.reader(orphan)
-    assert caught.value.reason == "missing_blob"
-    current.close()
-
-
-def test_blobs_that_were_named_by_sha256_are_read_kept_and_swept_as_all_others(
-    blobs: FileBlobs, tmp_path: Path
-) -> None:
+def test_blobs_that_are_named_by_sha256_are_treated_like_all_others(files: FileBlobs, tmp_path: Path) -> None:
     named, orphan = (hashlib.sha256(data).hexdigest() for data in (b"named", b"orphan"))
     (tmp_path / "blobs" / named).write_bytes(b"named")
     (tmp_path / "blobs" / orphan).write_bytes(b"orphan")
-    new = sealed(blobs, b"new")
-    assert blobs.sweep({named, new}) == 1
-    with blobs.reader(named) as blob:
+    new = sealed(files, b"new")
+    assert files.sweep({named, new}) == 1
+    with files.reader(named) as blob:
         assert blob.read(0, blob.size) == b"named"
     with pytest.raises(StorageError, match="missing_blob"):
-        blobs.reader(orphan)
-    blobs.delete(named)
+        files.reader(orphan)
+    files.delete(named)
     assert [path.name for path in (tmp_path / "blobs").iterdir()] == [new]
 
 
-def test_an_open_reader_outlives_the_deletion(blobs: FileBlobs) -> None:
-    digest = sealed(blobs, b"model")
-    with blobs.reader(digest) as blob:
-        blobs.delete(digest)
-        blobs.delete(digest)
-        assert blob.read(0, 5) == b"model"
-
-
-def test_an_aborted_partial_is_gone(blobs: FileBlobs) -> None:
-    partial = blobs.open_partial("bad")
-    partial.write(b"NaN")
-    blobs.abort(partial)
-    assert blobs.partials() == []
-
-
-def test_a_read_beyond_the_end_is_an_error_not_fewer_bytes(blobs: FileBlobs) -> None:
-    with blobs.reader(sealed(blobs, b"abc")) as blob, pytest.raises(StorageError) as caught:
-        blob.read(1, 3)
-    assert caught.value.reason == "truncated"
-
-
 @pytest.mark.parametrize(("number", "reason"), [(errno.ENOSPC, "disk_full"), (errno.EIO, "disk_error")])
-def test_a_failed_write_keeps_size_and_digest_true(
-    blobs: FileBlobs, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
+def test_after_a_failed_write_size_and_digest_are_those_of_the_file(
+    files: FileBlobs, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
 ) -> None:
-    partial = blobs.open_partial("x")
+    partial = files.open_partial("x")
     real = os.write
 
     def full(fd: int, data: memoryview) -> int:
@@ -151,11 +181,11 @@ def test_a_failed_write_keeps_size_and_digest_true(
             partial.write(b"12345678")
     assert (caught.value.reason, partial.size) == (reason, 4)
     partial.write(b"5678")
-    assert blobs.seal(partial) == name_of(b"12345678")
+    assert files.seal_many([partial])[0] == name_of(b"12345678")
 
 
-def test_after_a_failed_fsync_nothing_is_sealed(blobs: FileBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    partials = [blobs.open_partial(name) for name in "ab"]
+def test_after_a_failed_fsync_nothing_is_sealed(files: FileBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    partials = [files.open_partial(name) for name in "ab"]
 
     def broken(fd: int) -> None:
         raise OSError(errno.EIO, "I/O error")
@@ -163,9 +193,9 @@ def test_after_a_failed_fsync_nothing_is_sealed(blobs: FileBlobs, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", broken)
         with pytest.raises(FsyncFailed):
-            blobs.seal_many(partials)
-    assert blobs.partials() == ["a", "b"]
-    assert blobs.sweep(()) == 2
+            files.seal_many(partials)
+    assert files.partials() == ["a", "b"]
+    assert files.sweep(()) == 2
 
 
 def test_a_state_directory_has_one_owner(tmp_path: Path) -> None:

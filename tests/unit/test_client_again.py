@@ -1,4 +1,4 @@
-"""Rounds that are asked for again after a client has let go of them, and those that it need not train again."""
+"""Rounds that the server asks for again: which a client trains again, and which not."""
 
 import threading
 import time
@@ -10,39 +10,38 @@ from tests.waiting import until
 from torch import nn
 
 from fedring.client import ClientConfig, RoundOver, Task, connect
-from fedring.client.delivery import Delivery
-from fedring.client.inbox import Assignment
-from fedring.client.link import Link
-from fedring.client.metrics import Metrics
-from fedring.client.spool import Spool
+from fedring.client.metrics import ClientMetrics
+from fedring.client.session.inbox import Assignment
+from fedring.client.session.link import ServerLink
+from fedring.client.transfer.delivery import Delivery
+from fedring.client.transfer.spool import Spool
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import UnknownRound
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
 SECONDS = 60.0
 MINE = name_of(b"my update")
 
 
-def test_a_round_whose_time_was_over_here_is_trained_when_it_is_asked_for_again(
-    peer: "Peer", settings: dict[str, Any]
+def test_a_round_whose_deadline_passed_at_the_client_is_trained_when_the_server_asks_again(
+    server: "ScriptedServer", settings: dict[str, Any]
 ) -> None:
-    """The time of a round stands still while its server is down; a client's does not."""
+    """The deadline of a round does not advance while the server is down, but the client's clock goes on."""
     model, tasks = nn.Linear(4, 2), list[Task]()
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        command = peer.command(model, round_=3, deadline_seconds=0.01)
-        peer.train(command)
+        server.joins.get(timeout=SECONDS)
+        command = server.command(model, round_=3, deadline_seconds=0.01)
+        server.train(command)
         first = next(federation)
         until(lambda: first.cancelled)
         waiting = threading.Thread(target=lambda: tasks.append(next(federation)), daemon=True)
         waiting.start()
-        inbox = federation._link.session.inbox
-        until(lambda: inbox.current is not None and inbox.current.over == "deadline")
+        until(lambda: not federation.ids)  # the round has ended for the client
         command.deadline_seconds = 600
-        peer.train(command)
+        server.train(command)
         waiting.join(SECONDS)
         (second,) = tasks
         assert (second.round, second.cancelled) == (3, False)
@@ -50,15 +49,15 @@ def test_a_round_whose_time_was_over_here_is_trained_when_it_is_asked_for_again(
         second.submit(model, samples=1)
 
 
-def test_a_worker_whose_group_was_lost_while_it_delivered_trains_with_the_next_one(
-    peer: "Peer", settings: dict[str, Any]
+def test_a_worker_whose_group_was_lost_during_the_delivery_trains_with_the_next_group(
+    server: "ScriptedServer", settings: dict[str, Any]
 ) -> None:
     model = nn.Linear(4, 2)
     errors = [UnknownRound("the group has ended", reason="not_a_worker")]
-    peer.on_header = lambda header: errors.pop() if errors else None
+    server.on_header = lambda header: errors.pop() if errors else None
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=3))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=3))
         first = next(federation)
         first.load_into(model)
         with pytest.raises(RoundOver, match="not_a_worker"):
@@ -67,33 +66,33 @@ def test_a_worker_whose_group_was_lost_while_it_delivered_trains_with_the_next_o
         assert (second.round, second is first) == (3, False)
         second.load_into(model)
         second.submit(model, samples=1)
-    assert peer.accepted.get_nowait()[0].round == 3
+    assert server.accepted.get_nowait()[0].round == 3
 
 
 @pytest.mark.parametrize(
     ("accepted", "fields", "known", "done"),
     [
-        (MINE, {}, MINE, True),  # it was on its way when the server, restored, asked for the round
+        (MINE, {}, MINE, True),  # it was accepted while the restored server asked for the round again
         ("", {}, MINE, False),
-        (MINE, {}, name_of(b"another"), False),  # and the server was restored once more
+        (MINE, {}, name_of(b"another"), False),  # the server was restored once more
         (MINE, {"model_digest": name_of(b"another model")}, MINE, False),
         (MINE, {"round": 8}, MINE, False),
         (MINE, {"run_id": "other"}, MINE, False),
     ],
     ids=["accepted", "not accepted", "forgotten", "another model", "another round", "another run"],
 )
-def test_what_was_accepted_for_this_round_in_an_epoch_before_is_not_trained_again(
+def test_a_round_is_not_trained_again_if_its_update_was_accepted_in_an_earlier_epoch(
     settings: dict[str, Any], tmp_path: Path, accepted: str, fields: dict[str, Any], known: str, done: bool
 ) -> None:
     given: dict[str, Any] = {"run_id": "run", "epoch": 1, "round": 7, "model_digest": name_of(b"a model")}
     asked_again: dict[str, Any] = {**given, "epoch": 2, **fields}
-    before = Assignment(pb.TrainCmd(**given), 0.0, accepted=accepted)
-    now = Assignment(pb.TrainCmd(**asked_again), time.monotonic() + SECONDS, before=before)
-    link = Link(ClientConfig(**settings), Metrics(), evaluates=False, tell=lambda sentence: None)
+    before = Assignment(pb.TrainCmd(**given), 0.0, accepted_name=accepted)
+    now = Assignment(pb.TrainCmd(**asked_again), time.monotonic() + SECONDS, previous=before)
+    link = ServerLink(ClientConfig(**settings), ClientMetrics(), evaluates=False, tell=lambda sentence: None)
     try:
         link.connection.last_accepted = pb.LastAccepted(epoch=1, round=7, name=known)
         assert Delivery(link, Spool(tmp_path)).settle(now) == done
-        assert now.accepted == (MINE if done else "")
+        assert now.accepted_name == (MINE if done else "")
     finally:
         link.close()
         link.join()

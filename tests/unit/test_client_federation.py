@@ -1,4 +1,4 @@
-"""The way in: tasks out of a federation, updates back."""
+"""The public interface: tasks come out of a federation, and updates go back."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
 SECONDS = 60.0
 
@@ -33,27 +33,27 @@ def model() -> nn.Module:
 
 
 def add(model: nn.Module, value: float) -> None:
-    """A training that one can check."""
+    """Train the model in a way that a test can check."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(value)
 
 
 def test_a_round_goes_from_the_command_to_the_accepted_update(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     start = read_vectors(model)
     mine = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 2))
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=7))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=7))
         task = next(federation)
         assert (task.round, task.plan.batch_size, task.cancelled) == (7, 8, False)
         task.load_into(mine)
         assert read_vectors(mine).digest() == start.digest()
         add(mine, 0.5)
         task.submit(mine, samples=12, metrics={"loss": 0.25})
-    header, payload = peer.accepted.get_nowait()
+    header, payload = server.accepted.get_nowait()
     assert (header.client_id, header.round, header.base_digest, header.metrics["loss"]) == (
         "alice",
         7,
@@ -70,15 +70,19 @@ def test_a_round_goes_from_the_command_to_the_accepted_update(
     np.testing.assert_array_equal(buffers, start.buffers)
 
 
-def test_a_client_counts_as_matched_only_after_the_servers_heartbeat(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_client_reports_matched_only_after_a_heartbeat_of_the_server(
+    server: "ScriptedServer", settings: dict[str, Any]
+) -> None:
     with connect(**settings):
-        assert not peer.reports.get(timeout=SECONDS).matched
-        while not peer.reports.get(timeout=SECONDS).matched:
-            pass  # the heartbeat is still on its way
+        assert not server.reports.get(timeout=SECONDS).matched
+        while not server.reports.get(timeout=SECONDS).matched:
+            pass  # The heartbeat is still on its way.
 
 
-def test_a_model_is_evaluated_by_the_users_function(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
-    peer.publish(3, schema_of(model), read_vectors(model))
+def test_a_model_is_evaluated_by_the_users_function(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    server.publish(3, schema_of(model), read_vectors(model))
     seen = []
 
     def evaluate(model: nn.Module) -> tuple[int, int, float]:
@@ -87,181 +91,189 @@ def test_a_model_is_evaluated_by_the_users_function(peer: "Peer", settings: dict
 
     mine = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 2))
     with connect(**settings, model=mine, evaluate=evaluate) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.send(pb.ServerEvent(evaluate=peer.evaluation(3)))
-        peer.train(peer.command(model, model_version=3))
+        server.joins.get(timeout=SECONDS)
+        server.send(pb.ServerEvent(evaluate=server.evaluation(3)))
+        server.train(server.command(model, model_version=3))
         next(federation)
-    report = peer.evaluations.get_nowait()
+    report = server.evaluations.get_nowait()
     wanted = read_vectors(model).digest()
     assert (report.round, report.model_digest, report.correct, report.total, report.loss_sum) == (2, wanted, 8, 10, 2.5)
     assert seen == [wanted]
 
 
-def test_a_loss_that_is_no_number_is_no_score(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
-    peer.publish(3, schema_of(model), read_vectors(model))
+def test_a_loss_that_is_not_a_number_is_not_reported(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    server.publish(3, schema_of(model), read_vectors(model))
     with connect(**settings, model=model, evaluate=lambda _: (1, 10, float("nan"))) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.send(pb.ServerEvent(evaluate=peer.evaluation(3)))
-        peer.train(peer.command(model, model_version=3))
+        server.joins.get(timeout=SECONDS)
+        server.send(pb.ServerEvent(evaluate=server.evaluation(3)))
+        server.train(server.command(model, model_version=3))
         next(federation)
-    report = peer.evaluations.get_nowait()
-    assert (report.model_digest, report.correct, report.total, report.loss_sum) == (peer.digest(3), 0, 0, 0.0)
+    report = server.evaluations.get_nowait()
+    assert (report.model_digest, report.correct, report.total, report.loss_sum) == (server.digest(3), 0, 0, 0.0)
 
 
-def test_a_client_that_cannot_evaluate_says_so_without_being_iterated(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_client_that_cannot_evaluate_says_so_without_being_iterated(
+    server: "ScriptedServer", settings: dict[str, Any]
+) -> None:
     with connect(**settings):
-        peer.joins.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
         command = pb.EvaluateCmd(round=2, model_version=3, model_digest="blake3-" + "ab" * 32, deadline_seconds=600)
-        peer.send(pb.ServerEvent(evaluate=command))
-        report = peer.evaluations.get(timeout=SECONDS)
+        server.send(pb.ServerEvent(evaluate=command))
+        report = server.evaluations.get(timeout=SECONDS)
     assert (report.total, report.model_digest) == (0, command.model_digest)
 
 
 @pytest.mark.parametrize("reason", ["round_closed", "unknown_round"])
-def test_a_report_that_comes_too_late_is_told_once_and_troubles_nobody(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, reason: str, caplog: pytest.LogCaptureFixture
+def test_a_report_that_comes_too_late_is_logged_once_and_changes_nothing(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    peer.publish(3, schema_of(model), read_vectors(model))
-    peer.on_evaluation = lambda: UnknownRound("it is over", reason=reason)
+    server.publish(3, schema_of(model), read_vectors(model))
+    server.on_evaluation = lambda: UnknownRound("it is over", reason=reason)
     caplog.set_level(logging.INFO)
     with connect(**settings, model=model, evaluate=lambda _: (1, 10, 2.0)) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.send(pb.ServerEvent(evaluate=peer.evaluation(3)))
-        peer.train(peer.command(model, model_version=3))
-        assert next(federation).round == 1  # the next round is trained as if nothing had been
-    assert peer.evaluations.get_nowait().total == 10
-    assert peer.evaluations.empty()
-    (record,) = [record for record in caplog.records if "was not taken" in record.getMessage()]
+        server.joins.get(timeout=SECONDS)
+        server.send(pb.ServerEvent(evaluate=server.evaluation(3)))
+        server.train(server.command(model, model_version=3))
+        assert next(federation).round == 1  # The error does not disturb the next round.
+    assert server.evaluations.get_nowait().total == 10
+    assert server.evaluations.empty()
+    (record,) = [record for record in caplog.records if "did not take" in record.getMessage()]
     assert record.levelno == logging.INFO
     assert reason in record.getMessage()
 
 
-def test_a_loss_beyond_what_a_server_adds_up_is_no_score(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+def test_a_loss_that_is_too_large_for_the_server_is_not_reported(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
-    peer.publish(3, schema_of(model), read_vectors(model))
+    server.publish(3, schema_of(model), read_vectors(model))
     with connect(**settings, model=model, evaluate=lambda _: (1, 10, 1e300)) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.send(pb.ServerEvent(evaluate=peer.evaluation(3)))
-        peer.train(peer.command(model, model_version=3))
+        server.joins.get(timeout=SECONDS)
+        server.send(pb.ServerEvent(evaluate=server.evaluation(3)))
+        server.train(server.command(model, model_version=3))
         task = next(federation)
         task.load_into(model)
         task.submit(model, samples=1, metrics={"loss": 1e300, "speed": 2.0})
-    assert peer.evaluations.get_nowait().total == 0
-    header, _ = peer.accepted.get_nowait()
-    assert dict(header.metrics) == {"speed": 2.0}  # what a server would refuse is left out
+    assert server.evaluations.get_nowait().total == 0
+    header, _ = server.accepted.get_nowait()
+    assert dict(header.metrics) == {"speed": 2.0}  # A metric that a server would refuse is left out.
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), 1e308])
-def test_seconds_that_no_training_takes_are_told_to_the_caller(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, seconds: float
+def test_impossible_training_seconds_raise_an_error(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, seconds: float
 ) -> None:
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model))
         task = next(federation)
         task.load_into(model)
         with pytest.raises(ValueError, match=r"train_seconds is .*: it must be 0 to 2592000"):
             task.submit(model, samples=1, train_seconds=seconds)
 
 
-def test_a_round_that_ends_cancels_its_task_and_takes_no_update(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+def test_a_round_that_ends_cancels_its_task_and_accepts_no_update(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model))
         task = next(federation)
         task.load_into(model)
-        peer.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=1, reason="too_few_clients")))
+        server.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=1, reason="too_few_clients")))
         while not task.cancelled:
-            peer.reports.get(timeout=SECONDS)
+            server.reports.get(timeout=SECONDS)
         with pytest.raises(RoundOver, match="too_few_clients"):
             task.submit(model, samples=1)
-    assert peer.accepted.empty()
+    assert server.accepted.empty()
 
 
-def test_a_client_whose_round_has_ended_is_idle(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
-    with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model))
-        task = next(federation)
-        task.load_into(model)
-        while peer.reports.get(timeout=SECONDS).activity != pb.ACTIVITY_TRAINING:
-            pass
-        peer.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=1, reason="stopped")))
-        peer.train(peer.command(model, round_=2))
-        while not task.cancelled:
-            peer.reports.get(timeout=SECONDS)
-        assert next(federation).round == 2
-        while peer.reports.get(timeout=SECONDS).activity != pb.ACTIVITY_UNSPECIFIED:
-            pass
-
-
-def test_the_command_again_after_a_reconnect_does_not_start_the_task_again(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+def test_a_client_whose_round_has_ended_is_idle(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=1))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model))
         task = next(federation)
         task.load_into(model)
-        peer.stop()
-        peer.start()
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=1))
-        task.submit(model, samples=1)
-        peer.train(peer.command(model, round_=2))
+        while server.reports.get(timeout=SECONDS).activity != pb.ACTIVITY_TRAINING:
+            pass
+        server.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=1, reason="stopped")))
+        server.train(server.command(model, round_=2))
+        while not task.cancelled:
+            server.reports.get(timeout=SECONDS)
         assert next(federation).round == 2
-    assert peer.accepted.qsize() == 1
+        while server.reports.get(timeout=SECONDS).activity != pb.ACTIVITY_UNSPECIFIED:
+            pass
 
 
-def test_a_script_that_fails_tells_the_server(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+def test_a_command_that_is_repeated_after_a_reconnect_does_not_start_the_task_again(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    with connect(**settings) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=1))
+        task = next(federation)
+        task.load_into(model)
+        server.stop()
+        server.start()
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=1))
+        task.submit(model, samples=1)
+        server.train(server.command(model, round_=2))
+        assert next(federation).round == 2
+    assert server.accepted.qsize() == 1
+
+
+def test_a_failure_of_the_users_script_is_reported_to_the_server(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedring.client.federation._FLUSH_SECONDS", SECONDS)
 
     def run() -> None:
         with connect(**settings) as federation:
-            peer.joins.get(timeout=SECONDS)
-            peer.train(peer.command(model))
+            server.joins.get(timeout=SECONDS)
+            server.train(server.command(model))
             for task in federation:
                 raise KeyError(f"round {task.round}")
 
     with pytest.raises(KeyError):
         run()
-    failure = peer.failures.get(timeout=SECONDS)
+    failure = server.failures.get(timeout=SECONDS)
     assert (failure.round, failure.reason, failure.detail) == (1, "train_error", "KeyError: 'round 1'")
 
 
-def test_a_task_that_is_passed_over_is_reported_at_once(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+def test_a_task_that_is_not_submitted_is_reported_at_once(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=1))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=1))
         next(federation)
         waiting = threading.Thread(target=lambda: next(federation, None))
         waiting.start()
-        assert peer.failures.get(timeout=SECONDS).reason == "no_update"
+        assert server.failures.get(timeout=SECONDS).reason == "no_update"
         federation.close()
         waiting.join()
 
 
-def test_a_model_that_does_not_fit_is_refused_by_its_first_difference(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+def test_a_model_with_another_schema_is_refused_with_the_first_difference(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     other = nn.Sequential(nn.Linear(20, 31), nn.BatchNorm1d(31), nn.Linear(31, 2))
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model))
         with pytest.raises(WrongModel, match=r"0\.weight float32\[30, 20\], got parameter 0\.weight float32\[31, 20\]"):
             next(federation).load_into(other)
 
 
-def test_sigterm_ends_the_iteration_and_the_handler_goes(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_sigterm_ends_the_iteration_and_the_handler_is_removed_afterwards(
+    server: "ScriptedServer", settings: dict[str, Any]
+) -> None:
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
         assert list(federation) == []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -272,29 +284,31 @@ def test_sigterm_ends_the_iteration_and_the_handler_goes(peer: "Peer", settings:
     [(BadRequest("install 2", reason="wrong_protocol"), Exit.CONFIG), (NotAllowed("go away"), Exit.NOT_ALLOWED)],
 )
 def test_a_refused_join_is_final(
-    peer: "Peer", settings: dict[str, Any], error: BadRequest | NotAllowed, exit_code: Exit
+    server: "ScriptedServer", settings: dict[str, Any], error: BadRequest | NotAllowed, exit_code: Exit
 ) -> None:
-    peer.on_join = lambda: error
+    server.on_join = lambda: error
     with connect(**settings) as federation, pytest.raises(Refused, match=error.reason) as caught:
         next(federation)
     assert caught.value.exit_code is exit_code
-    assert peer.joins.qsize() == 1
+    assert server.joins.qsize() == 1
 
 
-def test_a_superseded_client_ends_instead_of_fighting(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_client_that_was_superseded_ends_and_does_not_join_again(
+    server: "ScriptedServer", settings: dict[str, Any]
+) -> None:
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.send(Superseded("a newer session took over"))
+        server.joins.get(timeout=SECONDS)
+        server.send(Superseded("a newer session took over"))
         with pytest.raises(Refused, match="another process has joined as 'alice'"):
             next(federation)
-    assert peer.joins.empty()
+    assert server.joins.empty()
 
 
-def test_a_client_whose_id_is_in_use_tries_on_for_as_long_as_the_server_says(
-    peer: "Peer", settings: dict[str, Any]
+def test_a_client_whose_id_is_in_use_keeps_trying_for_as_long_as_the_server_says(
+    server: "ScriptedServer", settings: dict[str, Any]
 ) -> None:
     told: queue.Queue[str] = queue.Queue()
-    peer.on_join = lambda: IdInUse("alice is here", retry_seconds=0.5)
+    server.on_join = lambda: IdInUse("alice is here", retry_seconds=0.5)
     sentence = r"another process has joined .* as 'alice': give each client an id"
     with (
         Federation(ClientConfig(**settings), tell=told.put) as federation,
@@ -302,36 +316,42 @@ def test_a_client_whose_id_is_in_use_tries_on_for_as_long_as_the_server_says(
     ):
         next(federation)
     assert caught.value.exit_code is Exit.CONFIG
-    assert peer.joins.qsize() >= 2
-    assert "has another session of 'alice', trying on for 0.5 s" in told.get_nowait()
+    assert server.joins.qsize() >= 2
+    assert "has another session of 'alice'; trying for 0.5 s" in told.get_nowait()
     assert told.empty()
 
 
-def test_a_client_whose_id_is_in_use_for_a_while_comes_in(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_client_whose_id_is_in_use_for_a_while_gets_a_session_in_the_end(
+    server: "ScriptedServer", settings: dict[str, Any]
+) -> None:
     answers = [IdInUse("alice is here", retry_seconds=SECONDS)] * 3
-    peer.on_join = lambda: answers.pop() if answers else None
+    server.on_join = lambda: answers.pop() if answers else None
     told: queue.Queue[str] = queue.Queue()
     with Federation(ClientConfig(**settings), tell=told.put):
         assert "another session" in told.get(timeout=SECONDS)
         assert told.get(timeout=SECONDS).startswith("in session with fl-server")
-    assert peer.joins.qsize() == 4
+    assert server.joins.qsize() == 4
 
 
-def test_two_clients_cannot_share_a_state_folder(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_two_clients_cannot_share_a_state_folder(server: "ScriptedServer", settings: dict[str, Any]) -> None:
     with connect(**settings), pytest.raises(StateInUse, match=f"in use by process {os.getpid()}"):
         connect(**settings)
 
 
-def test_a_server_that_is_away_is_awaited_and_told_of_once(peer: "Peer", settings: dict[str, Any]) -> None:
-    peer.stop()
+def test_a_server_that_cannot_be_reached_is_awaited_and_reported_once(
+    server: "ScriptedServer", settings: dict[str, Any]
+) -> None:
+    server.stop()
     told: queue.Queue[str] = queue.Queue()
     with Federation(ClientConfig(**settings), tell=told.put):
         assert told.get(timeout=SECONDS).startswith(f"cannot reach fl-server at {settings['server']}")
-        peer.start()
-        peer.joins.get(timeout=SECONDS)
+        server.start()
+        server.joins.get(timeout=SECONDS)
         assert told.get(timeout=SECONDS).startswith("in session with fl-server")
 
 
-def test_keywords_win_over_a_given_configuration(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_keywords_take_precedence_over_a_given_configuration(
+    server: "ScriptedServer", settings: dict[str, Any]
+) -> None:
     with connect(ClientConfig(**settings), client_id="carol"):
-        assert peer.joins.get(timeout=SECONDS).client_id == "carol"
+        assert server.joins.get(timeout=SECONDS).client_id == "carol"

@@ -1,24 +1,24 @@
-"""Which commands are the one in hand, sent again, and which are work to do."""
+"""Commands: which repeat the current assignment, and which are new work."""
 
 import pytest
 
-from fedring.client.inbox import Assignment, Inbox
+from fedring.client.session.inbox import Assignment, WorkInbox
 from fedring.codec.digest import name_of
 from fedring.v1 import federation_pb2 as pb
 
 BASE, OTHER_BASE = name_of(b"a model"), name_of(b"another model")
 MINE, ANOTHERS = name_of(b"my update"), name_of(b"another update")
-NOTHING = pb.LastAccepted()  # what a server says that knows of no update
+NOTHING = pb.LastAccepted()  # from a server that knows of no update
 
 
 def command(**fields: object) -> pb.TrainCmd:
-    """A command to train; the same one but for the fields."""
+    """Return a command to train, always the same except for `fields`."""
     given = {"run_id": "run", "epoch": 1, "round": 7, "model_digest": BASE, "deadline_seconds": 600.0}
     return pb.TrainCmd(**given | fields)  # type: ignore[arg-type]  # fields of one test each
 
 
 def known(name: str = MINE, *, epoch: int = 1, round_: int = 7) -> pb.LastAccepted:
-    """What a server says that has accepted that update."""
+    """Return what a server says that has accepted that update."""
     return pb.LastAccepted(epoch=epoch, round=round_, name=name)
 
 
@@ -26,17 +26,17 @@ def known(name: str = MINE, *, epoch: int = 1, round_: int = 7) -> pb.LastAccept
     "fields",
     [
         {},
-        {"deadline_seconds": 5.0},  # the seconds that are left are fewer each time
-        {"model_version": 9},  # which is for people
+        {"deadline_seconds": 5.0},  # less time is left whenever it is repeated
+        {"model_version": 9},  # the version is for people only
         {"model": pb.SmallModel(payload=b"it comes once")},
     ],
     ids=lambda fields: " ".join(fields) or "nothing",
 )
-def test_the_same_command_again_is_the_assignment_in_hand(fields: dict[str, object]) -> None:
-    inbox = Inbox()
+def test_a_repeated_command_is_the_current_assignment(fields: dict[str, object]) -> None:
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     assert inbox.train(command(**fields), NOTHING) is first
-    assert (inbox.current, first.over) == (first, "")
+    assert (inbox.current, first.end_reason) == (first, "")
 
 
 @pytest.mark.parametrize(
@@ -44,20 +44,20 @@ def test_the_same_command_again_is_the_assignment_in_hand(fields: dict[str, obje
     [{"run_id": "other"}, {"epoch": 2}, {"epoch": 0}, {"round": 8}, {"round": 6}, {"model_digest": OTHER_BASE}],
     ids=lambda fields: " ".join(f"{name}={value}"[:20] for name, value in fields.items()),
 )
-def test_a_command_of_another_run_epoch_round_or_model_takes_the_place_of_the_one_in_hand(
+def test_a_command_of_another_run_epoch_round_or_model_replaces_the_current_one(
     fields: dict[str, object],
 ) -> None:
-    inbox = Inbox()
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     second = inbox.train(command(**fields), NOTHING)
-    assert (inbox.current, first.over, second.over) == (second, "next_round", "")
+    assert (inbox.current, first.end_reason, second.end_reason) == (second, "next_round", "")
     assert second is not first
 
 
-def test_what_has_been_accepted_is_not_trained_again() -> None:
-    inbox = Inbox()
+def test_a_round_whose_update_was_accepted_is_not_trained_again() -> None:
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
-    first.accepted = MINE
+    first.accepted_name = MINE
     assert inbox.train(command(), known()) is first
 
 
@@ -66,55 +66,55 @@ def test_what_has_been_accepted_is_not_trained_again() -> None:
     [NOTHING, known(ANOTHERS, round_=6), known(ANOTHERS), known(ANOTHERS, epoch=0, round_=9)],
     ids=["nothing", "an older one", "another one", "one of before"],
 )
-def test_what_the_server_has_accepted_and_does_not_know_any_more_is_trained_again(last: pb.LastAccepted) -> None:
-    inbox = Inbox()
+def test_a_round_whose_accepted_update_the_server_has_forgotten_is_trained_again(last: pb.LastAccepted) -> None:
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
-    first.accepted = MINE
+    first.accepted_name = MINE
     second = inbox.train(command(), last)
     assert second is not first
-    assert second.accepted == ""
+    assert second.accepted_name == ""
     assert inbox.current is second
 
 
-def test_an_accepted_update_counts_also_after_its_round_has_ended() -> None:
-    inbox = Inbox()
+def test_an_accepted_update_still_counts_after_its_round_has_ended() -> None:
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
-    first.accepted = MINE
+    first.accepted_name = MINE
     inbox.end(7, "published")
     assert inbox.train(command(), known()) is first
 
 
 @pytest.mark.parametrize("why", ["published", "deadline", "stopped"])
-def test_a_round_that_was_over_and_is_asked_for_again_is_trained_again(why: str) -> None:
-    inbox = Inbox()
+def test_a_round_that_had_ended_is_trained_again_if_the_server_asks_for_it(why: str) -> None:
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     inbox.end(7, why)
     second = inbox.train(command(), NOTHING)
-    assert (inbox.current, second.over, first.over) == (second, "", why)
+    assert (inbox.current, second.end_reason, first.end_reason) == (second, "", why)
     assert second is not first
 
 
-def test_the_same_command_of_a_round_that_failed_here_still_says_that_it_has() -> None:
-    inbox = Inbox()
+def test_a_repeated_command_of_a_round_that_failed_here_keeps_the_failure() -> None:
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     first.failure = pb.Failure(round=7, reason="no_data")
     assert inbox.train(command(), NOTHING).failure == first.failure
 
 
-async def test_only_what_is_new_or_idle_is_taken_up() -> None:
-    inbox = Inbox()
+async def test_only_new_and_undelivered_assignments_are_handed_out() -> None:
+    inbox = WorkInbox()
     first = inbox.train(command(), NOTHING)
     assert await inbox.take() is first
     inbox.train(command(), NOTHING)
     second = inbox.train(command(model_digest=OTHER_BASE), NOTHING)
     assert await inbox.take() is second  # not the first again
-    second.idle = True
+    second.undelivered = True
     inbox.train(command(model_digest=OTHER_BASE), NOTHING)
     assert await inbox.take() is second
-    assert not second.idle
+    assert not second.undelivered
 
 
-def test_an_assignment_is_for_no_command_of_a_run_that_it_is_not_of() -> None:
-    mine = Assignment(command(), 0.0, accepted=MINE)
-    assert mine.is_for(command(), known())
-    assert not mine.is_for(command(run_id="other"), known())
+def test_an_assignment_does_not_match_a_command_of_another_run() -> None:
+    mine = Assignment(command(), 0.0, accepted_name=MINE)
+    assert mine.matches(command(), known())
+    assert not mine.matches(command(run_id="other"), known())

@@ -1,4 +1,4 @@
-"""The program fl-client: its options, its checks, its ends."""
+"""The program fl-client: options, checks and exit codes."""
 
 import json
 import queue
@@ -13,16 +13,16 @@ import pytest
 from tests.forks import Fork
 from typer.testing import CliRunner
 
-from fedring.client.checks import warn_of_insecurity
 from fedring.client.config import ClientConfig
 from fedring.client.main import app
+from fedring.client.startup_checks import warn_of_insecurity
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import BadRequest
 from fedring.train.models import digits_mlp
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
 SECONDS = 120.0  # torch loads slowly on a busy machine
 
@@ -49,7 +49,7 @@ def test_file_overrides_and_flags_make_one_configuration(tmp_path: Path) -> None
         (["servr=127.0.0.1:1"], "did you mean 'server'"),
         (["nonsense"], "is neither a configuration file"),
         (["--partition", "2"], "is not of the form I/N"),
-        (["--partition", "4/4"], "partition_index must be below"),
+        (["--partition", "4/4"], "partition_index=4 must be below partition_count=4"),
         (["--server", "fl.example.org:8443"], "set tls.ca, or insecure = true"),
         (["peer_listen=0.0.0.0:7600"], "set tls.ca, tls.cert and tls.key"),
         (["--server", "fl.example.org:8443", "insecure=true", "token_file=t"], "a token must not travel in plaintext"),
@@ -64,21 +64,21 @@ def test_file_overrides_and_flags_make_one_configuration(tmp_path: Path) -> None
         (["--check-config", "data=fedring.data:mnist"], "data: MNIST is not part of fedring: set data_root"),
     ],
 )
-def test_what_is_wrong_with_the_configuration_is_said_in_one_sentence(arguments: list[str], sentence: str) -> None:
+def test_an_error_in_the_configuration_is_reported_in_one_sentence(arguments: list[str], sentence: str) -> None:
     code, output = run(*arguments)
     assert code == Exit.CONFIG
     assert output.startswith("fl-client: ")
     assert sentence in output
 
 
-def test_a_good_configuration_is_called_good_and_nothing_is_made(tmp_path: Path) -> None:
+def test_a_good_configuration_is_reported_and_no_folder_is_created(tmp_path: Path) -> None:
     assert run("--check-config", "--state-dir", str(tmp_path / "new")) == (Exit.OK, "the configuration is good\n")
     assert not (tmp_path / "new").exists()
 
 
 @contextmanager
 def started(settings: dict[str, Any], *arguments: str) -> Iterator[Fork]:
-    """The daemon runs; afterwards it does not."""
+    """Run the daemon, and kill it at the end."""
     given = [f"{key}={value}" for key, value in settings.items()]
     with Fork("fedring.client.main", [*given, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         try:
@@ -88,7 +88,7 @@ def started(settings: dict[str, Any], *arguments: str) -> Iterator[Fork]:
 
 
 @pytest.mark.programs
-def test_the_daemon_trains_and_ends_cleanly_on_sigterm(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_the_daemon_trains_and_exits_cleanly_on_sigterm(server: "ScriptedServer", settings: dict[str, Any]) -> None:
     job: dict[str, Any] = {
         "mode": "federated",
         "model": "fedring.train.models:digits_mlp",
@@ -96,12 +96,12 @@ def test_the_daemon_trains_and_ends_cleanly_on_sigterm(peer: "Peer", settings: d
     }
     job |= {"loss": "fedring.train.losses:cross_entropy", "optimizer": "fedring.train.optimizers:sgd"}
     with started(settings, "threads=1") as process:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(digits_mlp(), round_=1, job=pb.JobSpec(**job)))
-        assert peer.accepted.get(timeout=SECONDS)[0].client_id == "alice"
-        long = peer.command(digits_mlp(), round_=2, epochs=1_000_000, lr=1e-6, job=pb.JobSpec(**job))
-        peer.train(long)
-        while peer.reports.get(timeout=SECONDS).activity != pb.ACTIVITY_TRAINING:
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(digits_mlp(), round_=1, job=pb.JobSpec(**job)))
+        assert server.accepted.get(timeout=SECONDS)[0].client_id == "alice"
+        long = server.command(digits_mlp(), round_=2, epochs=1_000_000, lr=1e-6, job=pb.JobSpec(**job))
+        server.train(long)
+        while server.reports.get(timeout=SECONDS).activity != pb.ACTIVITY_TRAINING:
             pass
         process.send_signal(signal.SIGTERM)
         errors, _ = process.communicate(timeout=SECONDS)
@@ -113,14 +113,14 @@ def test_the_daemon_trains_and_ends_cleanly_on_sigterm(peer: "Peer", settings: d
 
 
 @pytest.mark.programs
-def test_the_daemon_ends_with_78_when_it_is_refused(peer: "Peer", settings: dict[str, Any]) -> None:
-    peer.on_join = lambda: BadRequest("install another version", reason="wrong_protocol")
+def test_the_daemon_exits_with_78_when_it_is_refused(server: "ScriptedServer", settings: dict[str, Any]) -> None:
+    server.on_join = lambda: BadRequest("install another version", reason="wrong_protocol")
     with started(settings) as process:
         errors, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == Exit.CONFIG
     assert "wrong_protocol" in errors
     with pytest.raises(queue.Empty):
-        peer.accepted.get_nowait()
+        server.accepted.get_nowait()
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,9 @@ def test_the_daemon_ends_with_78_when_it_is_refused(peer: "Peer", settings: dict
         ({"server": "fl.example.org:1", "tls": {"ca": "a", "cert": "b", "key": "c"}, "peer_listen": "0.0.0.0:1"}, 0),
     ],
 )
-def test_the_log_says_what_is_left_open(keys: dict[str, Any], warnings: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_warns_of_everything_that_is_not_encrypted(
+    keys: dict[str, Any], warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
     warn_of_insecurity(ClientConfig.model_validate(keys))
     assert len(caplog.messages) == warnings
     assert all(message.startswith("insecure: ") for message in caplog.messages)

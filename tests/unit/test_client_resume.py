@@ -1,4 +1,4 @@
-"""The secret that a client keeps: shown in each Join, private, and whole or not there."""
+"""The resume secret: it is shown in each Join, private, and never found in part."""
 
 import logging
 import stat
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fedring.client import connect
-from fedring.client.resume import ResumeSecret
+from fedring.client.session.resume_secret import ResumeSecret
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
 SECONDS = 60.0
 ONE, OTHER = "0123456789abcdef" * 2, "f" * 32
 
 
-def test_a_secret_is_found_again_and_nobody_else_may_read_it(tmp_path: Path) -> None:
-    (tmp_path / "resume_secret.new").write_text("a kill has left this")
+def test_a_secret_is_found_again_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    (tmp_path / "resume_secret.new").write_text("left by a kill")
     for secret in (ONE, OTHER):
         ResumeSecret(tmp_path).keep(secret)
         assert ResumeSecret(tmp_path).text == secret
@@ -42,12 +42,12 @@ def _die(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"0123", b"\xff" * 32, ONE.upper().encode(), f"{ONE}{ONE}".encode()])
-def test_a_damaged_secret_is_none(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_secret_counts_as_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "resume_secret").write_bytes(content)
     assert ResumeSecret(tmp_path).text == ""
 
 
-def test_what_is_no_secret_is_not_kept(tmp_path: Path) -> None:
+def test_text_that_is_no_secret_is_not_kept(tmp_path: Path) -> None:
     secret = ResumeSecret(tmp_path)
     secret.keep(ONE)
     for text in ("", "x" * 10_000, ONE.upper(), f"{ONE}\n"):
@@ -55,9 +55,7 @@ def test_what_is_no_secret_is_not_kept(tmp_path: Path) -> None:
     assert secret.text == ResumeSecret(tmp_path).text == ONE
 
 
-def test_a_client_that_cannot_write_its_secret_goes_on_with_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_that_cannot_write_its_secret_still_uses_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "resume_secret").mkdir()
     caplog.set_level(logging.WARNING)
     secret = ResumeSecret(tmp_path)
@@ -69,14 +67,16 @@ def test_a_client_that_cannot_write_its_secret_goes_on_with_it(
     assert "cannot be written" in told[1]
 
 
-def test_a_client_shows_what_it_was_given_also_after_a_restart(peer: "Peer", settings: dict[str, Any]) -> None:
-    peer.secret = ONE
+def test_a_client_shows_the_secret_that_it_was_given_even_after_a_restart(
+    server: "ScriptedServer", settings: dict[str, Any]
+) -> None:
+    server.secret = ONE
     with connect(**settings):
-        assert peer.joins.get(timeout=SECONDS).resume_secret == ""
-        while not peer.reports.get(timeout=SECONDS).matched:
+        assert server.joins.get(timeout=SECONDS).resume_secret == ""
+        while not server.reports.get(timeout=SECONDS).matched:
             pass
-        peer.stop()
-        peer.start()
-        assert peer.joins.get(timeout=SECONDS).resume_secret == ONE
+        server.stop()
+        server.start()
+        assert server.joins.get(timeout=SECONDS).resume_secret == ONE
     with connect(**settings):
-        assert peer.joins.get(timeout=SECONDS).resume_secret == ONE
+        assert server.joins.get(timeout=SECONDS).resume_secret == ONE

@@ -1,4 +1,4 @@
-"""What is on disk between any two steps, and what it means to the process that finds it."""
+"""The spool: what is on disk between any two steps, and how the next process reads it."""
 
 import hashlib
 import os
@@ -10,39 +10,39 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from fedring.client.spool import Residual, Spool, Spooled
+from fedring.client.transfer.spool import Residual, Spool, Spooled
 from fedring.codec.digest import name_of, update_name
 from fedring.v1 import federation_pb2 as pb
 
 HASH = b"h" * 32
-NOTHING = pb.LastAccepted()  # what a server says that knows of no update
+NOTHING = pb.LastAccepted()  # from a server that knows of no update
 
 
 def offer_of(payload: bytes, *, run: str = "run", round_: int = 1, epoch: int = 0) -> pb.UpdateOffer:
-    """An offer of that payload."""
+    """Return an offer of a payload."""
     header = pb.UpdateHeader(run_id=run, epoch=epoch, round=round_, schema_hash=HASH, total_bytes=len(payload))
     sent, digest = header.SerializeToString(), name_of(payload)
     return pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
 
 
 def write(spool: Spool, residual: float, *, run: str = "run", round_: int = 1, epoch: int = 0) -> Spooled:
-    """Spool an update that leaves out so much of each of four values."""
+    """Spool an update whose residual is four times the given value."""
     offer = offer_of(b"abcdef", run=run, round_=round_, epoch=epoch)
     return spool.write(offer, [b"abc", b"def"], np.full(4, residual, np.float32))
 
 
 def residual(spool: Spool, last: pb.LastAccepted = NOTHING) -> Residual | None:
-    """What past updates of the run left out."""
+    """Return what past updates of the run left out."""
     return spool.residual("run", HASH, last)
 
 
 def noted(spooled: Spooled) -> pb.LastAccepted:
-    """What a server says of its newest update once it has accepted that."""
+    """Return what a server says once it has accepted an update."""
     header = spooled.header
     return pb.LastAccepted(epoch=header.epoch, round=header.round, name=spooled.offer.name)
 
 
-def test_a_spool_can_be_read_back_in_parts(tmp_path: Path) -> None:
+def test_a_spooled_update_can_be_read_in_parts(tmp_path: Path) -> None:
     write(Spool(tmp_path), 1.0)
     pending = Spool(tmp_path).pending()
     assert pending is not None
@@ -51,8 +51,8 @@ def test_a_spool_can_be_read_back_in_parts(tmp_path: Path) -> None:
     assert pending.header.round == 1
 
 
-def test_an_offer_comes_back_with_the_very_bytes_that_were_written(tmp_path: Path) -> None:
-    # As another language may write it: the round first, and a field that this version does not know.
+def test_an_offer_is_read_with_exactly_the_bytes_that_were_written(tmp_path: Path) -> None:
+    # Another language may write the round first, and a newer version may add a field.
     header = b"\x10\x03" + b"\x0a\x03run" + b"\xf8\x07\x01" + b"\x38\x06"
     digest = name_of(b"abcdef")
     offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
@@ -65,9 +65,9 @@ def test_an_offer_comes_back_with_the_very_bytes_that_were_written(tmp_path: Pat
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_a_spooled_update_is_sound_until_a_bit_of_its_payload_flips(tmp_path: Path, again: bool) -> None:
+def test_a_spooled_update_is_sound_until_a_bit_of_its_payload_is_flipped(tmp_path: Path, again: bool) -> None:
     spooled = write(Spool(tmp_path), 1.0)
-    if again:  # by a process that did not make it
+    if again:  # read it like a process that did not make it
         pending = Spool(tmp_path).pending()
         assert pending is not None
         spooled = pending
@@ -75,20 +75,20 @@ def test_a_spooled_update_is_sound_until_a_bit_of_its_payload_flips(tmp_path: Pa
     data = bytearray((tmp_path / "update").read_bytes())
     data[-1] ^= 1
     (tmp_path / "update").write_bytes(data)
-    assert spooled.is_sound is not again  # who made it has it in memory, and sends that
+    assert spooled.is_sound is not again  # The process that made the update sends it from memory.
 
 
-def test_a_spooled_update_is_dropped_when_a_bit_of_its_offer_has_flipped(tmp_path: Path) -> None:
+def test_a_spooled_update_is_dropped_if_a_bit_of_its_offer_was_flipped(tmp_path: Path) -> None:
     spooled = write(Spool(tmp_path), 1.0)
     sound = (tmp_path / "update").read_bytes()
     fields = [spooled.offer.header[:5], spooled.offer.payload_digest.encode(), spooled.offer.name.encode()]
     for place in (sound.index(field) + len(field) - 1 for field in fields):
         (tmp_path / "update").write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
-        assert Spool(tmp_path).pending() is None  # dropped: nobody could be asked about it
+        assert Spool(tmp_path).pending() is None  # The server could not be asked about it.
 
 
 @pytest.mark.parametrize("size", [1, 7, 30, -1])
-def test_a_spool_that_is_not_whole_is_dropped_and_the_residual_kept(tmp_path: Path, size: int) -> None:
+def test_an_incomplete_update_is_dropped_and_the_residual_is_kept(tmp_path: Path, size: int) -> None:
     spool = Spool(tmp_path)
     spool.accept(write(spool, 1.0))
     write(spool, 2.0)
@@ -100,7 +100,7 @@ def test_a_spool_that_is_not_whole_is_dropped_and_the_residual_kept(tmp_path: Pa
     np.testing.assert_array_equal(residual(again), np.full(4, 1.0, np.float32))
 
 
-def test_of_a_shorter_update_in_the_place_of_a_longer_one_nothing_of_that_is_left(tmp_path: Path) -> None:
+def test_a_shorter_update_leaves_no_bytes_of_a_longer_one_before_it(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     spool.accept(spool.write(offer_of(b"x" * 100), [b"x" * 100], None))
     write(spool, 1.0, round_=2)
@@ -110,7 +110,7 @@ def test_of_a_shorter_update_in_the_place_of_a_longer_one_nothing_of_that_is_lef
         assert read(0, 100) == b"abcdef"
 
 
-def test_an_update_whose_writing_did_not_end_is_none_and_neither_is_the_one_before(
+def test_after_a_write_that_was_interrupted_neither_the_new_nor_the_old_update_is_pending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(*args: object) -> None:
@@ -119,7 +119,7 @@ def test_an_update_whose_writing_did_not_end_is_none_and_neither_is_the_one_befo
     spool = Spool(tmp_path)
     write(spool, 1.0)
     assert spool.size == (tmp_path / "update").stat().st_size
-    monkeypatch.setattr(os, "pwrite", die)  # the last step
+    monkeypatch.setattr(os, "pwrite", die)  # the last step of a write
     with pytest.raises(KeyboardInterrupt):
         spool.write(offer_of(b"ABCDEF", round_=2), [b"ABC", b"DEF"], None)
     assert (Spool(tmp_path).pending(), spool.size) == (None, 0)
@@ -133,7 +133,9 @@ def test_nothing_is_pending_before_the_first_update_and_after_an_accepted_one(tm
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_death_after_the_residual_moved_keeps_it_whatever_the_server_says_then(tmp_path: Path, taken: bool) -> None:
+def test_a_residual_that_was_placed_before_a_kill_is_kept_whatever_the_server_says_then(
+    tmp_path: Path, taken: bool
+) -> None:
     spool = Spool(tmp_path)
     first = write(spool, 1.0)
     spool.accept(first)
@@ -175,13 +177,13 @@ OTHER = name_of(b"another update")
 @pytest.mark.parametrize(
     ("last", "kept"),
     [
-        (NOTHING, True),  # a server that knows of no update has been restored, or has forgotten the client
-        (pb.LastAccepted(epoch=9, round=9), True),  # what names no update says nothing
-        (pb.LastAccepted(epoch=3, round=6, name=OTHER), True),  # an older one: the server has been restored
-        (pb.LastAccepted(epoch=2, round=9, name=OTHER), True),  # an older one, though of a later round
-        (pb.LastAccepted(epoch=3, round=8, name=OTHER), False),  # a newer one, which took the residual along
-        (pb.LastAccepted(epoch=4, round=1, name=OTHER), False),  # a newer one, though of an earlier round
-        (pb.LastAccepted(epoch=3, round=7, name=OTHER), False),  # another one of the same round
+        (NOTHING, True),  # the server was restored, or has forgotten the client
+        (pb.LastAccepted(epoch=9, round=9), True),  # a record without a name says nothing
+        (pb.LastAccepted(epoch=3, round=6, name=OTHER), True),  # an older update: the server was restored
+        (pb.LastAccepted(epoch=2, round=9, name=OTHER), True),  # an older update, although of a later round
+        (pb.LastAccepted(epoch=3, round=8, name=OTHER), False),  # a newer update, which took the residual along
+        (pb.LastAccepted(epoch=4, round=1, name=OTHER), False),  # a newer update, although of an earlier round
+        (pb.LastAccepted(epoch=3, round=7, name=OTHER), False),  # another update of the same round
     ],
     ids=["none", "nameless", "older round", "older epoch", "newer round", "newer epoch", "other"],
 )
@@ -196,7 +198,7 @@ def test_a_residual_is_dropped_once_a_newer_update_has_been_accepted(
 
 
 @pytest.mark.parametrize("restarted", [True, False])
-def test_a_residual_of_the_very_update_that_the_server_knows_is_kept(tmp_path: Path, restarted: bool) -> None:
+def test_a_residual_of_the_update_that_the_server_names_is_kept(tmp_path: Path, restarted: bool) -> None:
     spool = Spool(tmp_path)
     left = np.full(4, 1.0, np.float32)
     spooled = write(spool, 1.0, round_=7, epoch=3)
@@ -206,13 +208,13 @@ def test_a_residual_of_the_very_update_that_the_server_knows_is_kept(tmp_path: P
     np.testing.assert_array_equal(residual(again, noted(spooled)), left)
 
 
-def test_a_residual_that_was_kept_is_judged_anew_each_time(tmp_path: Path) -> None:
+def test_a_residual_is_checked_again_for_each_update(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     first = write(spool, 1.0)
     spool.accept(first)
     assert residual(spool, noted(first)) is not None
     assert residual(spool, pb.LastAccepted(round=2, name=OTHER)) is None
-    assert residual(spool, noted(first)) is None  # it is gone for good
+    assert residual(spool, noted(first)) is None  # It was deleted.
     assert not (tmp_path / "residual.safetensors").exists()
 
 
@@ -226,17 +228,17 @@ def test_a_residual_that_names_no_update_is_kept(tmp_path: Path, metadata: dict[
 
 
 def spooled_by(version: int, folder: Path, payload: bytes = b"abcdef") -> None:
-    """A header and its payload as protocol 1 spooled them, by a program of that version of the file."""
+    """Write an update of protocol 1 to the spool, in a file with that version number."""
     left = np.full(4, 1.0, np.float32)
     save_file({"residual": left}, folder / "residual.safetensors", {"run": "run", "schema": HASH.hex()})
     save_file({"residual": 2 * left}, folder / "update.residual", {"run": "run", "schema": HASH.hex()})
-    # Fields 4 and 8, the version of the model and the payload's digest, are not there any more.
+    # Protocol 1 had fields 4 and 8: the version of the model, and the digest of the payload.
     old = b"\x20\x03" + b"\x42\x20" + hashlib.sha256(b"abcdef").digest()
     header = pb.UpdateHeader(run_id="run", round=5, schema_hash=HASH, total_bytes=6).SerializeToString() + old
     (folder / "update").write_bytes(struct.pack("<2sBBI", b"SP", version, 1, len(header)) + header + payload)
 
 
-def test_an_update_that_protocol_1_spooled_has_the_name_by_which_the_server_may_know_it(tmp_path: Path) -> None:
+def test_a_spooled_update_of_protocol_1_has_the_name_by_which_the_server_may_know_it(tmp_path: Path) -> None:
     spooled_by(1, tmp_path)
     spool = Spool(tmp_path)
     pending = spool.pending()
@@ -244,7 +246,7 @@ def test_an_update_that_protocol_1_spooled_has_the_name_by_which_the_server_may_
     name = hashlib.sha256(b"abcdef").hexdigest()
     assert (pending.offer.name, pending.offer.payload_digest, pending.leaves) == (name, name, True)
     assert (pending.header.run_id, pending.header.round, pending.header.base_digest) == ("run", 5, "")
-    assert not pending.is_sound, "no server takes it any more"
+    assert not pending.is_sound, "no server accepts it any more"
     with pending.reader() as read:
         assert read(0, 6) == b"abcdef"
     spool.accept(pending)
@@ -257,7 +259,7 @@ def test_an_update_that_protocol_1_spooled_has_the_name_by_which_the_server_may_
 @pytest.mark.parametrize(
     ("version", "payload"), [(1, b"abcde"), (1, b"abcdefg"), (1, b""), (0, b"abcdef"), (3, b"abcdef")]
 )
-def test_what_no_program_can_have_spooled_whole_is_dropped_and_the_residual_kept(
+def test_a_file_that_no_version_can_have_written_is_dropped_and_the_residual_is_kept(
     tmp_path: Path, version: int, payload: bytes
 ) -> None:
     spooled_by(version, tmp_path, payload)

@@ -1,4 +1,4 @@
-"""Jobs that are declared: names in, updates out, and a client that lives whatever its job's code does."""
+"""Declared jobs: a job names its parts, the client trains with them and survives whatever the job's code does."""
 
 import sys
 import threading
@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from fedring.client import ClientConfig, Federation
-from fedring.client.trainer import Declared
+from fedring.client.trainer import DeclaredTrainer
 from fedring.train.models import digits_mlp
 from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
 SECONDS = 60.0
 JOB: dict[str, Any] = {
@@ -37,7 +37,7 @@ JOB: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads of torch that wait for cores of other tests take seconds for what one does in milliseconds."""
+    """Use one thread: on a busy machine, several that wait for cores take seconds for what one does in milliseconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -51,14 +51,14 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of the user's, to be filled."""
+    """An empty module of the user."""
     module = ModuleType("my_project")
     monkeypatch.setitem(sys.modules, "my_project", module)
     return module
 
 
 def plug_in(module: ModuleType, function: Callable[..., Any]) -> str:
-    """The name of `function` in the user's module."""
+    """Put `function` into the user's module, and return the name by which a job finds it."""
     function.__module__ = module.__name__
     setattr(module, function.__name__, function)
     return f"{module.__name__}:{function.__name__}"
@@ -66,9 +66,9 @@ def plug_in(module: ModuleType, function: Callable[..., Any]) -> str:
 
 @contextmanager
 def client(settings: dict[str, Any], **keys: Any) -> Iterator[Federation]:
-    """A daemon's main loop, in a thread."""
+    """Run the main loop of a daemon in a thread."""
     config = ClientConfig(**settings, **keys)
-    declared = Declared(config)
+    declared = DeclaredTrainer(config)
 
     def run() -> None:
         for task in federation:
@@ -86,34 +86,36 @@ def job(**fields: Any) -> pb.JobSpec:
     return pb.JobSpec(**JOB | fields)
 
 
-def test_a_declared_job_is_trained_and_evaluated(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+def test_a_declared_job_is_trained_and_evaluated(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
     with client(settings, partition_index=1, partition_count=4):
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, job=job(), epochs=3))
-        header, _ = peer.accepted.get(timeout=SECONDS)
-        peer.send(pb.ServerEvent(evaluate=peer.evaluation(1, job=job(), round=1)))
-        report = peer.evaluations.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, job=job(), epochs=3))
+        header, _ = server.accepted.get(timeout=SECONDS)
+        server.send(pb.ServerEvent(evaluate=server.evaluation(1, job=job(), round=1)))
+        report = server.evaluations.get(timeout=SECONDS)
     assert header.packets[0].num_samples in (359, 360)
     assert 0 < header.metrics["accuracy"] <= 1
     assert header.train_seconds > 0
     assert (report.total, report.correct <= report.total) == (90, True)
 
 
-def test_names_in_the_configuration_win_and_are_trusted(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, module: ModuleType
+def test_names_in_the_configuration_take_precedence_and_are_trusted(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, module: ModuleType
 ) -> None:
     def my_trainer(model: nn.Module, samples: Any, plan: Any) -> int:
         return 17
 
     with client(settings, trainer=plug_in(module, my_trainer)):
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, job=job()))
-        header, _ = peer.accepted.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, job=job()))
+        header, _ = server.accepted.get(timeout=SECONDS)
     assert header.packets[0].num_samples == 17
 
 
 def test_data_and_model_stay_loaded_from_job_to_job(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, module: ModuleType
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, module: ModuleType
 ) -> None:
     loads = []
 
@@ -124,10 +126,10 @@ def test_data_and_model_stay_loaded_from_job_to_job(
         return digits()
 
     with client(settings, data=plug_in(module, my_data)):
-        peer.joins.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
         for round_, number in ((1, 1), (2, 1), (3, 2)):
-            peer.train(peer.command(model, round_=round_, job=job(job_id=number, name=f"job {number}")))
-            peer.accepted.get(timeout=SECONDS)
+            server.train(server.command(model, round_=round_, job=job(job_id=number, name=f"job {number}")))
+            server.accepted.get(timeout=SECONDS)
     assert len(loads) == 1
 
 
@@ -146,8 +148,8 @@ def broken(*arguments: Any) -> Any:
         ({"model_args": '{"colour": 3}'}, "no_model"),
     ],
 )
-def test_a_job_that_cannot_be_done_is_reported_and_the_next_one_is_done(
-    peer: "Peer",
+def test_a_job_that_fails_is_reported_and_the_next_one_is_trained(
+    server: "ScriptedServer",
     settings: dict[str, Any],
     model: nn.Module,
     module: ModuleType,
@@ -156,33 +158,35 @@ def test_a_job_that_cannot_be_done_is_reported_and_the_next_one_is_done(
 ) -> None:
     plug_in(module, broken)
     with client(settings, trusted=["fedring", "my_project"]):
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=1, job=job(**fields)))
-        failure = peer.failures.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=2, job=job()))
-        assert peer.accepted.get(timeout=SECONDS)[0].round == 2
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=1, job=job(**fields)))
+        failure = server.failures.get(timeout=SECONDS)
+        server.train(server.command(model, round_=2, job=job()))
+        assert server.accepted.get(timeout=SECONDS)[0].round == 2
     assert (failure.round, failure.reason) == (1, reason)
 
 
-def test_a_model_of_another_shape_is_reported(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_model_with_another_schema_is_reported(server: "ScriptedServer", settings: dict[str, Any]) -> None:
     other = nn.Linear(64, 10)
-    peer.publish(1, schema_of(other), read_vectors(other))
+    server.publish(1, schema_of(other), read_vectors(other))
     with client(settings):
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(other, job=job()))
-        assert peer.failures.get(timeout=SECONDS).reason == "wrong_schema"
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(other, job=job()))
+        assert server.failures.get(timeout=SECONDS).reason == "wrong_schema"
 
 
-def test_a_model_that_cannot_be_evaluated_is_reported_as_unevaluated(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_model_that_cannot_be_evaluated_is_reported_without_counts(
+    server: "ScriptedServer", settings: dict[str, Any]
+) -> None:
     with client(settings):
-        peer.joins.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
         command = pb.EvaluateCmd(job=job(data="os:getcwd"), round=1, model_version=1, deadline_seconds=600)
-        peer.send(pb.ServerEvent(evaluate=command))
-        assert peer.evaluations.get(timeout=SECONDS).total == 0
+        server.send(pb.ServerEvent(evaluate=command))
+        assert server.evaluations.get(timeout=SECONDS).total == 0
 
 
 def test_a_round_that_ends_stops_the_training(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, module: ModuleType
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, module: ModuleType
 ) -> None:
     training = threading.Event()
 
@@ -191,9 +195,9 @@ def test_a_round_that_ends_stops_the_training(
         return outputs.square().mean()
 
     with client(settings, loss=plug_in(module, endless_loss)):
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=1, job=job(), epochs=1_000_000, lr=1e-6))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=1, job=job(), epochs=1_000_000, lr=1e-6))
         assert training.wait(SECONDS)
-        peer.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=1, reason="stopped")))
-        peer.train(peer.command(model, round_=2, job=job()))
-        assert peer.accepted.get(timeout=SECONDS)[0].round == 2
+        server.send(pb.ServerEvent(round_ended=pb.RoundEnded(round=1, reason="stopped")))
+        server.train(server.command(model, round_=2, job=job()))
+        assert server.accepted.get(timeout=SECONDS)[0].round == 2

@@ -1,4 +1,4 @@
-"""Updates on their way, and what is left of them on disk: broken streams, refusals, kill -9 between any two steps."""
+"""Uploads, and what they leave on disk: broken streams, refusals, and kills between any two steps."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from fedring.client import Federation, RoundOver, Task, UpdateRefused, connect
-from fedring.client.spool import Spool
+from fedring.client.transfer.spool import Spool
 from fedring.codec import decode
 from fedring.codec.digest import name_of
 from fedring.rpc.errors import (
@@ -30,7 +30,7 @@ from fedring.train.state import read_vectors, schema_of, write_vectors
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
 SECONDS = 60.0
 
@@ -42,13 +42,13 @@ def model() -> nn.Module:
 
 
 def once(error: FedringError) -> Any:
-    """Answers with `error` the first time, and then never again."""
+    """Return a function that returns `error` the first time and None afterwards."""
     errors = [error]
     return lambda *args: errors.pop() if errors else None
 
 
 def train(task: Task, model: nn.Module, seed: int) -> NDArray[np.float32]:
-    """Move the model at random; the move."""
+    """Add random numbers to the model, and return them."""
     task.load_into(model)
     start = read_vectors(model)
     move = np.random.default_rng(seed).normal(size=start.parameters.size).astype(np.float32)
@@ -58,72 +58,81 @@ def train(task: Task, model: nn.Module, seed: int) -> NDArray[np.float32]:
 
 
 def take_part(
-    peer: "Peer", federation: Federation, model: nn.Module, round_: int = 1, encoding: str = "fp32", epoch: int = 0
+    server: "ScriptedServer",
+    federation: Federation,
+    model: nn.Module,
+    round_: int = 1,
+    encoding: str = "fp32",
+    epoch: int = 0,
 ) -> NDArray[np.float32]:
-    """Train for the round, and submit; the move."""
-    peer.train(peer.command(model, round_=round_, encoding=encoding, epoch=epoch))
+    """Train in a round and submit; return what the training added to the model."""
+    server.train(server.command(model, round_=round_, encoding=encoding, epoch=epoch))
     task = next(federation)
     move = train(task, model, round_)
     task.submit(model, samples=1)
     return move
 
 
-def test_a_broken_upload_goes_on_where_the_server_has_it(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_broken_upload_resumes_after_the_bytes_that_the_server_has(
+    server: "ScriptedServer", settings: dict[str, Any]
+) -> None:
     model = nn.Linear(1000, 600)  # 2.4 MB: three chunks
     breaks = [Unavailable("the cable")]
-    peer.on_bytes = lambda received: breaks.pop() if breaks and received > 1 << 20 else None
+    server.on_bytes = lambda received: breaks.pop() if breaks and received > 1 << 20 else None
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        take_part(peer, federation, model)
-    assert peer.resumed == [0, 2 << 20]
-    assert peer.accepted.qsize() == 1
+        server.joins.get(timeout=SECONDS)
+        take_part(server, federation, model)
+    assert server.resumed == [0, 2 << 20]
+    assert server.accepted.qsize() == 1
 
 
-def test_an_update_whose_acceptance_was_not_heard_is_asked_for_and_not_sent_again(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+def test_after_a_lost_acceptance_the_client_asks_and_does_not_send_the_update_again(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
-    peer.on_accepted = once(Unavailable("the answer was lost"))
+    server.on_accepted = once(Unavailable("the answer was lost"))
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        take_part(peer, federation, model)
-    assert peer.accepted.qsize() == 1
-    assert peer.resumed == []
+        server.joins.get(timeout=SECONDS)
+        take_part(server, federation, model)
+    assert server.accepted.qsize() == 1
+    assert server.resumed == []
 
 
-def test_small_updates_share_one_call_until_it_is_refused(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+def test_small_updates_share_one_call_until_one_of_them_is_refused(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     calls = []
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
         for round_, error in enumerate((None, None, UnknownRound("it is over"), None, None), start=1):
             if error:
-                peer.on_header = once(error)
+                server.on_header = once(error)
             with nullcontext() if error is None else pytest.raises(RoundOver, match="unknown_round"):
-                take_part(peer, federation, model, round_)
-            calls.append(peer.small_calls)
+                take_part(server, federation, model, round_)
+            calls.append(server.small_calls)
     assert calls == [1, 1, 1, 2, 2]
-    assert [peer.accepted.get(timeout=SECONDS)[0].round for _ in range(4)] == [1, 2, 4, 5]
+    assert [server.accepted.get(timeout=SECONDS)[0].round for _ in range(4)] == [1, 2, 4, 5]
 
 
-def test_a_new_session_has_a_call_of_its_own(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+def test_small_updates_of_a_new_session_use_a_new_call(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
     with connect(**settings) as federation:
         for round_ in (1, 2):
-            peer.joins.get(timeout=SECONDS)
-            take_part(peer, federation, model, round_)
-            peer.send(NoSession("join again"))
-    assert (peer.small_calls, peer.resumed) == (2, [])
+            server.joins.get(timeout=SECONDS)
+            take_part(server, federation, model, round_)
+            server.send(NoSession("join again"))
+    assert (server.small_calls, server.resumed) == (2, [])
 
 
 @pytest.mark.parametrize("error", [NoSession("who?"), Overloaded("later"), Unavailable("gone")])
-def test_what_may_pass_is_tried_again(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, error: FedringError
+def test_an_update_is_sent_again_after_a_temporary_refusal(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, error: FedringError
 ) -> None:
-    peer.on_header = once(error)
+    server.on_header = once(error)
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        take_part(peer, federation, model)
-    assert peer.accepted.qsize() == 1
+        server.joins.get(timeout=SECONDS)
+        take_part(server, federation, model)
+    assert server.accepted.qsize() == 1
 
 
 @pytest.mark.parametrize(
@@ -134,49 +143,51 @@ def test_what_may_pass_is_tried_again(
         (UnknownRound("no", reason="round_closed"), RoundOver),
     ],
 )
-def test_a_refusal_is_final_and_leaves_the_residual_as_it_was(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, error: FedringError, kind: type[RoundOver]
+def test_a_final_refusal_leaves_the_residual_unchanged(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, error: FedringError, kind: type[RoundOver]
 ) -> None:
     residual_file = Path(settings["state_dir"]) / "residual.safetensors"
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=1, encoding="fp32_sparse"))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=1, encoding="fp32_sparse"))
         task = next(federation)
         train(task, model, 1)
         task.submit(model, samples=1)
         before = residual_file.read_bytes()
 
-        peer.on_header = once(error)
-        peer.train(peer.command(model, round_=2, encoding="fp32_sparse"))
+        server.on_header = once(error)
+        server.train(server.command(model, round_=2, encoding="fp32_sparse"))
         task = next(federation)
         train(task, model, 2)
         with pytest.raises(kind, match=error.reason):
             task.submit(model, samples=1)
         assert residual_file.read_bytes() == before
         assert Spool(Path(settings["state_dir"])).pending() is None
-        task.fail("last", "which the server hears after all else")
-        failures = iter(lambda: peer.failures.get(timeout=SECONDS).reason, "last")
+        task.fail("last", "a failure that is reported after all others")
+        failures = iter(lambda: server.failures.get(timeout=SECONDS).reason, "last")
         assert list(failures) == ([error.reason] if kind is UpdateRefused else [])
 
 
-def test_no_part_of_any_accepted_update_is_lost(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
-    """Sent plus left out is what was learned, over rounds of all kinds of encodings, refusals and restarts."""
+def test_no_part_of_any_accepted_update_is_lost(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    """What was sent plus the residual is what was learned, over rounds with all encodings, refusals and restarts."""
     learned = np.zeros(50 * 40 + 40, np.float32)
     sent = np.zeros_like(learned)
     for round_, encoding in enumerate(["packed", "fp32_sparse", "sq8", "packed"], start=1):
         with connect(**settings) as federation:
-            peer.joins.get(timeout=SECONDS)
-            peer.train(peer.command(model, round_=round_, encoding=encoding))
+            server.joins.get(timeout=SECONDS)
+            server.train(server.command(model, round_=round_, encoding=encoding))
             task = next(federation)
             move = train(task, model, round_)
             if round_ == 3:
-                peer.on_header = once(BadUpdate("not this one"))
+                server.on_header = once(BadUpdate("not this one"))
                 with pytest.raises(UpdateRefused):
                     task.submit(model, samples=1)
                 continue
             task.submit(model, samples=1)
         learned += move
-        header, payload = peer.accepted.get_nowait()
+        header, payload = server.accepted.get_nowait()
         sent += decode(payload, name=header.packets[0].encoding, length=learned.size)
     residual = load_file(Path(settings["state_dir"]) / "residual.safetensors")["residual"]
     np.testing.assert_allclose(sent + residual, learned, atol=1e-5)
@@ -185,22 +196,22 @@ def test_no_part_of_any_accepted_update_is_lost(peer: "Peer", settings: dict[str
 
 @pytest.mark.parametrize("epochs", [(0, 0), (7, 7), (7, 8)])
 @pytest.mark.parametrize("newer", [True, False])
-def test_a_residual_is_sent_once_whatever_has_become_of_the_server_since(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, newer: bool, epochs: tuple[int, int]
+def test_a_residual_is_sent_once_even_if_the_server_was_restored(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, newer: bool, epochs: tuple[int, int]
 ) -> None:
-    """A client that was killed before it noted its last update, and one whose server has been restored."""
+    """Either the client was killed before it noted its last update, or its server was restored."""
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        first = take_part(peer, federation, model, round_=3, encoding="fp32_sparse", epoch=epochs[0])
-    header, payload = peer.accepted.get_nowait()
+        server.joins.get(timeout=SECONDS)
+        first = take_part(server, federation, model, round_=3, encoding="fp32_sparse", epoch=epochs[0])
+    header, payload = server.accepted.get_nowait()
     left_out = first - decode(payload, name="fp32_sparse", length=first.size)
-    assert peer.last_accepted == pb.LastAccepted(epoch=epochs[0], round=3, name=peer.offers.get_nowait().name)
+    assert server.last_accepted == pb.LastAccepted(epoch=epochs[0], round=3, name=server.offers.get_nowait().name)
     other = pb.LastAccepted(epoch=epochs[1], round=4, name=name_of(b"another"))
-    peer.last_accepted = other if newer else pb.LastAccepted(epoch=epochs[0], round=2, name=other.name)
+    server.last_accepted = other if newer else pb.LastAccepted(epoch=epochs[0], round=2, name=other.name)
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        second = take_part(peer, federation, model, round_=5, epoch=epochs[1])
-    header, payload = peer.accepted.get_nowait()
+        server.joins.get(timeout=SECONDS)
+        second = take_part(server, federation, model, round_=5, epoch=epochs[1])
+    header, payload = server.accepted.get_nowait()
     assert (header.epoch, header.round) == (epochs[1], 5)
     sent = decode(payload, name="fp32", length=second.size)
     np.testing.assert_allclose(sent, second if newer else second + left_out, atol=1e-5)
@@ -208,40 +219,42 @@ def test_a_residual_is_sent_once_whatever_has_become_of_the_server_since(
 
 
 def test_a_dense_update_takes_the_whole_residual_along(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
     moves = []
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
+        server.joins.get(timeout=SECONDS)
         for round_, encoding in ((1, "fp32_sparse"), (2, "fp32")):
-            moves.append(take_part(peer, federation, model, round_, encoding))
+            moves.append(take_part(server, federation, model, round_, encoding))
     first, second = (
         decode(payload, name=header.packets[0].encoding, length=moves[0].size)
-        for header, payload in (peer.accepted.get_nowait(), peer.accepted.get_nowait())
+        for header, payload in (server.accepted.get_nowait(), server.accepted.get_nowait())
     )
     np.testing.assert_allclose(first + second, moves[0] + moves[1], atol=1e-5)
     assert not (Path(settings["state_dir"]) / "residual.safetensors").exists()
 
 
-def test_an_update_that_is_not_finite_is_not_sent(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> None:
+def test_an_update_that_is_not_finite_is_not_sent(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model))
         task = next(federation)
         task.load_into(model)
         with torch.no_grad():
             next(model.parameters()).fill_(float("nan"))
         with pytest.raises(UpdateRefused, match="non_finite"):
             task.submit(model, samples=1)
-        assert peer.failures.get(timeout=SECONDS).reason == "non_finite"
+        assert server.failures.get(timeout=SECONDS).reason == "non_finite"
 
 
-def leave_behind(peer: "Peer", settings: dict[str, Any], model: nn.Module, *, accepted: bool) -> Path:
-    """The state folder of a client that died while it pushed the update of round 1."""
+def leave_behind(server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, *, accepted: bool) -> Path:
+    """Return the state folder of a client that was killed while it uploaded the update of round 1."""
     died = Path(settings["state_dir"]).with_name("died")
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=1, encoding="fp32_sparse"))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=1, encoding="fp32_sparse"))
         task = next(federation)
         train(task, model, 1)
 
@@ -249,68 +262,68 @@ def leave_behind(peer: "Peer", settings: dict[str, Any], model: nn.Module, *, ac
             shutil.copytree(settings["state_dir"], died)
             return None if accepted else UnknownRound("")
 
-        peer.on_header = copy
+        server.on_header = copy
         if accepted:
             task.submit(model, samples=1)
         else:
             with pytest.raises(RoundOver):
                 task.submit(model, samples=1)
-    peer.on_header = lambda header: None
+    server.on_header = lambda header: None
     settings["state_dir"] = died
     return died
 
 
 def test_a_spooled_update_is_sent_when_its_round_is_asked_for_again(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
-    state = leave_behind(peer, settings, model, accepted=False)
+    state = leave_behind(server, settings, model, accepted=False)
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=1, encoding="fp32_sparse"))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=1, encoding="fp32_sparse"))
         with ThreadPoolExecutor(1) as executor:
             task = executor.submit(next, federation)
-            assert peer.accepted.get(timeout=SECONDS)[0].round == 1
-            peer.train(peer.command(model, round_=2, encoding="fp32_sparse"))
+            assert server.accepted.get(timeout=SECONDS)[0].round == 1
+            server.train(server.command(model, round_=2, encoding="fp32_sparse"))
             assert task.result(SECONDS).round == 2
     assert (state / "residual.safetensors").exists()
     assert Spool(state).pending() is None
 
 
-def test_of_a_restored_server_the_same_round_is_trained_again_from_its_model(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+def test_a_round_of_a_restored_server_is_trained_again_from_its_model(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
-    state = leave_behind(peer, settings, model, accepted=False)
+    state = leave_behind(server, settings, model, accepted=False)
     other = nn.Linear(50, 40)
-    peer.publish(1, schema_of(other), read_vectors(other))
-    peer.on_header = once(BadUpdate("from another model", reason="wrong_model"))
+    server.publish(1, schema_of(other), read_vectors(other))
+    server.on_header = once(BadUpdate("from another model", reason="wrong_model"))
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        take_part(peer, federation, model, round_=1)
-        assert peer.accepted.get_nowait()[0].base_digest == read_vectors(other).digest()
+        server.joins.get(timeout=SECONDS)
+        take_part(server, federation, model, round_=1)
+        assert server.accepted.get_nowait()[0].base_digest == read_vectors(other).digest()
     assert Spool(state).pending() is None
 
 
 def test_a_spooled_update_of_a_round_that_is_over_is_dropped(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module, caplog: pytest.LogCaptureFixture
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = leave_behind(peer, settings, model, accepted=False)
-    peer.on_header = once(UnknownRound("round 1 is not open"))
+    state = leave_behind(server, settings, model, accepted=False)
+    server.on_header = once(UnknownRound("round 1 is not open"))
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=2))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=2))
         assert next(federation).round == 2
     assert "dropped the spooled update of round 1" in caplog.text
     assert Spool(state).pending() is None
     assert not (state / "update.residual").exists()
 
 
-def test_an_update_that_was_accepted_unheard_counts_as_accepted(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+def test_an_update_whose_acceptance_was_not_heard_counts_as_accepted(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
-    state = leave_behind(peer, settings, model, accepted=True)
+    state = leave_behind(server, settings, model, accepted=True)
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(peer.command(model, round_=2))
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model, round_=2))
         assert next(federation).round == 2
     assert (state / "residual.safetensors").exists()
-    assert peer.accepted.qsize() == 1
+    assert server.accepted.qsize() == 1

@@ -1,4 +1,4 @@
-"""What a client of this version does with a newer server."""
+"""A client of this version together with a newer server."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,20 +8,20 @@ from fedring.client import connect
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
-FIELD_1000 = bytes([0xC2, 0x3E, 5]) + b"later"  # a text that this version knows nothing of
+FIELD_1000 = bytes([0xC2, 0x3E, 5]) + b"later"  # a text field that this version does not know
 SECONDS = 60.0
 
 
-def test_what_a_newer_server_adds_is_no_obstacle(peer: "Peer", settings: dict[str, Any]) -> None:
+def test_a_client_ignores_what_a_newer_server_adds(server: "ScriptedServer", settings: dict[str, Any]) -> None:
     model = nn.Linear(3, 2)
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.send(pb.ServerEvent.FromString(FIELD_1000))  # an event of a kind that is not known
-        command = peer.command(model)
-        peer.train(pb.TrainCmd.FromString(command.SerializeToString() + FIELD_1000))
+        server.joins.get(timeout=SECONDS)
+        server.send(pb.ServerEvent.FromString(FIELD_1000))  # an unknown kind of event
+        command = server.command(model)
+        server.train(pb.TrainCmd.FromString(command.SerializeToString() + FIELD_1000))
         task = next(federation)
         task.load_into(model)
         task.submit(model, 1)
-        assert peer.accepted.get(timeout=SECONDS)[0].round == command.round
+        assert server.accepted.get(timeout=SECONDS)[0].round == command.round

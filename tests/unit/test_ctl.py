@@ -1,4 +1,4 @@
-"""flctl's verbs against a small, scripted, real ControlService."""
+"""flctl's verbs, called against a small scripted ControlService on a real socket."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from fedring.daemon.exits import Exit
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import (
     BadRequest,
-    ClientIsHere,
+    ClientInUse,
     FedringError,
     NoSuchJob,
     NotAllowed,
@@ -39,7 +39,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     served.stop()
 
 
-def test_start_round_sends_the_keys_and_tells_the_job(server: Server, flctl: Call) -> None:
+def test_start_round_sends_the_keys_and_prints_the_job(server: Server, flctl: Call) -> None:
     code, out, err = flctl("start-round", "lr=0.1", "encoding=int8", "--output", "json")
     assert (code, json.loads(out), err) == (0, {"job_id": 1, "already": False}, "")
     assert server.script.started[0][1] == {"lr": 0.1, "encoding": "int8"}
@@ -51,20 +51,20 @@ def test_the_same_key_again_starts_nothing(server: Server, flctl: Call) -> None:
     assert (code, json.loads(out)) == (0, {"job_id": 1, "already": True})
 
 
-def test_every_call_makes_a_key_of_its_own(server: Server, flctl: Call) -> None:
+def test_every_call_has_a_new_key_by_default(server: Server, flctl: Call) -> None:
     flctl("start-round")
     flctl("start-round")
     assert len(server.script.jobs) == 2
 
 
-def test_a_call_that_met_no_server_is_retried_with_its_key(server: Server, flctl: Call) -> None:
+def test_a_call_that_finds_no_server_is_retried_with_the_same_key(server: Server, flctl: Call) -> None:
     server.script.refuse = [Unavailable("restarting")]
     assert flctl("start-round")[0] == 0
     (first, _), (second, _) = server.script.started
     assert first == second != ""
 
 
-def test_run_prints_one_json_line_an_event(server: Server, flctl: Call, tmp_path: Path) -> None:
+def test_run_prints_one_json_line_per_event(server: Server, flctl: Call, tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text("rounds = 3\nlr = 0.5\n")
     code, out, err = flctl("run", job, "lr=0.25", "--output", "json")
@@ -82,7 +82,7 @@ def test_run_prints_plain_lines_where_there_is_no_terminal(server: Server, flctl
     assert out.splitlines()[-1] == "job 1 completed: 1 rounds, accuracy 90.00 %"
 
 
-def test_run_does_not_wait_if_told_so(server: Server, flctl: Call, tmp_path: Path) -> None:
+def test_run_returns_at_once_with_no_wait(server: Server, flctl: Call, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("{}")
     assert flctl("run", tmp_path / "job.json", "--no-wait")[:2] == (0, "job 1 queued\n")
 
@@ -93,7 +93,7 @@ def test_a_failed_job_fails_the_call_and_says_why(server: Server, flctl: Call) -
     assert (code, err) == (Exit.FAILED, "flctl: job 1 failed: too_few_clients\n")
 
 
-def test_waiting_for_a_job_that_has_ended_ends(server: Server, flctl: Call) -> None:
+def test_waiting_for_a_job_that_has_ended_returns(server: Server, flctl: Call) -> None:
     flctl("start-round", "--key", "k")
     assert flctl("start-round", "--key", "k", "--wait")[0] == 0
 
@@ -121,7 +121,7 @@ def test_a_wrong_key_or_value_on_the_command_line_is_a_usage_error(flctl: Call, 
     assert len(err.splitlines()) == 1
 
 
-def test_a_job_file_that_is_not_there_is_a_configuration_error(flctl: Call, tmp_path: Path) -> None:
+def test_a_missing_job_file_is_a_configuration_error(flctl: Call, tmp_path: Path) -> None:
     assert flctl("run", tmp_path / "none.toml")[0] == Exit.CONFIG
 
 
@@ -135,7 +135,7 @@ def test_a_job_file_that_is_not_there_is_a_configuration_error(flctl: Call, tmp_
         (OtherJob("the key is another's"), Exit.USAGE),
     ],
 )
-def test_what_the_server_refuses_becomes_an_exit_code(
+def test_a_refusal_of_the_server_becomes_an_exit_code(
     server: Server, flctl: Call, error: FedringError, code: Exit
 ) -> None:
     server.script.refuse = [error]
@@ -148,19 +148,19 @@ def test_naming_what_the_server_does_not_have_is_a_usage_error(server: Server, f
         server.script.refuse = [NoSuchJob("there is none")]
         assert flctl(*verb) == (Exit.USAGE, "", "flctl: there is none\n")
     server.script.refuse = [NoSuchJob("there is none yet")]
-    assert flctl("models", "export", "0", *out)[0] == Exit.FAILED  # nobody named one
+    assert flctl("models", "export", "0", *out)[0] == Exit.FAILED  # the user has named no version
     code, _, err = flctl("rounds", "99")
     assert (code, "see `flctl rounds`" in err) == (Exit.USAGE, True)
 
 
 @pytest.mark.slow
-def test_a_server_that_is_not_there_is_one_sentence_and_69(flctl: Call) -> None:
+def test_an_unreachable_server_is_one_sentence_and_exit_code_69(flctl: Call) -> None:
     code, out, err = flctl("status", "--server", "127.0.0.1:1")
     assert (code, out, len(err.splitlines())) == (Exit.UNAVAILABLE, "", 1)
     assert "cannot reach fl-server's control port at 127.0.0.1:1: is it running?" in err
 
 
-def test_another_grpc_server_is_told_apart(flctl: Call, server: Server) -> None:
+def test_a_grpc_server_that_is_not_fl_server_is_recognised(flctl: Call, server: Server) -> None:
     other = server.run(_bare_server())
     code, _, err = flctl("clients", "--server", other[1])
     server.run(other[0].stop(None))
@@ -185,10 +185,10 @@ def test_a_client_that_is_forgotten_is_named(server: Server, flctl: Call) -> Non
     assert flctl("clients", "forget", "bob")[:2] == (0, "bob is forgotten, with 3 updates\n")
     forgotten = json.loads(flctl("clients", "forget", "bob", "--output", "json")[1])
     assert forgotten == {"client_id": "bob", "updates": 3}
-    server.script.refuse = [ClientIsHere("bob is in session: stop its fl-client first")]
+    server.script.refuse = [ClientInUse("bob is in session: stop its fl-client first")]
     code, out, err = flctl("clients", "forget", "bob")
     assert (code, out, err) == (Exit.FAILED, "", "flctl: bob is in session: stop its fl-client first\n")
-    code, out, err = flctl("clients", "--server", "127.0.0.1:1", "forget", "bob")  # which server would that be?
+    code, out, err = flctl("clients", "--server", "127.0.0.1:1", "forget", "bob")  # not clear which verb gets --server
     assert (code, out) == (Exit.USAGE, "")
     assert "--server belongs behind forget" in err
     assert flctl("clients", "forget")[0] == Exit.USAGE
@@ -210,7 +210,7 @@ def test_status_as_a_table_is_for_people(server: Server, flctl: Call) -> None:
     assert "none is running" in out
 
 
-def test_lists_are_one_json_object(server: Server, flctl: Call) -> None:
+def test_every_list_is_one_json_object(server: Server, flctl: Call) -> None:
     lists = {
         name: json.loads(flctl(*name.split(), "--output", "json")[1]) for name in ("clients", "rounds", "models list")
     }
@@ -222,7 +222,7 @@ def test_lists_are_one_json_object(server: Server, flctl: Call) -> None:
     assert lists["models list"]["models"][0]["digest"] == "blake3-" + "ab" * 32
 
 
-def test_tables_lose_nothing_where_there_is_no_terminal(server: Server, flctl: Call) -> None:
+def test_tables_are_not_cut_off_where_there_is_no_terminal(server: Server, flctl: Call) -> None:
     assert "training 50.00 %" in " ".join(flctl("clients")[1].split())
     assert "1.50 kB" in flctl("rounds")[1]
     assert "abababababab" in flctl("models", "list")[1]
@@ -246,7 +246,7 @@ def test_an_exported_model_has_its_own_dtypes(server: Server, flctl: Call, tmp_p
     assert torch.equal(tensors["seen"], torch.tensor(2**40))
 
 
-def test_a_model_that_was_damaged_on_its_way_is_not_written(server: Server, flctl: Call, tmp_path: Path) -> None:
+def test_a_model_that_was_damaged_in_transit_is_not_written(server: Server, flctl: Call, tmp_path: Path) -> None:
     server.script.damage = True
     code, _, err = flctl("models", "export", "0", "--out", tmp_path / "model.safetensors")
     assert code == Exit.TRY_AGAIN
@@ -254,7 +254,7 @@ def test_a_model_that_was_damaged_on_its_way_is_not_written(server: Server, flct
     assert not list(tmp_path.iterdir())
 
 
-def test_watch_prints_a_line_an_event(server: Server, flctl: Call) -> None:
+def test_watch_prints_one_line_per_event(server: Server, flctl: Call) -> None:
     server.script.break_after, server.script.break_with = 5, NotAllowed("enough")
 
     async def start_when_watched() -> None:
@@ -287,7 +287,7 @@ def test_following_ends_when_the_events_are_cancelled(server: Server) -> None:
             list(control.follow_job(1, events))
 
 
-def test_health_tells_serving_from_not_serving_from_gone(server: Server, flctl: Call) -> None:
+def test_health_distinguishes_serving_not_serving_and_unreachable(server: Server, flctl: Call) -> None:
     patient = ("health", "--listen", server.address, "--timeout", SECONDS)
     code, out, _ = flctl(*patient, "--output", "json")
     assert (code, json.loads(out)["ok"]) == (0, True)

@@ -1,4 +1,4 @@
-"""flctl certs: what it makes, what it refuses, and what of it the daemons accept."""
+"""flctl certs: what it makes, what it refuses, and which of its files the daemons accept."""
 
 import json
 import stat
@@ -45,7 +45,7 @@ def test_init_makes_an_authority_a_server_and_an_operator(flctl: Call, tmp_path:
         assert isinstance(certificate.public_key(), ec.EllipticCurvePublicKey)
 
 
-def test_issue_makes_a_client_that_its_peers_find_by_its_name(pki: Pki) -> None:
+def test_issue_makes_a_certificate_with_the_name_that_peers_use(pki: Pki) -> None:
     pki.issue("hospital-a")
     certificate = load_pair(pki.folder / "hospital-a.crt", pki.folder / "hospital-a.key").certificate
     assert identity_of(certificate) == Identity(Role.CLIENT, "hospital-a")
@@ -53,12 +53,12 @@ def test_issue_makes_a_client_that_its_peers_find_by_its_name(pki: Pki) -> None:
     check_tls(pki.tls("hospital-a"))
 
 
-def test_nothing_is_overwritten(pki: Pki, flctl: Call) -> None:
+def test_existing_files_are_not_overwritten(pki: Pki, flctl: Call) -> None:
     before = {path: path.read_bytes() for path in pki.folder.iterdir()}
     for arguments in (["init", pki.folder], ["issue", pki.folder, "server"]):
         code, _, err = flctl("certs", *arguments)
         assert code == Exit.FAILED
-        assert "is there already" in err
+        assert "exists already" in err
     assert {path: path.read_bytes() for path in pki.folder.iterdir()} == before
 
 
@@ -66,9 +66,9 @@ def test_nothing_is_overwritten(pki: Pki, flctl: Call) -> None:
     ("arguments", "code", "sentence"),
     [
         (["init", "{}/ca.key"], Exit.USAGE, "cannot make"),
-        (["issue", "{}", "a/b"], Exit.USAGE, "is no name"),
-        (["issue", "{}", "ca"], Exit.USAGE, "is no name"),
-        (["issue", "{}", ".."], Exit.USAGE, "is no name"),
+        (["issue", "{}", "a/b"], Exit.USAGE, "is no valid name"),
+        (["issue", "{}", "ca"], Exit.USAGE, "is no valid name"),
+        (["issue", "{}", ".."], Exit.USAGE, "is no valid name"),
         (["issue", "{}", "a", "--host", "h"], Exit.USAGE, "--host is for servers"),
         (["issue", "{}/none", "a"], Exit.FAILED, "there is no authority in"),
         (["issue", "{}", "s", "--role", "server", "--host", "h:1"], Exit.FAILED, "neither a host's name nor"),
@@ -77,7 +77,9 @@ def test_nothing_is_overwritten(pki: Pki, flctl: Call) -> None:
         (["show", "{}/none"], Exit.CONFIG, "cannot read"),
     ],
 )
-def test_what_cannot_be_done_is_said(pki: Pki, flctl: Call, arguments: list[str], code: Exit, sentence: str) -> None:
+def test_a_wrong_call_of_certs_is_explained(
+    pki: Pki, flctl: Call, arguments: list[str], code: Exit, sentence: str
+) -> None:
     found, _, err = flctl("certs", *(argument.format(pki.folder) for argument in arguments))
     assert found == code
     assert sentence in err
@@ -92,7 +94,7 @@ def test_renew_keeps_the_names_and_changes_the_key(pki: Pki, flctl: Call) -> Non
     assert after.key != before.key
     assert names_of(after.certificate) == names_of(before.certificate)
     assert stat.S_IMODE((pki.folder / "server.key").stat().st_mode) == 0o600
-    assert flctl("certs", "renew", pki.folder)[1].startswith("nothing in")  # none ends soon
+    assert flctl("certs", "renew", pki.folder)[1].startswith("nothing in")  # since no certificate ends soon
 
 
 def test_what_an_authority_has_signed_stays_valid_when_it_is_renewed(pki: Pki, flctl: Call) -> None:
@@ -103,7 +105,7 @@ def test_what_an_authority_has_signed_stays_valid_when_it_is_renewed(pki: Pki, f
     server.verify_directly_issued_by(load_authorities(pki.folder / "ca.crt")[0])
 
 
-def test_show_says_whose_and_how_long(pki: Pki, flctl: Call) -> None:
+def test_show_lists_identities_and_days_left(pki: Pki, flctl: Call) -> None:
     pki.issue("hospital-a")
     rows = json.loads(flctl("certs", "show", pki.folder, "--output", "json")[1])["certificates"]
     assert {row["name"]: row["identity"] for row in rows} == {
@@ -118,7 +120,7 @@ def test_show_says_whose_and_how_long(pki: Pki, flctl: Call) -> None:
     assert "fedring://client/hospital-a" in out
 
 
-def test_a_pair_is_used_only_if_it_is_sound(pki: Pki) -> None:
+def test_a_certificate_with_a_wrong_expired_or_readable_key_is_refused(pki: Pki) -> None:
     pki.issue("a", "b")
     pki.sign("old", "fedring://client/old", ended=True)
     folder = pki.folder
@@ -129,7 +131,7 @@ def test_a_pair_is_used_only_if_it_is_sound(pki: Pki) -> None:
     (folder / "a.key").chmod(0o644)
     with pytest.raises(ConfigError, match="every user of this host can read"):
         check_tls(pki.tls("a"))
-    (folder / "a.key").chmod(0o640)  # its group is the administrator's choice
+    (folder / "a.key").chmod(0o640)  # who is in the group is the administrator's choice
     check_tls(pki.tls("a"))
     (folder / "a.key").write_bytes((folder / "a.crt").read_bytes())
     with pytest.raises(ConfigError, match="holds no private key"):

@@ -1,4 +1,4 @@
-"""What flctl does without a server: help, doctor, evaluate, output, plots, and the processes it starts."""
+"""What flctl does without a server: help, doctor, evaluate, output, plots, and the processes that it starts."""
 
 import json
 import os
@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from tests.conftest import ROOT
 
-from fedring.ctl.experiment import Result, make_job
+from fedring.ctl.bench.experiment import Result, make_job
+from fedring.ctl.bench.plots import Bars, plot_bars, plot_rounds
+from fedring.ctl.bench.presets import PRESETS, Dataset, preset_job
+from fedring.ctl.bench.runner import alternate, unique_names
 from fedring.ctl.failure import Failure
-from fedring.ctl.guide import EXIT_CODES
+from fedring.ctl.help_topics import EXIT_CODES
 from fedring.ctl.output import duration, percent, size, to_dict
-from fedring.ctl.plots import Bars, plot_bars, plot_rounds
-from fedring.ctl.presets import PRESETS, Dataset, preset_job
 from fedring.ctl.process import Process, overrides, stop_all
 from fedring.daemon.config import parse_overrides
 from fedring.daemon.exits import Exit
@@ -49,7 +50,7 @@ def test_the_help_of_every_verb_teaches_with_examples(flctl: Call, verb: str) ->
     assert f"flctl {verb}" in out[out.index("Examples:") :]
 
 
-def test_help_on_nothing_known_is_a_usage_error(flctl: Call) -> None:
+def test_help_on_an_unknown_topic_is_a_usage_error(flctl: Call) -> None:
     assert flctl("help", "dance")[0] == Exit.USAGE
     assert flctl("dance")[0] == Exit.USAGE
     assert flctl("status", "--outptu", "json")[0] == Exit.USAGE
@@ -80,7 +81,7 @@ def test_evaluate_counts_on_the_test_samples(flctl: Call, tmp_path: Path) -> Non
     assert counts["accuracy"] == counts["correct"] / 360
 
 
-def test_evaluate_says_what_does_not_fit(flctl: Call, tmp_path: Path) -> None:
+def test_evaluate_explains_which_shapes_do_not_fit(flctl: Call, tmp_path: Path) -> None:
     save_model(digits_mlp(), tmp_path / "m.safetensors")
     names = ("--model", "fedring.train.models:digits_mlp", "--data", "fedring.data:digits")
     code, _, err = flctl("evaluate", tmp_path / "m.safetensors", *names, "--model-args", '{"hidden": 3}')
@@ -123,7 +124,7 @@ def test_doctor_finds_what_is_wrong_with_a_server(flctl: Call, tmp_path: Path) -
     assert err.startswith("flctl: 4 of ")
 
 
-def test_doctor_shows_a_misspelt_key(flctl: Call, tmp_path: Path) -> None:
+def test_doctor_suggests_the_key_that_was_misspelt(flctl: Call, tmp_path: Path) -> None:
     config = tmp_path / "server.toml"
     config.write_text('lisen = "127.0.0.1:1"\n')
     code, out, err = flctl("doctor", "--server-config", config)
@@ -143,7 +144,7 @@ def test_doctor_finds_what_is_wrong_with_a_client(flctl: Call, tmp_path: Path) -
     assert _results(out)["fail"] == ["server", "data_root", "samples"]
 
 
-def test_doctor_trusts_what_the_client_names_itself(
+def test_doctor_trusts_modules_that_the_client_configuration_names(
     flctl: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "examples"))
@@ -160,7 +161,7 @@ def test_doctor_trusts_what_the_client_names_itself(
     assert {"data", "samples"} <= set(_results(out)["ok"])
 
 
-def test_messages_become_plain_objects() -> None:
+def test_messages_become_dictionaries_of_plain_values() -> None:
     model = to_dict(pb.Model(version=2**60, digest="blake3-01ff", schema_hash=b"\x01\xff"))
     assert (model["version"], model["digest"], model["schema_hash"]) == (2**60, "blake3-01ff", "01ff")
     assert model["accuracy"] is None
@@ -168,7 +169,7 @@ def test_messages_become_plain_objects() -> None:
     assert to_dict(pb.Round(missing=["ann"]))["missing"] == ["ann"]
 
 
-def test_figures_are_written_for_people() -> None:
+def test_figures_are_formatted_for_people() -> None:
     assert [size(n) for n in (0, 999, 999_499, 999_600, 4_799_528)] == ["0 B", "999 B", "999 kB", "1.00 MB", "4.80 MB"]
     assert [duration(s) for s in (0.0042, 0.4, 12, 200, 18_060)] == [
         "4.2 ms",
@@ -180,18 +181,18 @@ def test_figures_are_written_for_people() -> None:
     assert (percent(0.98765), percent(None)) == ("98.77 %", "-")
 
 
-def test_overrides_say_what_the_settings_say() -> None:
+def test_overrides_are_parsed_to_the_same_settings() -> None:
     settings = {"client_id": "7", "state_dir": Path("/tmp/x"), "job": {"lr": 0.5}, "insecure": True, "data": "a=b"}
     assert parse_overrides(overrides(settings)) == settings | {"state_dir": "/tmp/x"}
 
 
 @pytest.mark.parametrize("dataset", Dataset)
-def test_every_preset_is_a_job(dataset: Dataset) -> None:
+def test_every_preset_is_a_valid_job(dataset: Dataset) -> None:
     job = make_job(PRESETS[dataset].clients, preset_job(dataset))
     assert job.min_clients == job.min_clients_to_aggregate == PRESETS[dataset].clients
 
 
-def test_the_report_tells_bytes_per_client(tmp_path: Path) -> None:
+def test_the_report_has_bytes_per_client(tmp_path: Path) -> None:
     (tmp_path / "model").write_bytes(b"abc")
     clients = [pb.RoundClient(client_id=name, num_samples=1) for name in "ab"]
     round_ = pb.Round(round=1, delivered=2, clients=clients, upload_bytes=300, download_bytes=500,
@@ -206,7 +207,26 @@ def test_the_report_tells_bytes_per_client(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_plots_are_pictures(tmp_path: Path) -> None:
+def test_ways_are_measured_by_turns_and_the_warm_up_is_dropped() -> None:
+    calls: list[str] = []
+
+    def measure(name: str) -> int:
+        calls.append(name)
+        return len(calls)
+
+    results = alternate({"a": lambda: measure("a"), "b": lambda: measure("b")}, 2, warm_up=1)
+    assert calls == ["a", "b", "a", "b", "a", "b"]
+    assert results == {"a": [3, 5], "b": [4, 6]}
+
+
+def test_names_to_compare_are_given_once_each() -> None:
+    assert unique_names("--hooks", [" none", "", "dgc "]) == ["none", "dgc"]
+    for words in ([], [" "], ["dgc", "none", " dgc"]):
+        with pytest.raises(Failure, match="--hooks needs names, each once"):
+            unique_names("--hooks", words)
+
+
+def test_plots_are_png_files(tmp_path: Path) -> None:
     rounds = [
         {"round": n, "accuracy": n / 4 if n > 1 else None, "upload_bytes": 5, "download_bytes": 9} for n in (1, 2)
     ]
@@ -224,7 +244,7 @@ def _process(folder: Path, program: str, **settings: Any) -> Process:
     return process
 
 
-def test_a_process_that_dies_early_shows_its_last_words(tmp_path: Path) -> None:
+def test_a_process_that_ends_early_shows_the_end_of_its_log(tmp_path: Path) -> None:
     process = _process(
         tmp_path, 'import sys; print(\'{"level": "error", "text": "no disk"}\', file=sys.stderr); sys.exit(78)'
     )
@@ -234,7 +254,9 @@ def test_a_process_that_dies_early_shows_its_last_words(tmp_path: Path) -> None:
     stop_all([process], SECONDS)
 
 
-def test_a_process_gets_its_settings_and_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_gets_its_settings_and_not_the_environment_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FEDRING_SERVER_LISTEN", "somewhere:1")
     process = _process(tmp_path, "import os, sys; print(sys.argv[1:], 'FEDRING_SERVER_LISTEN' in os.environ)", a="x")
     process.start()
@@ -242,7 +264,7 @@ def test_a_process_gets_its_settings_and_not_ours(tmp_path: Path, monkeypatch: p
     stop_all([process], SECONDS)
 
 
-def test_a_process_that_does_not_listen_is_killed(tmp_path: Path) -> None:
+def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     process = _process(tmp_path, program)
     process.start()

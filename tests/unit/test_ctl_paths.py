@@ -1,12 +1,12 @@
-"""What flctl's verbs say of folders and files, and of options that do not belong together, before they begin."""
+"""What flctl's verbs check before they begin: folders, files, and options that do not belong together."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fedring.ctl.bench.presets import Dataset, Mode, check_data_root
 from fedring.ctl.failure import Failure
-from fedring.ctl.presets import Dataset, Mode, check_data_root
 from fedring.daemon.exits import Exit
 
 Call = Callable[..., tuple[int, str, str]]
@@ -54,14 +54,14 @@ def test_an_out_that_cannot_be_a_file_is_refused_before_anything_is_asked(
 
 @pytest.mark.parametrize("verb", [*FOLDERS, *FILES])
 def test_an_out_where_no_file_can_be_made_is_refused(flctl: Call, verb: str) -> None:
-    out = Path("/proc/file" if verb in FILES else "/proc")  # where nobody makes files, not even root
+    out = Path("/proc/file" if verb in FILES else "/proc")  # where not even root can make files
     code, _, err = flctl(*verb.split(), "--out", out)
     assert (code, err.count("\n")) == (Exit.USAGE, 1)
     assert err.startswith(f"flctl: --out {out}: no file can be made in the folder /proc: ")
 
 
-def test_a_file_that_fails_later_is_one_sentence(flctl: Call, tmp_path: Path) -> None:
-    (tmp_path / "report.json").mkdir()  # where demo wants a file
+def test_a_file_that_cannot_be_written_later_is_one_sentence(flctl: Call, tmp_path: Path) -> None:
+    (tmp_path / "report.json").mkdir()  # in the place of the file that demo writes
     code, out, err = flctl("demo", "--out", tmp_path)
     assert (code, out, err.count("\n")) == (Exit.FAILED, "", 1)
     assert err.startswith(f"flctl: {tmp_path / 'report.json'}: ")
@@ -75,7 +75,9 @@ def test_a_file_that_fails_later_is_one_sentence(flctl: Call, tmp_path: Path) ->
         (Dataset.CIFAR10, "cifar-10-batches-py"),
     ],
 )
-def test_a_folder_without_the_data_set_is_refused_with_what_to_do(tmp_path: Path, dataset: Dataset, place: str) -> None:
+def test_a_folder_without_the_data_set_is_refused_with_the_command_that_downloads_it(
+    tmp_path: Path, dataset: Dataset, place: str
+) -> None:
     with pytest.raises(Failure) as refused:
         check_data_root(dataset, tmp_path)
     assert refused.value.exit_code == Exit.CONFIG
@@ -85,7 +87,7 @@ def test_a_folder_without_the_data_set_is_refused_with_what_to_do(tmp_path: Path
     assert not any(tmp_path.iterdir())
 
 
-def test_a_data_set_that_is_damaged_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_data_set_is_refused(tmp_path: Path) -> None:
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for part in ("train", "t10k"):
@@ -96,7 +98,7 @@ def test_a_data_set_that_is_damaged_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", NEEDING_DATA)
-def test_every_verb_looks_for_its_data_before_it_starts_anything(flctl: Call, tmp_path: Path, verb: str) -> None:
+def test_every_verb_checks_its_data_before_it_starts_anything(flctl: Call, tmp_path: Path, verb: str) -> None:
     (tmp_path / "empty").mkdir()
     given = ("--dataset", "mnist", "--data-root", tmp_path / "empty", "--out", tmp_path / "out")
     code, stdout, err = flctl(*verb.split(), *given)

@@ -1,4 +1,4 @@
-"""The page that Prometheus reads: where it is, who may have it, and what is on it."""
+"""The page that Prometheus reads: its address, who may read it, and its content."""
 
 import importlib.util
 import urllib.error
@@ -17,7 +17,7 @@ from fedring.server.config import ServerConfig
 from fedring.version import VERSION
 
 
-def test_the_page_is_there_for_as_long_as_it_is_served() -> None:
+def test_the_page_can_be_read_only_while_it_is_served() -> None:
     registry = Registry()
     registry.counter("fl_test_total", "What is tested.", result=("good", "bad")).labels("good").inc(3)
     with serving("127.0.0.1:0", registry) as address:
@@ -31,12 +31,12 @@ def test_the_page_is_there_for_as_long_as_it_is_served() -> None:
         urllib.request.urlopen(f"http://{address}/metrics", timeout=5)
 
 
-def test_with_no_address_nobody_listens() -> None:
+def test_without_an_address_nothing_listens() -> None:
     with serving("", Registry()) as address:
         assert address == ""
 
 
-def test_an_address_that_is_taken_is_a_fault_of_the_configuration() -> None:
+def test_an_address_in_use_is_a_configuration_error() -> None:
     with (
         serving("127.0.0.1:0", Registry()) as address,
         pytest.raises(ConfigError, match=f"metrics_listen {address}"),
@@ -46,13 +46,13 @@ def test_an_address_that_is_taken_is_a_fault_of_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:http", "127.0.0.1:70000", "not.a.host.invalid:9464"])
-def test_an_address_that_is_none_is_a_fault_of_the_configuration(address: str) -> None:
+def test_an_invalid_address_is_a_configuration_error(address: str) -> None:
     with pytest.raises(ConfigError), serving(address, Registry()):
         pass
 
 
 @pytest.mark.parametrize("config", [ServerConfig, ClientConfig])
-def test_only_this_host_can_read_the_page_unless_the_operator_says_so(
+def test_the_page_is_served_on_loopback_unless_insecure_or_metrics_insecure_is_set(
     config: type[ServerConfig] | type[ClientConfig],
 ) -> None:
     assert config.model_validate({"metrics_listen": "127.0.0.1:9464"}).metrics_listen == "127.0.0.1:9464"
@@ -64,7 +64,7 @@ def test_only_this_host_can_read_the_page_unless_the_operator_says_so(
         config.model_validate({"metrics_listen": "9464:"})
 
 
-def test_the_page_of_all_metrics_is_up_to_date() -> None:
+def test_the_page_that_documents_all_metrics_is_up_to_date() -> None:
     spec = importlib.util.spec_from_file_location("metrics_page", ROOT / "docs" / "metrics.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,3 +1,5 @@
+"""Data sets, samples in memory, and the part of them that one client holds."""
+
 import os
 import subprocess
 import sys
@@ -16,17 +18,17 @@ ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("FEDRING_TEST_DATA", ROOT.parent / "shared" / "data"))
 
 needs_mnist = pytest.mark.skipif(
-    not (DATA / "MNIST").is_dir(), reason="MNIST is not here: set FEDRING_TEST_DATA to a folder that holds MNIST/raw"
+    not (DATA / "MNIST").is_dir(), reason="MNIST is missing: set FEDRING_TEST_DATA to a folder that holds MNIST/raw"
 )
 
 
 def stacked(samples: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """All inputs and labels."""
+    """Return all inputs and labels."""
     assert isinstance(samples, Samples)
     return samples.batch(torch.arange(len(samples)))
 
 
-def test_digits_are_always_there_and_divided_by_class() -> None:
+def test_digits_need_no_folder_and_are_split_evenly_by_class() -> None:
     split = digits()
     (inputs, labels), (test_inputs, test_labels) = stacked(split.train), stacked(split.test)
     assert inputs.shape == (1437, 1, 8, 8)
@@ -43,7 +45,7 @@ def test_digits_are_the_same_every_time() -> None:
 
 
 @needs_mnist
-def test_mnist_is_read_as_bytes_and_handed_out_normalised() -> None:
+def test_mnist_is_stored_as_bytes_and_returned_normalised() -> None:
     split = mnist(DATA)
     assert isinstance(split.train, Samples)
     assert split.train.inputs.dtype == torch.uint8
@@ -58,7 +60,7 @@ def test_mnist_is_read_as_bytes_and_handed_out_normalised() -> None:
 
 
 @pytest.mark.parametrize("load", [mnist, fashion_mnist, cifar10])
-def test_data_that_are_not_there_are_named_with_what_to_do(load: Callable[..., Split], tmp_path: Path) -> None:
+def test_an_error_about_missing_data_says_what_to_do(load: Callable[..., Split], tmp_path: Path) -> None:
     for root in (None, tmp_path):
         with pytest.raises(DataError, match="set data_root to the folder that holds it") as caught:
             load(root)
@@ -67,20 +69,20 @@ def test_data_that_are_not_there_are_named_with_what_to_do(load: Callable[..., S
 
 
 @pytest.mark.programs
-def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+def test_torchvision_is_not_imported_before_it_is_needed() -> None:
     code = "import sys, fedring.data; sys.exit(bool({'sklearn', 'torchvision'} & set(sys.modules)))"
     env = {"PYTHONPATH": str(ROOT / "common")}
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
 
 
-def test_torchvision_loads_with_or_without_its_compiled_part() -> None:
+def test_torchvision_loads_with_and_without_its_compiled_part() -> None:
     torchvision = vision.load()
     assert vision.load() is torchvision
     assert hasattr(torch.ops.torchvision, "nms")
     assert torchvision.models.resnet18(weights=None).fc.out_features == 1000
 
 
-def test_a_batch_is_its_samples_one_by_one() -> None:
+def test_a_batch_equals_its_samples_read_one_by_one() -> None:
     scale = Scale(torch.tensor([100.0]).view(1, 1, 1), torch.tensor([50.0]).view(1, 1, 1))
     samples = Samples(torch.arange(0, 240, 10, dtype=torch.uint8).view(6, 1, 2, 2), torch.arange(6), scale)
     inputs, labels = samples.batch(torch.tensor([4, 1]))
@@ -92,7 +94,7 @@ def test_a_batch_is_its_samples_one_by_one() -> None:
     assert torch.equal(loaded, inputs)
 
 
-def test_a_subset_keeps_nothing_of_the_rest_alive() -> None:
+def test_a_subset_does_not_keep_the_other_samples_in_memory() -> None:
     samples = Samples(torch.arange(1000.0).view(1000, 1), torch.arange(1000))
     subset = samples.subset(np.array([5, 3]))
     assert subset.labels.tolist() == [5, 3]
@@ -105,7 +107,7 @@ def test_inputs_without_labels_are_refused() -> None:
 
 
 @pytest.mark.parametrize("partition", ["iid", "shards", "dirichlet"])
-def test_the_clients_parts_make_up_the_whole_data_set(partition: str) -> None:
+def test_the_parts_of_all_clients_make_up_the_whole_data_set(partition: str) -> None:
     whole = digits()
     parts = [load_part(whole, partition, index=i, count=3, alpha=0.3, seed=5) for i in range(3)]
     for name in ("train", "test"):
@@ -116,7 +118,7 @@ def test_the_clients_parts_make_up_the_whole_data_set(partition: str) -> None:
     assert parts[0].classes == 10
 
 
-def test_without_a_partition_a_client_keeps_all_it_has() -> None:
+def test_without_a_partition_a_client_keeps_all_samples() -> None:
     part = load_part(digits(), "none", index=2, count=3, alpha=1.0, seed=0)
     assert (len(stacked(part.train)[1]), len(stacked(part.test)[1])) == (1437, 360)
 

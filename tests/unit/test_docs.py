@@ -1,4 +1,4 @@
-"""What the documentation names is there: keys, variables, metrics, files, links, modules."""
+"""What the documentation names exists: keys, variables, metrics, files, links, modules."""
 
 import ast
 import importlib.util
@@ -15,22 +15,22 @@ from tests.pages import PAGES, Page
 from typer.main import get_command
 
 from fedring.client.config import ClientConfig
-from fedring.client.metrics import Metrics as ClientMetrics
+from fedring.client.metrics import ClientMetrics
 from fedring.ctl.main import app
 from fedring.ddp import hooks
 from fedring.ring.options import RingOptions
-from fedring.rpc.auth import REASONS
 from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
+from fedring.server.guard.auth import REASONS
 from fedring.server.operator.summaries import event_summary, job_summary, round_summary
 from fedring.server.round.metrics import REJECTIONS
 from fedring.server.round.metrics import Metrics as ServerMetrics
 from fedring.server.state.rows import JobRow
+from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.job import Job, ServerOptimizer
-from fedring.train.parallel import HOOKS, DataParallel
-from fedring.train.pipelined import Pipeline
+from fedring.train.pipeline_table import Pipeline
 from fedring.v1 import control_pb2
-from fedring.workers.flow import Profile
+from fedring.workers.pipeline_epochs import Profile
 from fedring.workers.usage import Usage
 
 TABLES: dict[type[BaseModel], str] = {
@@ -50,7 +50,7 @@ of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name
 
 
 @of_each_page
-def test_a_link_leads_somewhere(page: Page) -> None:
+def test_every_link_has_a_target(page: Page) -> None:
     for link in page.links:
         if link.startswith("https://"):
             continue
@@ -74,13 +74,13 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert {page.name for page in PAGES} - reached == set()
 
 
-def test_every_picture_is_shown() -> None:
+def test_every_figure_is_shown_on_a_page() -> None:
     shown = {(page.path.parent / link).resolve() for page in PAGES for link in page.links if link.endswith(".png")}
     assert {path.name for path in (ROOT / "docs" / "figures").iterdir() if path not in shown} == set()
 
 
 @of_each_page
-def test_a_file_that_is_named_is_there(page: Page) -> None:
+def test_every_file_that_is_named_exists(page: Page) -> None:
     named = re.compile(r"(?:client|common|deploy|docs|protos|server|tests)/[\w./-]+")
     words = [word for quoted in page.quoted for word in quoted.split()]
     words += [word for language, text in page.blocks if language == "sh" for word in text.split()]
@@ -88,7 +88,7 @@ def test_a_file_that_is_named_is_there(page: Page) -> None:
 
 
 @of_each_page
-def test_a_target_of_make_that_is_named_is_there(page: Page) -> None:
+def test_every_target_of_make_that_is_named_exists(page: Page) -> None:
     makefiles = (ROOT / "Makefile").read_text() + (ROOT / "deploy" / "systemd" / "install.mk").read_text()
     text = "\n".join([*page.quoted, page.shell()])
     for target in re.findall(r"(?:^|sudo )make ([\w-]+)", text, re.MULTILINE):
@@ -96,7 +96,7 @@ def test_a_target_of_make_that_is_named_is_there(page: Page) -> None:
 
 
 @of_each_page
-def test_a_module_that_is_run_is_there(page: Page) -> None:
+def test_every_module_that_is_run_exists(page: Page) -> None:
     for module in re.findall(r"python -m ([\w.]+)", page.text):
         assert importlib.util.find_spec(module), module
     for script in re.findall(r"python ([\w/]+\.py)", page.text):
@@ -104,7 +104,7 @@ def test_a_module_that_is_run_is_there(page: Page) -> None:
 
 
 @of_each_page
-def test_what_python_examples_import_is_there(page: Page) -> None:
+def test_everything_that_python_examples_import_exists(page: Page) -> None:
     for text in [text for language, text in page.blocks if language == "python"]:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom):
@@ -116,7 +116,7 @@ def test_what_python_examples_import_is_there(page: Page) -> None:
 
 
 @of_each_page
-def test_the_toml_of_a_page_is_a_configuration(page: Page) -> None:
+def test_every_toml_example_is_a_configuration_or_a_job(page: Page) -> None:
     for text in page.toml():
         table = tomllib.loads(text)
         complaints = [complaint for model in (ServerConfig, ClientConfig, Job) if (complaint := refused(model, table))]
@@ -124,7 +124,7 @@ def test_the_toml_of_a_page_is_a_configuration(page: Page) -> None:
 
 
 def refused(model: type[BaseModel], table: Any) -> str:
-    """Why the model does not take the table; "" if it does."""
+    """Return why the model refuses the table; "" if it accepts it."""
     try:
         model.model_validate(table)
     except ValidationError as error:
@@ -133,7 +133,7 @@ def refused(model: type[BaseModel], table: Any) -> str:
 
 
 def fields(key: str) -> Iterator[TypeAdapter[Any]]:
-    """What a key may be, in each table that has it; it is named with its table or without."""
+    """Yield the type of a key in each table that has it. The key is given with or without its table."""
     table, _, name = key.rpartition(".")
     for model, prefix in TABLES.items():
         if name in model.model_fields and table in ("", prefix, f"job.{prefix}"):
@@ -151,25 +151,25 @@ def fits(adapter: TypeAdapter[Any], value: object) -> bool:
 
 
 @of_each_page
-def test_a_key_that_is_given_a_value_is_a_key_and_takes_it(page: Page) -> None:
+def test_every_key_that_is_shown_with_a_value_exists_and_accepts_the_value(page: Page) -> None:
     for quoted in page.quoted:
         if (found := re.fullmatch(r"\[?([a-z][a-z_.]*)\]? ?= ?([\w\"'\[{.-].*)", quoted)) and "(" not in quoted:
             try:
                 value = tomllib.loads(f"value = {found[2]}")["value"]
-            except tomllib.TOMLDecodeError:  # as key=value on a command line
+            except tomllib.TOMLDecodeError:  # text, as in key=value on a command line
                 value = found[2]
             assert any(fits(adapter, value) for adapter in fields(found[1])), quoted
 
 
 @of_each_page
-def test_a_table_that_is_named_is_one(page: Page) -> None:
+def test_every_table_that_is_named_exists(page: Page) -> None:
     named = {found[1] for quoted in page.quoted if (found := re.fullmatch(r"\[([a-z_]+)\]", quoted))}
     assert named - set(TABLES.values()) == set()
 
 
 @cache
 def variables() -> frozenset[str]:
-    """Every environment variable that a program of ours, or a test, looks at."""
+    """Return every environment variable that fedring's programs and tests read."""
     names = {f"FEDRING_SERVER_{key}" for key in ServerConfig.model_fields}
     names |= {f"FEDRING_SERVER_JOB__{key}" for key in Job.model_fields}
     names |= {f"FEDRING_CLIENT_{key}" for key in ClientConfig.model_fields}
@@ -185,7 +185,7 @@ def variables() -> frozenset[str]:
 
 
 @pytest.mark.parametrize("text", [page.path for page in PAGES] + SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_an_environment_variable_that_is_named_is_looked_at(text: Any) -> None:
+def test_every_environment_variable_that_is_named_is_read(text: Any) -> None:
     named = set(re.findall(r"\b(?:FEDRING|FLCTL)_[A-Z0-9_]+[A-Z0-9]\b", text.read_text()))
     assert {name for name in named if name not in variables() and f"{name}_" not in PREFIXES} == set()
 
@@ -194,7 +194,7 @@ PREFIXES = {"FEDRING_SERVER_", "FEDRING_CLIENT_", "FEDRING_RING_"}
 
 
 @of_each_page
-def test_a_metric_that_is_named_is_declared(page: Page) -> None:
+def test_every_metric_that_is_named_is_declared(page: Page) -> None:
     kinds: list[Callable[[], Any]] = [ServerMetrics, ClientMetrics]
     declared = {sample for kind in kinds for metric in kind().registry.collect() for sample in samples(metric)}
     named = {re.sub(r"\{.*", "", quoted) for quoted in page.quoted if re.match(r"(fl|grpc)_[a-z_]+(\{|$)", quoted)}
@@ -203,11 +203,12 @@ def test_a_metric_that_is_named_is_declared(page: Page) -> None:
 
 
 def samples(metric: Any) -> set[str]:
+    """Return the names under which Prometheus knows a metric."""
     endings = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "summary": ["_count", "_sum"]}
     return {metric.name, *(metric.name + ending for ending in endings.get(metric.type, ["_info"]))}
 
 
-def test_the_page_of_all_keys_is_up_to_date() -> None:
+def test_the_page_that_documents_all_keys_is_up_to_date() -> None:
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
     assert spec is not None
     assert spec.loader is not None
@@ -217,7 +218,7 @@ def test_the_page_of_all_keys_is_up_to_date() -> None:
 
 
 def first_cells(page: str, section: str) -> set[str]:
-    """What is quoted in the first column of the tables below a title."""
+    """Return what is quoted in the first column of the tables below a title."""
     text = re.split(r"^#+ ", (ROOT / "docs" / page).read_text().partition(f"# {section}\n")[2], flags=re.MULTILINE)[0]
     rows = re.findall(r"^\|([^|]*)\|", re.sub(r".*\n\|-.*\n", "", text), re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
@@ -228,23 +229,23 @@ def test_every_refusal_of_a_caller_is_documented() -> None:
     assert [reason for reason in REASONS if f"| `{reason}`" not in page] == []
 
 
-def test_every_refusal_of_an_update_that_is_documented_is_one() -> None:
+def test_every_documented_refusal_of_an_update_exists() -> None:
     assert first_cells("federated.md", "What is refused") - set(REJECTIONS) == set()
 
 
-def test_every_hook_that_is_documented_is_one() -> None:
+def test_the_documented_hooks_are_those_that_exist() -> None:
     assert first_cells("hooks.md", "Communication hooks") == {name for name in hooks.__all__ if name.endswith("_hook")}
     assert first_cells("data-parallel.md", "How gradients are sent") == set(HOOKS)
 
 
-def test_every_figure_of_a_worker_is_documented() -> None:
-    told = {*Usage().metrics, "workers", "job_steps", "loss", "accuracy"}
-    assert first_cells("data-parallel.md", "What it took") == told
+def test_every_figure_that_workers_report_is_documented() -> None:
+    reported = {*Usage().metrics, "workers", "job_steps", "loss", "accuracy"}
+    assert first_cells("data-parallel.md", "What it took") == reported
     assert first_cells("pipeline.md", "What it took") == {*Profile().metrics, "bytes_sent"}
 
 
-def test_every_fact_of_the_page_is_documented() -> None:
+def test_every_key_of_the_pages_summaries_is_documented() -> None:
     page = Page(ROOT / "docs" / "web.md").text
     job = JobRow(1, "job", Job.model_validate({}).model_dump(), 1, 0.0)
-    told = {*round_summary(control_pb2.Round()), *job_summary(job), *event_summary(control_pb2.Event())}
-    assert {key for key in told if f"`{key}`" not in page} == set()
+    keys = {*round_summary(control_pb2.Round()), *job_summary(job), *event_summary(control_pb2.Event())}
+    assert {key for key in keys if f"`{key}`" not in page} == set()

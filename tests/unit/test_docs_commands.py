@@ -1,4 +1,4 @@
-"""Every command that a page, an example or a help text shows is one that its program takes."""
+"""Every command that a page, an example or a help text shows can be parsed by its program."""
 
 import re
 import shlex
@@ -17,21 +17,21 @@ from fedring.client.main import app as client_app
 from fedring.client.main import parse_partition
 from fedring.ctl.failure import Failure
 from fedring.ctl.main import app as flctl_app
-from fedring.ctl.start import job_of
+from fedring.ctl.operate.job_control import job_of
 from fedring.daemon.config import ConfigError, load_config, split_arguments
 from fedring.server.config import ServerConfig
 from fedring.server.main import app as server_app
 
 APPS: dict[str, Any] = dict(zip(PROGRAMS, map(get_command, (flctl_app, server_app, client_app)), strict=True))
 COMMENTED = [path for path in sorted((ROOT / "deploy").rglob("*")) if path.suffix in (".toml", ".yml", ".service")]
-UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's; typer may bring a click of its own
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's; typer may bring its own copy of click
 _EXPLAINS = {"--help", "--version", "--install-completion"}
 _LEFT_OPEN = re.compile(r"\[[^]]*\](\.\.\.)?|KEY=VALUE")
 of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def leaves(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
-    """Each verb of a program, by the words that call it; a group may be a verb, too."""
+    """Yield each verb of a program with the words that call it; a group may be a verb, too."""
     if _is_verb(command):
         yield " ".join(path), command
     for name, inner in getattr(command, "commands", {}).items():
@@ -39,7 +39,10 @@ def leaves(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
 
 
 def parse(words: list[str]) -> dict[str, Any]:
-    """What the program makes of its command line, without doing it; {} where it only explains itself."""
+    """Return the parameters that the program reads from its command line, without running it.
+
+    The result is {} for a command that only prints help or the version.
+    """
     program, *rest = words
     command: Any = APPS[program]
     while rest and rest[0] in getattr(command, "commands", {}):
@@ -48,7 +51,7 @@ def parse(words: list[str]) -> dict[str, Any]:
         return {}
     assert _is_verb(command), f"{rest[0]!r} is no verb"
     context = command.make_context(program, rest)
-    if words := getattr(context, "_protected_args", []):  # of a group that is a verb: a verb within it, after options
+    if words := getattr(context, "_protected_args", []):  # a verb of the group that stands behind options
         raise AssertionError(f"{words[0]!r} is no verb that may follow options")
     params: dict[str, Any] = context.params
     return params
@@ -59,7 +62,7 @@ def _is_verb(command: Any) -> bool:
 
 
 def check(words: list[str]) -> None:
-    """Raises if the program would not take this, or the keys that it sets."""
+    """Raise an error if the program would refuse the command, or a key that it sets."""
     program, params = words[0], parse(words)
     if program == "fl-server" and params:
         flags = {key: params[key] for key in ("listen", "control_listen", "state_dir")}
@@ -75,7 +78,7 @@ def check(words: list[str]) -> None:
 
 
 @of_each_page
-def test_a_command_that_a_page_shows_can_be_typed(page: Page) -> None:
+def test_a_command_that_a_page_shows_is_valid(page: Page) -> None:
     for words in commands(page.shell()):
         try:
             check(words)
@@ -93,7 +96,10 @@ def test_a_command_in_a_sentence_exists(page: Page) -> None:
         try:
             check(words)
         except UsageError as error:
-            if type(error).__name__ not in ("MissingParameter", "BadOptionUsage"):  # a sentence may leave something out
+            if type(error).__name__ not in (
+                "MissingParameter",
+                "BadOptionUsage",
+            ):  # a sentence need not name all parameters
                 raise AssertionError(f"{quoted}: {error}") from error
 
 
@@ -109,7 +115,7 @@ def test_an_option_in_a_sentence_exists(page: Page) -> None:
 
 
 @pytest.mark.parametrize("path", COMMENTED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_command_in_an_examples_comment_can_be_typed(path: Path) -> None:
+def test_a_command_in_a_comment_of_an_example_is_valid(path: Path) -> None:
     for command in re.findall(r"(?:Try|Run) it: (.*)", path.read_text()):
         check(shlex.split(command))
 
@@ -118,7 +124,7 @@ VERBS = dict(leaves(APPS["flctl"]))
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_examples_of_a_verb_are_calls_of_it(verb: str) -> None:
+def test_the_examples_of_a_verb_are_valid_calls_of_it(verb: str) -> None:
     examples = [line for line in str(VERBS[verb].epilog).replace("\\[", "[").split("\n\n") if line != "Examples:"]
     assert examples
     for line in examples:
@@ -128,7 +134,7 @@ def test_the_examples_of_a_verb_are_calls_of_it(verb: str) -> None:
 
 
 @pytest.mark.parametrize("program", ["fl-server", "fl-client"])
-def test_the_examples_of_a_daemons_help_can_be_typed(program: str) -> None:
+def test_the_examples_in_the_help_of_a_daemon_are_valid(program: str) -> None:
     examples = [re.split(r" {3,}", line.strip())[0] for line in str(APPS[program].help).splitlines()]
     found = [words for line in examples if re.match(r"(FEDRING_\S+ )?fl-", line) for words in commands(line)]
     assert found
@@ -148,7 +154,7 @@ def test_the_manual_names_every_verb() -> None:
     assert [verb for verb in VERBS if not re.search(rf"`(flctl )?{verb}\b", manual)] == []
 
 
-def test_a_command_that_is_wrong_would_be_found() -> None:
+def test_a_wrong_command_is_detected() -> None:
     wrong = ("flctl dance", "flctl run job.toml lr=x", "fl-server listne=x", "flctl certs issue pki a --role boss")
     for command in wrong:
         ((words),) = commands(f"true && {command} | cat  # a comment")

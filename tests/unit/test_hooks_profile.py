@@ -1,4 +1,4 @@
-"""What flctl profile makes of what it has measured."""
+"""What flctl profile concludes from its measurements."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from fedring.ctl.profile import judge
 
 
 def measured(**milliseconds: float) -> list[dict[str, Any]]:
-    """Rows of hooks that take so long, but for one turn in which the machine had other work."""
+    """Return rows of hooks whose steps take these times, except for one turn in which the machine was busy."""
     return [
         {"hook": hook, "step_seconds": [one / 1000, one / 1000, 9.0], "bytes_per_step": 100}
         for hook, one in milliseconds.items()
     ]
 
 
-def test_a_tenth_of_a_step_is_the_bottleneck_and_less_is_not() -> None:
+def test_communication_is_the_bottleneck_from_a_tenth_of_a_step() -> None:
     verdict = judge(measured(noop=91, none=100), 64)["verdict"]
     assert "communication is not the bottleneck" in verdict
     verdict = judge(measured(noop=90, none=100.1), 64)["verdict"]

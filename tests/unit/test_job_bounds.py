@@ -1,4 +1,4 @@
-"""What a job's keys may be: nothing passes that the wire, the database or JSON could not carry."""
+"""The bounds of a job's keys: no value passes that the wire, the database or JSON could not carry."""
 
 import json
 import math
@@ -11,15 +11,15 @@ from pydantic import BaseModel, ValidationError
 from fedring.daemon.config import ConfigError, explain, parse_overrides, read_document
 from fedring.server.round.plan import job_spec, train_cmd
 from fedring.train.bounds import MAX_COUNT, MAX_DEPTH, MAX_JOB_BYTES, MAX_SAMPLES, MAX_SEED, MAX_WHOLE
+from fedring.train.data_parallel_table import DataParallel
 from fedring.train.job import Job
-from fedring.train.parallel import DataParallel
-from fedring.train.pipelined import MAX_CELLS, Pipeline
+from fedring.train.pipeline_table import MAX_CELLS, Pipeline
 
 TABLES: dict[str, type[BaseModel]] = {"": Job, "data_parallel": DataParallel, "pipeline": Pipeline}
 
 
 def keys_of(kind: str) -> Iterator[tuple[str, str]]:
-    """All keys of a job and its tables that take a value of this JSON type, each with its table."""
+    """Yield the table and the name of every key of a job that takes a value of this JSON type."""
     for table, model in TABLES.items():
         for name, schema in model.model_json_schema()["properties"].items():
             if kind in {each.get("type") for each in (schema, *schema.get("anyOf", ()))} and "enum" not in schema:
@@ -27,7 +27,7 @@ def keys_of(kind: str) -> Iterator[tuple[str, str]]:
 
 
 def refusal(table: str, **keys: Any) -> str:
-    """Why a job with these keys is none, in the words that its sender reads."""
+    """Return why a job with these keys is refused, as its sender reads it."""
     with pytest.raises(ValidationError) as refused:
         Job.model_validate({table: keys} if table else keys)
     sentence = explain(refused.value, {}, Job)
@@ -36,7 +36,7 @@ def refusal(table: str, **keys: Any) -> str:
 
 
 @pytest.mark.parametrize(("table", "name"), list(keys_of("integer")))
-def test_every_whole_number_has_bounds(table: str, name: str) -> None:
+def test_every_integer_has_bounds(table: str, name: str) -> None:
     for value in (10**20, 2**63, -(10**20), 10**1000):
         assert refusal(table, **{name: value}).startswith(f"{table}.{name}: " if table else f"{name}: ")
 
@@ -54,11 +54,11 @@ def test_every_text_is_one_line_without_control_characters(table: str, name: str
 
 
 @pytest.mark.parametrize("keys", [{"cut": [10**20, 1]}, {"cut": ["a\0b"]}, {"warmups": [10**20, 1]}])
-def test_what_lists_hold_is_bounded_too(keys: dict[str, Any]) -> None:
+def test_the_items_of_lists_have_bounds_too(keys: dict[str, Any]) -> None:
     assert refusal("pipeline", **keys).startswith(f"pipeline.{next(iter(keys))}")
 
 
-def test_other_texts_are_as_people_write_them() -> None:
+def test_names_in_any_language_are_kept_as_they_are() -> None:
     name = "Zürich \N{EM DASH} 東京 \N{GRINNING FACE}"
     assert Job.model_validate({"name": name}).name == name
 
@@ -74,7 +74,7 @@ def test_the_largest_values_fit_the_wire() -> None:
 
 
 def nested(depth: int, *, of: Any = 1) -> Any:
-    """A value within so many tables and lists."""
+    """Return a value nested in so many tables and lists."""
     for level in range(depth):
         of = {"a": of} if level % 2 else [of]
     return of
@@ -87,8 +87,8 @@ TABLES_OF_ANYTHING = [("", "model_args"), ("server_optimizer", "args")]
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (nested(MAX_DEPTH), "MAX_DEPTH = 16 lists and tables in each other"),
-        (nested(100_000), "MAX_DEPTH = 16 lists and tables in each other"),
+        (nested(MAX_DEPTH), "MAX_DEPTH = 16 levels of lists and tables"),
+        (nested(100_000), "MAX_DEPTH = 16 levels of lists and tables"),
         (2**63, "x in it must be a number from -(2^63 - 1) to 2^63 - 1"),
         (-(10**1000), "x in it must be a number from"),
         ([1.0, {"y": math.inf}], "x.1.y in it must be a finite number, and is inf"),
@@ -99,13 +99,13 @@ TABLES_OF_ANYTHING = [("", "model_args"), ("server_optimizer", "args")]
         (b"bytes", "x in it must be text, a number, true, false, a list or a table"),
     ],
 )
-def test_a_table_of_free_content_holds_what_json_can(table: str, name: str, value: Any, words: str) -> None:
+def test_a_table_of_free_content_refuses_what_json_cannot_hold(table: str, name: str, value: Any, words: str) -> None:
     sentence = refusal(table, **{name: {"x": value}})
     assert sentence.startswith(f"{table}.{name}: " if table else f"{name}: ")
     assert words in sentence
 
 
-def test_what_json_can_hold_passes_a_table_of_free_content() -> None:
+def test_a_table_of_free_content_takes_what_json_can_hold() -> None:
     value = {
         "x": nested(MAX_DEPTH - 1),
         "whole": -MAX_WHOLE,
@@ -118,25 +118,25 @@ def test_what_json_can_hold_passes_a_table_of_free_content() -> None:
     assert json.loads(job_spec(job, 1).model_args) == value
 
 
-def test_a_job_that_is_too_long_names_the_key_that_makes_it_so() -> None:
+def test_the_error_about_a_long_job_names_the_longest_key() -> None:
     sentence = refusal("", model_args={"text": "x" * MAX_JOB_BYTES})
     assert f"above MAX_JOB_BYTES = {MAX_JOB_BYTES}, most of them in model_args" in sentence
     assert len(sentence) < 300
 
 
-def test_a_schedule_that_nobody_could_try_out_is_refused_at_once() -> None:
+def test_a_schedule_that_is_too_large_to_simulate_is_refused_at_once() -> None:
     sentence = refusal("pipeline", stages=2, micro_batches=MAX_COUNT)
     assert f"2 stages times {MAX_COUNT} micro_batches are above MAX_CELLS = {MAX_CELLS}" in sentence
 
 
 @pytest.mark.parametrize("name", ["deep.json", "deep.toml"])
-def test_a_file_that_nests_without_end_is_said_to(tmp_path: Any, name: str) -> None:
+def test_a_file_that_is_nested_too_deep_is_refused(tmp_path: Any, name: str) -> None:
     path = tmp_path / name
     path.write_text(("" if name.endswith("json") else "x = ") + "[" * 100_000)
     with pytest.raises(ConfigError, match="too many lists and tables in each other"):
         read_document(path)
 
 
-def test_an_override_that_nests_without_end_is_said_to() -> None:
+def test_an_override_that_is_nested_too_deep_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the value of 'job\.model_args' holds too many lists and tables"):
         parse_overrides(["job.model_args=" + "[" * 100_000])

@@ -1,4 +1,4 @@
-"""Laws of the source tree that no other tool checks."""
+"""Rules for the source tree that no other tool checks."""
 
 import ast
 import importlib.metadata
@@ -31,21 +31,21 @@ FORBIDDEN = {
     "marshal or shelve": r"\bimport (marshal|shelve|dill|cloudpickle|joblib)\b",
 }
 ALLOWED = {("common/fedring/train/files.py", "pickle"): ["import pickle"]}
-"""It only names the exception class pickle.UnpicklingError, which torch.load raises."""
+"""Lines that may stay. files.py needs only the exception class pickle.UnpicklingError, which torch.load raises."""
 
 
-def test_no_source_root_takes_the_namespace_for_itself() -> None:
+def test_no_source_root_has_an_init_file_in_the_shared_namespace() -> None:
     assert [root for root in SOURCE_ROOTS if not (root / "fedring").is_dir()] == []
     assert list(ROOT.glob("*/fedring/__init__.py")) == []
 
 
-def test_every_part_is_typed() -> None:
-    parts = {path.parent for root in SOURCE_ROOTS for path in (root / "fedring").glob("*/*.py")}
-    assert sorted(part for part in parts if not (part / "py.typed").is_file()) == []
+def test_every_package_has_a_py_typed_file() -> None:
+    packages = {path.parent for root in SOURCE_ROOTS for path in (root / "fedring").glob("*/*.py")}
+    assert sorted(package for package in packages if not (package / "py.typed").is_file()) == []
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_nothing_that_comes_from_outside_is_executed(name: str) -> None:
+def test_no_function_is_used_that_could_execute_received_data(name: str) -> None:
     found = []
     for path in SOURCES:
         allowed = ALLOWED.get((str(path.relative_to(ROOT)), name), [])
@@ -67,22 +67,22 @@ def test_nothing_that_comes_from_outside_is_executed(name: str) -> None:
         ("yaml.load", "yaml.load(text)"),
     ],
 )
-def test_what_is_forbidden_would_be_found(name: str, line: str) -> None:
+def test_the_patterns_find_what_is_forbidden(name: str, line: str) -> None:
     assert re.search(FORBIDDEN[name], line)
 
 
-def test_torchs_own_eval_mode_is_no_eval() -> None:
+def test_the_eval_mode_of_a_torch_model_is_not_forbidden() -> None:
     assert not re.search(FORBIDDEN["eval or exec"], "model.to(device).eval()")
 
 
-def test_every_file_can_be_read_in_one_sitting() -> None:
+def test_every_file_has_at_most_400_lines() -> None:
     files = [*SOURCES, *(ROOT / "tests").rglob("*.py"), *PROTOS]
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > MAX_LINES} == {}
 
 
 def fields(text: str) -> Iterator[tuple[str, str, bool]]:
-    """Each field of each message: its message, its name, and whether a comment is above it or at its end."""
+    """Yield for each field of each message: the message, the field, and whether a comment is above it or behind it."""
     message, commented = "", False
     for line in text.splitlines():
         code, slashes, _ = line.partition("//")
@@ -100,13 +100,13 @@ def fields(text: str) -> Iterator[tuple[str, str, bool]]:
 
 
 @pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.stem)
-def test_every_field_on_the_wire_is_explained(path: Path) -> None:
-    silent = [f"{message}.{name}" for message, name, commented in fields(path.read_text()) if not commented]
-    assert silent == []
+def test_every_field_of_a_message_has_a_comment(path: Path) -> None:
+    unexplained = [f"{message}.{name}" for message, name, commented in fields(path.read_text()) if not commented]
+    assert unexplained == []
 
 
 @pytest.mark.parametrize("file", [federation_pb2.DESCRIPTOR, control_pb2.DESCRIPTOR], ids=lambda file: file.name)
-def test_no_field_escapes_the_reading_of_the_protos(file: FileDescriptor) -> None:
+def test_the_search_for_fields_without_a_comment_sees_every_field(file: FileDescriptor) -> None:
     known = {(message.name, field.name) for message in file.message_types_by_name.values() for field in message.fields}
     text = (ROOT / "protos" / file.name).read_text()
     found = {(message, name) for message, name, _ in fields(re.sub(r"enum \w+ \{[^}]*\}", "", text))}
@@ -132,13 +132,14 @@ def test_every_kind_of_event_is_documented() -> None:
 
 
 def tracked(*patterns: str) -> list[str]:
+    """Return the files that git tracks and whose paths match one of the patterns."""
     if not (ROOT / ".git").exists():
-        pytest.skip("this is no git checkout")
+        pytest.skip("this is not a git checkout")
     output = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
     return output.stdout.split()
 
 
-def test_generated_code_is_not_kept() -> None:
+def test_generated_code_is_not_committed() -> None:
     assert tracked("*_pb2*") == []
 
 
@@ -146,16 +147,16 @@ def test_every_package_that_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = [*project["dependencies"], *project["optional-dependencies"]["tracing"]]
     names = {_name_of(requirement) for requirement in declared}
-    own = {"fedring", "vector_cases", *sys.stdlib_module_names}  # the second lies beside protos/vectors.py
+    own = {"fedring", "vector_cases", *sys.stdlib_module_names}  # vector_cases.py is beside protos/vectors.py
     owners = importlib.metadata.packages_distributions()
-    for path in set(SOURCES) - {ROOT / "protos" / "generate.py"}:  # which only builds
+    for path in set(SOURCES) - {ROOT / "protos" / "generate.py"}:  # it runs only in a build
         for module in imported(ast.parse(path.read_text())) - own:
             packages = {_name_of(owner) for owner in owners.get(module, [])}
             assert packages & names, f"{path.relative_to(ROOT)} imports {module}"
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """The top-level names of all modules that the code imports."""
+    """Return the top-level names of all modules that the code imports."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -169,7 +170,7 @@ def _name_of(requirement: str) -> str:
     return re.split(r"[\[<>=!~ ]", requirement)[0].lower().replace("_", "-")
 
 
-def test_what_is_installed_is_pinned_without_naming_a_place() -> None:
+def test_every_dependency_is_pinned_to_a_version_and_to_no_index() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines), lines

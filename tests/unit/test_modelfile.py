@@ -1,4 +1,4 @@
-"""Model files: ordinary safetensors, in which each flat vector can be read by range."""
+"""Model files: ordinary safetensors files in which each flat vector can be read by range."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_the_safetensors_library_reads_every_tensor(blobs: FileBlobs, tmp_path: 
         assert (metadata["schema_hash"], metadata["round"]) == (SCHEMA.hash.hex(), "3")
 
 
-def test_a_reader_gives_back_what_was_written(blobs: FileBlobs) -> None:
+def test_a_reader_returns_what_was_written(blobs: FileBlobs) -> None:
     model = store_model(SCHEMA, VECTORS, blobs, {})
     assert model.digest == VECTORS.digest()
     with blobs.reader(model.blob) as blob:
@@ -67,7 +67,7 @@ def test_a_reader_gives_back_what_was_written(blobs: FileBlobs) -> None:
             reader.parameters(15, 17)
 
 
-def test_the_values_start_at_multiples_of_their_size(blobs: FileBlobs, tmp_path: Path) -> None:
+def test_values_are_aligned_to_their_size(blobs: FileBlobs, tmp_path: Path) -> None:
     for length in range(1, 9):
         schema = Schema((Entry("p" * length, (3,), "float32", "parameter"), Entry("b", (1,), "float32", "buffer")))
         model = store_model(schema, Vectors(np.ones(3, np.float32), np.ones(1)), blobs, {})
@@ -75,7 +75,7 @@ def test_the_values_start_at_multiples_of_their_size(blobs: FileBlobs, tmp_path:
 
 
 @pytest.mark.parametrize(("parameters", "buffers"), [(0, 0), (3, 0), (0, 3), (TILE + 3, 2 * TILE + 1)])
-def test_models_of_all_sizes_survive(blobs: FileBlobs, parameters: int, buffers: int) -> None:
+def test_models_of_all_sizes_are_read_as_they_were_written(blobs: FileBlobs, parameters: int, buffers: int) -> None:
     entries = (Entry("p", (parameters,), "float32", "parameter"), Entry("b", (buffers,), "float64", "buffer"))
     vectors = Vectors(np.arange(parameters, dtype=np.float32), np.arange(buffers) / 3)
     model = store_model(Schema(entries), vectors, blobs, {})
@@ -84,7 +84,7 @@ def test_models_of_all_sizes_survive(blobs: FileBlobs, parameters: int, buffers:
     assert got.digest() == model.digest == vectors.digest()
 
 
-def test_a_writer_takes_exactly_the_schemas_values_in_order(blobs: FileBlobs) -> None:
+def test_a_writer_takes_exactly_the_values_of_the_schema_in_order(blobs: FileBlobs) -> None:
     writer = ModelWriter(blobs.open_partial("m"), SCHEMA, {})
     with pytest.raises(ValueError, match="buffers are missing"):
         writer.write_parameters(VECTORS.parameters)
@@ -100,7 +100,7 @@ def test_a_writer_takes_exactly_the_schemas_values_in_order(blobs: FileBlobs) ->
 
 
 @pytest.mark.parametrize("names", [("a", "a"), ("a", "__metadata__")])
-def test_names_that_one_file_cannot_hold_are_refused(blobs: FileBlobs, names: tuple[str, str]) -> None:
+def test_tensor_names_that_a_file_cannot_hold_are_refused(blobs: FileBlobs, names: tuple[str, str]) -> None:
     schema = Schema(tuple(Entry(name, (1,), "float32", "parameter") for name in names))
     with pytest.raises(CodecError, match="bad_schema"):
         store_model(schema, Vectors(np.ones(2, np.float32), np.empty(0)), blobs, {})
@@ -108,7 +108,7 @@ def test_names_that_one_file_cannot_hold_are_refused(blobs: FileBlobs, names: tu
 
 
 @pytest.mark.parametrize("cut", [0, 7, 8, 40, -1])
-def test_a_cut_file_is_no_model(blobs: FileBlobs, tmp_path: Path, cut: int) -> None:
+def test_a_file_that_was_cut_short_is_not_a_model(blobs: FileBlobs, tmp_path: Path, cut: int) -> None:
     model = store_model(SCHEMA, VECTORS, blobs, {})
     path = tmp_path / "blobs" / model.blob
     path.write_bytes(path.read_bytes()[:cut])

@@ -1,4 +1,4 @@
-"""What a data-parallel job may say, and what it means to server and client."""
+"""The table [data_parallel] of a job: what it may hold, and what the server and the clients make of it."""
 
 import tomllib
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from torch._C._distributed_c10d import HashStore
 
 from fedring.client.hooks import Compressed, make_hook
 from fedring.compress.correction import Correction
-from fedring.ctl.presets import Dataset, Mode, preset_job
-from fedring.ctl.start import job_of
+from fedring.ctl.bench.presets import Dataset, Mode, preset_job
+from fedring.ctl.operate.job_control import job_of
 from fedring.ddp.hooks import TopKState, by_name, topk_hook
 from fedring.ddp.hooks.by_name import Ready
 from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
+from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
-from fedring.train.parallel import HOOKS, DataParallel
 from fedring.train.plan import Plan
 from fedring.workers.usage import TimedHook
 
@@ -45,7 +45,7 @@ def job(**keys: Any) -> Job:
         ({"data_parallel": {"buffers": "never"}}, "buffers"),
     ],
 )
-def test_what_has_no_meaning_is_refused(keys: dict[str, Any], sentence: str) -> None:
+def test_keys_and_values_without_meaning_are_refused(keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         job(**keys)
 
@@ -59,7 +59,7 @@ def test_one_worker_delivers_for_the_group() -> None:
     assert group_rules(spec, target=1).minimum == 1
 
 
-def test_the_table_travels_with_the_command_and_the_update_is_whole() -> None:
+def test_the_table_travels_with_the_command_and_updates_are_not_compressed() -> None:
     spec = job(encoding="packed", data_parallel={"hook": "dgc", "buffers": 10})
     command = train_cmd(spec, job_spec(spec, 1), number=1, job_round=1)
     assert DataParallel.model_validate_json(command.job.data_parallel) == spec.data_parallel
@@ -69,7 +69,7 @@ def test_the_table_travels_with_the_command_and_the_update_is_whole() -> None:
     assert (command.job.data_parallel, command.encoding.name) == ("", "packed")
 
 
-def test_the_example_is_a_job() -> None:
+def test_the_example_is_a_valid_job() -> None:
     path = ROOT / "deploy" / "config" / "data-parallel.toml"
     table = job_of(path, ["data_parallel.hook=fp16"])
     assert Job.model_validate(table).data_parallel.hook == "fp16"
@@ -113,7 +113,7 @@ def state_of(name: str, **keys: Any) -> Any:
     return hook.state
 
 
-def test_a_hook_of_ones_own_must_be_trusted() -> None:
+def test_a_users_own_hook_must_come_from_a_trusted_module() -> None:
     table = DataParallel.model_validate({"hook": "tests.unit.group_member:own_hook"})
     assert isinstance(make_hook(table, Plan(), [], ["tests"]), TimedHook)
     with pytest.raises(SeamError, match="trusted"):

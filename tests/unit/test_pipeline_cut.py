@@ -1,4 +1,4 @@
-"""Cutting models: the stages, one after another, are the model, and own its parameters under its names."""
+"""Cutting models: the stages together compute what the model computes, and have its parameters under its names."""
 
 from itertools import pairwise
 
@@ -41,7 +41,7 @@ def resnet() -> nn.Module:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_resnet_is_cut_evenly_though_it_is_no_sequential(resnet: nn.Module, count: int) -> None:
+def test_resnet_is_cut_evenly_although_it_is_not_sequential(resnet: nn.Module, count: int) -> None:
     stages = cut_evenly(resnet, count)
     assert len(stages) == count
     check(resnet, stages, torch.randn(2, 3, 32, 32))
@@ -50,7 +50,7 @@ def test_resnet_is_cut_evenly_though_it_is_no_sequential(resnet: nn.Module, coun
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_resnet_trains_in_stages_and_each_keeps_less(resnet: nn.Module, count: int) -> None:
+def test_resnet_trains_in_stages_which_each_keep_less(resnet: nn.Module, count: int) -> None:
     schedule = one_forward_one_backward(count, 2)
     modules = cut_evenly(resnet.train(), count)
     stashes = [WeightStashing(torch.optim.Adam(module.parameters())) for module in modules]
@@ -65,7 +65,7 @@ def test_resnet_trains_in_stages_and_each_keeps_less(resnet: nn.Module, count: i
     assert max(states) < 0.8 * sum(states)
 
 
-def test_a_layer_that_writes_into_its_input_begins_no_stage() -> None:
+def test_a_layer_that_works_in_place_begins_no_stage() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 2), nn.ReLU(inplace=True))
     assert Chain(model).names == ["0", "2"]
 
@@ -77,19 +77,19 @@ def test_stages_begin_at_the_named_layers(resnet: nn.Module) -> None:
     assert firsts == ["conv1.weight", "layer2.0.conv1.weight", "layer4.1.conv1.weight", "fc.weight"]
 
 
-def test_a_forward_with_functions_of_its_own_is_cut() -> None:
+def test_a_model_whose_forward_calls_functions_can_be_cut() -> None:
     model = mnist_cnn()
     check(model, cut_at(model, ["conv2", "fc2"]), torch.randn(3, 1, 28, 28))
 
 
-def test_counts_of_layers_cut_a_sequential() -> None:
+def test_a_sequential_can_be_cut_by_counts_of_layers() -> None:
     model = cifar_cnn()
     chain = Chain(model)
     assert chain.names == [str(number) for number in range(13)]
     check(model, cut_by_counts(model, [4, 4, 5]), torch.randn(2, 3, 32, 32))
 
 
-def test_layers_of_a_sequential_need_not_be_traceable() -> None:
+def test_the_layers_of_a_sequential_need_not_be_traceable() -> None:
     class Odd(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:
             return inputs if inputs.sum() > 0 else -inputs
@@ -100,7 +100,7 @@ def test_layers_of_a_sequential_need_not_be_traceable() -> None:
         Chain(Odd())
 
 
-def test_a_sample_balances_by_time_and_leaves_the_buffers_alone() -> None:
+def test_a_sample_balances_stages_by_time_and_does_not_change_buffers() -> None:
     class Slow(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:
             for _ in range(300):
@@ -118,19 +118,19 @@ def test_a_sample_balances_by_time_and_leaves_the_buffers_alone() -> None:
     ([1, 1, 1, 1], 2, [2, 2]), ([9, 1, 1, 1], 2, [1, 3]), ([1, 1, 1, 9], 3, [1, 2, 1]), ([5], 1, [1]),
     ([0, 0, 7, 0], 4, [1, 1, 1, 1]),
 ])  # fmt: skip
-def test_the_dearest_part_is_as_cheap_as_can_be(costs: list[float], parts: int, expected: list[int]) -> None:
+def test_the_most_expensive_part_is_as_cheap_as_possible(costs: list[float], parts: int, expected: list[int]) -> None:
     found = balanced(costs, parts)
     places = [sum(found[:i]) for i in range(parts + 1)]
     wanted = [sum(expected[:i]) for i in range(parts + 1)]
 
-    def dearest(cuts: list[int]) -> float:
+    def largest(cuts: list[int]) -> float:
         return max(sum(costs[a:b]) for a, b in pairwise(cuts))
 
-    assert dearest(places) == dearest(wanted)
+    assert largest(places) == largest(wanted)
     assert min(found) >= 1
 
 
-def test_tied_weights_in_two_stages_are_refused_and_in_one_are_not() -> None:
+def test_tied_weights_are_refused_in_two_stages_and_allowed_in_one() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -146,7 +146,7 @@ def test_tied_weights_in_two_stages_are_refused_and_in_one_are_not() -> None:
     assert len(cut_by_counts(Tied(), [3])) == 1
 
 
-def test_the_users_own_stages_are_taken_as_they_are() -> None:
+def test_a_users_own_stages_are_not_changed() -> None:
     stages = [nn.Linear(2, 3), nn.Linear(3, 1)]
     assert as_cut(stages) == stages
     assert as_cut(nn.ModuleList(stages)) == stages

@@ -1,4 +1,4 @@
-"""What a pipeline job may say, and what it means to server and client."""
+"""The table [pipeline] of a job: what it may hold, and what the server and the clients make of it."""
 
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,15 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from fedring.client.grouped import parse_table
-from fedring.ctl.presets import Dataset, Mode, preset_job
-from fedring.ctl.start import job_of
+from fedring.client.group.round import parse_table
+from fedring.ctl.bench.presets import Dataset, Mode, preset_job
+from fedring.ctl.operate.job_control import job_of
 from fedring.schedules.schedule import ScheduleError
 from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.models import digits_mlp
-from fedring.train.pipelined import Pipeline
+from fedring.train.pipeline_table import Pipeline
 from fedring.train.seam import build_model
 from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.shards import micro_batches
@@ -35,33 +35,33 @@ def table(**keys: Any) -> Pipeline:
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"stages": 3, "stages_per_worker": 2, "schedule": "interleaved_1f1b"}, "do not spread evenly"),
-        ({"stages": 4, "stages_per_worker": 2}, "1f1b has one stage a worker"),
+        ({"stages": 3, "stages_per_worker": 2, "schedule": "interleaved_1f1b"}, "stages=3 must be a multiple of"),
+        ({"stages": 4, "stages_per_worker": 2}, "the schedule 1f1b has one stage per worker"),
         ({"update_interval": 2}, "belong to the schedule pipedream"),
         ({"schedule": "gpipe", "versions": "vertical"}, "belong to the schedule pipedream"),
-        ({"schedule": "pipedream", "micro_batches": "auto"}, "cannot be auto"),
+        ({"schedule": "pipedream", "micro_batches": "auto"}, "micro_batches=auto does not work"),
         ({"schedule": "pipedream", "warmups": [0, 1]}, "would deadlock"),
         ({"schedule": "pipedream", "versions": "macrobatch", "stages": 4, "update_interval": 2}, "at least 3"),
         ({"schedule": "interleaved_1f1b", "stages": 4, "stages_per_worker": 2, "micro_batches": 3}, "multiple of 2"),
-        ({"cut": "evenly"}, "is not parameters, time, or of the form"),
-        ({"cut": ["a", "b"]}, "2 entries; 2 stages need 1"),
-        ({"cut": [4]}, "1 entries; 2 stages need 2"),
+        ({"cut": "evenly"}, "cut='evenly' must be parameters, time, or of the form"),
+        ({"cut": ["a", "b"]}, "2 entries, but 2 stages need 1"),
+        ({"cut": [4]}, "1 entries, but 2 stages need 2"),
         ({"schedule": "zip"}, "schedule"),
         ({"stage": 2}, "Extra inputs"),
     ],
 )
-def test_what_cannot_run_is_refused_when_the_job_is_given(keys: dict[str, Any], sentence: str) -> None:
+def test_a_table_that_cannot_run_is_refused_with_the_job(keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         job(pipeline=keys)
 
 
-def test_a_batch_has_a_sample_for_each_micro_batch() -> None:
-    with pytest.raises(ValidationError, match="batch_size must be at least"):
+def test_a_batch_needs_a_sample_for_each_micro_batch() -> None:
+    with pytest.raises(ValidationError, match="batch_size=7 must be at least 8"):
         job(batch_size=7, pipeline={"micro_batches": 8})
     assert job(batch_size=7, pipeline={"schedule": "pipedream", "micro_batches": 8}).batch_size == 7
 
 
-def test_what_belongs_to_the_federated_mode_is_refused() -> None:
+def test_keys_of_the_federated_mode_are_refused() -> None:
     with pytest.raises(ValidationError, match="leave them out of a pipeline job"):
         job(mu=0.1)
 
@@ -72,13 +72,13 @@ def test_a_pipeline_has_as_many_workers_as_stages_and_replicas_need() -> None:
     rules = rules_of(spec, grace=5)
     assert (rules.min_clients, rules.sample_clients) == (6, 6)
     assert (rules.min_to_aggregate, rules.close_at_minimum) == (1, True)
-    group = group_rules(spec, target=8)  # a restarted server counts those that were enlisted, too
+    group = group_rules(spec, target=8)  # a restarted server also counts the workers that were enlisted before
     assert (group.target, group.minimum, group.patience) == (6, 6, 7)
     shared = table(stages=4, stages_per_worker=2, schedule="interleaved_1f1b")
     assert (shared.width, shared.workers, shared.unit) == (2, 2, 2)
 
 
-def test_the_table_travels_with_the_command_and_the_update_is_whole() -> None:
+def test_the_table_travels_with_the_command_and_updates_are_not_compressed() -> None:
     spec = job(encoding="packed", pipeline={"cut": ["3"], "micro_batches": "auto", "loss_scale": 128.0})
     command = train_cmd(spec, job_spec(spec, 1), number=1, job_round=1)
     assert parse_table(Pipeline, "pipeline", command.job.pipeline) == spec.pipeline
@@ -87,7 +87,7 @@ def test_the_table_travels_with_the_command_and_the_update_is_whole() -> None:
         parse_table(Pipeline, "pipeline", '{"quantum": true}')
 
 
-def test_the_example_is_a_job_whose_model_can_be_cut() -> None:
+def test_the_example_job_has_a_model_that_can_be_cut() -> None:
     spec = Job.model_validate(job_of(ROOT / "deploy" / "config" / "pipeline.toml", ["pipeline.stages=4"]))
     model = build_model(spec.model, spec.model_args, 0, ["fedring"])
     counts = count_layers(model, spec.pipeline, torch.empty)
@@ -102,7 +102,7 @@ def test_the_demo_has_a_pipeline_job_for_each_data_set(dataset: Dataset) -> None
     assert sum(count_layers(model, spec.pipeline, torch.empty)) > 2
 
 
-def test_an_even_cut_leaves_no_stage_without_parameters() -> None:
+def test_an_even_cut_gives_parameters_to_every_stage() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.ReLU(), nn.Linear(4, 400), nn.ReLU())
     assert count_layers(model, table(), torch.empty) == [4, 2]
     timed = count_layers(model, table(cut="time"), lambda: torch.randn(2, 4))
@@ -129,12 +129,12 @@ def broken(model: nn.Module) -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("backwards", "is no part of the model"),
-        ("one", "has made 1 stages where the job says 2"),
-        ("broken", "has failed: KeyError"),
+        ("backwards", "is not a parameter of the model"),
+        ("one", "returned 1 stages, but the job's table has stages=2"),
+        ("broken", "raised KeyError"),
     ],
 )
-def test_a_cut_of_ones_own_must_fit(name: str, sentence: str) -> None:
+def test_a_users_own_cut_must_fit_the_model_and_the_table(name: str, sentence: str) -> None:
     own = table(cut=f"tests.unit.test_pipeline_job:{name}")
     with pytest.raises(SeamError, match=sentence):
         cut_model(digits_mlp(), own, [], ["tests"])
@@ -150,7 +150,7 @@ def test_a_cut_of_ones_own_must_fit(name: str, sentence: str) -> None:
         (13, 4, 8, 1, [5, 4, 4]),
         (3, 4, 8, 1, [3]),
         (13, 4, 8, 2, [7, 6]),
-        (1, 4, 8, 2, [1, 1]),  # taken again
+        (1, 4, 8, 2, [1, 1]),  # the same sample twice
         (30, 3, 8, 1, [4, 4, 4, 4, 4, 4, 3, 3]),
     ],
 )

@@ -1,4 +1,4 @@
-"""What stages keep is measured, and falls as stages are added."""
+"""The memory that stages need: how it is measured, and that more stages need less each."""
 
 import json
 from typing import Any
@@ -32,16 +32,16 @@ def kept_by(schedule: Schedule, *, recompute: bool = False) -> list[Kept]:
     return measure(cut, schedule, batch, loss=mean, recompute=recompute)
 
 
-def test_parameters_and_adams_state_are_divided_among_the_stages() -> None:
+def test_parameters_and_the_state_of_adam_are_divided_among_stages() -> None:
     layer = 4 * (WIDTH * WIDTH + WIDTH)
     for stages in (1, 2, 4):
         for one in kept(stages):
             assert one.parameters == 4 // stages * layer
-            assert 2 * one.parameters <= one.optimizer <= 2 * one.parameters + 64  # and its counts of steps
+            assert 2 * one.parameters <= one.optimizer <= 2 * one.parameters + 64  # which also counts its steps
 
 
-def test_activations_are_those_of_the_micro_batches_on_their_way() -> None:
-    micro_batch = 4 * BATCH // 6 * WIDTH  # what goes into one layer
+def test_activations_are_those_of_micro_batches_in_flight() -> None:
+    micro_batch = 4 * BATCH // 6 * WIDTH  # bytes of the inputs of one layer
     first, second = kept(2)
     assert (first.in_flight, second.in_flight) == (2, 1)
     assert 2 * 2 * micro_batch <= first.activations <= 3 * 2 * micro_batch
@@ -52,7 +52,7 @@ def test_activations_are_those_of_the_micro_batches_on_their_way() -> None:
 
 @pytest.mark.parametrize("versions", Versions)
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_pipedreams_older_versions_of_the_weights_are_part_of_what_is_kept(stages: int, versions: Versions) -> None:
+def test_the_older_versions_of_pipedream_are_counted(stages: int, versions: Versions) -> None:
     schedule = pipedream(stages, 12, versions=versions)
     for one, need in zip(kept_by(schedule), check(schedule), strict=True):
         assert one.stashed == (need.versions - 1) * one.parameters
@@ -63,7 +63,7 @@ def test_schedules_with_a_flush_keep_no_older_versions() -> None:
     assert [one.stashed for one in kept(4)] == [0] * 4
 
 
-def test_a_worker_with_several_stages_keeps_what_all_of_them_do() -> None:
+def test_a_worker_with_several_stages_needs_the_memory_of_all_of_them() -> None:
     schedule = interleaved(4, 6, workers=2)
     workers, stages = kept_by(schedule), kept(4)
     assert [one.parameters for one in workers] == [2 * stages[0].parameters] * 2
@@ -73,7 +73,7 @@ def test_a_worker_with_several_stages_keeps_what_all_of_them_do() -> None:
         assert one.activations >= one.in_flight * 4 * BATCH // 6 * WIDTH
 
 
-def test_what_resnets_stages_keep_falls_as_they_become_more(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stages_of_resnet_need_less_memory_each_if_there_are_more(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["torchvision:resnet18", "--stages", "1,2,4", "--shape", "3x32x32", "--batch-size", "4", "-m", "2"]
     assert main(["pipeline", "memory", *arguments, "--output", "json"]) == Exit.OK
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -83,7 +83,7 @@ def test_what_resnets_stages_keep_falls_as_they_become_more(capsys: pytest.Captu
     assert all(row["activations"] > 0 for row in rows)
 
 
-def test_the_command_tells_programs_what_each_stage_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_the_memory_of_each_stage_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "fedring.train.models:mnist_cnn",
         "--stages",
@@ -125,14 +125,14 @@ def test_the_command_knows_all_schedules(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--stages", "two"], "no number above 0"),
+        (["--stages", "two"], "must be whole numbers above 0"),
         (["--schedule", "none"], "'gpipe', '1f1b', 'interleaved_1f1b' or 'pipedream'"),
-        (["--stages", "2", "--stages-per-worker", "2"], "interleaved_1f1b may have more"),
+        (["--stages", "2", "--stages-per-worker", "2"], "or schedule=interleaved_1f1b"),
         (["fedring.train.models:digits_mlp", "--stages", "3", "--shape", "64"], "cannot make 3 stages"),
-        (["--batch-size", "4"], "a micro-batch has a sample or more"),
+        (["--batch-size", "4"], "a micro-batch needs at least one sample"),
     ],
 )
-def test_what_cannot_be_measured_is_a_usage_error(
+def test_arguments_that_cannot_be_measured_are_a_usage_error(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["pipeline", "memory", *arguments]) == Exit.USAGE

@@ -1,4 +1,4 @@
-"""Messages between stages: a header says what comes, and none is trusted; the order of arrival does not matter."""
+"""Messages between stages, which are checked and found by their keys; and the search for a number of micro-batches."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def message(micro_batch: int = 0) -> Message:
 
 
 @given(KINDS, st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS), st.lists(st.integers(0, 3), max_size=8))
-def test_a_header_says_what_the_message_is(kind: Kind, numbers: tuple[int, int, int, int], shape: list[int]) -> None:
+def test_a_header_describes_its_message(kind: Kind, numbers: tuple[int, int, int, int], shape: list[int]) -> None:
     step, stage, micro_batch, version = numbers
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         sent = Message(Key(step, kind, stage, micro_batch), version, torch.zeros(shape, dtype=dtype))
@@ -31,7 +31,7 @@ def test_a_header_says_what_the_message_is(kind: Kind, numbers: tuple[int, int, 
 
 
 @given(st.integers(0, HEADER_WORDS - 1), st.integers(-(1 << 63), (1 << 63) - 1))
-def test_a_wrong_header_is_refused_or_asks_for_no_more_than_the_limit(place: int, value: int) -> None:
+def test_a_wrong_header_is_refused_or_allocates_no_more_than_the_limit(place: int, value: int) -> None:
     words = header(message())
     words[place] = value
     try:
@@ -41,19 +41,19 @@ def test_a_wrong_header_is_refused_or_asks_for_no_more_than_the_limit(place: int
     assert found.tensor.nbytes <= LIMIT
 
 
-def test_a_huge_shape_of_nothing_is_refused() -> None:
+def test_a_huge_shape_without_elements_is_refused() -> None:
     words = header(message())
     words[7:] = torch.tensor([3, 1 << 40, 1 << 40, 0, 0, 0, 0, 0, 0])
     with pytest.raises(PipelineError, match="more than"):
         parse(words, max_bytes=LIMIT)
 
 
-def test_tensors_that_no_header_describes_are_not_sent() -> None:
+def test_tensors_that_a_header_cannot_describe_are_not_sent() -> None:
     with pytest.raises(PipelineError, match="cannot send"):
         header(Message(message().key, 0, torch.zeros(1, dtype=torch.complex64)))
 
 
-def test_messages_are_found_whatever_the_order_in_which_they_came() -> None:
+def test_messages_are_found_in_any_order_of_arrival() -> None:
     box = Mailbox()
     for micro_batch in (2, 0, 3, 1):
         box.put(message(micro_batch))
@@ -63,35 +63,35 @@ def test_messages_are_found_whatever_the_order_in_which_they_came() -> None:
         assert found.tensor.shape == (2, micro_batch + 1)
 
 
-def test_a_message_that_comes_twice_is_refused_even_after_it_was_taken() -> None:
+def test_a_message_that_arrives_twice_is_refused_even_after_it_was_taken() -> None:
     box = Mailbox()
     box.put(message())
     box.take(message().key)
-    with pytest.raises(PipelineError, match="came twice"):
+    with pytest.raises(PipelineError, match="arrived twice"):
         box.put(message())
 
 
-def test_within_a_process_a_wrong_order_is_an_error_and_not_a_wait() -> None:
+def test_within_one_process_a_message_that_was_not_sent_is_an_error() -> None:
     transport = LocalTransport()
     with pytest.raises(PipelineError, match="was not sent"):
         transport.receive(message().key)
     transport.send(message())
-    with pytest.raises(PipelineError, match="came twice"):
+    with pytest.raises(PipelineError, match="arrived twice"):
         transport.send(message())
 
 
-def test_the_search_measures_by_turns_and_warms_up() -> None:
+def test_in_the_search_candidates_take_turns_and_the_first_turn_does_not_count() -> None:
     calls: list[int] = []
     curve = search_micro_batches(calls.append, [2, 8], repeats=2)
     assert calls == [2, 8] * 3
     assert [point.micro_batches for point in curve.points] == [2, 8]
 
 
-def test_the_best_number_is_the_fastest_and_of_equals_the_smaller() -> None:
+def test_the_best_number_is_the_smallest_of_the_fastest() -> None:
     assert Curve([Point(2, 0.3), Point(8, 0.1), Point(4, 0.1), Point(16, 0.2)]).best == 4
 
 
 @pytest.mark.parametrize(("candidates", "repeats"), [([], 1), ([0], 1), ([2], 0)])
-def test_a_search_of_nothing_is_refused(candidates: list[int], repeats: int) -> None:
+def test_a_search_needs_candidates_and_repeats(candidates: list[int], repeats: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         search_micro_batches(lambda count: None, candidates, repeats=repeats)

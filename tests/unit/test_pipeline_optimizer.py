@@ -1,4 +1,4 @@
-"""The distributed optimizer: one step for the whole model, by all owners or by none."""
+"""The distributed optimizer: all owners do a step of the whole model, or none does."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,7 @@ def everything(owners: list[LocalOwner]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "options"), [(SGD, {"lr": 0.1, "momentum": 0.9}), (Adam, {"lr": 0.01})])
-def test_a_step_is_what_one_optimizer_of_all_parameters_does(kind: Any, options: dict[str, float]) -> None:
+def test_a_step_equals_that_of_one_optimizer_for_all_parameters(kind: Any, options: dict[str, float]) -> None:
     (owners, model), (_, expected) = owners_of(), owners_of()
     optimizer, alone = DistributedOptimizer(kind, everything(owners), **options), kind(expected.parameters(), **options)
     for seed in range(4):
@@ -52,7 +52,7 @@ def test_a_step_is_what_one_optimizer_of_all_parameters_does(kind: Any, options:
     torch.testing.assert_close(list(model.parameters()), list(expected.parameters()))
 
 
-def test_gradients_of_a_context_add_up_and_contexts_stay_apart() -> None:
+def test_gradients_add_up_within_a_context_and_not_across_contexts() -> None:
     (owner, *_), model = owners_of(1)
     first, second = new_context(), new_context()
     backward([owner], model, first, 1)
@@ -64,7 +64,7 @@ def test_gradients_of_a_context_add_up_and_contexts_stay_apart() -> None:
     assert named(model, "0.weight").grad is None
 
 
-def test_if_owners_fail_none_has_stepped_and_all_errors_are_raised_together() -> None:
+def test_if_an_owner_fails_none_steps_and_all_errors_are_raised_together() -> None:
     (owners, model), (others, expected) = owners_of(4), owners_of(4)
     optimizer = DistributedOptimizer(Adam, everything(owners), lr=0.1)
     twin = DistributedOptimizer(Adam, everything(others), lr=0.1)
@@ -79,7 +79,9 @@ def test_if_owners_fail_none_has_stepped_and_all_errors_are_raised_together() ->
         optimizer.step(bad)
     assert [error.__notes__ for error in raised.value.exceptions] == [["at owner worker 1"], ["at owner worker 3"]]
     torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
-    after = new_context()  # the optimizers' state is what it was: the next step is that of a twin that never failed
+    after = (
+        new_context()
+    )  # the optimizers' state was restored, so the next step equals that of a twin without a failure
     for pair, net, seeds in ((owners, model, (3,)), (others, expected, (1, 3))):
         for seed in seeds:
             context = after if seed == 3 else new_context()
@@ -88,7 +90,7 @@ def test_if_owners_fail_none_has_stepped_and_all_errors_are_raised_together() ->
     torch.testing.assert_close(list(model.parameters()), list(expected.parameters()))
 
 
-def test_an_optimizer_that_fails_in_the_middle_of_its_step_leaves_nothing_behind() -> None:
+def test_an_optimizer_that_fails_in_the_middle_of_its_step_changes_nothing() -> None:
     class Breaks(SGD):
         def step(self, closure: Any = None) -> Any:
             super().step()
@@ -105,21 +107,21 @@ def test_an_optimizer_that_fails_in_the_middle_of_its_step_leaves_nothing_behind
     torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
 
 
-def test_a_context_without_gradients_is_no_step() -> None:
+def test_a_step_without_gradients_is_an_error() -> None:
     owners, _ = owners_of(1)
     with pytest.raises(ExceptionGroup) as raised:
         DistributedOptimizer(SGD, everything(owners), lr=0.1).step(new_context())
     assert "has no gradients" in str(raised.value.exceptions[0])
 
 
-def test_an_optimizer_that_cannot_be_built_says_where() -> None:
+def test_an_error_in_building_an_optimizer_names_the_owners() -> None:
     owners, _ = owners_of(2)
     with pytest.raises(ExceptionGroup, match="cannot be built") as raised:
         DistributedOptimizer(SGD, everything(owners), lr=-1.0)
     assert [error.__notes__ for error in raised.value.exceptions] == [["at owner worker 0"], ["at owner worker 1"]]
 
 
-def test_concurrent_steps_on_the_same_owners_follow_each_other() -> None:
+def test_steps_on_the_same_owners_never_run_at_the_same_time() -> None:
     owners, model = owners_of(3)
     running, most, lock = 0, 0, threading.Lock()
     together = threading.Barrier(4, timeout=60)

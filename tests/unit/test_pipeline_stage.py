@@ -1,4 +1,4 @@
-"""Stages in one process: what any schedule comes to is what one process without a pipeline comes to."""
+"""Stages in one process: every schedule gives the same result as training without a pipeline."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
 
 
 def layers(*, dropout: float = 0.0) -> list[nn.Module]:
-    """Four layers of different widths, in float64, so that the order of a sum hardly matters."""
+    """Return four layers of different widths, in float64 so that the order of additions hardly matters."""
     torch.manual_seed(0)
     parts = [nn.Linear(5, 8), nn.Linear(8, 7), nn.Linear(7, 6), nn.Linear(6, 3)]
     return [nn.Sequential(part, nn.Tanh(), nn.Dropout(dropout)).double() for part in parts]
@@ -97,7 +97,7 @@ def test_recomputation_repeats_the_random_numbers_and_keeps_no_activations() -> 
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-def test_running_averages_take_in_each_micro_batch_once_even_if_recomputed() -> None:
+def test_running_averages_use_each_micro_batch_once_even_if_recomputed() -> None:
     counts = []
     for recompute in (False, True):
         torch.manual_seed(0)
@@ -114,7 +114,7 @@ def test_running_averages_take_in_each_micro_batch_once_even_if_recomputed() -> 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("versions", Versions)
 @pytest.mark.parametrize("stages", [2, 4])
-def test_pipedream_gives_what_delayed_gradients_give(stages: int, versions: Versions, optimizer: str) -> None:
+def test_pipedream_gives_the_result_of_delayed_gradients(stages: int, versions: Versions, optimizer: str) -> None:
     data = batches(12)
     parts, expected = layers(), layers()
     schedule = pipedream(stages, len(data), versions=versions)
@@ -127,12 +127,12 @@ def test_pipedream_gives_what_delayed_gradients_give(stages: int, versions: Vers
     torch.testing.assert_close(values(parts), values(expected), rtol=1e-8, atol=1e-10)
     for stage, need in zip(built, check(schedule), strict=True):
         assert stage.stash.most_kept == need.versions
-        assert stage.most_flying == need.activations
+        assert stage.most_in_flight == need.activations
         assert stage.stash.versions == [stage.stash.version]
 
 
 class Recorder:
-    """Checks that the values a backward uses are those its forward used."""
+    """A watch that checks that each backward uses the same weights as its forward."""
 
     def __init__(self) -> None:
         self._used: dict[tuple[int, int], list[Tensor]] = {}
@@ -151,7 +151,7 @@ class Recorder:
 def delayed(
     parts: Sequence[nn.Module], schedule: Schedule, optimizer: str, data: Sequence[tuple[Tensor, Tensor]]
 ) -> list[float]:
-    """The losses of training whose gradients are those of the schedule's older weights, with copies of all of them."""
+    """Train in one process, with gradients at the schedule's older weights; copies of all versions are kept."""
     each = len(parts) // schedule.stages
     groups = [nn.Sequential(*parts[s * each : (s + 1) * each]) for s in range(schedule.stages)]
     steppers = [OPTIMIZERS[optimizer](list(group.parameters())) for group in groups]
@@ -184,12 +184,12 @@ def test_shapes_may_change_from_micro_batch_to_micro_batch() -> None:
     assert report.losses == pytest.approx(alone(expected, "momentum", [(inputs, targets)]), rel=1e-9)
 
 
-def test_a_failed_run_leaves_nothing_behind() -> None:
+def test_a_failed_run_does_not_change_the_next_one() -> None:
     schedule = make("gpipe", 2, 2)
     parts, expected, ((inputs, targets),) = layers(), layers(), batches(1)
     pipeline = LocalPipeline(stages_of(parts, schedule), schedule)
     with pytest.raises(IndexError):
-        pipeline.run(inputs.chunk(2), (targets[:5], targets[5:] + 9))  # no such class
+        pipeline.run(inputs.chunk(2), (targets[:5], targets[5:] + 9))  # there are no such classes
     losses = pipeline.run(inputs.chunk(2), targets.chunk(2)).losses
     assert losses == pytest.approx(alone(expected, "momentum", [(inputs, targets)]), rel=1e-9)
     torch.testing.assert_close(values(parts), values(expected), rtol=1e-8, atol=1e-10)

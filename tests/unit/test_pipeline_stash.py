@@ -1,4 +1,4 @@
-"""Weight stashing: old weights stay as they were, and what is kept is bounded."""
+"""Weight stashing: old versions of the weights do not change, and their number is bounded."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def ones(stash: WeightStashing) -> list[Tensor]:
     return [torch.ones_like(parameter) for parameter in stash.parameters]
 
 
-def test_a_kept_version_does_not_change_and_a_dropped_one_is_gone() -> None:
+def test_a_kept_version_does_not_change_and_a_dropped_one_cannot_be_used() -> None:
     module, stash = stash_of()
     old = [weight.detach().clone() for weight in stash.weights()]
     stash.add_gradients(ones(stash))
@@ -31,11 +31,11 @@ def test_a_kept_version_does_not_change_and_a_dropped_one_is_gone() -> None:
     assert stash.weights(1)[0].data_ptr() == module.weight.data_ptr()
     stash.drop(0)
     stash.drop(1)
-    with pytest.raises(PipelineError, match=r"version 0 are gone: \[1\] are kept"):
+    with pytest.raises(PipelineError, match=r"version 0 no longer exist: only \[1\] are kept"):
         stash.weights(0)
 
 
-def test_nothing_is_copied_when_nobody_wants_the_old_weights() -> None:
+def test_weights_are_copied_only_if_the_old_version_is_kept() -> None:
     module, stash = stash_of()
     before = module.weight.data_ptr()
     stash.add_gradients(ones(stash))
@@ -54,7 +54,7 @@ def test_more_versions_than_the_bound_are_refused_and_nothing_is_stepped() -> No
         stash.add_gradients(ones(stash))
         before = module.weight.detach().clone()
         if len(keep) == 2:
-            with pytest.raises(PipelineError, match="more than the bound of 2"):
+            with pytest.raises(PipelineError, match="more than bound=2"):
                 stash.step(keep=keep)
             torch.testing.assert_close(module.weight.detach(), before, rtol=0, atol=0)
         else:
@@ -62,7 +62,7 @@ def test_more_versions_than_the_bound_are_refused_and_nothing_is_stepped() -> No
     assert stash.version == 1
 
 
-def test_an_update_keeps_the_weights_of_micro_batches_on_their_way() -> None:
+def test_an_update_keeps_the_weights_of_micro_batches_in_flight() -> None:
     module, stash = stash_of()
     stage = Stage(module, stash)
     inputs = torch.ones(1, 3, requires_grad=True)
@@ -75,7 +75,7 @@ def test_an_update_keeps_the_weights_of_micro_batches_on_their_way() -> None:
     torch.testing.assert_close(gradient[0], expected)
 
 
-def test_half_precision_stages_update_masters_in_full() -> None:
+def test_stages_in_half_precision_update_parameters_in_full_precision() -> None:
     losses = {}
     for dtype in (None, torch.bfloat16):
         torch.manual_seed(0)
@@ -100,7 +100,7 @@ def _step(stage: Stage, inputs: Tensor, targets: Tensor) -> float:
     return loss.item()
 
 
-def test_an_overflow_of_scaled_gradients_leaves_the_update_out() -> None:
+def test_an_update_is_skipped_if_a_scaled_gradient_overflows() -> None:
     module, stash = stash_of(loss_scale=2.0)
     before = module.weight.detach().clone()
     stash.add_gradients([torch.full((2, 3), torch.inf), torch.ones(2)])
@@ -112,7 +112,7 @@ def test_an_overflow_of_scaled_gradients_leaves_the_update_out() -> None:
     torch.testing.assert_close(module.weight.detach(), before - 0.5)
 
 
-def test_weights_that_were_loaded_are_the_only_version() -> None:
+def test_after_a_reload_the_new_weights_are_the_only_version() -> None:
     module, stash = stash_of()
     module.weight.data = torch.full((2, 3), 4.0)
     stash.reload()

@@ -1,4 +1,4 @@
-"""The wire is what protos/protocol.json says, and no change of it goes unnoticed."""
+"""The .proto files declare what protos/protocol.json lists, and every change to them is noticed."""
 
 import importlib
 import json
@@ -108,7 +108,7 @@ BROKEN = {
     "a reserved value is used": ("reserved 5;", "COLOUR_GREY = 5;", "COLOUR_GREY = 5 takes what was reserved"),
     "the package has another name": ("package p;", "package q;", "service p.Calls is gone"),
 }
-"""What is replaced by what, and a part of what is said then."""
+"""For each change: the replaced text, the new text, and a part of the complaint."""
 
 ADDED = {
     "a call": ("service Others {", "service Others { rpc New(Answer) returns (stream Answer);"),
@@ -132,24 +132,24 @@ SAME = {
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> frozen.Wire:
-    """A wire that is made up."""
+    """Return a wire that was made up for these tests."""
     return wire_of(BEFORE, tmp_path_factory.mktemp("before"))
 
 
 def wire_of(text: str, folder: Path) -> frozen.Wire:
-    """What one .proto file with this text declares."""
+    """Return what a .proto file with this text declares."""
     (folder / "made_up.proto").write_text(text)
     return frozen.describe(declared(folder).file)
 
 
 def changed(changes: tuple[str, ...], folder: Path) -> frozen.Wire:
-    """The same after a change; `changes` begins with what is replaced, and with what."""
+    """Return the wire of `BEFORE` after a change. `changes` begins with the replaced text and the new text."""
     assert BEFORE.count(changes[0]) >= 1
     return wire_of(BEFORE.replace(changes[0], changes[1], 1), folder)
 
 
 def generated() -> frozen.Wire:
-    """What the generated modules declare, from which all programs take it."""
+    """Return what the generated modules declare. All programs use these modules."""
     files = []
     for path in sorted(PROTOS.rglob("*.proto")):
         module = importlib.import_module(".".join(path.relative_to(PROTOS).with_suffix("").parts) + "_pb2")
@@ -158,20 +158,20 @@ def generated() -> frozen.Wire:
     return frozen.describe(files)
 
 
-def test_the_wire_is_what_protocol_json_says() -> None:
+def test_the_generated_modules_declare_what_protocol_json_lists() -> None:
     kept = json.loads((ROOT / frozen.FILE).read_text())
     if why := frozen.complaint(kept, generated(), PROTOCOL):
         pytest.fail(why, pytrace=False)
 
 
-def test_the_number_of_the_protocol_is_told_where_people_look() -> None:
+def test_the_changelog_and_the_proto_file_name_the_number_of_the_protocol() -> None:
     assert re.search(rf"^\W*Protocol {PROTOCOL}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    (told,) = re.findall(r"that the client speaks; now (\d+)\.", (PROTOS / "fedring/v1/federation.proto").read_text())
-    assert int(told) == PROTOCOL
+    (named,) = re.findall(r"that the client speaks; now (\d+)\.", (PROTOS / "fedring/v1/federation.proto").read_text())
+    assert int(named) == PROTOCOL
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_what_is_removed_or_changed_breaks_the_protocol(before: frozen.Wire, tmp_path: Path, what: str) -> None:
+def test_a_removal_or_a_change_breaks_the_protocol(before: frozen.Wire, tmp_path: Path, what: str) -> None:
     now = changed(BROKEN[what], tmp_path)
     found = frozen.compare(before, now).broken
     assert any(BROKEN[what][2] in sentence for sentence in found), found
@@ -188,7 +188,7 @@ def test_what_is_removed_or_changed_breaks_the_protocol(before: frozen.Wire, tmp
 
 
 @pytest.mark.parametrize("what", ADDED)
-def test_what_is_added_is_to_be_written_down(before: frozen.Wire, tmp_path: Path, what: str) -> None:
+def test_an_addition_must_be_listed_in_protocol_json(before: frozen.Wire, tmp_path: Path, what: str) -> None:
     now = changed(ADDED[what], tmp_path)
     changes = frozen.compare(before, now)
     assert not changes.broken
@@ -197,16 +197,18 @@ def test_what_is_added_is_to_be_written_down(before: frozen.Wire, tmp_path: Path
     assert "To add is allowed. Run `python protos/generate.py --freeze`" in frozen.complaint(kept, now, 7)
     kept = frozen.freeze(kept, now, 7)
     assert not frozen.complaint(kept, now, 7)
-    assert frozen.compare(kept, before).broken  # from now on it stays
+    assert frozen.compare(kept, before).broken  # what was added must not be removed from now on
 
 
 @pytest.mark.parametrize("what", SAME)
-def test_what_nobody_can_see_on_the_wire_is_no_change(before: frozen.Wire, tmp_path: Path, what: str) -> None:
+def test_a_difference_that_is_not_visible_on_the_wire_is_not_a_change(
+    before: frozen.Wire, tmp_path: Path, what: str
+) -> None:
     now = changed(SAME[what], tmp_path)
     assert json.dumps(now) == json.dumps(before)
 
 
-def test_a_raised_number_is_to_be_written_down_and_never_falls(before: frozen.Wire) -> None:
+def test_a_raised_number_must_be_written_to_protocol_json_and_never_falls(before: frozen.Wire) -> None:
     kept = {"protocol": 7, **before}
     assert "is of protocol 7: run `python protos/generate.py --freeze`" in frozen.complaint(kept, before, 8)
     assert frozen.freeze(kept, before, 8)["protocol"] == 8
@@ -236,7 +238,7 @@ def test_the_command_writes_the_file_and_refuses_to_break_the_protocol(tmp_path:
 
 
 def run(folder: Path) -> str:
-    """Run the command in this copy of the repository; returns why it refused, empty if it did not."""
+    """Run the command in this copy of the repository. Returns why it refused; "" if it did not."""
     words = [sys.executable, *frozen.COMMAND.split()[1:]]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
     return done.stderr if done.returncode else ""

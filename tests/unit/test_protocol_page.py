@@ -1,4 +1,4 @@
-"""protos/PROTOCOL.md names every reason that a client can be refused for, with its status; and its limits are true."""
+"""protos/PROTOCOL.md lists every reason for which a client can be refused, with its status, and the true limits."""
 
 import ast
 import re
@@ -11,16 +11,16 @@ import pytest
 from grpc import StatusCode
 from tests.conftest import ROOT
 
-from fedring.client.backoff import FIRST_SECONDS, MOST_SECONDS
-from fedring.client.download import MAX_PACKETS as MOST_MODEL_PACKETS
-from fedring.client.upload import _ON_THE_WAY, MOST_TRIES
+from fedring.client.session.backoff import FIRST_SECONDS, MOST_SECONDS
+from fedring.client.transfer.download import MAX_PACKETS as MOST_MODEL_PACKETS
+from fedring.client.transfer.upload import DAMAGE_REASONS, MOST_TRIES
 from fedring.codec.schema import MAX_ENTRIES, MAX_TENSORS
 from fedring.rpc import errors
-from fedring.rpc.auth import REASONS
 from fedring.rpc.boundary import MOST_LETTERS
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.rpc.contract import MAX_FIGURE, MAX_HEADER_BYTES, PROTOCOL, SMALL_BYTES
 from fedring.server.config import ServerConfig
+from fedring.server.guard.auth import REASONS
 from fedring.server.round.metrics import REJECTIONS
 from fedring.server.round.sessions import MOST_CALLS, OUTBOX
 from fedring.server.update.admission import MAX_BUFFER, MAX_METRICS, MAX_NORM, MAX_PACKETS
@@ -35,20 +35,20 @@ SOURCES = [
 ]
 
 STORAGE = {"StorageError", "StorageFailed", "StoreError", "DamagedBlob"}
-"""Errors of the disk; where an upload meets one, it is refused with RESOURCE_EXHAUSTED and their reason."""
+"""Errors of the disk. An upload that meets one is refused with RESOURCE_EXHAUSTED and the reason of the error."""
 
 ELSEWHERE = {
-    *("bad_role", "bad_name", "bad_duration", "unknown_token", "not_operator"),  # flctl alone
+    *("bad_role", "bad_name", "bad_duration", "unknown_token", "not_operator"),  # only flctl receives these
     *("unknown_job", "other_job", "bad_job", "bad_event_id", "no_round", "unknown_client", "client_is_here"),
-    *("bad_schema", "bad_model", "bad_encoding"),  # of a model that is made, loaded or exported
-    *("wrong_state", "newer_state", "no_backup", "missing_model", "unreadable"),  # at the start, or in the log
-    *("bad_update", "not_allowed"),  # no error is raised with its class's own reason
+    *("bad_schema", "bad_model", "bad_encoding"),  # when a model is created, loaded or exported
+    *("wrong_state", "newer_state", "no_backup", "missing_model", "unreadable"),  # at the start, or only in the log
+    *("bad_update", "not_allowed"),  # the default reasons of their classes, which no error has
 }
-"""Reasons that clients are not told in the places that say so, or by those errors."""
+"""Reasons in the code that clients never receive."""
 
 
 def names_of(node: ast.expr | None) -> list[str]:
-    """The words that an expression can be, as far as it says so."""
+    """Return the strings that an expression can be, as far as it shows them."""
     match node:
         case ast.Constant(value=str(word)):
             return [word]
@@ -58,7 +58,7 @@ def names_of(node: ast.expr | None) -> list[str]:
 
 
 def raised(path: Path) -> Iterator[tuple[str, str]]:
-    """The errors that a module makes: class and reason, those in dictionaries of reasons included."""
+    """Yield the class and the reason of each error that a module creates."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
@@ -73,7 +73,7 @@ def raised(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def status_of(name: str) -> StatusCode:
-    """What a call is refused with that meets this error."""
+    """Return the status of a call that is refused because of this error."""
     if name == "CodecError":
         return StatusCode.INVALID_ARGUMENT
     if name in STORAGE:
@@ -83,7 +83,7 @@ def status_of(name: str) -> StatusCode:
 
 
 def sent() -> dict[str, set[str]]:
-    """The statuses of each reason in the code."""
+    """Return the statuses of each reason in the code."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for path in SOURCES:
         for name, reason in raised(path):
@@ -92,12 +92,12 @@ def sent() -> dict[str, set[str]]:
 
 
 def section(title: str) -> str:
-    """The text below a heading."""
+    """Return the text below a heading."""
     return re.split(r"^#+ ", PAGE.partition(f"# {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of its tables."""
+    """Return the cells of all tables in a text, row by row, without the headings."""
     lines = re.findall(r"^\| (.*) \|$", text, re.MULTILINE)
     return [line.split(" | ") for line in lines if not line.startswith(("reason |", "what |", "do |", "status |"))]
 
@@ -107,7 +107,7 @@ def quoted(text: str) -> list[str]:
 
 
 def documented() -> dict[str, set[str]]:
-    """The statuses of each reason on the page."""
+    """Return the statuses of each reason on the page."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for cells in rows(section("When a call fails")):
         if len(cells) == 4:
@@ -116,20 +116,20 @@ def documented() -> dict[str, set[str]]:
     return dict(found)
 
 
-def test_every_reason_that_a_client_can_be_told_is_on_the_page() -> None:
+def test_every_reason_that_a_client_can_receive_is_on_the_page() -> None:
     missing = sent().keys() - documented().keys() - ELSEWHERE
-    assert missing == set(), "put it into PROTOCOL.md, or into ELSEWHERE if no client is told it"
+    assert missing == set(), "add it to PROTOCOL.md, or to ELSEWHERE if no client receives it"
 
 
 def test_every_reason_on_the_page_is_in_the_code() -> None:
-    others = {"internal", "bad_metrics", "damaged_blob"}  # told by name elsewhere than where an error is made
+    others = {"internal", "bad_metrics", "damaged_blob"}  # `raised` does not find where these are set
     assert documented().keys() - sent().keys() - others == set()
 
 
 def test_a_reason_has_the_status_that_the_page_says() -> None:
     code = sent()
     for reason, statuses in documented().items():
-        if reason == "damaged_blob":  # one word, two cases
+        if reason == "damaged_blob":  # the same reason in two cases
             assert statuses == {"UNAVAILABLE", "DATA_LOSS"}
         elif reason == "internal":
             assert statuses == {"INTERNAL"}
@@ -138,25 +138,25 @@ def test_a_reason_has_the_status_that_the_page_says() -> None:
             assert statuses <= code[reason] | {"RESOURCE_EXHAUSTED"}, reason
 
 
-def test_what_metrics_count_by_is_on_the_page() -> None:
-    gone = {"bad_digest", "bad_encoding", "bad_update", "newer_state", "not_allowed", "other"}
-    assert set(REJECTIONS) - gone - documented().keys() == set()
+def test_every_reason_by_which_metrics_count_is_on_the_page() -> None:
+    not_sent = {"bad_digest", "bad_encoding", "bad_update", "newer_state", "not_allowed", "other"}
+    assert set(REJECTIONS) - not_sent - documented().keys() == set()
     assert set(REASONS) - {"not_operator"} - documented().keys() == set()
 
 
-def test_what_damage_on_the_way_is_refused_with_is_sent_again() -> None:
+def test_clients_send_again_for_the_reasons_that_the_page_says() -> None:
     again = {
         reason
         for cells in rows(section("When a call fails"))
         if len(cells) == 4 and "*again*" in cells[3]
         for reason in quoted(cells[0])
     }
-    assert again == _ON_THE_WAY - {"unimplemented"}  # which has no reason
+    assert again == DAMAGE_REASONS - {"unimplemented"}  # which has no reason
     meaning = next(cells[1] for cells in rows(section("When a call fails")) if cells[0] == "*again*")
     assert {3: "three times"}[MOST_TRIES] in meaning
 
 
-def test_the_wait_before_the_next_try_is_as_the_page_says() -> None:
+def test_clients_wait_before_a_retry_as_long_as_the_page_says() -> None:
     meaning = next(cells[1] for cells in rows(section("When a call fails")) if cells[0] == "*later*")
     assert f"0 to {FIRST_SECONDS} s" in meaning
     assert f"at most {MOST_SECONDS:g} s" in meaning
@@ -193,7 +193,7 @@ def test_a_limit_is_as_the_page_says(what: str) -> None:
     assert [float(number.replace(",", "")) for number in numbers] == LIMITS[what] or limit.startswith("one every")
 
 
-def test_other_numbers_are_as_the_page_says() -> None:
+def test_the_other_numbers_are_as_the_page_says() -> None:
     assert PAGE.startswith(f"# Protocol {PROTOCOL}\n")
     assert f"`protocol` = {PROTOCOL}" in PAGE
     assert f"at most {MOST_MODEL_PACKETS} packets" in PAGE
@@ -201,8 +201,7 @@ def test_other_numbers_are_as_the_page_says() -> None:
     assert "| 100,000; 2^40 |" in PAGE
 
 
-def test_every_field_of_a_call_that_the_page_names_is_one() -> None:
-
+def test_every_field_that_the_documents_name_exists() -> None:
     messages: dict[str, Any] = {
         **federation_pb2.DESCRIPTOR.message_types_by_name,
         **payload_pb2.DESCRIPTOR.message_types_by_name,

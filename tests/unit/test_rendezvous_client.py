@@ -1,4 +1,4 @@
-"""A client of data-parallel rounds: which it takes part in, and which it leaves to others."""
+"""A client and rounds that a group trains: which it joins, and what it does with them."""
 
 import queue
 import threading
@@ -11,15 +11,16 @@ from torch import nn
 
 from fedring.client import Federation, connect
 from fedring.client.config import ClientConfig
-from fedring.client.data_parallel import table_of
-from fedring.client.grouped import plan_of
+from fedring.client.group.data_parallel import table_of
+from fedring.client.group.rendezvous import RendezvousStream
+from fedring.client.group.round import plan_of
 from fedring.client.task import Task
 from fedring.daemon.config import ConfigError, load_config
 from fedring.train.errors import SeamError
 from fedring.v1 import rendezvous_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.conftest import Peer
+    from tests.unit.conftest import ScriptedServer
 
 SECONDS = 60.0
 
@@ -31,37 +32,37 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def task(peer: "Peer", settings: dict[str, Any], model: nn.Module) -> Iterator[Task]:
-    """A data-parallel round, of which nothing was done yet."""
-    command = peer.command(model, round_=3)
+def task(server: "ScriptedServer", settings: dict[str, Any], model: nn.Module) -> Iterator[Task]:
+    """The task of a data-parallel round, before any training."""
+    command = server.command(model, round_=3)
     command.job.mode = "data_parallel"
     command.job.data_parallel = '{"hook": "fp16"}'
     config = load_config(ClientConfig, flags=settings).config
     with Federation(config, modes=("data_parallel",)) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(command)
+        server.joins.get(timeout=SECONDS)
+        server.train(command)
         yield next(federation)
 
 
-def test_a_loop_of_ones_own_never_gets_a_round_that_needs_a_group(
-    peer: "Peer", settings: dict[str, Any], model: nn.Module
+def test_a_users_own_loop_never_gets_a_round_that_needs_a_group(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:
-    grouped = peer.command(model, round_=1)
+    grouped = server.command(model, round_=1)
     grouped.job.mode = "data_parallel"
     with connect(**settings) as federation:
-        peer.joins.get(timeout=SECONDS)
-        peer.train(grouped)
+        server.joins.get(timeout=SECONDS)
+        server.train(grouped)
         tasks: queue.Queue[Task] = queue.Queue()
         taker = threading.Thread(target=lambda: tasks.put(next(federation)))
         taker.start()
-        failure = peer.failures.get(timeout=SECONDS)
+        failure = server.failures.get(timeout=SECONDS)
         assert (failure.round, failure.reason) == (1, "unknown_mode")
-        peer.train(peer.command(model, round_=2))
+        server.train(server.command(model, round_=2))
         assert tasks.get(timeout=SECONDS).round == 2
         taker.join()
 
 
-def test_all_workers_draw_from_one_order_and_not_each_from_its_own(task: Task) -> None:
+def test_all_workers_use_the_same_seed_for_the_order_of_the_samples(task: Task) -> None:
     assert plan_of(task).seed == task.command.seed
     assert task.plan.seed != task.command.seed
     assert table_of(task).hook == "fp16"
@@ -73,21 +74,21 @@ def test_a_table_that_this_client_does_not_understand_is_refused(task: Task) -> 
         table_of(task)
 
 
-def test_who_stands_aside_has_not_failed(task: Task, peer: "Peer") -> None:
+def test_a_worker_that_does_not_deliver_has_not_failed(task: Task, server: "ScriptedServer") -> None:
     task.stand_aside(0.1)
     assert task.done
-    task.fail("last", "which the server hears after all else")
-    assert peer.failures.get(timeout=SECONDS).reason == "last"
+    task.fail("last", "a failure that is reported after all others")
+    assert server.failures.get(timeout=SECONDS).reason == "last"
 
 
-def test_a_server_that_knows_no_rendezvous_ends_the_round_here(task: Task) -> None:
-    with task.rendezvous() as rendezvous:
+def test_the_round_ends_here_if_the_server_has_no_rendezvous(task: Task) -> None:
+    with RendezvousStream(task.link, task.command) as rendezvous:
         news = rendezvous.wait(lambda news: news.WhichOneof("message") == "ended", lambda: None)
         assert news.ended.reason == "unknown_method"
-        rendezvous.tell(pb.WorkerMessage(joined=pb.Joined(generation=1)))  # nobody is there to hear it
+        rendezvous.tell(pb.WorkerMessage(joined=pb.Joined(generation=1)))  # It is dropped, as there is no stream.
 
 
-def test_peers_on_other_hosts_are_reached_in_plaintext_only_where_that_is_allowed() -> None:
+def test_peers_on_other_hosts_are_reached_in_plaintext_only_if_that_is_allowed() -> None:
     with pytest.raises(ConfigError, match="insecure = true"):
         load_config(ClientConfig, flags={"peer_listen": "0.0.0.0:7600"})
     assert load_config(ClientConfig, flags={"peer_listen": "0.0.0.0:7600", "insecure": True}).config.insecure

@@ -1,4 +1,4 @@
-"""The group of a data-parallel round as a state machine: every way through it, with no network and no clock."""
+"""The state machine of a group of workers: all ways through it, without a network and without a clock."""
 
 from math import inf
 
@@ -26,7 +26,7 @@ from fedring.server.group.rendezvous import view
 NAMES = ("a", "b", "c")
 
 
-def begun(minimum: int = 1, patience: float = 10.0) -> State:
+def new_group(minimum: int = 1, patience: float = 10.0) -> State:
     return State(Rules(3, minimum, patience), frozenset(NAMES))
 
 
@@ -45,17 +45,18 @@ def ready(state: State, *names: str, steps: int = 0, now: float = 0.0) -> State:
 
 
 def running(minimum: int = 1, patience: float = 10.0) -> State:
-    state = ready(entered(begun(minimum, patience), *NAMES), *NAMES)
+    state = ready(entered(new_group(minimum, patience), *NAMES), *NAMES)
     return after(state, *(Joined(name, state.generation) for name in state.members))
 
 
-def told(state: State, name: str) -> str | None:
+def message_to(state: State, name: str) -> str | None:
+    """Return the kind of the message that a worker receives in this state."""
     return view(state, name).WhichOneof("message")
 
 
 def test_a_group_forms_when_all_are_ready_and_runs_when_all_have_joined() -> None:
-    state = entered(begun(), *NAMES)
-    assert [told(state, name) for name in NAMES] == ["prepare"] * 3
+    state = entered(new_group(), *NAMES)
+    assert [message_to(state, name) for name in NAMES] == ["prepare"] * 3
     state = ready(state, "c", "a")
     assert state.phase is Phase.GATHERING
     state = ready(state, "b")
@@ -65,21 +66,21 @@ def test_a_group_forms_when_all_are_ready_and_runs_when_all_have_joined() -> Non
     state = after(state, Joined("a", 1), Joined("c", 1))
     assert state.phase is Phase.JOINING
     state = after(state, Joined("b", 1))
-    assert [told(state, name) for name in NAMES] == ["start"] * 3
+    assert [message_to(state, name) for name in NAMES] == ["start"] * 3
 
 
 def test_the_first_member_delivers_once_all_are_done() -> None:
     state = after(running(), Done("b", 1, b"same"), Done("a", 1, b"same"))
     assert state.phase is Phase.RUNNING
     state = after(state, Done("c", 1, b"same"))
-    assert [told(state, name) for name in NAMES] == ["deliver", "wait", "wait"]
-    assert [told(after(state, Left("a")), name) for name in ("b", "c")] == ["deliver", "wait"]
+    assert [message_to(state, name) for name in NAMES] == ["deliver", "wait", "wait"]
+    assert [message_to(after(state, Left("a")), name) for name in ("b", "c")] == ["deliver", "wait"]
     assert view(after(state, Closed()), "c").ended.reason == ""
 
 
-def test_one_that_comes_back_without_the_result_does_not_deliver() -> None:
+def test_a_member_that_comes_back_without_the_result_does_not_deliver() -> None:
     state = after(running(), *(Done(name, 1, b"same") for name in NAMES), Left("a"), Entered("a"))
-    assert [told(state, name) for name in NAMES] == ["wait", "deliver", "wait"]
+    assert [message_to(state, name) for name in NAMES] == ["wait", "deliver", "wait"]
     state = after(state, Left("b"), Left("c"))
     assert (state.phase, state.generation) == (Phase.GATHERING, 2)
 
@@ -94,7 +95,7 @@ def test_results_that_differ_end_the_round() -> None:
 def test_a_lost_member_ends_the_generation_and_the_next_waits_for_a_replacement() -> None:
     state = after(running(), Left("b"), now=100)
     assert (state.phase, state.generation, state.members) == (Phase.GATHERING, 2, ())
-    assert [told(state, name) for name in ("a", "c")] == ["prepare", "prepare"]
+    assert [message_to(state, name) for name in ("a", "c")] == ["prepare", "prepare"]
     state = ready(state, "a", "c", steps=7, now=101)
     assert state.phase is Phase.GATHERING
     assert wake_at(state, 101) == 110
@@ -102,13 +103,13 @@ def test_a_lost_member_ends_the_generation_and_the_next_waits_for_a_replacement(
     assert replaced.members == ("a", "c", "d")
 
 
-def test_without_a_replacement_the_group_goes_on_with_fewer() -> None:
+def test_without_a_replacement_the_group_continues_with_fewer_members() -> None:
     state = ready(after(running(), Left("b"), now=100), "a", "c", now=101)
     assert after(state, Tick(), now=109.9).phase is Phase.GATHERING
     assert after(state, Tick(), now=110).members == ("a", "c")
 
 
-def test_with_too_few_the_round_ends() -> None:
+def test_the_round_ends_when_too_few_workers_are_left() -> None:
     state = ready(after(running(minimum=3), Left("b"), now=100), "a", "c", now=101)
     state = after(state, Expected(frozenset({"a", "c"})), now=105)
     assert state.phase is Phase.GATHERING
@@ -116,16 +117,16 @@ def test_with_too_few_the_round_ends() -> None:
     assert (state.phase, state.reason) == (Phase.ENDED, "too_few_clients")
 
 
-def test_a_whole_group_waits_for_one_that_is_back_but_not_ready() -> None:
+def test_a_group_waits_for_a_worker_that_is_back_but_not_ready() -> None:
     state = after(running(minimum=3), Left("c"))
-    state = after(state, Expected(frozenset(NAMES)), now=1.0)  # its daemon is here again, and loads
+    state = after(state, Expected(frozenset(NAMES)), now=1.0)  # its daemon has joined again, and loads the data
     state = ready(entered(state, "a", "b"), "a", "b")
     assert after(state, Tick(), now=500.0).phase is Phase.GATHERING
     gone = after(state, Expected(frozenset({"a", "b"})), now=501.0)
     assert (gone.phase, gone.reason) == (Phase.ENDED, "too_few_clients")
 
 
-def test_a_group_waits_longer_where_clients_take_long_to_come_back() -> None:
+def test_a_group_waits_longer_if_clients_take_long_to_come_back() -> None:
     state = ready(entered(after(running(minimum=3), Left("c")), "a", "b"), "a", "b")
     state = after(state, Slow(40.0), Slow(20.0), Expected(frozenset({"a", "b"})))
     assert after(state, Tick(), now=39.0).phase is Phase.GATHERING
@@ -133,7 +134,7 @@ def test_a_group_waits_longer_where_clients_take_long_to_come_back() -> None:
     assert after(state, Slow(5.0)) == state
 
 
-def test_nobody_is_left_behind_for_noticing_later_that_a_peer_is_lost() -> None:
+def test_a_member_that_notices_a_lost_peer_late_is_not_left_out() -> None:
     state = ready(after(running(patience=0), Left("b"), now=100), "a", now=100)
     state = after(state, Tick(), now=101)
     assert state.phase is Phase.GATHERING
@@ -142,8 +143,8 @@ def test_nobody_is_left_behind_for_noticing_later_that_a_peer_is_lost() -> None:
     assert after(state, Tick(), now=130).members == ("a",)
 
 
-def test_the_first_group_waits_for_those_who_still_load() -> None:
-    state = ready(entered(begun(minimum=2), "a"), "a")
+def test_the_first_group_waits_for_workers_that_still_load() -> None:
+    state = ready(entered(new_group(minimum=2), "a"), "a")
     assert wake_at(state, 0) == inf
     state = after(state, Expected(frozenset({"a", "c"})), now=50)  # b has failed
     assert after(state, Tick(), now=500).phase is Phase.GATHERING
@@ -158,7 +159,7 @@ def test_a_member_that_reports_a_lost_peer_ends_the_generation_once() -> None:
     assert after(state, Broken("c", 1, "peer_lost")).generation == 2
 
 
-def test_what_is_said_of_another_generation_is_not_heard() -> None:
+def test_events_of_an_earlier_generation_are_ignored() -> None:
     state = after(running(), Left("b"))
     late = after(state, Ready("a", 1, "a:1"), Joined("a", 1), Done("a", 1, b"same"))
     assert late == state
@@ -166,12 +167,12 @@ def test_what_is_said_of_another_generation_is_not_heard() -> None:
 
 def test_a_worker_that_comes_late_waits_for_the_next_generation() -> None:
     state = entered(running(), "d")
-    assert told(state, "d") == "wait"
+    assert message_to(state, "d") == "wait"
     state = ready(after(state, Left("a")), "b", "c", "d", now=1)
     assert state.members == ("b", "c", "d")
 
 
-def test_those_with_most_steps_are_members_when_there_are_too_many() -> None:
+def test_the_workers_with_the_most_steps_become_members_when_there_are_too_many() -> None:
     state = entered(after(running(), Left("c"), now=0), "d", "e")
     state = ready(state, "d", "e", now=1)
     state = ready(state, "b", steps=9, now=2)
@@ -184,17 +185,17 @@ def test_those_with_most_steps_are_members_when_there_are_too_many() -> None:
 def test_a_member_whose_stream_was_replaced_is_a_new_worker() -> None:
     state = after(running(), Entered("b", 1))
     assert (state.phase, state.generation) == (Phase.GATHERING, 2)
-    assert told(state, "b") == "prepare"
+    assert message_to(state, "b") == "prepare"
 
 
-def test_a_restarted_server_begins_above_what_its_workers_know() -> None:
-    state = after(begun(), Entered("a", 7))
+def test_a_restarted_server_begins_above_the_generation_of_its_workers() -> None:
+    state = after(new_group(), Entered("a", 7))
     assert state.generation == 8
     assert after(state, Entered("b", 7)).generation == 8
 
 
 def test_members_that_do_not_join_are_left_out() -> None:
-    state = ready(entered(begun(), *NAMES), *NAMES)
+    state = ready(entered(new_group(), *NAMES), *NAMES)
     state = after(state, Joined("a", 1), Joined("b", 1))
     assert wake_at(state, 0) == 30
     state = after(state, Tick(), now=30)
@@ -203,7 +204,7 @@ def test_members_that_do_not_join_are_left_out() -> None:
 
 
 def test_a_group_that_can_never_connect_ends_the_round() -> None:
-    state = entered(begun(), *NAMES)
+    state = entered(new_group(), *NAMES)
     for _ in range(MOST_FRUITLESS):
         state = ready(state, *NAMES)
         state = after(state, Broken("a", state.generation, "peer_lost"))
@@ -213,7 +214,7 @@ def test_a_group_that_can_never_connect_ends_the_round() -> None:
     assert (state.phase, state.reason) == (Phase.ENDED, "no_group")
 
 
-def test_groups_that_have_run_may_be_lost_as_often_as_may_be() -> None:
+def test_groups_that_make_steps_may_break_any_number_of_times() -> None:
     state = running()
     for step in range(1, 3 * MOST_FRUITLESS):
         state = ready(after(state, Broken("a", state.generation, "peer_lost")), *NAMES, steps=step)

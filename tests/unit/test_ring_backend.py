@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.waiting import until
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
@@ -29,8 +30,8 @@ from fedring.ring import (
     allgather_bytes,
     traffic,
 )
-from fedring.ring.futures import deferred
-from fedring.ring.world import World
+from fedring.ring.torch.work import deferred
+from fedring.ring.torch.world import World
 
 Make = Callable[..., list[RingProcessGroup]]
 WAIT = timedelta(seconds=60)
@@ -38,7 +39,7 @@ WAIT = timedelta(seconds=60)
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes the ranks of a group; they leave it together at the end."""
+    """Return a function that makes the ranks of a group. They leave it together at the end."""
     made: list[RingProcessGroup] = []
 
     def make_(size: int, **options: Any) -> list[RingProcessGroup]:
@@ -49,7 +50,7 @@ def make() -> Iterator[Make]:
             for endpoint in endpoints
         ]
         for group in groups:
-            group.use(group.world.endpoint.options)
+            group.use_options(group.world.endpoint.options)
             group.world.endpoint.wait_until_matched(group.ring, timeout=60)
         made.extend(groups)
         return groups
@@ -59,7 +60,7 @@ def make() -> Iterator[Make]:
         list(pool.map(lambda group: group.shutdown(), made))
 
 
-def test_options_are_taken_as_torch_gives_them_and_as_people_write_them(make: Make) -> None:
+def test_options_are_accepted_as_torch_passes_them_and_as_people_write_them(make: Make) -> None:
     groups = make(2)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -110,7 +111,7 @@ def test_a_group_of_one_needs_no_streams(make: Make) -> None:
     assert group.world.endpoint.traffic.sent_frames == 0
 
 
-def test_a_callback_runs_elsewhere_and_keeps_nobody_waiting(make: Make) -> None:
+def test_a_callback_runs_on_another_thread_and_keeps_nobody_waiting(make: Make) -> None:
     groups = make(2)
     works = [group.allreduce(torch.ones(2)) for group in groups]
     for work in works:
@@ -124,7 +125,7 @@ def test_a_callback_runs_elsewhere_and_keeps_nobody_waiting(make: Make) -> None:
     assert all(future.wait() for future in blocked)
 
 
-def test_what_callbacks_start_matches_whatever_their_order(make: Make) -> None:
+def test_collectives_that_callbacks_start_match_in_any_order_of_the_callbacks(make: Make) -> None:
     groups = make(2)
     started = [[group.allreduce(torch.full((3,), float(number))) for number in range(6)] for group in groups]
     nested: list[dict[int, Any]] = [{}, {}]
@@ -140,14 +141,14 @@ def test_what_callbacks_start_matches_whatever_their_order(make: Make) -> None:
         assert [nested[rank][number].wait().tolist() for rank in range(2)] == [[4.0 * number + 2] * 3] * 2
 
 
-def test_a_failed_future_raises_for_everyone_who_looks(make: Make) -> None:
+def test_a_failed_future_raises_for_everyone_who_asks_for_its_value(make: Make) -> None:
     groups = make(2)
     work = groups[0].barrier()
     groups[1].abort()
     future = work.get_future()
-    for look in (future.wait, future.value, future.then(lambda done: done.value()).wait, work.wait):
+    for ask in (future.wait, future.value, future.then(lambda done: done.value()).wait, work.wait):
         with pytest.raises(RingError, match="rank 1 has aborted"):
-            look()
+            ask()
     assert not work.is_success()
     assert work.is_completed()
     with pytest.raises(RingError, match="rank 1 has aborted"):
@@ -155,7 +156,7 @@ def test_a_failed_future_raises_for_everyone_who_looks(make: Make) -> None:
 
 
 @pytest.mark.parametrize("error", [LookupError("the callback has failed"), PeerLost("rank 1 is lost", rank=1)])
-def test_a_failed_future_keeps_nothing_of_those_who_waited(error: Exception) -> None:
+def test_a_failed_future_keeps_no_reference_to_those_who_waited(error: Exception) -> None:
     def fail() -> None:
         raise error
 
@@ -180,14 +181,28 @@ def test_a_callbacks_error_is_logged_if_nobody_can_wait_for_it(make: Make) -> No
     (group,) = make(1)
     records: queue.Queue[logging.LogRecord] = queue.Queue()
     handler = QueueHandler(records)
-    logging.getLogger("fedring.ring.futures").addHandler(handler)
+    logging.getLogger("fedring.ring.torch.work").addHandler(handler)
 
     def fail(done: Any) -> None:
         raise LookupError("from a callback")
 
     group.allreduce(torch.ones(1)).get_future().add_done_callback(fail)
     assert "from a callback" in records.get(timeout=60).getMessage()
-    logging.getLogger("fedring.ring.futures").removeHandler(handler)
+    logging.getLogger("fedring.ring.torch.work").removeHandler(handler)
+
+
+def test_exchanges_of_gradients_are_counted_and_other_operations_are_not(make: Make) -> None:
+    groups = make(2)
+    operations: list[Callable[[RingProcessGroup], Any]] = [
+        lambda group: group.allreduce(torch.ones(2)),
+        lambda group: group.broadcast(torch.ones(2), 0),
+        lambda group: group.allgather_bytes(b"gradient"),
+        lambda group: group.barrier(),
+    ]
+    for operation in operations:
+        for work in [operation(group) for group in groups]:
+            work.wait()
+    until(lambda: all(group.world.endpoint.traffic.exchanges == 2 for group in groups))
 
 
 def test_messages_of_bytes_arrive_in_rank_order(make: Make) -> None:
@@ -214,7 +229,7 @@ def test_messages_from_any_rank_time_out_with_a_reason(make: Make) -> None:
         receipt.wait(timedelta(milliseconds=100))
 
 
-def test_operations_of_other_shapes_end_both_sides(make: Make) -> None:
+def test_operations_of_different_shapes_fail_on_both_ranks(make: Make) -> None:
     groups = make(2)
     works = [group.allreduce(torch.ones(count)) for group, count in zip(groups, (2, 3), strict=True)]
     for work in works:
@@ -222,7 +237,7 @@ def test_operations_of_other_shapes_end_both_sides(make: Make) -> None:
             work.wait()
 
 
-def test_a_rank_that_leaves_is_missed_by_name(make: Make) -> None:
+def test_a_rank_that_leaves_is_named_by_the_others(make: Make) -> None:
     first, second, third = make(3)
     works = [group.allreduce(torch.ones(3)) for group in (first, second)]
     third.shutdown()
@@ -232,7 +247,7 @@ def test_a_rank_that_leaves_is_missed_by_name(make: Make) -> None:
         assert caught.value.rank == 2
 
 
-def test_half_precision_travels_if_the_group_says_so(make: Make) -> None:
+def test_values_are_sent_in_half_precision_if_the_option_says_so(make: Make) -> None:
     groups = make(2, wire_dtype="bf16")
     tensors = [torch.full((1000,), 1 + 2**-12) for _ in groups]
     for work in [group.allreduce(tensor) for group, tensor in zip(groups, tensors, strict=True)]:
@@ -259,7 +274,7 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent(
     with pytest.raises(ValueError, match=r"fit|ranks|fill|times|split|dtype"):
         wrong(groups[0])
     for work in [group.allreduce(torch.ones(1)) for group in groups]:
-        work.wait()  # the group lives on
+        work.wait()  # the group can still be used
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

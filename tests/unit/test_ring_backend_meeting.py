@@ -1,4 +1,4 @@
-"""How workers meet through a store, and where they listen."""
+"""Workers find each other through a store, and choose where to listen."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from fedring.ring import PeerLost, RingOptions
-from fedring.ring.meeting import meet
+from fedring.ring.torch.rendezvous import meet
 
 SHORT, LONG = timedelta(milliseconds=300), timedelta(seconds=60)
 
@@ -17,10 +17,10 @@ def test_ranks_learn_each_others_addresses_and_one_generation() -> None:
     store = HashStore()
     worlds = {}
 
-    def come(rank: int) -> None:
+    def arrive(rank: int) -> None:
         worlds[rank] = meet(store, rank=rank, size=3, options=RingOptions(), timeout=LONG)
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in (2, 1, 0)]
+    threads = [threading.Thread(target=arrive, args=(rank,)) for rank in (2, 1, 0)]
     before = int(time.time())
     for thread in threads:
         thread.start()
@@ -35,13 +35,13 @@ def test_ranks_learn_each_others_addresses_and_one_generation() -> None:
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
-def test_who_does_not_come_is_named(rank: int, missing: int) -> None:
+def test_a_rank_that_does_not_come_is_named(rank: int, missing: int) -> None:
     with pytest.raises(PeerLost, match=f"rank {missing} did not come") as caught:
         meet(HashStore(), rank=rank, size=2, options=RingOptions(), timeout=SHORT)
     assert caught.value.rank == missing
 
 
-def test_workers_listen_on_the_way_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_listen_on_the_interface_that_reaches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     tcp = TCPStore("localhost", 0, 1, True, LONG, use_libuv=False)
     for store in (HashStore(), PrefixStore("a", PrefixStore("b", tcp))):
@@ -50,7 +50,7 @@ def test_workers_listen_on_the_way_to_the_store(monkeypatch: pytest.MonkeyPatch)
         world.close()
 
 
-def test_an_option_says_better_where_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_listen_goes_before_the_interface_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("FEDRING_RING_LISTEN", "127.0.0.2:0")
     world = meet(HashStore(), rank=0, size=1, options=RingOptions(), timeout=LONG)

@@ -1,8 +1,8 @@
-"""Collectives over real sockets of every kind: with TLS, over Unix sockets, through shared memory, with checksums."""
+"""Collectives over links of every kind: streams with and without TLS, the local transport, and checksums."""
 
 import datetime
+import gc
 import ipaddress
-import stat
 import threading
 from pathlib import Path
 
@@ -12,13 +12,15 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from pydantic import ValidationError
 from tests.ring_endpoints import SECONDS, World, allreduce, close, start, world
+from tests.waiting import until
 
-from fedring.ring import collectives
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine import collectives
+from fedring.ring.engine.endpoint import Endpoint
+from fedring.ring.engine.reduction import Reduction
 from fedring.ring.errors import NotSupported, PeerLost
 from fedring.ring.options import RingOptions
-from fedring.ring.reduction import Reduction
 
 SIZES = [1, 1000, 700_001]  # directly, and in parts around the ring
 DAY = datetime.timedelta(days=1)
@@ -39,7 +41,7 @@ class Authority:
         self._write("key.pem", key.private_bytes(encoding, form, serialization.NoEncryption()))
 
     def options(self, ca: "Authority | None" = None) -> RingOptions:
-        """TLS with a certificate of this authority, and trust in `ca`."""
+        """Return options for TLS with a certificate of this authority, and with trust in `ca`."""
         trusted = (ca or self).folder / "ca.pem"
         return RingOptions(tls_ca=trusted, tls_cert=self.folder / "cert.pem", tls_key=self.folder / "key.pem")
 
@@ -59,7 +61,7 @@ class Authority:
         (self.folder / name).write_bytes(data)
 
 
-def sums_are_right(ring: World) -> None:
+def check_sums(ring: World) -> None:
     for size in SIZES:
         tensors = [torch.full((size,), float(rank + 1)) for rank in range(len(ring.groups))]
         running = [allreduce(group, one) for group, one in zip(ring.groups, tensors, strict=True)]
@@ -68,20 +70,17 @@ def sums_are_right(ring: World) -> None:
             assert torch.equal(tensor, torch.full((size,), float(sum(range(1, len(tensors) + 1)))))
 
 
-@pytest.mark.parametrize("shared_memory", [False, True])
+@pytest.mark.parametrize("local_transport", [False, True])
 @pytest.mark.parametrize("frame_checksum", [False, True])
-@pytest.mark.parametrize("unix_sockets", [False, True])
-def test_an_allreduce_is_right_over_streams_of_every_kind(
-    shared_memory: bool, frame_checksum: bool, unix_sockets: bool
-) -> None:
-    options = RingOptions(shared_memory=shared_memory, frame_checksum=frame_checksum, unix_sockets=unix_sockets)
+def test_an_allreduce_is_right_over_links_of_every_kind(local_transport: bool, frame_checksum: bool) -> None:
+    options = RingOptions(local_transport=local_transport, frame_checksum=frame_checksum)
     with world(3, options) as ring:
-        sums_are_right(ring)
+        check_sums(ring)
         assert all(endpoint.traffic.dropped_frames == 0 for endpoint in ring.endpoints)
 
 
 def test_many_operations_of_many_threads_are_right() -> None:
-    """Each thread's operations have keys of their own, and start in another order on each rank."""
+    """Operations with keys of their own start in another order on each rank."""
     count = 40
     with world(3) as ring:
         tensors = [[torch.full((100 * (n + 1),), 1.0) for n in range(count)] for _ in ring.groups]
@@ -118,7 +117,7 @@ def test_every_rank_gathers_messages_of_any_length() -> None:
 
 def test_mutual_tls_carries_an_allreduce(tmp_path: Path) -> None:
     with world(3, Authority(tmp_path / "ours").options()) as ring:
-        sums_are_right(ring)
+        check_sums(ring)
 
 
 @pytest.mark.slow
@@ -126,8 +125,8 @@ def test_mutual_tls_carries_an_allreduce(tmp_path: Path) -> None:
 def test_a_peer_of_another_authority_is_refused_in_time_and_with_the_reason(
     tmp_path: Path, trusting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether or not the intruder trusts us, we do not trust it."""
-    monkeypatch.setattr("fedring.ring.link._PROBE", SECONDS)
+    """The peer is refused whether or not it trusts the other ranks' authority."""
+    monkeypatch.setattr("fedring.ring.transport.stream.PROBE_SECONDS", SECONDS)
     ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
     ring = World([Endpoint(ours.options()), Endpoint(theirs.options(ours if trusting else None))])
     with pytest.raises(PeerLost, match=r"(?i)certificate|ssl") as raised:
@@ -136,12 +135,13 @@ def test_a_peer_of_another_authority_is_refused_in_time_and_with_the_reason(
     close(ring.endpoints)
 
 
-def test_a_unix_socket_lies_where_no_other_user_comes_and_is_gone_at_the_end() -> None:
-    with world(2, RingOptions(unix_sockets=True)) as ring:
-        path = Path(ring.members[0].rpartition(";")[2])
-        assert path.is_socket()
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert not path.parent.exists()
+@pytest.mark.parametrize("key", ["unix_sockets", "shared_memory"])
+def test_keys_that_local_transport_has_replaced_are_errors(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValidationError, match=key):
+        RingOptions.model_validate({key: True})
+    monkeypatch.setenv(f"FEDRING_RING_{key.upper()}", "true")
+    with pytest.raises(ValidationError, match=key.upper()):
+        RingOptions()
 
 
 @pytest.mark.parametrize(("op", "dtype"), [("avg", torch.int32), ("bxor", torch.float32), ("sum", torch.complex64)])
@@ -155,3 +155,22 @@ def test_a_port_that_is_taken_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="cannot listen"):
         Endpoint(RingOptions(listen=endpoint.address.partition(";")[0]))
     endpoint.close()
+
+
+def test_generations_leave_neither_threads_nor_files_behind() -> None:
+    def generation(number: int) -> None:
+        with world(3, generation=number) as ring:
+            tensors = [torch.ones(20_000) for _ in range(3)]
+            for operation in [allreduce(group, one) for group, one in zip(ring.groups, tensors, strict=True)]:
+                assert operation.wait(SECONDS)
+
+    def held() -> tuple[int, int]:
+        gc.collect()  # gRPC's objects refer to each other
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+    for number in range(3):
+        generation(number)
+    before = held()
+    for number in range(20):
+        generation(number)
+    until(lambda: held()[0] <= before[0] and held()[1] <= before[1] + 3)

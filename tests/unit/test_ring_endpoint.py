@@ -1,26 +1,25 @@
-"""What a peer may send, and what becomes of it: the right sum, a drop, or an error that names the rank."""
+"""What a peer may send, and what follows: the right sum, a drop, or an error that names the rank."""
 
-import gc
 import threading
 import time
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import torch
-from tests.ring_endpoints import SECONDS, Impostor, World, allreduce, deserted, memory, start, world
+from tests.ring_endpoints import SECONDS, Impostor, World, allreduce, memory, nobody_listens, start, world
 from tests.waiting import until
 
-from fedring.ring import collectives
-from fedring.ring.endpoint import _LEAVE, Endpoint
+from fedring.ring.engine import collectives
+from fedring.ring.engine.endpoint import LEAVE_SECONDS, Endpoint
+from fedring.ring.engine.group import group_id
+from fedring.ring.engine.operation import Operation
 from fedring.ring.errors import BadFrame, CollectiveTimeout, Mismatch, Overrun, PeerLost, RingError
-from fedring.ring.frames import MAX_PAYLOAD, read
-from fedring.ring.group import group_id
-from fedring.ring.operation import Operation
 from fedring.ring.options import RingOptions
+from fedring.ring.transport.frames import MAX_PAYLOAD, read, write
+from fedring.ring.transport.stream import GrpcStream
 from fedring.rpc.errors import reason_of
 from fedring.v1 import peer_pb2 as pb
 
@@ -31,10 +30,11 @@ TWOS = memory(torch.full((4,), 2.0)).tobytes()
 
 
 class Pair:
-    """Rank 0, which is an endpoint, and rank 1, which is not."""
+    """Rank 0, which is an endpoint, and rank 1, which is an impostor."""
 
     def __init__(self, options: RingOptions | None = None) -> None:
-        self.impostor = Impostor(generation=GENERATION)
+        checksum = options is not None and options.frame_checksum
+        self.impostor = Impostor(generation=GENERATION, checksum=checksum)
         self.endpoint = Endpoint(options, generation=GENERATION)
         self.world = World([self.endpoint], [self.impostor.address])
         self.group = self.world.groups[0]
@@ -42,14 +42,14 @@ class Pair:
         self.values = torch.ones(4)
 
     def allreduce(self) -> Operation:
-        """The sum of the endpoint's ones and what the impostor says."""
+        """Start the sum of the endpoint's ones and of what the impostor sends."""
         return allreduce(self.group, self.values)
 
     def answer(self, payload: bytes = TWOS, **head: Any) -> None:
-        self.impostor.say(payload, **{"key": "0", "signature": SIGNATURE, **head})
+        self.impostor.send(payload, **{"key": "0", "signature": SIGNATURE, **head})
 
-    def handled(self) -> None:
-        """Return when the endpoint has done what the frames so far ask for."""
+    def wait_until_handled(self) -> None:
+        """Wait until the endpoint has handled the frames that were sent so far."""
         before = self.endpoint.traffic.dropped_frames
         self.answer(generation=GENERATION - 1)
         until(lambda: self.endpoint.traffic.dropped_frames > before)
@@ -66,8 +66,8 @@ def pair() -> Iterator[Pair]:
     pair.close()
 
 
-def threes(pair: Pair, operation: Operation) -> None:
-    """The operation has ended with the right sum."""
+def check_threes(pair: Pair, operation: Operation) -> None:
+    """Check that the operation ends with the right sum."""
     assert operation.wait(SECONDS)
     assert pair.values.tolist() == [3.0] * 4
 
@@ -75,8 +75,8 @@ def threes(pair: Pair, operation: Operation) -> None:
 def test_a_peer_that_speaks_the_protocol_takes_part(pair: Pair) -> None:
     operation = pair.allreduce()
     pair.answer()
-    threes(pair, operation)
-    hello, data = (read(pair.impostor.heard.get(timeout=SECONDS)) for _ in range(2))
+    check_threes(pair, operation)
+    hello, data = (read(pair.impostor.received.get(timeout=SECONDS)) for _ in range(2))
     assert (hello.head.kind, hello.head.sequence) == (pb.FRAME_KIND_HELLO, 0)
     assert (data.head.kind, data.head.sequence, data.head.signature) == (pb.FRAME_KIND_DATA, 1, SIGNATURE)
     assert bytes(data.payload) == memory(torch.ones(4)).tobytes()
@@ -86,7 +86,7 @@ def test_a_repeated_frame_is_dropped(pair: Pair) -> None:
     operation = pair.allreduce()
     pair.answer(bytes(16), sequence=0)
     pair.answer()
-    threes(pair, operation)
+    check_threes(pair, operation)
     assert pair.endpoint.traffic.dropped_frames == 1
 
 
@@ -94,7 +94,7 @@ def test_a_frame_of_another_generation_is_dropped(pair: Pair) -> None:
     operation = pair.allreduce()
     pair.answer(bytes(16), generation=GENERATION - 1, sequence=1)
     pair.answer()
-    threes(pair, operation)
+    check_threes(pair, operation)
     assert pair.endpoint.traffic.dropped_frames == 1
 
 
@@ -109,14 +109,14 @@ def test_a_missing_frame_ends_the_generation(pair: Pair) -> None:
 def test_a_part_that_comes_twice_ends_the_generation(pair: Pair) -> None:
     pair.answer()
     pair.answer()
-    pair.handled()
+    pair.wait_until_handled()
     with pytest.raises(BadFrame, match="twice"):
         pair.allreduce().wait(SECONDS)
 
 
-def test_of_an_error_that_a_peer_tells_of_only_the_beginning_is_kept(pair: Pair) -> None:
+def test_only_the_beginning_of_an_error_that_a_peer_reports_is_kept(pair: Pair) -> None:
     operation = pair.allreduce()
-    pair.impostor.say(b"x" * (1 << 20), kind=pb.FRAME_KIND_ABORT, reason="peer_lost")
+    pair.impostor.send(b"x" * (1 << 20), kind=pb.FRAME_KIND_ABORT, reason="peer_lost")
     with pytest.raises(PeerLost) as raised:
         operation.wait(SECONDS)
     assert str(raised.value) == "x" * 1000
@@ -139,10 +139,10 @@ def test_another_operation_under_the_same_key_is_a_mismatch(pair: Pair) -> None:
     assert pair.values.tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize("message", [b"", b"rubbish", b"\x0a\x02\x08\x02"])
+@pytest.mark.parametrize("message", [b"", b"no frame", b"\x0a\x02\x08\x02"])
 def test_bytes_that_are_no_frame_end_the_generation(pair: Pair, message: bytes) -> None:
     operation = pair.allreduce()
-    pair.impostor.say_bytes(message)
+    pair.impostor.send_bytes(message)
     with pytest.raises(BadFrame, match="rank 1") as raised:
         operation.wait(SECONDS)
     assert raised.value.rank == 1
@@ -166,25 +166,25 @@ def test_a_stream_of_another_generation_is_refused(pair: Pair) -> None:
     stale.close()
     operation = pair.allreduce()
     pair.answer()
-    threes(pair, operation)
+    check_threes(pair, operation)
 
 
 def test_a_stranger_can_neither_add_nor_abort(pair: Pair) -> None:
     stranger = Impostor(generation=GENERATION)
     call = stranger.dial(pair.endpoint.address)
     operation = pair.allreduce()
-    stranger.say(b"stop", kind=pb.FRAME_KIND_ABORT, reason="peer_lost")
-    stranger.say(bytes(16), key="0", signature=SIGNATURE)
+    stranger.send(b"stop", kind=pb.FRAME_KIND_ABORT, reason="peer_lost")
+    stranger.send(bytes(16), key="0", signature=SIGNATURE)
     assert call.result(SECONDS) == b""
     pair.answer()
-    threes(pair, operation)
+    check_threes(pair, operation)
     stranger.close()
 
 
-def test_what_comes_before_the_group_exists_waits_for_it() -> None:
+def test_frames_that_come_before_the_group_exists_are_kept_for_it() -> None:
     impostor, endpoint = Impostor(generation=GENERATION), Endpoint(generation=GENERATION)
     impostor.dial(endpoint.address)
-    impostor.say(TWOS, key="0", signature=SIGNATURE)
+    impostor.send(TWOS, key="0", signature=SIGNATURE)
     until(lambda: endpoint.traffic.received_frames == 2)
     pair_world = World([endpoint], [impostor.address])
     values = torch.ones(4)
@@ -198,26 +198,26 @@ def test_frames_of_an_unknown_group_and_of_unknown_operations_are_bounded() -> N
     for group in (group_id("world"), 12345):
         pair = Pair(RingOptions(max_early_bytes=1 << 20))
         for number in range(17):
-            pair.impostor.say(bytes(1 << 16), key=f"later {number}", group=group)
+            pair.impostor.send(bytes(1 << 16), key=f"later {number}", group=group)
         receive = start(pair.group, collectives.receive(1, memoryview(bytearray(1))))
         with pytest.raises(Overrun):
             receive.wait(SECONDS)
         pair.close()
 
 
-def test_frames_without_payload_take_memory_too() -> None:
+def test_frames_without_payload_count_as_memory_too() -> None:
     pair = Pair(RingOptions(max_early_bytes=1 << 20))
     for number in range(1100):
-        pair.impostor.say(key=f"later {number}")
+        pair.impostor.send(key=f"later {number}")
     receive = start(pair.group, collectives.receive(1, memoryview(bytearray(1))))
     with pytest.raises(Overrun):
         receive.wait(SECONDS)
     pair.close()
 
 
-def test_a_rank_that_has_sent_all_and_left_is_not_missed(pair: Pair) -> None:
+def test_a_rank_that_has_sent_all_and_left_is_not_lost(pair: Pair) -> None:
     pair.answer()
-    pair.impostor.say(kind=pb.FRAME_KIND_LEAVING)
+    pair.impostor.send(kind=pb.FRAME_KIND_LEAVING)
     assert pair.call.result(SECONDS) == b""
     receive = start(pair.group, collectives.receive(1, memory(pair.values)), what=WHAT)
     assert receive.wait(SECONDS)
@@ -228,7 +228,7 @@ def test_a_rank_that_has_sent_all_and_left_is_not_missed(pair: Pair) -> None:
 def test_a_rank_that_leaves_while_others_wait_for_it_is_lost(pair: Pair, begun: bool) -> None:
     program = collectives.receive(1, memory(pair.values))
     operation = start(pair.group, program) if begun else None
-    pair.impostor.say(kind=pb.FRAME_KIND_LEAVING)
+    pair.impostor.send(kind=pb.FRAME_KIND_LEAVING)
     assert pair.call.result(SECONDS) == b""
     with pytest.raises(PeerLost, match="rank 1 has left") as raised:
         (operation or start(pair.group, program)).wait(SECONDS)
@@ -236,14 +236,15 @@ def test_a_rank_that_leaves_while_others_wait_for_it_is_lost(pair: Pair, begun: 
 
 
 def test_sending_to_a_rank_that_has_left_is_an_error(pair: Pair) -> None:
-    pair.impostor.say(kind=pb.FRAME_KIND_LEAVING)
+    pair.impostor.send(kind=pb.FRAME_KIND_LEAVING)
     assert pair.call.result(SECONDS) == b""
     with pytest.raises(PeerLost, match="rank 1 has left"):
         start(pair.group, collectives.send(1, memory(pair.values))).wait(SECONDS)
 
 
-def test_a_rank_whose_stream_ends_without_a_word_is_lost(pair: Pair) -> None:
+def test_a_rank_whose_stream_ends_without_a_leaving_frame_is_lost(pair: Pair) -> None:
     operation = pair.allreduce()
+    until(lambda: pair.endpoint.traffic.received_frames == 1)  # a peer that has never connected may still come
     pair.impostor.close()
     with pytest.raises(PeerLost, match="rank 1 is lost") as raised:
         operation.wait(SECONDS)
@@ -255,14 +256,29 @@ def test_with_frame_checksum_a_flipped_bit_is_an_error_and_so_is_a_missing_check
         pair = Pair(RingOptions(frame_checksum=True))
         operation = pair.allreduce()
         if damage:
-            message = bytearray(pair.impostor.checked(TWOS, key="0", signature=SIGNATURE))
+            message = bytearray(pair.impostor.frame(TWOS, key="0", signature=SIGNATURE))
             message[-1] ^= 1
-            pair.impostor.say_bytes(bytes(message))
+            pair.impostor.send_bytes(bytes(message))
         else:
-            pair.answer()
+            pair.impostor.send_bytes(write(pair.impostor.head(key="0", signature=SIGNATURE), TWOS))
         with pytest.raises(BadFrame, match="corrupted" if damage else "without a checksum"):
             operation.wait(SECONDS)
         pair.close()
+
+
+def test_with_frame_checksum_hello_carries_a_checksum_and_needs_one() -> None:
+    pair = Pair(RingOptions(frame_checksum=True))
+    hello = read(pair.impostor.received.get(timeout=SECONDS))
+    assert hello.head.kind == pb.FRAME_KIND_HELLO
+    assert hello.head.HasField("checksum")
+    pair.close()
+    without, endpoint = Impostor(), Endpoint(RingOptions(frame_checksum=True))
+    group = World([endpoint], [without.address]).groups[0]
+    without.dial(endpoint.address)
+    with pytest.raises(BadFrame, match="without a checksum"):
+        allreduce(group, torch.ones(4)).wait(SECONDS)
+    endpoint.close()
+    without.close()
 
 
 def test_mismatched_operations_raise_on_every_rank() -> None:
@@ -276,7 +292,7 @@ def test_mismatched_operations_raise_on_every_rank() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_in_time_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedring.ring.operation._GRACE", SECONDS)
+    monkeypatch.setattr("fedring.ring.engine.operation.GRACE_SECONDS", SECONDS)
     with world(4) as ring:
         late = [allreduce(group, torch.ones(1_000_000), timeout=5) for group in ring.groups[1:]]
         for operation in late:
@@ -287,8 +303,8 @@ def test_a_rank_that_does_not_come_in_time_is_named_on_every_rank(monkeypatch: p
 
 @pytest.mark.slow
 def test_a_neighbour_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedring.ring.link._PROBE", SECONDS)
-    with deserted() as address:
+    monkeypatch.setattr("fedring.ring.transport.stream.PROBE_SECONDS", SECONDS)
+    with nobody_listens() as address:
         pair_world = World([Endpoint()], [address])
         with pytest.raises(PeerLost, match=r"rank 1 did not come within 0.1 s .*refused") as raised:
             pair_world.endpoints[0].wait_until_matched(pair_world.groups[0], timeout=0.1)
@@ -297,11 +313,11 @@ def test_a_neighbour_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_closing_before_anybody_came_does_not_wait_as_for_one_who_is_there() -> None:
-    with deserted() as address:
+def test_closing_before_anybody_came_does_not_wait_as_long_as_for_a_connected_peer() -> None:
+    with nobody_listens() as address:
         begin = time.monotonic()
         World([Endpoint()], [address]).close()
-        assert time.monotonic() - begin < _LEAVE
+        assert time.monotonic() - begin < LEAVE_SECONDS
 
 
 def test_leaving_flushes_what_was_sent() -> None:
@@ -322,31 +338,31 @@ def test_after_a_failure_nothing_writes_to_the_tensors(pair: Pair) -> None:
     with pytest.raises(PeerLost):
         operation.wait(SECONDS)
     pair.answer()
-    pair.handled()
+    pair.wait_until_handled()
     assert pair.values.tolist() == [1.0] * 4
 
 
 def test_after_a_failure_nothing_reads_the_tensors() -> None:
-    deaf = Impostor(generation=GENERATION)
-    deaf.listening.clear()
+    busy = Impostor(generation=GENERATION)
+    busy.listening.clear()
     endpoint = Endpoint(generation=GENERATION)
-    group = World([endpoint], [deaf.address]).groups[0]
+    group = World([endpoint], [busy.address]).groups[0]
     data = bytearray(b"good" * (16 << 20))
     operation = start(group, collectives.send(1, memoryview(data)))
-    deaf.reached.wait(SECONDS)
+    busy.reached.wait(SECONDS)
     endpoint.fail(RingError("stop"))
     with pytest.raises(RingError, match="stop"):
         operation.wait(SECONDS)
     data[:] = b"evil" * (16 << 20)
-    deaf.listening.set()
+    busy.listening.set()
     kinds: list[int] = []
     while not kinds or kinds[-1] != pb.FRAME_KIND_ABORT:
-        frame = read(deaf.heard.get(timeout=SECONDS))
+        frame = read(busy.received.get(timeout=SECONDS))
         kinds.append(frame.head.kind)
         assert b"evil" not in bytes(frame.payload)
     assert len(kinds) < 16
     endpoint.close()
-    deaf.close()
+    busy.close()
 
 
 def test_operations_after_the_end_raise(pair: Pair) -> None:
@@ -360,31 +376,13 @@ def test_two_groups_of_one_name_are_refused(pair: Pair) -> None:
         pair.endpoint.group("world", rank=0, members=pair.group.members)
 
 
-def test_generations_leave_neither_threads_nor_files_behind() -> None:
-    def generation(number: int) -> None:
-        with world(3, generation=number) as ring:
-            tensors = [torch.ones(20_000) for _ in range(3)]
-            for operation in [allreduce(group, one) for group, one in zip(ring.groups, tensors, strict=True)]:
-                assert operation.wait(SECONDS)
-
-    def held() -> tuple[int, int]:
-        gc.collect()  # gRPC's objects refer to each other
-        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
-
-    for number in range(3):
-        generation(number)
-    before = held()
-    for number in range(20):
-        generation(number)
-    until(lambda: held()[0] <= before[0] and held()[1] <= before[1] + 3)
-
-
 def test_the_sequence_of_frames_begins_again_after_2_to_the_32(pair: Pair) -> None:
     last = 0xFFFFFFFF
-    link = pair.endpoint._links[pair.impostor.address]
-    until(lambda: link._sequence == 1)
-    link._sequence = last
+    link = pair.endpoint.links[pair.impostor.address]
+    assert isinstance(link, GrpcStream)
+    until(lambda: link.sequence == 1)
+    link.sequence = last
     for _ in range(2):
         start(pair.group, collectives.send(1, memory(torch.ones(4)))).wait(SECONDS)
-    sequences = [read(pair.impostor.heard.get(timeout=SECONDS)).head.sequence for _ in range(3)]
+    sequences = [read(pair.impostor.received.get(timeout=SECONDS)).head.sequence for _ in range(3)]
     assert sequences == [0, last, 0]

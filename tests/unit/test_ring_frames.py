@@ -1,11 +1,11 @@
-"""Frames at the limits of what a frame may be."""
+"""Frames as large and as odd as a frame may be, and keys."""
 
 import numpy as np
 import pytest
 
-from fedring.ring.causal import MAX_KEY, Scope, inside, next_key
+from fedring.ring.engine.operation import MAX_KEY, Scope, inside, next_key
 from fedring.ring.errors import BadFrame
-from fedring.ring.frames import MAX_MESSAGE, MAX_PAYLOAD, read, write
+from fedring.ring.transport.frames import MAX_MESSAGE, MAX_PAYLOAD, read, write
 from fedring.v1 import peer_pb2 as pb
 
 MAX_U32 = 2**32 - 1
@@ -32,7 +32,7 @@ def test_a_payload_of_the_largest_size_passes_and_one_byte_more_does_not() -> No
 
 
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 16_383, 16_384])
-def test_values_lie_aligned_in_what_is_received(length: int) -> None:
+def test_values_are_aligned_in_what_is_received(length: int) -> None:
     payload = read(write(pb.Head(key="17/0.1"), bytes(length))).payload
     message = payload.obj
     assert isinstance(message, bytes)
@@ -41,7 +41,7 @@ def test_values_lie_aligned_in_what_is_received(length: int) -> None:
     assert np.frombuffer(payload, np.uint8).size == length
 
 
-def test_a_head_longer_than_any_of_ours_is_refused() -> None:
+def test_a_head_that_is_too_long_is_refused() -> None:
     packed = pb.Head(key="k" * 200).SerializeToString()
     message = b"\x0a" + bytes((len(packed) & 0x7F | 0x80, len(packed) >> 7)) + packed + b"\x12\x00\x1a\x00"
     assert pb.Frame.FromString(message).head.key == "k" * 200
@@ -49,7 +49,7 @@ def test_a_head_longer_than_any_of_ours_is_refused() -> None:
         read(message)
 
 
-def test_a_head_that_is_no_head_is_refused() -> None:
+def test_a_head_that_cannot_be_parsed_is_refused() -> None:
     with pytest.raises(BadFrame, match="cannot be parsed"):
         read(b"\x0a\x02\x2a\x7f\x12\x00\x1a\x00")
 
@@ -68,6 +68,6 @@ def test_a_long_chain_of_callbacks_has_keys_that_fit_and_differ() -> None:
     for _ in range(100):
         with inside(scope):
             keys.append(next_key(lambda: 0))
-        scope = scope.callback()
+        scope = scope.next_callback()
     assert len(set(keys)) == 100
     assert max(map(len, keys)) <= MAX_KEY

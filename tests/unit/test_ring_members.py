@@ -10,12 +10,10 @@ import torch
 from tests.pki import Pki
 from tests.ring_endpoints import SECONDS, World, allreduce, close
 
-from fedring.ring import pulse
-from fedring.ring.address import dial
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine.endpoint import Endpoint
 from fedring.ring.errors import PeerLost, RingError
-from fedring.ring.link import GENERATION_KEY, METHOD, PEER_KEY
 from fedring.ring.options import RingOptions
+from fedring.ring.transport.channels import EXCHANGE, GENERATION_KEY, PEER_KEY, PULSE, dial
 from fedring.rpc.errors import reason_of
 from fedring.rpc.identity import peer_name
 
@@ -35,31 +33,31 @@ def uri(name: str) -> str:
 
 def options(pki: Pki, name: str) -> RingOptions:
     tls = pki.tls(name)
-    return RingOptions(tls_ca=tls.ca, tls_cert=tls.cert, tls_key=tls.key, tls_members_only=True, shared_memory=False)
+    return RingOptions(tls_ca=tls.ca, tls_cert=tls.cert, tls_key=tls.key, tls_members_only=True, local_transport=False)
 
 
 @pytest.fixture
 def endpoints(pki: Pki) -> Iterator[list[Endpoint]]:
-    """Ann's and bob's, which know each other."""
+    """Make the endpoints of ann and bob, which know each other."""
     made = [Endpoint(options(pki, name)) for name in ("ann", "bob")]
     for endpoint in made:
-        endpoint.guests.expect({made[0].address: uri("ann"), made[1].address: uri("bob")})
+        endpoint.members.expect({made[0].address: uri("ann"), made[1].address: uri("bob")})
     yield made
     close(made)
 
 
-def visit(pki: Pki, name: str, host: Endpoint, *, claims: str) -> tuple[grpc.StatusCode, str]:
-    """How a stream of `name`'s is refused that says it comes from the address `claims`."""
+def refusal(pki: Pki, name: str, host: Endpoint, *, claims: str) -> tuple[grpc.StatusCode, str]:
+    """Return how a stream with the certificate of `name` is refused that claims to come from the address `claims`."""
     metadata = ((PEER_KEY, claims), (GENERATION_KEY, str(host.generation)))
     with dial(host.address, options(pki, name), name=peer_name(uri("ann"))) as channel:
-        call: Any = channel.stream_unary(METHOD)
+        call: Any = channel.stream_unary(EXCHANGE)
         with pytest.raises(grpc.RpcError) as refused:
             call(iter(()), metadata=metadata, timeout=SECONDS)
     return refused.value.code(), reason_of(refused.value)
 
 
 def add_up(endpoints: list[Endpoint]) -> None:
-    """They are matched, and add up."""
+    """Match the endpoints, and add over them."""
     ring = World(endpoints)
     ring.match()
     values = [torch.ones(4), torch.full((4,), 2.0)]
@@ -72,9 +70,9 @@ def test_members_add_up(endpoints: list[Endpoint]) -> None:
     add_up(endpoints)
 
 
-def test_a_certificate_that_is_no_members_is_refused_and_does_no_harm(pki: Pki, endpoints: list[Endpoint]) -> None:
+def test_a_certificate_that_is_not_a_members_is_refused_and_does_no_harm(pki: Pki, endpoints: list[Endpoint]) -> None:
     ann, bob = endpoints
-    assert visit(pki, "carol", ann, claims=bob.address) == REFUSED
+    assert refusal(pki, "carol", ann, claims=bob.address) == REFUSED
     assert ann.traffic.refused_streams == 1
     assert ann.traffic.received_frames == 0
     add_up(endpoints)
@@ -82,25 +80,25 @@ def test_a_certificate_that_is_no_members_is_refused_and_does_no_harm(pki: Pki, 
 
 def test_a_member_speaks_for_itself_alone(pki: Pki, endpoints: list[Endpoint]) -> None:
     ann, bob = endpoints
-    assert visit(pki, "ann", ann, claims=bob.address) == REFUSED
-    assert visit(pki, "bob", ann, claims="127.0.0.1:9") == REFUSED
+    assert refusal(pki, "ann", ann, claims=bob.address) == REFUSED
+    assert refusal(pki, "bob", ann, claims="127.0.0.1:9") == REFUSED
 
 
 def test_a_stranger_gets_no_pulse(pki: Pki, endpoints: list[Endpoint]) -> None:
     with dial(endpoints[0].address, options(pki, "carol"), name=peer_name(uri("ann"))) as channel:
-        call: Any = channel.unary_unary(pulse.METHOD)
+        call: Any = channel.unary_unary(PULSE)
         with pytest.raises(grpc.RpcError) as refused:
             call(b"", timeout=SECONDS)
     assert (refused.value.code(), reason_of(refused.value)) == REFUSED
 
 
 @pytest.mark.slow
-def test_who_listens_in_the_place_of_a_member_hears_nothing(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedring.ring.link._PROBE", SECONDS)
+def test_a_listener_in_the_place_of_a_member_receives_nothing(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedring.ring.transport.stream.PROBE_SECONDS", SECONDS)
     ann, carol = Endpoint(options(pki, "ann")), Endpoint(options(pki, "carol"))
     identities = {ann.address: uri("ann"), carol.address: uri("bob")}
     for endpoint in (ann, carol):
-        endpoint.guests.expect(identities)
+        endpoint.members.expect(identities)
     ring = World([ann], [carol.address])
     with pytest.raises(PeerLost, match=r"(?i)ssl|handshake|verif|name"):
         ann.wait_until_matched(ring.groups[0], timeout=1)

@@ -1,4 +1,4 @@
-"""Payloads in memory that two ranks of one host see."""
+"""Payloads in memory that two ranks of one host map."""
 
 import gc
 import os
@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from fedring.ring.collectives import allreduce
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine.collectives import allreduce
+from fedring.ring.engine.endpoint import Endpoint
+from fedring.ring.engine.reduction import Reduction
 from fedring.ring.errors import BadFrame
-from fedring.ring.frames import MAX_PAYLOAD
-from fedring.ring.memory import Inbox, Outbox
 from fedring.ring.options import RingOptions
-from fedring.ring.reduction import Reduction
+from fedring.ring.transport.frames import MAX_PAYLOAD
+from fedring.ring.transport.memory import Inbox, Outbox
 
 
-def test_what_is_put_is_what_is_got() -> None:
+def test_a_payload_that_is_put_is_what_the_receiver_gets() -> None:
     outbox = Outbox()
     inbox = Inbox(outbox.name)
     payloads = [os.urandom(size) for size in (1, 40_000, MAX_PAYLOAD)]
@@ -37,7 +37,7 @@ def test_a_slot_is_free_again_once_nothing_refers_to_its_payload() -> None:
     part = np.frombuffer(taken[0], np.uint8)[10:20]
     taken[0] = memoryview(b"")
     gc.collect()
-    assert outbox.put(b"y") is None, "an array still shows what is in the slot"
+    assert outbox.put(b"y") is None, "an array still refers to the payload"
     assert bytes(part) == b"x" * 10
     del part
     gc.collect()
@@ -52,14 +52,14 @@ def test_a_receiver_cannot_write() -> None:
 
 
 @pytest.mark.parametrize(("slot", "length"), [(0, 0), (0, MAX_PAYLOAD + 1), (1000, 1)])
-def test_a_place_that_is_not_there_is_refused(slot: int, length: int) -> None:
+def test_a_slot_or_length_that_cannot_be_is_refused(slot: int, length: int) -> None:
     outbox = Outbox()
     with pytest.raises(BadFrame):
         Inbox(outbox.name).get(slot, length)
 
 
 @pytest.mark.parametrize("name", ["", ":", "1", "a:b", "-1:2", "1:2:3", "../etc:1", "1:/etc/passwd"])
-def test_a_name_that_is_none_is_refused(name: str) -> None:
+def test_what_is_no_name_of_shared_memory_is_refused(name: str) -> None:
     with pytest.raises(BadFrame):
         Inbox(name)
 
@@ -80,8 +80,8 @@ def test_memory_that_could_shrink_is_refused() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_large_payloads_take_the_memory_if_they_may(shared: bool) -> None:
-    options = RingOptions(shared_memory=shared)
+def test_large_payloads_take_the_memory_if_the_option_allows(shared: bool) -> None:
+    options = RingOptions(local_transport=shared)
     endpoints = [Endpoint(options) for _ in range(2)]
     try:
         members = [endpoint.address for endpoint in endpoints]
@@ -89,7 +89,7 @@ def test_large_payloads_take_the_memory_if_they_may(shared: bool) -> None:
         for endpoint, group in zip(endpoints, groups, strict=True):
             endpoint.wait_until_matched(group, timeout=60)
         tensors = [torch.full((1 << 20,), float(rank + 1)) for rank in range(2)]
-        for _ in range(3):  # the first may begin before the peers have said that they see the memory
+        for _ in range(3):  # the first may begin before the peers have mapped the memory
             operations = [
                 group.start(
                     "allreduce",

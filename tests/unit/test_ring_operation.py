@@ -1,4 +1,4 @@
-"""An operation ends once, whoever ends it, and says why."""
+"""An operation ends once, on whatever thread, and its error says why."""
 
 import threading
 import time
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from fedring.ring.engine.operation import Operation
+from fedring.ring.engine.program import Program, Receive, Send
 from fedring.ring.errors import BadFrame, Mismatch, PeerLost, RingError
-from fedring.ring.frames import Frame, read, write
-from fedring.ring.operation import Operation
-from fedring.ring.program import Program, Receive, Send
+from fedring.ring.transport.frames import Frame, read, write
 from fedring.v1 import peer_pb2 as pb
 
 WHAT = "exchange of 3 bytes"
@@ -18,7 +18,7 @@ LOST = PeerLost("rank 2 is lost", rank=2)
 
 
 class Wire:
-    """A carrier that keeps what it is given until a test asks for it."""
+    """A carrier that keeps what it is given."""
 
     def __init__(self, left: Sequence[int] = ()) -> None:
         self.sends: list[Send] = []
@@ -60,7 +60,7 @@ def exchange(came: list[bytes]) -> Program:
     came.append(bytes((yield Receive(1, 3))))
 
 
-def test_it_ends_when_its_program_has_and_all_is_sent() -> None:
+def test_it_ends_once_its_program_has_ended_and_all_is_sent() -> None:
     wire, came, ends = Wire(), list[bytes](), list[str]()
     operation = wire.run(exchange(came))
     operation.when_done(lambda: ends.append("before"))
@@ -73,7 +73,7 @@ def test_it_ends_when_its_program_has_and_all_is_sent() -> None:
     assert (ends, wire.ends) == (["before", "after"], 1)
 
 
-def test_what_came_early_is_there_even_from_a_rank_that_has_left() -> None:
+def test_early_frames_are_used_even_from_a_rank_that_has_left() -> None:
     wire, came = Wire(left=[1]), list[bytes]()
     wire.run(exchange(came), [(1, frame())])
     assert came == [b"two"]
@@ -81,7 +81,7 @@ def test_what_came_early_is_there_even_from_a_rank_that_has_left() -> None:
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_rank_that_has_left_is_waited_for_in_vain(begun: bool) -> None:
+def test_waiting_for_a_rank_that_has_left_fails(begun: bool) -> None:
     wire = Wire(left=[] if begun else [1])
     operation = wire.run(exchange([]))
     operation.left(2)
@@ -166,7 +166,7 @@ def test_an_error_of_the_program_itself_ends_the_generation() -> None:
         operation.wait(0)
 
 
-def test_who_waits_for_one_that_has_begun_is_overdue_later() -> None:
+def test_an_operation_that_waits_for_a_rank_that_has_begun_is_overdue_later() -> None:
     def second_step() -> Program:
         yield Receive(1, 3, tag=1)
 
@@ -186,13 +186,13 @@ def test_a_wait_counts_for_the_rank_that_has_not_begun() -> None:
     assert wire.waits[0][1] > 0
 
 
-def test_what_was_there_before_costs_no_wait() -> None:
+def test_frames_that_were_there_before_cost_no_wait() -> None:
     wire = Wire()
     wire.run(exchange([]), [(1, frame())])
     assert wire.waits == []
 
 
-def test_a_wait_for_one_who_may_wait_itself_is_nobodys_fault() -> None:
+def test_a_wait_for_a_rank_that_may_wait_itself_is_not_counted() -> None:
     def later() -> Program:
         yield Receive(1, 3, tag=1)
 

@@ -1,4 +1,4 @@
-"""The round as a state machine: every way through it, with no network and no clock."""
+"""The state machine of a round: all ways through it, without a network and without a clock."""
 
 from math import inf
 
@@ -79,14 +79,14 @@ def test_without_a_barrier_one_client_is_enough() -> None:
     assert due(after(Joined("a"), state=state), 0) == Start(frozenset("a"))
 
 
-def test_a_closed_barrier_abandons_the_round_at_its_timeout() -> None:
+def test_a_round_is_abandoned_if_too_few_clients_reach_its_barrier_in_time() -> None:
     state = after(Matched("a"), Opened(1, Rules(min_clients=2, barrier_timeout=30)))
     assert wake_at(state, 0) == 30
     assert due(state, 29.9) is None
     assert due(state, 30) == Abandon("barrier_timeout")
 
 
-def test_a_lost_client_is_waited_for_during_its_grace_and_no_longer() -> None:
+def test_a_round_waits_for_a_lost_client_only_during_its_grace_period() -> None:
     state = after(Delivered("a"), state=training(Rules(min_clients=2, grace=5)))
     state = apply(state, Left("b"), 10.0)
     assert wake_at(state, 10) == 15
@@ -94,19 +94,19 @@ def test_a_lost_client_is_waited_for_during_its_grace_and_no_longer() -> None:
     assert due(state, 15) == Aggregate()
 
 
-def test_a_client_that_comes_back_within_its_grace_is_waited_for_again() -> None:
+def test_a_round_waits_again_for_a_client_that_comes_back_within_its_grace_period() -> None:
     state = apply(after(Delivered("a"), state=training()), Left("b"), 10.0)
     state = apply(state, Matched("b"), 12.0)
     assert due(state, 20) is None
 
 
-def test_the_deadline_closes_the_round_with_what_was_delivered() -> None:
+def test_the_deadline_closes_the_round_with_the_delivered_updates() -> None:
     state = after(Delivered("a"), state=training(Rules(min_clients=2, deadline=60)))
     assert due(state, 59) is None
     assert due(state, 60) == Aggregate()
 
 
-def test_too_few_results_abandon_the_round() -> None:
+def test_too_few_updates_at_the_deadline_abandon_the_round() -> None:
     rules = Rules(min_clients=2, min_to_aggregate=2, deadline=60)
     assert due(after(Delivered("a"), state=training(rules)), 60) == Abandon("too_few_clients")
 
@@ -116,7 +116,7 @@ def test_close_at_minimum_does_not_wait_for_the_rest() -> None:
     assert due(after(Delivered("b"), state=training(rules)), 0) == Aggregate()
 
 
-def test_a_client_that_says_it_cannot_is_not_waited_for() -> None:
+def test_a_round_does_not_wait_for_a_client_that_has_failed() -> None:
     state = after(Delivered("a"), Failed("b", 1), state=training())
     assert due(state, 0) == Aggregate()
 
@@ -126,7 +126,7 @@ def test_a_failure_in_another_round_changes_nothing() -> None:
     assert pending(state, 0) == ALL
 
 
-def test_all_clients_failing_abandons_the_round() -> None:
+def test_a_round_is_abandoned_when_all_its_clients_have_failed() -> None:
     state = after(Failed("a", 1), Failed("b", 1), state=training())
     assert due(state, 0) == Abandon("too_few_clients")
 
@@ -138,22 +138,22 @@ def test_evaluation_ends_at_its_deadline() -> None:
     assert due(state, 9) == Finish()
 
 
-def test_a_count_from_a_client_that_was_not_asked_is_not_waited_for_twice() -> None:
+def test_the_evaluation_of_a_client_that_was_not_asked_does_not_replace_one_that_was() -> None:
     state = after(Delivered("a"), Delivered("b"), Closed(), Published(frozenset("a")), state=training())
     assert due(after(Evaluated("b"), state=state), 0) is None
     assert due(after(Evaluated("a"), state=state), 0) == Finish()
 
 
-def test_the_same_seed_draws_the_same_clients_and_every_round_draws_anew() -> None:
+def test_the_same_seed_samples_the_same_clients_but_each_round_samples_again() -> None:
     members = [Matched(f"c{i}") for i in range(20)]
     rules = Rules(min_clients=20, sample_clients=5, seed=3)
-    drawn = [due(after(*members, Opened(number, rules)), 0) for number in range(1, 8)]
-    assert all(isinstance(effect, Start) and len(effect.clients) == 5 for effect in drawn)
-    assert drawn[0] == due(after(*reversed(members), Opened(1, rules)), 0)
-    assert len(set(drawn)) > 1
+    sampled = [due(after(*members, Opened(number, rules)), 0) for number in range(1, 8)]
+    assert all(isinstance(effect, Start) and len(effect.clients) == 5 for effect in sampled)
+    assert sampled[0] == due(after(*reversed(members), Opened(1, rules)), 0)
+    assert len(set(sampled)) > 1
 
 
-def test_a_share_of_the_clients_is_rounded_up_and_never_below_the_minimum() -> None:
+def test_a_ratio_of_the_clients_is_rounded_up_and_never_below_the_minimum() -> None:
     members = [Matched(f"c{i}") for i in range(10)]
     few = due(after(*members, Opened(1, Rules(min_clients=10, sample_ratio=0.25))), 0)
     assert isinstance(few, Start)
@@ -181,13 +181,13 @@ def test_a_resumed_round_has_no_more_time_than_it_had_left() -> None:
     assert due(waiting, 110) == Abandon("barrier_timeout")
 
 
-def test_time_in_which_nobody_can_go_on_does_not_count() -> None:
+def test_time_in_which_no_client_could_continue_does_not_count() -> None:
     state = after(Delayed(500), state=training(Rules(deadline=60)), now=30)
     assert due(state, 559.9) is None
     assert due(state, 560) is not None
 
 
-def test_an_update_that_is_lost_again_was_not_delivered() -> None:
+def test_an_accepted_update_that_was_lost_no_longer_counts_as_delivered() -> None:
     state = after(Delivered("a"), Delivered("b"), Closed(), Lost("a"), state=training())
     assert state.round is not None
     assert (sorted(state.round.delivered), sorted(state.round.failed)) == (["b"], ["a"])

@@ -1,4 +1,4 @@
-"""Calls are counted with the code that their caller sees, on both sides."""
+"""Metrics of calls: each call is counted on both sides, with the status code that its caller sees."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,8 +13,7 @@ from fedring.daemon.metrics import Registry
 from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import Overloaded
-from fedring.rpc.metrics import Calls as Side
-from fedring.rpc.metrics import CountCalls, counted
+from fedring.rpc.metrics import CallMetrics, CountCalls, counted
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
@@ -22,7 +21,7 @@ JOIN, WATCH = "TrainCmdService/Join", "TrainCmdService/Watch"
 
 
 class Service(rpc.TrainCmdServiceServicer):
-    """Ends calls as it is told to, by the client's name."""
+    """Ends calls in the way that the request names."""
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
         await self._end(request.client_id, context)
@@ -47,7 +46,7 @@ class Service(rpc.TrainCmdServiceServicer):
             case "fault":
                 raise ZeroDivisionError
             case "abort":
-                await context.abort(StatusCode.NOT_FOUND, "as meant")
+                await context.abort(StatusCode.NOT_FOUND, "as requested")
             case "hang":
                 await asyncio.Event().wait()
 
@@ -62,7 +61,7 @@ ENDS = {
 
 
 class Both:
-    """A server and a client's channel to it, each with its counts."""
+    """A server and a client's channel to it, each with its own metrics."""
 
     def __init__(self, server: aio.Server, channel: Any, registries: dict[str, Registry]) -> None:
         self.server, self.channel = server, channel
@@ -75,7 +74,7 @@ class Both:
         return value
 
     def codes(self, side: str, method: str) -> dict[str, float]:
-        """How often the method has ended with which code."""
+        """Return how often calls of the method have ended with each code, without the codes that never came."""
         counts = {code.name: self.value(side, "handled_total", method, grpc_code=code.name) for code in StatusCode}
         return {code: count for code, count in counts.items() if count}
 
@@ -83,7 +82,7 @@ class Both:
 @pytest.fixture
 async def both() -> AsyncIterator[Both]:
     registries = {"server": Registry(), "client": Registry()}
-    sides = {name: Side(name, registry, [pb.DESCRIPTOR]) for name, registry in registries.items()}
+    sides = {name: CallMetrics(name, registry, [pb.DESCRIPTOR]) for name, registry in registries.items()}
     server = make_server([CountCalls(sides["server"]), Boundary()], max_streams=10)
     rpc.add_TrainCmdServiceServicer_to_server(Service(), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -103,9 +102,9 @@ async def join(both: Both, client_id: str, **options: Any) -> StatusCode:
 
 
 @pytest.mark.parametrize(("how", "code"), ENDS.items())
-async def test_a_call_counts_with_the_code_that_the_caller_sees(both: Both, how: str, code: StatusCode) -> None:
+async def test_a_call_is_counted_with_the_code_that_the_caller_sees(both: Both, how: str, code: StatusCode) -> None:
     assert await join(both, how) is code
-    await both.server.stop(60)  # it counts a call after it has answered
+    await both.server.stop(60)  # The server counts a call after it has answered.
     for side in ("server", "client"):
         assert both.codes(side, JOIN) == {code.name: 1}
         assert both.value(side, "started_total", JOIN) == 1
@@ -114,7 +113,7 @@ async def test_a_call_counts_with_the_code_that_the_caller_sees(both: Both, how:
 
 
 @pytest.mark.parametrize(("how", "code"), ENDS.items())
-async def test_a_stream_counts_with_the_code_that_the_caller_sees(both: Both, how: str, code: StatusCode) -> None:
+async def test_a_stream_is_counted_with_the_code_that_the_caller_sees(both: Both, how: str, code: StatusCode) -> None:
     call = both.stub.Watch(iter([pb.WatchRequest(failure=pb.Failure(reason=how))]))
     with nullcontext() if code is StatusCode.OK else pytest.raises(aio.AioRpcError):
         assert len([event async for event in call]) == 1
@@ -124,11 +123,13 @@ async def test_a_stream_counts_with_the_code_that_the_caller_sees(both: Both, ho
 
 
 @pytest.mark.slow
-async def test_a_call_out_of_time_counts_as_that_on_both_sides(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedring.rpc.metrics._NEWS", 3.0)  # on a busy machine the server hears of a call late
+async def test_a_call_that_exceeds_its_deadline_is_counted_as_such_on_both_sides(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedring.rpc.metrics._DEADLINE_SLACK", 3.0)  # A busy server learns late of a call.
     assert await join(both, "well") is StatusCode.OK
     assert await join(both, "hang", timeout=3) is StatusCode.DEADLINE_EXCEEDED
-    await both.server.stop(60)  # it counts a call after it has answered
+    await both.server.stop(60)  # The server counts a call after it has answered.
     assert both.codes("server", JOIN) == both.codes("client", JOIN) == {"OK": 1, "DEADLINE_EXCEEDED": 1}
 
 
@@ -142,15 +143,15 @@ async def test_a_stream_is_in_flight_until_its_caller_leaves(both: Both) -> None
     assert both.codes("server", WATCH) == both.codes("client", WATCH) == {"CANCELLED": 1}
 
 
-async def test_bytes_that_are_no_message_count_as_a_bad_request(both: Both) -> None:
+async def test_bytes_that_are_no_message_are_counted_as_a_bad_request(both: Both) -> None:
     garbage = both.channel.unary_unary("/fedring.v1.TrainCmdService/Join")
     with pytest.raises(aio.AioRpcError):
         await garbage(b"\xff\xff")
-    await both.server.stop(60)  # it counts a call after it has answered
+    await both.server.stop(60)  # The server counts a call after it has answered.
     assert both.codes("server", JOIN) == {"INVALID_ARGUMENT": 1}
 
 
-async def test_methods_that_do_not_exist_make_no_series_but_one(both: Both) -> None:
+async def test_all_methods_that_do_not_exist_share_one_series(both: Both) -> None:
     nothing = both.channel.unary_unary("/fedring.v1.TrainCmdService/Leave")
     with pytest.raises(aio.AioRpcError):
         await nothing(b"")
@@ -160,7 +161,7 @@ async def test_methods_that_do_not_exist_make_no_series_but_one(both: Both) -> N
     assert both.codes("server", "unknown") == {"UNIMPLEMENTED": 1}
 
 
-async def test_bytes_count_as_they_are_on_the_wire(both: Both) -> None:
+async def test_bytes_are_counted_as_they_are_on_the_wire(both: Both) -> None:
     request, reply = pb.JoinRequest(client_id="fine"), pb.JoinReply(session_id="s")
     assert await join(both, "fine") is StatusCode.OK
     sizes = request.ByteSize() + 5, reply.ByteSize() + 5
@@ -168,7 +169,7 @@ async def test_bytes_count_as_they_are_on_the_wire(both: Both) -> None:
     assert (both.value("server", "received_bytes_total", JOIN), both.value("server", "sent_bytes_total", JOIN)) == sizes
 
 
-async def test_every_method_and_code_is_there_before_the_first_call(both: Both) -> None:
+async def test_every_method_and_code_has_a_series_before_the_first_call(both: Both) -> None:
     for service in pb.DESCRIPTOR.services_by_name.values():
         for method in service.methods:
             assert both.codes("server", f"{service.name}/{method.name}") == {}

@@ -1,4 +1,4 @@
-"""What a group of tasks that serves one call ends with, and what a refused caller reads."""
+"""Refusals: which one ends a group of tasks that serves a call, and what a refused caller reads from it."""
 
 import asyncio
 
@@ -18,18 +18,18 @@ async def serve(*errors: Exception) -> None:
             tasks.create_task(fail(error))
 
 
-async def test_the_refusal_comes_out_by_itself() -> None:
+async def test_the_refusal_is_taken_out_of_the_group() -> None:
     refusal = Superseded("a newer session took over")
     with pytest.raises(ExceptionGroup) as caught:
         await serve(Gone(), refusal)
     assert refusal_in(caught.value) is refusal
 
 
-def test_a_caller_that_is_gone_or_stalled_is_told_nothing() -> None:
+def test_a_caller_that_has_gone_or_stalled_gets_no_refusal() -> None:
     assert refusal_in(ExceptionGroup("", [Gone(), Stalled()])) is None
 
 
-def test_a_fault_is_no_refusal() -> None:
+def test_a_fault_is_raised_and_not_taken_for_a_refusal() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         refusal_in(ExceptionGroup("", [Gone(), KeyError("x"), Superseded()]))
     assert [type(error) for error in caught.value.exceptions] == [KeyError]
@@ -49,11 +49,11 @@ def test_a_fault_is_no_refusal() -> None:
         ("", 10),
     ],
 )
-def test_a_caller_tries_on_for_a_time_within_reason(told: str, seconds: float) -> None:
+def test_a_caller_keeps_trying_for_a_limited_time_whatever_the_server_says(told: str, seconds: float) -> None:
     trailing = aio.Metadata(("fl-reason", "id_in_use"), (RETRY_KEY, told))
     error = aio.AioRpcError(StatusCode.ALREADY_EXISTS, aio.Metadata(), trailing)
     assert retry_seconds_of(error) == seconds
 
 
-def test_a_server_that_says_no_time_is_tried_for_ten_seconds() -> None:
+def test_a_caller_keeps_trying_for_ten_seconds_if_the_server_names_no_time() -> None:
     assert retry_seconds_of(aio.AioRpcError(StatusCode.ALREADY_EXISTS, aio.Metadata(), aio.Metadata())) == 10

@@ -18,7 +18,7 @@ from fedring.v1 import federation_pb2_grpc as rpc
 
 
 class Service(rpc.TrainCmdServiceServicer):
-    """Raises what it is told to, by the client's name."""
+    """A service that raises the error that the client's name asks for."""
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
         if request.client_id == "say":
@@ -71,18 +71,18 @@ async def address() -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize(("how", "code", "reason", "text"), EXPECTED)
-async def test_a_calls_error_becomes_a_status(
+async def test_an_error_of_a_unary_call_becomes_a_status(
     address: str, how: str, code: StatusCode, reason: str, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with aio.insecure_channel(address) as channel:
         with pytest.raises(aio.AioRpcError) as refused:
             await rpc.TrainCmdServiceStub(channel).Join(pb.JoinRequest(client_id=how))
     assert (refused.value.code(), reason_of(refused.value), refused.value.details()) == (code, reason, text)
-    assert ("ZeroDivisionError" in caplog.text) == (how == "fault")  # the log has it, the caller not
+    assert ("ZeroDivisionError" in caplog.text) == (how == "fault")  # only the log names the fault, not the status
 
 
 @pytest.mark.parametrize(("how", "code", "reason", "text"), EXPECTED)
-async def test_a_streams_error_becomes_a_status(
+async def test_an_error_of_a_stream_becomes_a_status(
     address: str, how: str, code: StatusCode, reason: str, text: str
 ) -> None:
     async with aio.insecure_channel(address) as channel:
@@ -106,7 +106,7 @@ async def test_a_call_that_a_stopping_server_cuts_off_has_no_reason() -> None:
         assert reason_in(await events.trailing_metadata()) == ""
 
 
-async def test_a_refusal_can_say_for_how_long_to_try(address: str) -> None:
+async def test_a_refusal_can_say_for_how_long_to_retry(address: str) -> None:
     async with aio.insecure_channel(address) as channel:
         with pytest.raises(aio.AioRpcError) as refused:
             await rpc.TrainCmdServiceStub(channel).Join(pb.JoinRequest(client_id="taken"))
@@ -114,13 +114,13 @@ async def test_a_refusal_can_say_for_how_long_to_try(address: str) -> None:
     assert retry_seconds_of(refused.value) == 2.5
 
 
-async def test_a_good_call_passes(address: str) -> None:
+async def test_a_call_that_succeeds_returns_its_reply(address: str) -> None:
     async with aio.insecure_channel(address) as channel:
         reply = await rpc.TrainCmdServiceStub(channel).Join(pb.JoinRequest(client_id="fine"))
     assert reply.session_id == "s"
 
 
-async def test_bytes_that_are_no_message_are_a_bad_request(address: str) -> None:
+async def test_bytes_that_are_not_a_message_are_a_bad_request(address: str) -> None:
     async with aio.insecure_channel(address) as channel:
         join: Any = channel.unary_unary("/fedring.v1.TrainCmdService/Join")
         with pytest.raises(aio.AioRpcError) as refused:
@@ -140,7 +140,7 @@ async def test_a_method_that_does_not_exist_is_refused_with_its_reason(
         with pytest.raises(aio.AioRpcError) as refused:
             await call(Empty().SerializeToString())
         with pytest.raises(aio.AioRpcError) as streamed:
-            await channel.stream_stream(path)(iter([b""])).read()  # type: ignore[arg-type]  # any iterable will do
+            await channel.stream_stream(path)(iter([b""])).read()  # type: ignore[arg-type]  # any iterable works
     for error in (refused.value, streamed.value):
         assert (error.code(), reason_of(error)) == (StatusCode.UNIMPLEMENTED, "unknown_method")
         assert f"the method {path[:100]!r} is not served at this port" in (error.details() or "")
@@ -148,7 +148,7 @@ async def test_a_method_that_does_not_exist_is_refused_with_its_reason(
 
 
 @pytest.mark.parametrize("letter", ["x", "\N{GRINNING FACE}"])
-async def test_a_long_sentence_does_not_cost_the_caller_the_reason(
+async def test_a_long_error_text_is_shortened_so_that_the_reason_still_arrives(
     address: str, letter: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with aio.insecure_channel(address) as channel:
@@ -159,7 +159,7 @@ async def test_a_long_sentence_does_not_cost_the_caller_the_reason(
     assert len(caplog.records[-1].getMessage()) < 1000
 
 
-async def test_a_call_whose_session_has_gone_says_so_without_a_line_in_the_log(
+async def test_a_call_whose_session_was_closed_is_cancelled_without_a_line_in_the_log(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with aio.insecure_channel(address) as channel:
@@ -170,23 +170,23 @@ async def test_a_call_whose_session_has_gone_says_so_without_a_line_in_the_log(
 
 
 class SlowContext:
-    """A call whose write ends when it is told to."""
+    """The context of a call whose write ends when the test says so."""
 
     def __init__(self) -> None:
-        self.begun, self.may_end, self.ended = asyncio.Event(), asyncio.Event(), False
+        self.started, self.may_end, self.ended = asyncio.Event(), asyncio.Event(), False
 
     async def write(self, _: Any) -> None:
-        self.begun.set()
+        self.started.set()
         await self.may_end.wait()
         self.ended = True
 
 
-async def test_a_write_that_has_begun_ends_before_its_call_does() -> None:
+async def test_a_write_that_has_started_ends_before_its_call_does() -> None:
     context = SlowContext()
     writing = asyncio.create_task(write(context, b"", seconds=60))
-    await context.begun.wait()
+    await context.started.wait()
     writing.cancel()
     context.may_end.set()
     await asyncio.wait([writing])
     assert writing.cancelled()
-    assert context.ended  # or grpc loses the status that follows
+    assert context.ended  # otherwise, grpc would lose the status that follows

@@ -1,4 +1,4 @@
-"""Bytes that are proven by their digest: all that was used, in one pass where they are read in order."""
+"""Checked reading: the bytes that were used have the right digest, and are read once if they are read in order."""
 
 import hashlib
 import threading
@@ -12,20 +12,21 @@ import pytest
 from fedring.codec import NAMES, Encoding, encode
 from fedring.codec.digest import name_of
 from fedring.codec.errors import CodecError
-from fedring.server.model.mean import open_packet
+from fedring.server.model.contributions import open_packet
 from fedring.server.model.walk import in_order, tiles
-from fedring.server.state.blobs import FileBlobs, StorageFailed
-from fedring.server.state.checked import CheckedReader, DamagedBlob, Room, read_checked
+from fedring.server.state.blobs import FileBlobs
+from fedring.server.state.checked import CheckedReader, Room, read_checked
+from fedring.server.state.failures import DamagedBlob, StorageFailed
 from fedring.server.state.rows import lay_out
 
 SIZE = 1_000_000
 DATA = np.random.default_rng(0).bytes(SIZE)
 NAME = name_of(DATA)
-OLD_NAME = hashlib.sha256(DATA).hexdigest()  # as this software named blobs before
+OLD_NAME = hashlib.sha256(DATA).hexdigest()  # as protocol 1 named blobs
 
 
 class File:
-    """The bytes as a disk has them, and how many were read of it."""
+    """Bytes on a disk, and how many of them were read."""
 
     def __init__(self, data: bytes = DATA) -> None:
         self.data, self.bytes_read = data, 0
@@ -46,7 +47,7 @@ def test_bytes_read_in_order_are_read_once() -> None:
     assert file.bytes_read == SIZE
 
 
-def test_threads_that_take_turns_read_once_too() -> None:
+def test_bytes_read_in_turns_by_threads_are_read_once() -> None:
     file = File()
     reader = CheckedReader(file.read, SIZE, NAME)
 
@@ -61,7 +62,7 @@ def test_threads_that_take_turns_read_once_too() -> None:
 
 
 @pytest.mark.parametrize("room", [Room(), Room(0)])
-def test_whatever_the_order_everything_is_proven_in_the_end(room: Room) -> None:
+def test_everything_is_checked_in_the_end_in_whatever_order_it_was_read(room: Room) -> None:
     file = File()
     reader = CheckedReader(file.read, SIZE, NAME, room)
     for start in np.random.default_rng(1).permutation(1000).tolist():
@@ -84,7 +85,7 @@ def test_bytes_that_were_digested_before_they_were_used_are_not_trusted() -> Non
         reader.check()
 
 
-def test_what_waits_for_bytes_before_it_is_bounded_for_all_readers() -> None:
+def test_the_bytes_that_wait_for_earlier_ones_are_limited_over_all_readers() -> None:
     room = Room(25_000)
     readers = [CheckedReader(File().read, SIZE, NAME, room) for _ in range(10)]
     for reader in readers:
@@ -111,13 +112,13 @@ def test_a_file_cut_short_is_damaged(cut: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", [Room(), Room(0)])
-def test_bytes_that_were_named_by_sha256_are_proven_by_that(room: Room, tmp_path: Path) -> None:
+def test_blobs_that_are_named_by_sha256_are_checked_by_sha256(room: Room, tmp_path: Path) -> None:
     sound, damaged = File(), File(DATA[:-1] + bytes([DATA[-1] ^ 1]))
     for file in (sound, damaged):
         reader = CheckedReader(file.read, SIZE, OLD_NAME, room)
         for start in np.random.default_rng(1).permutation(100).tolist():
             reader.read(10_000 * start, 10_000)
-        reader.read(0, 10)  # once more, so that all is read again in the end
+        reader.read(0, 10)  # again, so that everything is read once more in the end
         if file is sound:
             reader.check()
             continue
@@ -132,7 +133,7 @@ def test_bytes_that_were_named_by_sha256_are_proven_by_that(room: Room, tmp_path
     blobs.close()
 
 
-def test_a_disk_that_may_work_later_is_no_damage() -> None:
+def test_a_disk_that_may_work_later_is_not_reported_as_damage() -> None:
     def read(offset: int, size: int) -> bytes:
         raise StorageFailed("disk_error", "too many open files")
 
@@ -142,7 +143,7 @@ def test_a_disk_that_may_work_later_is_no_damage() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [1000, 8192])
-def test_every_encoding_is_proven_however_it_is_read(name: str, chunk: int) -> None:
+def test_every_encoding_is_checked_however_it_is_read(name: str, chunk: int) -> None:
     length = 1_500_000
     values = np.random.default_rng(2).standard_normal(length).astype(np.float32)
     payload = encode(values, Encoding(name, chunk=chunk, keep_ratio=0.05))
@@ -164,7 +165,7 @@ def test_every_encoding_is_proven_however_it_is_read(name: str, chunk: int) -> N
         try:
             check = walk(bytes(damaged))
         except CodecError:
-            continue  # noticed by itself
+            continue  # the decoder noticed it
         with pytest.raises(DamagedBlob):
             check()
 

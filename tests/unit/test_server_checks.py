@@ -1,4 +1,4 @@
-"""What fl-server's configuration names is looked at before it starts, by the daemon and by flctl doctor alike."""
+"""fl-server checks what its configuration names before it starts, and flctl doctor makes the same checks."""
 
 import json
 from collections.abc import Mapping
@@ -38,9 +38,9 @@ WRONG: list[tuple[Mapping[str, Any], str, str]] = [
 GOOD: list[Mapping[str, Any]] = [
     {},
     {"init_path": "{tmp}/digits"},
-    {"init_path": "{tmp}/vector"},  # of a model that each job names itself
+    {"init_path": "{tmp}/vector"},  # if [job] names no model, each job brings its own
     {"init_path": "{tmp}/vector", "job": VECTOR},
-    {"data_root": "{tmp}/none"},  # which only a server that evaluates looks into
+    {"data_root": "{tmp}/none"},  # only a server that evaluates reads its data
     {"job": {"evaluate_on_server": True, "server_optimizer": {"name": "Adam", "args": {"lr": 0.1}}}},
     {"job": {"trainer": "only.at:clients", "optimizer": "only.at:clients", "data": "only.at:clients"}},
 ]
@@ -48,15 +48,15 @@ GOOD: list[Mapping[str, Any]] = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """One with files of weights, and one that is none."""
+    """Return a folder with two files of weights, and with one file that holds no weights."""
     (tmp_path / "garbage").write_bytes(b"no weights at all")
     save_model(digits_mlp(), tmp_path / "digits")
     save_model(vector(3), tmp_path / "vector")
     return tmp_path
 
 
-def written(keys: Mapping[str, Any], folder: Path) -> Path:
-    """A configuration file with these keys, and addresses and a state folder of its own."""
+def write_config(keys: Mapping[str, Any], folder: Path) -> Path:
+    """Write a configuration file with these keys, free ports and a new state folder, and return its path."""
     own = {"listen": "127.0.0.1:0", "control_listen": "127.0.0.1:0", "state_dir": str(folder / "state")}
     path = folder / "server.json"
     path.write_text(json.dumps({**own, **keys}).replace("{tmp}", str(folder)))
@@ -64,10 +64,10 @@ def written(keys: Mapping[str, Any], folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("keys", "name", "sentence"), WRONG, ids=str)
-def test_what_cannot_work_is_refused_by_the_daemon_and_found_by_doctor(
+def test_a_configuration_that_cannot_work_is_refused_by_the_daemon_and_reported_by_doctor(
     folder: Path, capsys: pytest.CaptureFixture[str], keys: Mapping[str, Any], name: str, sentence: str
 ) -> None:
-    path = written(keys, folder)
+    path = write_config(keys, folder)
     with pytest.raises(ConfigError) as refused:
         check(load_config(ServerConfig, path).config)
     assert str(refused.value).startswith(f"{name}: ")
@@ -79,12 +79,12 @@ def test_what_cannot_work_is_refused_by_the_daemon_and_found_by_doctor(
 
 
 @pytest.mark.parametrize("keys", GOOD, ids=str)
-def test_what_may_work_is_not_refused(folder: Path, keys: Mapping[str, Any]) -> None:
-    check(load_config(ServerConfig, written(keys, folder)).config)
+def test_a_configuration_that_may_work_is_not_refused(folder: Path, keys: Mapping[str, Any]) -> None:
+    check(load_config(ServerConfig, write_config(keys, folder)).config)
 
 
-def test_first_weights_are_not_looked_at_where_there_is_a_model(folder: Path) -> None:
-    path = written({"init_path": "{tmp}/none"}, folder)
+def test_init_path_is_not_checked_once_the_server_has_a_model(folder: Path) -> None:
+    path = write_config({"init_path": "{tmp}/none"}, folder)
     state, given = folder / "state", vector(3)
     blobs = FileBlobs(state)
     store = SqlStore(f"sqlite:///{state / 'facts.sqlite'}")
@@ -99,8 +99,8 @@ def test_first_weights_are_not_looked_at_where_there_is_a_model(folder: Path) ->
 
 @pytest.mark.programs
 @pytest.mark.parametrize("flags", [["--check-config"], []], ids=["check", "start"])
-def test_a_server_ends_with_78_and_one_sentence_before_it_serves(folder: Path, flags: list[str]) -> None:
-    path = written({"init_path": "{tmp}/garbage"}, folder)
+def test_a_server_exits_with_78_and_one_sentence_before_it_creates_its_state(folder: Path, flags: list[str]) -> None:
+    path = write_config({"init_path": "{tmp}/garbage"}, folder)
     done = forks.run("fedring.server.main", path, *flags, timeout=120)
     assert (done.returncode, done.stdout) == (Exit.CONFIG, "")
     assert done.stderr.startswith("fl-server: init_path: ")

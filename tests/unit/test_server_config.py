@@ -1,4 +1,4 @@
-"""fl-server's configuration: layers, and what is refused."""
+"""fl-server's configuration: its sources, and the values that it refuses."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 
 from fedring.daemon.config import ConfigError, Loaded, describe, load_config
 from fedring.server.config import ServerConfig
+from fedring.server.guard.ports import warn_of_insecurity
 from fedring.server.main import load
-from fedring.server.security import warn_of_insecurity
 
 
 @pytest.mark.parametrize(
@@ -32,14 +32,16 @@ from fedring.server.security import warn_of_insecurity
         ("=3", "'=3' is not of the form key=value"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(override: str, sentence: str) -> None:
+def test_a_configuration_error_is_one_sentence(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(ServerConfig, overrides=[override])
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_a_later_layer_wins_and_each_value_knows_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_source_overrides_an_earlier_one_and_each_value_names_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "server.toml"
     path.write_text("keep_models = 1\nthreads = 1\n[job]\nrounds = 1\nepochs = 1\nlr = 1.0\n")
     monkeypatch.setenv("FEDRING_SERVER_THREADS", "2")
@@ -56,7 +58,7 @@ def test_a_later_layer_wins_and_each_value_knows_its_origin(tmp_path: Path, monk
     assert 'listen = "127.0.0.1:8443"  # default' in lines
 
 
-def test_json_says_the_same_as_toml(tmp_path: Path) -> None:
+def test_a_file_may_be_json_or_toml(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"keep_models": 3, "job": {"rounds": 5}}')
     (tmp_path / "a.toml").write_text("keep_models = 3\njob.rounds = 5\n")
     first, second = (load([str(tmp_path / name)], {}).config for name in ("a.json", "a.toml"))
@@ -72,14 +74,14 @@ def test_json_says_the_same_as_toml(tmp_path: Path) -> None:
         ("a.toml", "[jop]\nrounds = 1", "unknown key 'jop'"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, name: str, text: str, sentence: str) -> None:
+def test_the_error_names_the_file_that_is_not_valid(tmp_path: Path, name: str, text: str, sentence: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=sentence) as refused:
         load([str(tmp_path / name)], {})
     assert name in str(refused.value)
 
 
-def test_a_file_that_is_not_there_is_named() -> None:
+def test_the_error_names_the_file_that_does_not_exist() -> None:
     with pytest.raises(ConfigError, match=r"cannot read nowhere\.toml: No such file"):
         load(["nowhere.toml"], {})
 
@@ -90,7 +92,7 @@ def test_an_unknown_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         load([], {})
 
 
-def test_loopback_is_allowed_in_plaintext_and_others_when_the_operator_says_so() -> None:
+def test_plaintext_is_allowed_on_loopback_and_on_other_addresses_if_insecure_is_set() -> None:
     for address in ("127.0.0.1:0", "localhost:1", "[::1]:5", "unix:/tmp/x.sock"):
         assert ServerConfig.model_validate({"listen": address}).listen == address
     assert isinstance(load_config(ServerConfig, overrides=["listen=0.0.0.0:1", "insecure=true"]), Loaded)
@@ -109,13 +111,15 @@ TLS = ("tls.cert=server.crt", "tls.key=server.key")
         ([*TLS, "tls.ca=ca.crt"], ""),
     ],
 )
-def test_beyond_loopback_somebody_must_say_who_may_call(overrides: list[str], sentence: str) -> None:
-    everywhere = ["listen=0.0.0.0:8443", "control_listen=0.0.0.0:8444", *overrides]
+def test_an_address_beyond_loopback_needs_client_certificates_or_tokens_unless_insecure_is_set(
+    overrides: list[str], sentence: str
+) -> None:
+    reachable = ["listen=0.0.0.0:8443", "control_listen=0.0.0.0:8444", *overrides]
     if not sentence:
-        assert load_config(ServerConfig, overrides=everywhere).config.tls.on
+        assert load_config(ServerConfig, overrides=reachable).config.tls.on
         return
     with pytest.raises(ConfigError, match=sentence):
-        load_config(ServerConfig, overrides=everywhere)
+        load_config(ServerConfig, overrides=reachable)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,9 @@ def test_beyond_loopback_somebody_must_say_who_may_call(overrides: list[str], se
         ({"listen": "0.0.0.0:1", "tls": {"cert": "a", "key": "b", "ca": "c"}}, 0),
     ],
 )
-def test_the_log_says_what_is_left_open(keys: dict[str, Any], warnings: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_warns_of_each_insecure_address(
+    keys: dict[str, Any], warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
     warn_of_insecurity(ServerConfig.model_validate(keys))
     assert len(caplog.messages) == warnings
     assert all(message.startswith("insecure: ") for message in caplog.messages)

@@ -1,13 +1,13 @@
-"""What the control service reads of the store for one answer, and when it forgets a client."""
+"""The control service: how much it reads from the store for one reply, and when it forgets a client."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.unit.host import Host, running, spec
 
-from fedring.rpc.errors import ClientIsHere, NoSuchClient
+from fedring.rpc.errors import ClientInUse, NoSuchClient
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.operator import control as control_module
@@ -36,7 +36,7 @@ class CountingStore(SqlStore):
         return found
 
     def fill(self, rounds: int, *, clients: int) -> None:
-        """Add ended rounds of so many clients each."""
+        """Add a job with this number of ended rounds, each of which had this number of clients."""
         job = self.create_job(JobRow(0, "job", {}, rounds, 1.0, state="completed"))
         names = tuple(f"hospital-{i:04}" for i in range(clients))
         stats = {"clients": {name: {"num_samples": 600, "upload_bytes": 40_000} for name in names}}
@@ -60,11 +60,12 @@ def service(store: CountingStore, tmp_path: Path) -> Iterator[ControlService]:
 
 
 async def listed(service: ControlService, *, limit: int = 0, below: int = 0) -> list[int]:
+    """Return the numbers of the rounds that the service lists."""
     answer = await service.ListRounds(pb.ListRequest(limit=limit, below=below), None)
     return [round_.round for round_ in answer.rounds]
 
 
-async def test_many_small_rounds_take_few_transactions(service: ControlService, store: CountingStore) -> None:
+async def test_many_small_rounds_are_read_in_few_transactions(service: ControlService, store: CountingStore) -> None:
     store.fill(300, clients=2)
     assert await listed(service, limit=1000) == list(range(300, 0, -1))
     assert len(store.read) < 30
@@ -80,7 +81,7 @@ async def test_rounds_of_many_clients_are_read_one_by_one(service: ControlServic
     assert set(store.read) <= {0, 1}
 
 
-async def test_an_answer_ends_where_it_is_full_though_more_was_read(
+async def test_a_reply_ends_where_it_is_full_even_if_more_rounds_were_read(
     service: ControlService, store: CountingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.fill(20, clients=200)
@@ -88,7 +89,7 @@ async def test_an_answer_ends_where_it_is_full_though_more_was_read(
     monkeypatch.setattr(control_module, "PAGE_BYTES", 20_000)
     answer = await service.ListRounds(pb.ListRequest(limit=40), None)
     assert answer.ByteSize() < 20_000 + 2 * answer.rounds[-1].ByteSize()
-    assert max(store.read) > 20  # of both kinds
+    assert max(store.read) > 20  # this transaction read small and large rounds
     numbers = [round_.round for round_ in answer.rounds]
     while numbers[-1] > 1:
         numbers += await listed(service, limit=40, below=numbers[-1])
@@ -110,34 +111,31 @@ async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp
         _, row = update = host.update(command, "a")
         await host.offer(update)
         assert host.facts.last_accepted["a"].name == row.name
-        with pytest.raises(ClientIsHere, match="a is in session: stop its fl-client first"):
+        with pytest.raises(ClientInUse, match="a is in session: stop its fl-client first"):
             await control.ForgetClient(request, None)
         host.sessions.drop(sessions["a"])
         host.rounds.handle(Left("a"))
-        with pytest.raises(ClientIsHere, match=f"an update of a is in round {command.round}: wait until"):
+        with pytest.raises(ClientInUse, match=f"an update of a is in round {command.round}: wait until"):
             await control.ForgetClient(request, None)
         await host.offer(host.update(command, "b"))
         assert await host.ended(job.job_id) == "completed"
         assert await control.ForgetClient(request, None) == pb.ForgottenClient(client_id="a", updates=1)
         assert host.facts.last_accepted.keys() == {"b"}
         assert [row.client_id for row in await host.facts.db(host.store.updates_of, command.round)] == ["b"]
-        forgotten = [event async for event in told(host, "client_forgotten")]
-        assert [(event.client_id, event.text) for event in forgotten] == [("a", "a was forgotten, with 1 updates")]
+        forgotten = await first_event(host, "client_forgotten")
+        assert (forgotten.client_id, forgotten.text) == ("a", "a was forgotten, with 1 updates")
         with pytest.raises(NoSuchClient):
             await control.ForgetClient(request, None)
 
 
-async def told(host: Host, kind: str) -> AsyncIterator[pb.Event]:
-    """The events of the kind up to the first one."""
+async def first_event(host: Host, kind: str) -> pb.Event:
+    """Wait for the first event of this kind, and return it."""
     async with asyncio.timeout(60):
-        async for event in host.journal.follow(1):
-            if event.kind == kind:
-                yield event
-                return
+        return await anext(event async for event in host.journal.follow(1) if event.kind == kind)
 
 
 @pytest.mark.parametrize("name", ["", "nobody", "x" * 1000, "\x1b[2J"])
-async def test_a_client_that_was_never_here_cannot_be_forgotten(service: ControlService, name: str) -> None:
+async def test_a_client_that_never_delivered_an_update_cannot_be_forgotten(service: ControlService, name: str) -> None:
     with pytest.raises(NoSuchClient) as caught:
         await service.ForgetClient(pb.ForgetClientRequest(client_id=name), None)
     assert len(str(caught.value)) < 300

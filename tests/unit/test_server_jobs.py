@@ -1,4 +1,4 @@
-"""The queue of jobs: what is told to stop does not run, whenever it is told."""
+"""The queue of jobs: a job that was stopped does not run, whenever it was stopped."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ from fedring.train.job import Job
 
 
 class SlowStore(SqlStore):
-    """A store that takes its time to answer for one job."""
+    """A store that returns a job only when the test lets it."""
 
     def __init__(self) -> None:
         super().__init__("sqlite://")
@@ -29,7 +29,7 @@ class SlowStore(SqlStore):
         return row
 
 
-async def test_a_job_that_is_stopped_as_its_turn_comes_does_not_run(tmp_path: Path) -> None:
+async def test_a_job_that_is_stopped_just_before_its_turn_does_not_run(tmp_path: Path) -> None:
     store, blobs, config = SlowStore(), FileBlobs(tmp_path), ServerConfig.model_validate({"state_dir": tmp_path})
     facts = Facts(store, blobs, threads=1)
     models = Models(blobs, facts.pool, config, store.run_id)
@@ -37,9 +37,9 @@ async def test_a_job_that_is_stopped_as_its_turn_comes_does_not_run(tmp_path: Pa
     jobs, events = parts.jobs, parts.journal.follow(0)
     job, _ = await jobs.start(Job.model_validate({"model": "fedring.train.models:digits_mlp"}), "")
     stop = asyncio.create_task(jobs.stop(job.job_id))
-    await asyncio.to_thread(store.asked.wait, 60)  # the store has said that it is queued
+    await asyncio.to_thread(store.asked.wait, 60)  # `stop` has asked the store for the job, which is queued
     run = asyncio.create_task(jobs.run())
-    await asyncio.sleep(0)  # it has asked for what is queued
+    await asyncio.sleep(0)  # `run` has asked for the queued jobs
     store.answers.set()
     async with asyncio.timeout(60):
         assert await stop == (job.job_id, 0)

@@ -1,4 +1,4 @@
-"""The journal: every event once, in order, to every watcher that keeps up."""
+"""The journal: each watcher that reads fast enough gets every event once, in order."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ async def some(events: AsyncIterator[pb.Event], count: int) -> list[str]:
         return [(await anext(events)).text for _ in range(count)]
 
 
-def test_ids_rise_also_when_the_clock_was_set_back() -> None:
+def test_ids_increase_even_if_the_clock_was_set_back() -> None:
     journal = Journal()
     tomorrow = int((time.time() + 86400) * 1e6)
     journal.begin(tomorrow)
@@ -29,26 +29,26 @@ def test_ids_rise_also_when_the_clock_was_set_back() -> None:
     assert journal.last_id == tomorrow + 3
 
 
-def test_ids_rise_within_one_microsecond() -> None:
+def test_ids_increase_within_one_microsecond() -> None:
     journal = Journal()
     for _ in range(1000):
         journal.write("job_started", "go")
     assert all(before.id < after.id for before, after in pairwise(journal.recent()))
 
 
-async def test_a_watcher_gets_what_it_missed_and_what_comes_without_a_gap() -> None:
+async def test_a_watcher_gets_earlier_and_later_events_without_a_gap() -> None:
     journal = Journal()
     for number in range(3):
         journal.write("job_started", f"{number}")
 
-    events = journal.follow(journal._recent[0].id)
+    events = journal.follow(journal.oldest)
     journal.write("job_started", "3")  # before the first is read
     assert await some(events, 3) == ["1", "2", "3"]
     journal.write("job_started", "4")
     assert await some(events, 1) == ["4"]
 
 
-async def test_a_watcher_of_now_gets_nothing_old() -> None:
+async def test_a_watcher_of_new_events_gets_no_earlier_ones() -> None:
     journal = Journal()
     journal.write("job_started", "old")
 
@@ -57,11 +57,11 @@ async def test_a_watcher_of_now_gets_nothing_old() -> None:
     assert await some(events, 1) == ["new"]
 
 
-async def test_a_watcher_that_reads_too_slowly_is_told_so_and_holds_nobody_up() -> None:
+async def test_a_watcher_that_reads_too_slowly_gets_an_error_and_delays_nobody() -> None:
     journal = Journal()
     events = journal.follow(0)
     first = asyncio.create_task(some(events, 1))
-    await asyncio.sleep(0)  # it follows
+    await asyncio.sleep(0)  # it watches now
     for number in range(RECENT + 2):
         journal.write("job_started", f"{number}")
     assert await first == ["0"]
@@ -70,7 +70,7 @@ async def test_a_watcher_that_reads_too_slowly_is_told_so_and_holds_nobody_up() 
             pass
 
 
-async def test_events_are_stored_in_order_but_for_those_that_rows_tell() -> None:
+async def test_events_are_stored_in_order_except_those_that_rows_hold() -> None:
     journal = Journal()
     stored: list[EventRow] = []
     done = asyncio.Event()
@@ -92,7 +92,7 @@ async def test_events_are_stored_in_order_but_for_those_that_rows_tell() -> None
     assert [row.id for row in stored] == sorted({row.id for row in stored})
 
 
-async def test_events_that_come_soon_after_each_other_are_stored_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_within_a_short_time_are_stored_together(monkeypatch: pytest.MonkeyPatch) -> None:
     journal, enough = Journal(), asyncio.Event()
     stored: asyncio.Queue[list[EventRow]] = asyncio.Queue()
     let_others = asyncio.sleep

@@ -1,4 +1,4 @@
-"""fl-server's metrics: no series appears by chance, and every round and reason is counted."""
+"""fl-server's metrics: every series exists from the start, and every round and every reason is counted."""
 
 import ast
 import asyncio
@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 import fedring.codec
-import fedring.server.model.mean
-import fedring.server.service.uploads
-import fedring.server.update.admission
+import fedring.server
 from fedring.codec.errors import CodecError
 from fedring.rpc import errors
-from fedring.rpc.auth import REASONS
 from fedring.rpc.errors import FedringError, OtherUpdate, Stalled, Unavailable
+from fedring.server.guard.auth import REASONS
 from fedring.server.round import machine as rd
 from fedring.server.round.events import (
     Abandoned,
@@ -37,12 +35,11 @@ from fedring.server.round.events import (
     State,
 )
 from fedring.server.round.metrics import REJECTIONS, Metrics
-from fedring.server.state import blobs, database
 from fedring.server.state.rows import UpdateRow
 
-OTHERS = {"bad_schema", "unknown_model", "unknown_job", "unknown_token"}  # reasons that no upload is refused for
-OTHERS |= {"other_job", "unknown_method", "unreadable", "unknown_client", "client_is_here"}
-OTHERS |= {"no_session", "superseded", "gone", "stalled", "unavailable", "damaged"}  # after which it goes on
+OTHERS = {"bad_schema", "unknown_model", "unknown_job", "unknown_token"}  # no upload is refused for these reasons
+OTHERS |= {"other_job", "unknown_method", "unreadable", "unknown_client", "client_is_here", "bad_model", "wrong_state"}
+OTHERS |= {"no_session", "superseded", "gone", "stalled", "unavailable", "damaged"}  # after these, the upload continues
 
 
 @pytest.fixture
@@ -56,36 +53,31 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
     return found
 
 
-def words_of(path: Path, *, argument: int | None, keyword: str, errors: str) -> Iterator[str]:
-    """What the file's code gives to errors of that ending as a reason."""
+def reasons_in(path: Path) -> Iterator[str]:
+    """Yield the reasons of the errors that a file creates: an argument `reason`, or the first one of some errors."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith(errors)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
             continue
-        given = [k.value for k in node.keywords if k.arg == keyword]
-        given += node.args[argument : argument + 1] if argument is not None else []
+        given = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+        given += node.args[:1] if node.func.id.endswith(("CodecError", "StorageError")) else []
         for word in (each for value in given for each in ast.walk(value)):
             if isinstance(word, ast.Constant) and isinstance(word.value, str):
                 yield word.value
 
 
-def test_the_reasons_of_refusals_are_a_closed_set() -> None:
-    folder = Path(fedring.codec.__file__).parent
-    files = [path for path in folder.glob("*.py") if path.stem != "gradient"]  # which is no update's
-    files += [Path(module.__file__ or "") for module in (fedring.server.update.admission, fedring.server.model.mean)]
-    found = {word for path in files for word in words_of(path, argument=0, keyword="", errors="CodecError")}
-    admit = Path(fedring.server.update.admission.__file__)
-    found |= set(words_of(admit, argument=None, keyword="reason", errors="BadUpdate"))
-    uploads = Path(fedring.server.service.uploads.__file__)
-    found |= set(words_of(uploads, argument=None, keyword="reason", errors=""))
-    found |= set(words_of(uploads, argument=0, keyword="", errors="CodecError"))
-    for module in (blobs, database):
-        found |= set(words_of(Path(module.__file__ or ""), argument=0, keyword="", errors="StorageError"))
+def test_every_reason_for_a_refusal_has_a_series() -> None:
+    codec, server = (Path(package.__path__[0]) for package in (fedring.codec, fedring.server))
+    files = [path for path in codec.glob("*.py") if path.stem != "gradient"]  # gradients are not updates
+    files += [path for room in ("update", "model", "state") for path in (server / room).glob("*.py")]
+    files += [server / "service" / "uploads.py", server / "round" / "eligibility.py"]
+    found = {reason for path in files for reason in reasons_in(path)}
+    assert {"bad_indices", "bad_chunk", "non_finite", "missing_blob", "not_selected"} <= found
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FedringError)]
     found |= {kind.reason for kind in kinds}
     assert found - OTHERS - set(REASONS) - set(REJECTIONS) == set()
 
 
-def test_a_reason_that_nobody_knows_is_another(metrics: Metrics) -> None:
+def test_an_unknown_reason_is_counted_as_other(metrics: Metrics) -> None:
     metrics.refused(CodecError("made_up_by_a_client"))
     assert value(metrics, "fl_server_updates_rejected_total", reason="other") == 1
     assert (
@@ -93,7 +85,7 @@ def test_a_reason_that_nobody_knows_is_another(metrics: Metrics) -> None:
     )
 
 
-def test_what_a_client_goes_on_with_is_no_refusal(metrics: Metrics) -> None:
+def test_an_upload_that_the_client_continues_is_interrupted_and_not_rejected(metrics: Metrics) -> None:
     for error in (Stalled(), Unavailable(), asyncio.CancelledError()):
         metrics.refused(error)
     assert value(metrics, "fl_server_updates_total", result="interrupted") == 3
@@ -103,7 +95,7 @@ def test_what_a_client_goes_on_with_is_no_refusal(metrics: Metrics) -> None:
     assert value(metrics, "fl_server_updates_rejected_total", reason="already_accepted_other") == 1
 
 
-def test_every_series_is_there_from_the_start(metrics: Metrics) -> None:
+def test_every_series_exists_from_the_start(metrics: Metrics) -> None:
     for reason in REJECTIONS:
         assert value(metrics, "fl_server_updates_rejected_total", reason=reason) == 0
     for result in ("published", "abandoned"):
@@ -114,7 +106,7 @@ def test_every_series_is_there_from_the_start(metrics: Metrics) -> None:
 
 
 def play(metrics: Metrics, *events: tuple[float, Event]) -> None:
-    """The events happen at their times."""
+    """Apply the events at their times, and report each state of the round to the metrics."""
     state = State()
     for at, event in events:
         before, state = state, rd.apply(state, event, at)
@@ -122,7 +114,7 @@ def play(metrics: Metrics, *events: tuple[float, Event]) -> None:
 
 
 OPENED = Opened(7, Rules(min_clients=3, deadline=90.0))
-BEGUN: list[tuple[float, Event]] = [
+STARTED: list[tuple[float, Event]] = [
     (0.0, Joined("a")),
     (0.0, Matched("a")),
     (10.0, OPENED),
@@ -130,14 +122,14 @@ BEGUN: list[tuple[float, Event]] = [
 ]
 
 
-def test_a_published_round_is_measured_phase_by_phase(metrics: Metrics) -> None:
+def test_the_phases_of_a_published_round_are_measured(metrics: Metrics) -> None:
     ends: list[tuple[float, Event]] = [
         (20.0, Delivered("a")),
         (21.0, Closed()),
         (24.0, Published(frozenset())),
         (29.0, Finished()),
     ]
-    play(metrics, *BEGUN, *ends)
+    play(metrics, *STARTED, *ends)
     phases = {"waiting": 4.0, "training": 7.0, "aggregating": 3.0, "evaluating": 5.0}
     for phase, seconds in phases.items():
         assert value(metrics, "fl_server_round_phase_seconds_count", phase=phase) == 1
@@ -150,28 +142,28 @@ def test_a_published_round_is_measured_phase_by_phase(metrics: Metrics) -> None:
     assert value(metrics, "fl_server_round_last_completed_timestamp_seconds") > 0
 
 
-def test_an_abandoned_round_counts_as_that(metrics: Metrics) -> None:
-    play(metrics, *BEGUN, (50.0, Abandoned("too_few_clients")), (50.0, Finished()))
+def test_an_abandoned_round_is_counted_as_abandoned(metrics: Metrics) -> None:
+    play(metrics, *STARTED, (50.0, Abandoned("too_few_clients")), (50.0, Finished()))
     assert value(metrics, "fl_server_rounds_total", result="abandoned") == 1
     assert value(metrics, "fl_server_rounds_total", result="published") == 0
     assert value(metrics, "fl_server_round_duration_seconds_count") == 0
     assert value(metrics, "fl_server_round_last_completed_timestamp_seconds") == 0
 
 
-def test_a_round_that_a_restart_interrupted_counts_once(metrics: Metrics) -> None:
+def test_a_round_that_a_restart_interrupted_is_counted_once(metrics: Metrics) -> None:
     round_ = Round(7, Rules(), Phase.TRAINING, 0.0, selected=frozenset("a"))
     play(metrics, (100.0, Resumed(round_, 30.0, 0.0)), (103.0, Closed()), (104.0, Published(frozenset())))
     assert value(metrics, "fl_server_rounds_total", result="published") == 1
     assert value(metrics, "fl_server_round_duration_seconds_sum") == 4.0
 
 
-def test_an_update_that_is_lost_again_is_counted(metrics: Metrics) -> None:
+def test_an_accepted_update_that_was_lost_is_counted(metrics: Metrics) -> None:
     round_ = Round(7, Rules(), Phase.TRAINING, 0.0, selected=frozenset("ab"), delivered=frozenset("ab"))
     play(metrics, (100.0, Resumed(round_, 30.0, 0.0)), (103.0, Closed()), (104.0, Lost("a")))
     assert value(metrics, "fl_server_updates_lost_total") == 1
 
 
-def test_an_accepted_update_is_weighed(metrics: Metrics) -> None:
+def test_the_size_and_the_norm_of_an_accepted_update_are_observed(metrics: Metrics) -> None:
     row = UpdateRow(1, "a", "d", "n", (), 10, 4000, 0.5, 2.5, 0.0)
     metrics.accepted(row)
     assert value(metrics, "fl_server_updates_total", result="accepted") == 1
@@ -179,7 +171,7 @@ def test_an_accepted_update_is_weighed(metrics: Metrics) -> None:
     assert value(metrics, "fl_server_update_norm_sum") == 2.5
 
 
-def test_the_servers_own_evaluation_counts_where_clients_have_none(metrics: Metrics) -> None:
+def test_the_servers_own_evaluation_is_used_if_no_client_has_evaluated(metrics: Metrics) -> None:
     metrics.evaluated({"server_accuracy": 0.5, "server_loss": 2.0})
     assert value(metrics, "fl_server_model_accuracy_ratio") == 0.5
     metrics.evaluated({"correct": 9, "total": 10, "loss_sum": 5.0, "server_accuracy": 0.5, "server_loss": 2.0})
@@ -189,12 +181,14 @@ def test_the_servers_own_evaluation_counts_where_clients_have_none(metrics: Metr
 
 @dataclass(frozen=True)
 class Tally:
+    """What the guard of the listeners has counted."""
+
     refused: dict[str, int]
     handshakes: int
     connections: int
 
 
-def test_what_the_doors_count_is_told_as_it_is(metrics: Metrics) -> None:
+def test_refusals_handshakes_and_connections_are_exported_as_the_guard_counted_them(metrics: Metrics) -> None:
     metrics.guard.read(Tally({"bad_token": 2, "not_operator": 0}, handshakes=5, connections=3))
     assert value(metrics, "fl_server_auth_refusals_total", reason="bad_token") == 2
     assert value(metrics, "fl_server_auth_refusals_total", reason="not_operator") == 0

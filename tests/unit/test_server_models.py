@@ -1,4 +1,4 @@
-"""Model versions as they are offered: whole, or as the steps that lead to them."""
+"""Model versions: how they are made, and how they are downloaded: in full, or as the deltas that lead to them."""
 
 import hashlib
 from collections.abc import Iterator
@@ -16,11 +16,12 @@ from fedring.codec.digest import name_of
 from fedring.rpc.errors import UnknownModel
 from fedring.server.config import ServerConfig
 from fedring.server.model.aggregate import store_model
-from fedring.server.model.damage import DamagedModel
+from fedring.server.model.downloads import MAX_DELTAS
 from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.models import MAX_STEPS, Models
+from fedring.server.model.models import Models
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import DamagedModel
 from fedring.server.state.rows import ModelRow, UpdateRow, lay_out
 from fedring.server.state.store import SqlStore
 from fedring.train.errors import SeamError
@@ -38,11 +39,11 @@ def spec(**keys: Any) -> Job:
     return Job.model_validate({**fixed, **keys})
 
 
-class Versions:
+class Line:
     """Models that follow each other, each from one update."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
-        self.blobs = FileBlobs(root)
+        self.root, self.blobs = root, FileBlobs(root)
         self.facts = Facts(SqlStore("sqlite://"), self.blobs, threads=1)
         self.models = Models(
             self.blobs, self.facts.pool, ServerConfig.model_validate({"state_dir": root, **settings}), "run-1"
@@ -51,29 +52,29 @@ class Versions:
         self._random = np.random.default_rng(3)
 
     def first(self, job: Job) -> ModelRow:
-        """The model that a job starts from."""
-        row = self.models.fitting(self.rows[-1] if self.rows else None, job, len(self.rows) + 1)
+        """Return the model that a job starts from."""
+        row = self.models.maker.first(job, self.rows[-1] if self.rows else None, len(self.rows) + 1)
         if row not in self.rows:
-            self.models.remember(row)
+            self.models.versions.remember(row)
             self.rows.append(row)
         return row
 
     def next(self, job: Job) -> ModelRow:
-        """One more version."""
+        """Make one more version."""
         values = self._random.standard_normal(SIZE).astype(np.float32)
         partial = self.blobs.open_partial("update")
         partial.write(encode(values, Encoding("fp32")))
         packets = lay_out([("parameters", "delta", "fp32", partial.size)])
         name, size = name_of(b"an update"), partial.size
         update = UpdateRow(1, "a", partial.digest, name, packets, 1, size, 0.1, 1.0, 2.0, blob=partial.digest)
-        self.blobs.seal(partial)
-        row = self.models.next(self.rows[-1], [update], job, len(self.rows), len(self.rows) + 1)
-        self.models.remember(row)
+        self.blobs.seal_many([partial])[0]
+        row = self.models.maker.next(self.rows[-1], [update], job, len(self.rows), len(self.rows) + 1)
+        self.models.versions.remember(row)
         self.rows.append(row)
         return row
 
     def digest(self, version: int) -> str:
-        """The digest of a version; of 0 none, of one that is not there that of something else."""
+        """Return the digest of a version: none for 0, that of something else for a version that does not exist."""
         if not version:
             return ""
         return self.rows[version - 1].digest if version <= len(self.rows) else name_of(b"something else")
@@ -82,10 +83,10 @@ class Versions:
         return pb.FetchModelRequest(digest=self.digest(version), held_digest=self.digest(held))
 
     def header(self, version: int = 0, held: int = 0) -> pb.ModelHeader:
-        with self.models.offer(self.request(version, held)) as offer:
-            assert offer.header.version == version or not version
-            assert offer.header.total_bytes == sum(packet.bytes for packet in offer.header.packets)
-            return offer.header
+        with self.models.downloads.open(self.request(version, held)) as download:
+            assert download.header.version == version or not version
+            assert download.header.total_bytes == sum(packet.bytes for packet in download.header.packets)
+            return download.header
 
     def values(self, row: ModelRow) -> Vectors:
         with self.blobs.reader(row.blob) as blob:
@@ -93,22 +94,22 @@ class Versions:
 
 
 @pytest.fixture
-def versions(tmp_path: Path) -> Iterator[Versions]:
-    versions = Versions(tmp_path)
-    yield versions
-    versions.facts.close()
+def line(tmp_path: Path) -> Iterator[Line]:
+    line = Line(tmp_path)
+    yield line
+    line.facts.close()
 
 
 @pytest.fixture
-def chain(versions: Versions) -> Versions:
-    """Versions 1 to 10, each with the step that leads to it."""
-    versions.first(spec())
+def chain(line: Line) -> Line:
+    """Versions 1 to 10, each with the delta that leads to it."""
+    line.first(spec())
     for _ in range(9):
-        versions.next(spec())
-    return versions
+        line.next(spec())
+    return line
 
 
-def test_who_holds_an_older_version_gets_the_steps_from_it(chain: Versions) -> None:
+def test_a_client_with_an_older_version_gets_the_deltas_from_it(chain: Line) -> None:
     whole = chain.header(10).total_bytes
     for held in (9, 8, 10 - 5):
         header = chain.header(10, held)
@@ -117,90 +118,90 @@ def test_who_holds_an_older_version_gets_the_steps_from_it(chain: Versions) -> N
         assert header.total_bytes < whole
 
 
-def test_the_steps_lead_to_the_very_model(chain: Versions) -> None:
+def test_the_deltas_lead_to_exactly_that_model(chain: Line) -> None:
     values = chain.values(chain.rows[6]).parameters
-    with chain.models.offer(chain.request(10, 7)) as offer:
+    with chain.models.downloads.open(chain.request(10, 7)) as download:
         at = 0
-        for packet in offer.header.packets:
-            step = decode(offer.read(at, packet.bytes), name=packet.encoding, length=SIZE)
+        for packet in download.header.packets:
+            step = decode(download.read(at, packet.bytes), name=packet.encoding, length=SIZE)
             values = values + step.astype(np.float32)
             at += packet.bytes
         digest = Vectors(values, np.empty(0)).digest()
-        assert digest == offer.header.model_digest
+        assert digest == download.header.model_digest
 
 
-def test_any_range_of_an_offer_can_be_read(chain: Versions) -> None:
+def test_any_range_of_a_download_can_be_read(chain: Line) -> None:
     for held in (0, 6):
-        with chain.models.offer(chain.request(9, held)) as offer:
-            total = offer.header.total_bytes
-            payload = offer.read(0, total)
+        with chain.models.downloads.open(chain.request(9, held)) as download:
+            total = download.header.total_bytes
+            payload = download.read(0, total)
             assert len(payload) == total
-            pieces = [offer.read(start, min(777, total - start)) for start in range(0, total, 777)]
+            pieces = [download.read(start, min(777, total - start)) for start in range(0, total, 777)]
             assert b"".join(pieces) == payload
 
 
 @pytest.mark.parametrize("held", [0, 10, 11, 777])
-def test_who_holds_nothing_of_use_gets_the_model_itself(chain: Versions, held: int) -> None:
+def test_a_client_without_a_useful_version_gets_the_model_in_full(chain: Line, held: int) -> None:
     header = chain.header(10, held)
     assert header.base_digest == ""
     assert [packet.kind for packet in header.packets] == [pb.KIND_WEIGHTS]
 
 
-def test_more_steps_than_fit_into_an_answer_are_not_sent(chain: Versions) -> None:
-    assert chain.header(MAX_STEPS + 1, 1).base_digest == chain.digest(1)
-    assert chain.header(MAX_STEPS + 2, 1).base_digest == ""
+def test_more_deltas_than_fit_into_one_download_are_not_sent(chain: Line) -> None:
+    assert chain.header(MAX_DELTAS + 1, 1).base_digest == chain.digest(1)
+    assert chain.header(MAX_DELTAS + 2, 1).base_digest == ""
 
 
-def test_steps_that_are_longer_than_the_model_are_not_sent(versions: Versions) -> None:
+def test_deltas_that_are_longer_than_the_model_are_not_sent(line: Line) -> None:
     dense = spec(download_encoding="fp16")
-    versions.first(dense)
+    line.first(dense)
     for _ in range(3):
-        versions.next(dense)
-    assert versions.header(4, 3).base_digest == versions.digest(3)
-    assert versions.header(4, 1).base_digest == ""
+        line.next(dense)
+    assert line.header(4, 3).base_digest == line.digest(3)
+    assert line.header(4, 1).base_digest == ""
 
 
-def test_steps_over_a_version_that_is_gone_are_not_sent(chain: Versions) -> None:
-    chain.models.forget([7, 8, 10])
+def test_deltas_across_a_version_that_is_not_kept_are_not_sent(chain: Line) -> None:
+    chain.models.versions.forget([7, 8, 10])
     assert chain.header(8, 7).base_digest == chain.digest(7)
     assert chain.header(10, 8).base_digest == ""
     with pytest.raises(UnknownModel, match=f"model {chain.digest(9)} is not kept: `flctl models list` shows"):
         chain.header(9)
     with pytest.raises(UnknownModel, match="model 9 is not kept: `flctl models list` shows"):
-        chain.models.offer(pb.FetchModelRequest(version=9))
+        chain.models.downloads.open(pb.FetchModelRequest(version=9))
 
 
-def test_the_newest_is_meant_when_no_version_is_named(chain: Versions) -> None:
+def test_the_newest_version_is_sent_if_none_is_named(chain: Line) -> None:
     assert chain.header().version == 10
 
 
-def test_a_version_can_be_named_by_its_number_but_a_digest_alone_counts(chain: Versions) -> None:
+def test_a_version_is_found_by_its_number_and_a_digest_overrules_it(chain: Line) -> None:
     for request in (pb.FetchModelRequest(version=4), pb.FetchModelRequest(version=9, digest=chain.digest(4))):
-        with chain.models.offer(request) as offer:
-            assert (offer.header.version, offer.header.model_digest) == (4, chain.digest(4))
+        with chain.models.downloads.open(request) as download:
+            assert (download.header.version, download.header.model_digest) == (4, chain.digest(4))
     with pytest.raises(UnknownModel):
-        chain.models.offer(pb.FetchModelRequest(version=9, digest=name_of(b"something else")))
+        chain.models.downloads.open(pb.FetchModelRequest(version=9, digest=name_of(b"something else")))
 
 
-def test_a_payload_is_named_by_the_model_and_by_what_it_is_added_to(chain: Versions) -> None:
+def test_a_payload_is_named_by_the_model_and_by_its_base(chain: Line) -> None:
     names = [chain.header(10).payload_name, chain.header(10, 9).payload_name, chain.header(9, 8).payload_name]
     assert len(set(names)) == 3
     assert [chain.header(10).payload_name, chain.header(10, 9).payload_name] == names[:2]
 
 
-def test_there_is_no_model_before_the_first_job(versions: Versions) -> None:
+def test_there_is_no_model_before_the_first_job(line: Line) -> None:
     with pytest.raises(UnknownModel, match="there is no model yet"):
-        versions.header()
+        line.header()
 
 
-def test_another_kind_of_model_begins_a_new_line(chain: Versions) -> None:
+def test_another_kind_of_model_begins_a_new_line_of_versions(chain: Line) -> None:
     other = chain.first(spec(model_args={"size": 7}))
     assert (other.version, other.base_version, other.base_digest, other.parameters) == (11, 0, "", 7)
     assert chain.header(11, 10).base_digest == ""
-    assert chain.header(10, 9).base_digest == chain.digest(9)  # the old one can still be had
+    assert chain.header(10, 9).base_digest == chain.digest(9)  # the old one is still available
 
 
-def test_the_same_kind_of_model_goes_on(chain: Versions) -> None:
+def test_a_job_with_the_same_kind_of_model_continues_the_line(chain: Line) -> None:
     assert chain.first(spec(seed=7, lr=3.0)).version == 10
 
 
@@ -209,61 +210,61 @@ def test_given_weights_are_the_first_model_of_an_empty_store(tmp_path: Path, kin
     given = digits_mlp(8)
     path = tmp_path / "init"
     save_file(given.state_dict(), path) if kind == "safetensors" else torch.save(given.state_dict(), path)
-    versions = Versions(tmp_path, init_path=path)
-    row = versions.first(spec(model="fedring.train.models:digits_mlp", model_args={"hidden": 8}))
-    np.testing.assert_array_equal(versions.values(row).parameters, read_vectors(given).parameters)
-    later = versions.first(spec())
-    assert not versions.values(later).parameters.any()  # only for an empty store
-    versions.facts.close()
+    line = Line(tmp_path, init_path=path)
+    row = line.first(spec(model="fedring.train.models:digits_mlp", model_args={"hidden": 8}))
+    np.testing.assert_array_equal(line.values(row).parameters, read_vectors(given).parameters)
+    later = line.first(spec())
+    assert not line.values(later).parameters.any()  # the given weights are only for an empty store
+    line.facts.close()
 
 
 def test_given_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     torch.save(vector(3).state_dict(), tmp_path / "init.pt")
-    versions = Versions(tmp_path, init_path=tmp_path / "init.pt")
+    line = Line(tmp_path, init_path=tmp_path / "init.pt")
     with pytest.raises(SeamError, match=r"init\.pt does not fit the model: values is \[3\] in the file and \[5000\]"):
-        versions.first(spec())
-    versions.facts.close()
+        line.first(spec())
+    line.facts.close()
 
 
-def as_before(versions: Versions, row: ModelRow) -> ModelRow:
-    """The model as a server of protocol 1 would have kept it: named by SHA-256, and so is its file."""
-    folder = versions.blobs.root / "blobs"
-    values = versions.values(row)
+def as_protocol_1(line: Line, row: ModelRow) -> ModelRow:
+    """Return the model as a server of protocol 1 kept it: named by SHA-256, as is its file."""
+    folder = line.root / "blobs"
+    values = line.values(row)
     blob = hashlib.sha256((folder / row.blob).read_bytes()).hexdigest()
     (folder / row.blob).rename(folder / blob)
     digest = hashlib.sha256(values.parameters.tobytes() + values.buffers.tobytes()).hexdigest()
     return replace(row, digest=digest, blob=blob)
 
 
-def test_a_model_that_was_named_by_sha256_is_sent_and_trained_on(versions: Versions) -> None:
-    old = as_before(versions, versions.first(spec()))
-    versions.models.remember(old)
-    versions.rows[0] = old
-    with versions.models.offer(versions.request(1)) as offer:
-        assert offer.header.model_digest == old.digest
-        offer.read(0, offer.header.total_bytes)
-        offer.prove()
-    new = versions.next(spec())
-    assert new.digest == versions.values(new).digest()  # by BLAKE3
+def test_a_model_that_is_named_by_sha256_is_sent_and_continued(line: Line) -> None:
+    old = as_protocol_1(line, line.first(spec()))
+    line.models.versions.remember(old)
+    line.rows[0] = old
+    with line.models.downloads.open(line.request(1)) as download:
+        assert download.header.model_digest == old.digest
+        download.read(0, download.header.total_bytes)
+        download.check()
+    new = line.next(spec())
+    assert new.digest == line.values(new).digest()  # by BLAKE3
     assert (new.base_version, new.base_digest) == (1, old.digest)
-    assert versions.header(2, 1).base_digest == old.digest
-    path = versions.blobs.root / "blobs" / old.blob
+    assert line.header(2, 1).base_digest == old.digest
+    path = line.root / "blobs" / old.blob
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with versions.models.offer(versions.request(1)) as offer:
-        offer.read(0, offer.header.total_bytes)
+    with line.models.downloads.open(line.request(1)) as download:
+        download.read(0, download.header.total_bytes)
         with pytest.raises(DamagedModel, match="model 1 is damaged"):
-            offer.prove()
-    assert versions.models.damaged([old, new]) == [old]
+            download.check()
+    assert line.models.versions.damaged([old, new]) == [old]
 
 
-def test_a_version_in_a_file_that_was_named_by_sha256_is_loaded_and_proven(versions: Versions, tmp_path: Path) -> None:
-    old = as_before(versions, versions.first(spec()))
+def test_a_version_in_a_file_that_is_named_by_sha256_is_loaded_and_checked(line: Line, tmp_path: Path) -> None:
+    old = as_protocol_1(line, line.first(spec()))
     store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
     store.publish(old)
     loaded = load_model(1, vector(SIZE), state_dir=tmp_path)
-    np.testing.assert_array_equal(read_vectors(loaded).parameters, versions.values(old).parameters)
+    np.testing.assert_array_equal(read_vectors(loaded).parameters, line.values(old).parameters)
     path = tmp_path / "blobs" / old.blob
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -292,7 +293,7 @@ def test_a_version_is_loaded_from_the_servers_state(tmp_path: Path) -> None:
     blobs.close()
 
 
-def test_a_blob_of_the_store_is_a_model_file_that_people_can_load(chain: Versions, tmp_path: Path) -> None:
+def test_the_blob_of_a_version_is_a_model_file_that_people_can_load(chain: Line, tmp_path: Path) -> None:
     with chain.blobs.reader(chain.rows[-1].blob) as blob:
         path = tmp_path / "model.safetensors"
         path.write_bytes(blob.read(0, blob.size))

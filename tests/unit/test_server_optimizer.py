@@ -1,4 +1,4 @@
-"""Server optimizers: torch.optim on the negated mean delta, with a state that outlives the process."""
+"""Server optimizers: torch.optim on the negated delta, with a state that is saved between steps."""
 
 import numpy as np
 import pytest
@@ -13,24 +13,24 @@ ARGS = {"SGD": {"lr": 0.5, "momentum": 0.9}}
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_steps_through_saved_states_are_those_of_one_living_optimizer(name: str) -> None:
+def test_steps_with_saved_states_equal_those_of_one_optimizer_in_memory(name: str) -> None:
     args = ARGS.get(name, {"lr": 0.1})
     parameter = torch.from_numpy(BASE.copy()).requires_grad_()
-    living = getattr(torch.optim, name)([parameter], **args)
+    kept = getattr(torch.optim, name)([parameter], **args)
     model, state = BASE, b""
     for delta in DELTAS:
         model, state = ServerOptimizer(name, args).step(model, delta, state)
         parameter.grad = -torch.from_numpy(delta)
-        living.step()
+        kept.step()
         assert np.array_equal(model, parameter.detach().numpy())
 
 
-def test_plain_sgd_with_rate_one_adds_the_mean_delta() -> None:
+def test_sgd_with_learning_rate_1_adds_the_delta() -> None:
     model, _ = ServerOptimizer("SGD", {"lr": 1.0}).step(BASE, DELTAS[0], b"")
     assert np.array_equal(model, BASE + DELTAS[0])
 
 
-def test_adam_takes_the_step_of_the_paper() -> None:
+def test_adam_steps_as_in_the_paper() -> None:
     """Reddi et al. 2021, algorithm 2: x + lr m / (sqrt(v) + tau), here with torch's bias correction."""
     model, _ = ServerOptimizer("Adam", {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-3}).step(BASE, DELTAS[0], b"")
     assert np.allclose(model, BASE + 0.1 * DELTAS[0] / (np.abs(DELTAS[0]) + 1e-3), atol=1e-6)
@@ -45,7 +45,7 @@ def test_the_state_of_another_optimizer_is_not_used(name: str, args: dict[str, f
     assert np.array_equal(optimizer.step(BASE, DELTAS[1], foreign)[0], optimizer.step(BASE, DELTAS[1], b"")[0])
 
 
-def test_a_step_leaves_its_inputs_alone() -> None:
+def test_a_step_does_not_change_its_inputs() -> None:
     base, delta = BASE.copy(), DELTAS[0].copy()
     ServerOptimizer("Adam", {"lr": 0.1}).step(base, delta, b"")
     assert np.array_equal(base, BASE)
@@ -53,7 +53,7 @@ def test_a_step_leaves_its_inputs_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "Muon", "SparseAdam", "Adafactor", "Optimizer", "lr_scheduler", "os"])
-def test_an_optimizer_that_looks_at_more_than_one_value_is_refused(name: str) -> None:
+def test_an_optimizer_that_does_not_treat_each_value_by_itself_is_refused(name: str) -> None:
     with pytest.raises(OptimizerError, match="does not treat each value by itself"):
         ServerOptimizer(name, {})
 

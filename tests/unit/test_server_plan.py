@@ -1,4 +1,4 @@
-"""A job's keys reach the state machine and the wire, every one of them."""
+"""Every key of a job reaches the state machine or the wire."""
 
 import json
 
@@ -42,7 +42,7 @@ JOB = Job.model_validate(
 )
 
 
-def test_the_rules_are_the_jobs() -> None:
+def test_the_rules_of_a_round_are_those_of_its_job() -> None:
     expected = Rules(
         min_clients=4,
         barrier="joined",
@@ -59,15 +59,15 @@ def test_the_rules_are_the_jobs() -> None:
     assert rules_of(JOB, grace=6.0) == expected
 
 
-def test_a_client_is_told_all_that_the_job_says_of_training() -> None:
+def test_clients_receive_every_key_of_a_job_that_concerns_training() -> None:
     spec = job_spec(JOB, 12)
-    told = {field.name for field, _ in spec.ListFields()}
-    assert told == {field.name for field in spec.DESCRIPTOR.fields} - {"data_parallel", "pipeline"}  # of other modes
+    sent = {field.name for field, _ in spec.ListFields()}
+    assert sent == {field.name for field in spec.DESCRIPTOR.fields} - {"data_parallel", "pipeline"}  # for other modes
     assert json.loads(spec.model_args) == {"hidden": 3}
     assert (spec.job_id, spec.mode, spec.rounds, spec.alpha, spec.seed) == (12, "federated", 7, 0.25, 9)
 
 
-def test_a_command_carries_the_rounds_hyperparameters() -> None:
+def test_a_command_carries_the_hyperparameters_of_the_round() -> None:
     command = train_cmd(JOB, job_spec(JOB, 12), number=30, job_round=3)
     assert (command.round, command.job_round, command.job.job_id) == (30, 3, 12)
     assert (command.subset_size, command.epochs, command.batch_size) == (11, 2, 5)
@@ -76,7 +76,7 @@ def test_a_command_carries_the_rounds_hyperparameters() -> None:
     assert (encoding.name, encoding.chunk, encoding.keep_ratio, encoding.step) == ("packed", 64, 0.5, 2.0)
 
 
-def test_the_seed_differs_from_round_to_round_and_is_the_same_in_the_same_job_again() -> None:
+def test_rounds_have_different_seeds_and_a_repeated_job_has_the_same_seeds() -> None:
     first, second = (train_cmd(JOB, job_spec(JOB, 1), number=n, job_round=n).seed for n in (1, 2))
     again = train_cmd(JOB, job_spec(JOB, 2), number=51, job_round=1).seed
     assert first == again != second

@@ -1,10 +1,10 @@
-"""What is told of a round that waits, and of one that was abandoned."""
+"""What operators read about a round that waits, and about one that was abandoned."""
 
 from dataclasses import replace
 from functools import reduce
 from math import inf
 
-from tests.unit.test_store import a_model
+from tests.unit.rows import a_model
 
 from fedring.server.round.events import Abandoned, Event, Joined, Matched, Opened, Rules, Started, State
 from fedring.server.round.machine import apply
@@ -29,7 +29,7 @@ def opened(*selected: str, failures: tuple[str, ...] = ()) -> OpenRound:
 
 
 class TestProgress:
-    def test_each_change_is_told_once_and_not_too_often(self) -> None:
+    def test_each_change_is_reported_once_and_at_most_twice_per_second(self) -> None:
         progress, alone = Progress(), after(Matched("a"), OPENED)
         text = "round 7 waits for clients: ready=1/2 (min=2, barrier matched)"
         assert progress.news(alone, 10.0) == (text, inf)
@@ -38,32 +38,32 @@ class TestProgress:
         assert progress.news(joined, 10.25) == ("", 0.25)
         assert progress.news(joined, 10.5)[0] == text.replace("1/2", "1/3")
 
-    def test_a_new_round_is_told_of_at_once(self) -> None:
+    def test_a_new_round_is_reported_at_once(self) -> None:
         progress = Progress()
         progress.news(after(OPENED), 10.0)
         assert progress.news(after(replace(OPENED, number=8)), 10.1)[0].startswith("round 8 waits")
 
-    def test_a_round_that_trains_says_who_has_delivered(self) -> None:
+    def test_while_a_round_trains_its_deliveries_are_counted(self) -> None:
         state = after(Matched("a"), Matched("b"), OPENED, Started(frozenset("ab")))
         assert Progress().news(state, 10.0)[0] == "round 7: ready=0/2 (min=1)"
 
-    def test_nothing_is_told_without_a_round(self) -> None:
+    def test_nothing_is_reported_without_a_round(self) -> None:
         assert Progress().news(State(), 10.0) == ("", inf)
 
 
 class TestWhyARoundWasAbandoned:
-    def test_a_barrier_names_all_who_could_have_been_ready(self) -> None:
+    def test_after_a_timeout_of_the_barrier_all_clients_that_were_not_ready_are_named(self) -> None:
         state = after(Matched("a"), Joined("b"), OPENED, Abandoned("barrier_timeout"))
         expected = "barrier_timeout: ready=1/2 (min=2, barrier matched), without b, zoe"
         assert why_abandoned(opened(), state, ("a", "zoe")) == expected
 
-    def test_of_many_who_are_missing_some_are_named(self) -> None:
+    def test_if_many_clients_are_missing_some_of_them_are_named(self) -> None:
         names = [f"client-{number:02}" for number in range(13)]
         state = after(OPENED, Started(frozenset(names)), Abandoned("too_few_clients"))
         text = why_abandoned(opened(*names), state, ())
         assert text == f"too_few_clients: 0 of 13 delivered, without {', '.join(names[:10])} and 3 more"
 
-    def test_a_failure_of_a_client_is_the_cause(self) -> None:
+    def test_the_failure_of_a_client_is_given_as_the_cause(self) -> None:
         state = after(Matched("a"), OPENED, Started(frozenset("a")), Abandoned("too_few_clients"))
         open_ = opened("a", failures=("a could not train: no_data: Set data_root.", "b could not, either"))
         expected = "too_few_clients: a could not train: no_data: Set data_root. (and 1 more)"

@@ -1,4 +1,4 @@
-"""Rows as operators see them."""
+"""Rounds, jobs and models as operators see them."""
 
 import json
 
@@ -12,7 +12,7 @@ CLIENTS = {
 }
 
 
-def test_a_round_adds_up_what_its_clients_moved() -> None:
+def test_a_round_adds_up_the_bytes_of_its_clients() -> None:
     stats = {"seconds": 3.5, "clients": CLIENTS, "correct": 9, "total": 10, "loss_sum": 0.5, "evaluate_seconds": 0.25}
     message = round_message(RoundRow(4, 2, 1, "published", 1.5, 3, 9, "", ("a", "b", "c"), 8.0, stats))
     assert (message.upload_bytes, message.download_bytes, message.train_seconds_max) == (130, 12, 2.5)
@@ -24,20 +24,20 @@ def test_a_round_adds_up_what_its_clients_moved() -> None:
     assert not message.HasField("server_accuracy")
 
 
-def test_nobody_is_missing_while_a_round_is_open() -> None:
+def test_no_client_is_missing_while_a_round_is_open() -> None:
     message = round_message(RoundRow(4, 2, 1, "training", 1.5, selected=("a", "b")), delivered=1)
     assert list(message.missing) == []
     assert message.delivered == 1
 
 
-def test_the_servers_own_evaluation_is_there_if_it_was_made() -> None:
+def test_the_servers_own_evaluation_is_present_if_the_server_has_evaluated() -> None:
     stats = {"server_accuracy": 0.0, "server_loss": 0.0}
     message = round_message(RoundRow(4, 2, 1, "published", 1.5, stats=stats))
     assert message.HasField("server_accuracy")
     assert message.HasField("server_loss")
 
 
-def test_a_job_tells_its_whole_specification() -> None:
+def test_a_job_shows_its_whole_specification() -> None:
     message = job_message(JobRow(3, "digits", {"lr": 0.5}, 10, 1.5, "failed", "too_few_clients", 4))
     assert json.loads(message.spec) == {"lr": 0.5}
     assert (message.state, message.reason, message.rounds, message.rounds_done) == ("failed", "too_few_clients", 10, 4)

@@ -1,4 +1,4 @@
-"""Backups that become a state again: proven by their names of any kind, and in an epoch above all before."""
+"""Restoring backups: every blob is checked by its name, and each restore begins a greater epoch."""
 
 import hashlib
 import json
@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tests.unit.test_store import a_job, a_model, a_round, an_update
+from tests.unit.rows import a_job, a_model, a_round, an_update
 
 from fedring.codec.digest import name_of
-from fedring.server.state import swap
-from fedring.server.state.backup import back_up
+from fedring.server.state.backup import exchange
+from fedring.server.state.backup.contents import BackupError, NamedBlob, copy_blob, digest_of
+from fedring.server.state.backup.create import back_up
+from fedring.server.state.backup.restore import restore
 from fedring.server.state.identity import open_state
-from fedring.server.state.restore import restore
-from fedring.server.state.snapshot import BackupError, NamedBlob, copy_blob, digest_of
 from fedring.server.state.store import SqlStore
 
 NOW = 1_700_000_000
@@ -23,7 +23,7 @@ NOW = 1_700_000_000
 
 @dataclass
 class Clock:
-    """Stands still, and is set."""
+    """A clock that stands still until it is set."""
 
     now: float
 
@@ -34,12 +34,12 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(NOW + 0.5)
-    monkeypatch.setattr("fedring.server.state.restore.time", clock)
+    monkeypatch.setattr("fedring.server.state.backup.restore.time", clock)
     return clock
 
 
 def begin(folder: Path) -> Path:
-    """A state with models and updates whose names are of both kinds; the folder."""
+    """Create a state with models and updates that are named by SHA-256 and by BLAKE3; return its folder."""
     store, blobs = open_state(folder)
     row = a_round(store, a_job(store))
     for version, data in enumerate((b"the first", b"the second"), start=1):
@@ -56,13 +56,13 @@ def begin(folder: Path) -> Path:
 
 @pytest.fixture
 def backup(tmp_path: Path) -> Path:
-    """A backup."""
+    """A backup of such a state."""
     back_up(begin(tmp_path / "one"), tmp_path / "backup")
     return tmp_path / "backup"
 
 
 def epoch_of(folder: Path) -> int:
-    """The epoch that a server sees which starts in the folder."""
+    """Return the epoch that a server in this folder has."""
     store, blobs = open_state(folder)
     epoch = store.epoch
     store.close()
@@ -98,7 +98,7 @@ def test_a_restored_state_is_that_of_the_backup_in_a_new_epoch(backup: Path, tmp
     assert digest_of(backup / "facts.sqlite") == restored.manifest.facts_digest
 
 
-def test_a_backup_that_is_restored_twice_begins_two_epochs(backup: Path, tmp_path: Path, clock: Clock) -> None:
+def test_a_backup_that_is_restored_again_begins_another_epoch(backup: Path, tmp_path: Path, clock: Clock) -> None:
     state = tmp_path / "state"
     epochs = []
     for _ in range(3):  # all within one second
@@ -111,9 +111,7 @@ def test_a_backup_that_is_restored_twice_begins_two_epochs(backup: Path, tmp_pat
 
 
 @pytest.mark.parametrize("known", [NOW - 5, NOW, NOW + 1000, 2**40])
-def test_an_epoch_is_above_that_of_the_state_that_it_takes_the_place_of(
-    backup: Path, tmp_path: Path, known: int
-) -> None:
+def test_an_epoch_is_above_that_of_the_replaced_state(backup: Path, tmp_path: Path, known: int) -> None:
     state = begin(tmp_path / "state")
     set_epoch(state, str(known))
     replaced = restore(backup, state, replace=True).replaced
@@ -123,7 +121,7 @@ def test_an_epoch_is_above_that_of_the_state_that_it_takes_the_place_of(
 
 
 @pytest.mark.parametrize("now", [0.0, 5.0, NOW])
-def test_an_epoch_is_above_that_of_the_backup_whatever_the_clock_says(
+def test_an_epoch_is_above_that_of_the_backup_even_if_the_clock_is_wrong(
     backup: Path, tmp_path: Path, clock: Clock, now: float
 ) -> None:
     restore(backup, tmp_path / "two")
@@ -135,21 +133,23 @@ def test_an_epoch_is_above_that_of_the_backup_whatever_the_clock_says(
     assert meta(tmp_path / "three")["restored_from"] != meta(tmp_path / "two")["restored_from"]
 
 
-def test_a_first_epoch_is_above_none(backup: Path, tmp_path: Path, clock: Clock) -> None:
+def test_the_first_epoch_is_above_0_even_if_the_clock_is_wrong(backup: Path, tmp_path: Path, clock: Clock) -> None:
     clock.now = -3.0
     restore(backup, tmp_path / "state")
     assert epoch_of(tmp_path / "state") == 1
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-7", "1e3"])
-def test_an_epoch_that_is_no_number_counts_for_nothing(backup: Path, tmp_path: Path, text: str) -> None:
+def test_an_epoch_that_is_not_a_number_is_ignored_in_the_replaced_state(
+    backup: Path, tmp_path: Path, text: str
+) -> None:
     state = begin(tmp_path / "state")
     set_epoch(state, text)
     restore(backup, state, replace=True)
     assert epoch_of(state) == NOW
 
 
-def test_a_state_that_cannot_be_read_is_replaced_all_the_same(backup: Path, tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_read_can_be_replaced(backup: Path, tmp_path: Path) -> None:
     state = begin(tmp_path / "state")
     (state / "facts.sqlite").write_bytes(b"not a database" * 100)
     restore(backup, state, replace=True)
@@ -157,7 +157,7 @@ def test_a_state_that_cannot_be_read_is_replaced_all_the_same(backup: Path, tmp_
 
 
 @pytest.fixture
-def broken_off(backup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def interrupted(backup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A state whose restore was killed before the exchange."""
 
     def die(state_dir: Path) -> Path:
@@ -165,34 +165,36 @@ def broken_off(backup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     state = begin(tmp_path / "state")
     with monkeypatch.context() as patch:
-        patch.setattr(swap, "finish", die)
+        patch.setattr(exchange, "finish", die)
         with pytest.raises(KeyboardInterrupt):
             restore(backup, state, replace=True)
-    assert swap.is_pending(state)
+    assert exchange.is_pending(state)
     return state
 
 
-def test_a_restore_that_was_broken_off_is_finished_in_its_own_epoch(
-    backup: Path, broken_off: Path, clock: Clock
+def test_an_interrupted_restore_is_finished_in_the_epoch_that_it_began(
+    backup: Path, interrupted: Path, clock: Clock
 ) -> None:
     clock.now += 60
-    restored = restore(backup, broken_off)
+    restored = restore(backup, interrupted)
     assert restored.finished
-    assert epoch_of(broken_off) == NOW
-    assert meta(broken_off)["restored_from"] == restored.manifest.facts_digest
+    assert epoch_of(interrupted) == NOW
+    assert meta(interrupted)["restored_from"] == restored.manifest.facts_digest
 
 
-def test_of_another_backup_what_was_broken_off_is_finished_and_then_replaced(tmp_path: Path, broken_off: Path) -> None:
+def test_restoring_another_backup_finishes_the_interrupted_restore_and_then_replaces_it(
+    tmp_path: Path, interrupted: Path
+) -> None:
     back_up(begin(tmp_path / "other"), tmp_path / "another backup")
-    restored = restore(tmp_path / "another backup", broken_off, replace=True)
+    restored = restore(tmp_path / "another backup", interrupted, replace=True)
     assert not restored.finished
-    assert epoch_of(broken_off) == NOW + 1  # the one that was broken off had NOW
-    assert meta(broken_off)["restored_from"] == restored.manifest.facts_digest
-    assert meta(broken_off)["run_id"] == meta(tmp_path / "other")["run_id"]
+    assert epoch_of(interrupted) == NOW + 1  # the interrupted one had NOW
+    assert meta(interrupted)["restored_from"] == restored.manifest.facts_digest
+    assert meta(interrupted)["run_id"] == meta(tmp_path / "other")["run_id"]
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "blake3"])
-def test_a_blob_is_copied_if_it_is_what_its_name_of_either_kind_says(tmp_path: Path, algorithm: str) -> None:
+def test_a_blob_is_copied_only_if_it_has_the_digest_in_its_name(tmp_path: Path, algorithm: str) -> None:
     data = bytes(range(256)) * 10_000
     name = hashlib.sha256(data).hexdigest() if algorithm == "sha256" else name_of(data)
     blob = NamedBlob(name, "model 3", len(data))
@@ -209,7 +211,7 @@ def test_a_blob_is_copied_if_it_is_what_its_name_of_either_kind_says(tmp_path: P
 
 
 @pytest.mark.parametrize("place", ["the first", "the second", "an update", "another"])
-def test_of_a_backup_every_name_is_proven_whichever_its_kind(backup: Path, tmp_path: Path, place: str) -> None:
+def test_every_blob_and_update_of_a_backup_is_checked(backup: Path, tmp_path: Path, place: str) -> None:
     damage, wanted = place.encode(), place.encode()[:-1] + b"?"
     if place.startswith("the"):
         (path,) = [path for path in (backup / "blobs").iterdir() if path.read_bytes() == damage]

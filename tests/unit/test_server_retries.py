@@ -1,4 +1,4 @@
-"""Uploads that a client repeats while its attempt before is still at work in the server."""
+"""Uploads that a client repeats while the server still works on the previous attempt."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
         yield host
 
 
-async def test_a_client_that_goes_while_its_upload_is_opened_can_come_back(host: Host) -> None:
+async def test_an_upload_that_was_cancelled_while_its_file_was_opened_can_be_repeated(host: Host) -> None:
     session, values = host.join("a"), np.ones(20_000, np.float32)
     job, _ = await host.jobs.start(spec(model_args={"size": values.size}), "")
     command = await host.command(session)
@@ -31,7 +31,7 @@ async def test_a_client_that_goes_while_its_upload_is_opened_can_come_back(host:
 
 
 @pytest.mark.parametrize("size", [SIZE, 20_000])
-async def test_a_retry_learns_that_the_attempt_before_it_was_accepted_as_the_last_of_its_round(
+async def test_a_retry_learns_that_the_previous_attempt_was_accepted_even_after_the_round_has_ended(
     host: Host, size: int
 ) -> None:
     values = np.ones(size, np.float32)
@@ -43,7 +43,7 @@ async def test_a_retry_learns_that_the_attempt_before_it_was_accepted_as_the_las
     await host.gate.reached()
     session, published = host.join("a"), asyncio.Event()
     again = asyncio.create_task(host.push(session, command, values, after=published))
-    await asyncio.wait([first])  # the second has been let in, and has ended it
+    await asyncio.wait([first])  # the second attempt has begun, and has ended the first
     host.gate.open()
     while (await host.command(session)).round == command.round:
         pass

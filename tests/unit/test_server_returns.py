@@ -1,4 +1,4 @@
-"""How long clients take to come back."""
+"""How long clients take to come back to the server."""
 
 from math import inf, nan
 
@@ -7,11 +7,11 @@ import pytest
 from fedring.server.group.returns import MOST_SECONDS, Returns
 
 
-def test_the_slowest_return_counts() -> None:
+def test_the_slowest_return_is_the_longest_absence_or_start() -> None:
     returns = Returns()
     assert returns.slowest == 0
     returns.came("a", 4.0, now=10.0)
-    assert returns.slowest == 4, "what a client says of its first start"
+    assert returns.slowest == 4, "the client has reported how long its first start took"
     returns.left("a", now=20.0)
     returns.came("a", 4.0, now=45.0)
     returns.left("b", now=50.0)
@@ -19,21 +19,21 @@ def test_the_slowest_return_counts() -> None:
     assert returns.slowest == 25
 
 
-def test_who_was_away_for_a_day_was_not_restarted() -> None:
+def test_an_absence_of_a_day_does_not_count_as_a_restart() -> None:
     returns = Returns()
     returns.left("a", now=0.0)
     returns.came("a", 3.0, now=86_400.0)
     assert returns.slowest == 3
 
 
-@pytest.mark.parametrize("said", [nan, inf, -inf, -1.0, MOST_SECONDS + 1, 1e308])
-def test_nonsense_is_not_believed(said: float) -> None:
+@pytest.mark.parametrize("reported", [nan, inf, -inf, -1.0, MOST_SECONDS + 1, 1e308])
+def test_an_impossible_duration_is_ignored(reported: float) -> None:
     returns = Returns()
-    returns.came("a", said, now=0.0)
+    returns.came("a", reported, now=0.0)
     assert returns.slowest == 0
 
 
-def test_only_the_newest_are_remembered() -> None:
+def test_only_the_newest_returns_are_remembered() -> None:
     returns = Returns()
     returns.came("a", 100.0, now=0.0)
     for number in range(64):

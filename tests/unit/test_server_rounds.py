@@ -1,4 +1,4 @@
-"""Rounds with a real store and real blobs: what happens at the same time does no harm."""
+"""Rounds with a real store and real blobs: events that happen at the same time do no harm."""
 
 import asyncio
 import sqlite3
@@ -45,15 +45,15 @@ async def test_a_stop_while_the_round_starts_ends_it(host: Host) -> None:
     host.gate.close("update_round")
     job, _ = await host.jobs.start(spec(max_abandoned=5, rounds=5), "")
     host.join("a")
-    await host.gate.reached()  # the row says "training", nobody knows it yet
+    await host.gate.reached()  # the row says "training", but the state machine does not know it yet
     stop = asyncio.create_task(host.jobs.stop(job.job_id))
-    await asyncio.sleep(0)  # it is on its way
+    await asyncio.sleep(0)  # the stop has begun
     host.gate.open()
     assert (await stop)[1] == 1
     assert await host.ended(job.job_id) == "stopped"
 
 
-async def test_a_stop_while_an_update_is_being_accepted_comes_after_it(host: Host) -> None:
+async def test_a_stop_while_an_update_is_being_accepted_takes_effect_after_the_acceptance(host: Host) -> None:
     sessions = [host.join(client) for client in ("a", "b")]
     job, _ = await host.jobs.start(spec(min_clients=2), "")
     command, _ = [await host.command(session) for session in sessions]
@@ -71,7 +71,7 @@ async def test_a_stop_while_an_update_is_being_accepted_comes_after_it(host: Hos
         await late
 
 
-async def test_a_deadline_that_falls_into_an_acceptance_counts_it(host: Host) -> None:
+async def test_an_update_that_is_being_accepted_at_the_deadline_counts(host: Host) -> None:
     sessions = [host.join(client) for client in ("a", "b")]
     job, _ = await host.jobs.start(spec(min_clients=2, deadline_seconds=600), "")
     command, _ = [await host.command(session) for session in sessions]
@@ -83,14 +83,14 @@ async def test_a_deadline_that_falls_into_an_acceptance_counts_it(host: Host) ->
     host.rounds.state = replace(state, round=replace(state.round, since=state.round.since - 600))
     assert rd.due(host.rounds.state, time.monotonic()) == Abandon("too_few_clients")
     host.rounds.handle(Joined("c"))
-    await asyncio.sleep(0)  # what is due is on its way
+    await asyncio.sleep(0)  # the effect that is due has begun
     host.gate.open()
     assert not await offer
     assert await host.ended(job.job_id) == "completed"
 
 
 async def test_a_stop_while_the_round_is_being_opened_ends_it(host: Host) -> None:
-    host.gate.close("fitting")
+    host.gate.close("first model")
     job, _ = await host.jobs.start(spec(rounds=3), "")
     await host.gate.reached()
     assert await host.jobs.stop(job.job_id) == (job.job_id, 0)
@@ -98,7 +98,7 @@ async def test_a_stop_while_the_round_is_being_opened_ends_it(host: Host) -> Non
     assert await host.ended(job.job_id) == "stopped"
 
 
-async def test_a_stop_in_the_last_round_of_many_is_a_stop(host: Host) -> None:
+async def test_a_job_that_is_stopped_in_its_last_round_ends_as_stopped(host: Host) -> None:
     session = host.join("a")
     job, _ = await host.jobs.start(spec(rounds=2), "")
     await host.offer(host.update(await host.command(session), "a"))
@@ -107,7 +107,7 @@ async def test_a_stop_in_the_last_round_of_many_is_a_stop(host: Host) -> None:
     assert await host.ended(job.job_id) == "stopped"
 
 
-async def test_of_two_updates_of_one_client_the_second_is_refused(host: Host) -> None:
+async def test_a_second_update_of_a_client_in_one_round_is_refused(host: Host) -> None:
     session = host.join("a")
     host.join("b")
     await host.jobs.start(spec(min_clients=2), "")
@@ -118,7 +118,7 @@ async def test_of_two_updates_of_one_client_the_second_is_refused(host: Host) ->
         await second
 
 
-async def test_a_full_disk_refuses_the_update_and_nothing_else(host: Host) -> None:
+async def test_a_full_disk_refuses_the_update_but_the_round_continues(host: Host) -> None:
     session = host.join("a")
     job, _ = await host.jobs.start(spec(), "")
     command = await host.command(session)
@@ -131,7 +131,7 @@ async def test_a_full_disk_refuses_the_update_and_nothing_else(host: Host) -> No
     assert await host.ended(job.job_id) == "completed"
 
 
-async def test_an_evaluation_that_comes_as_its_round_ends_does_no_harm(host: Host) -> None:
+async def test_an_evaluation_that_arrives_while_its_round_ends_does_no_harm(host: Host) -> None:
     session = host.join("a")
     job, _ = await host.jobs.start(spec(evaluate=True, evaluate_seconds=0.1), "")
     command = await host.command(session)
@@ -141,7 +141,7 @@ async def test_an_evaluation_that_comes_as_its_round_ends_does_no_harm(host: Hos
     assert host.rounds.latest is not None
     report = pb.EvaluationReport(round=command.round, model_digest=host.rounds.latest.digest, total=1)
     evaluated = asyncio.create_task(host.rounds.evaluated("a", report))
-    await asyncio.sleep(0)  # it is on its way
+    await asyncio.sleep(0)  # the report is being recorded
     host.gate.open()
     await evaluated
     assert await host.ended(job.job_id) == "completed"
@@ -151,7 +151,7 @@ async def test_an_evaluation_that_comes_as_its_round_ends_does_no_harm(host: Hos
     assert len(await host.facts.db(host.store.evaluations, 2)) == 1
 
 
-async def test_old_updates_go_while_the_clients_of_a_later_round_train(host: Host) -> None:
+async def test_old_updates_are_deleted_while_the_clients_of_a_later_round_train(host: Host) -> None:
     session = host.join("a")
     await host.jobs.start(spec(rounds=5), "")
     first = await host.command(session)
@@ -165,7 +165,7 @@ async def test_old_updates_go_while_the_clients_of_a_later_round_train(host: Hos
     assert host.rounds.open is not None
 
 
-async def test_a_model_whose_loss_is_no_number_is_published_without_a_score(host: Host) -> None:
+async def test_a_model_whose_loss_is_not_a_number_is_published_without_an_accuracy(host: Host) -> None:
     session = host.join("a")
     keys = {"model": "fedring.train.models:digits_mlp", "model_args": {}, "evaluate_on_server": True, "rounds": 2}
     job, _ = await host.jobs.start(spec(**keys), "")
@@ -177,7 +177,7 @@ async def test_a_model_whose_loss_is_no_number_is_published_without_a_score(host
     assert "server_accuracy" not in host.rounds.last.stats
 
 
-async def test_nobody_goes_before_the_thread_that_works_for_him(host: Host) -> None:
+async def test_a_cancelled_caller_waits_for_the_thread_that_works_for_it(host: Host) -> None:
     host.gate.close("work")
     caller = asyncio.create_task(host.facts.work(host.gate.pass_, "work"))
     await host.gate.reached()
@@ -190,13 +190,13 @@ async def test_nobody_goes_before_the_thread_that_works_for_him(host: Host) -> N
         await caller
 
 
-async def test_few_bytes_that_stand_for_many_values_do_not_hold_up_the_loop(
+async def test_a_small_payload_with_many_values_is_not_checked_in_the_event_loop(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked = []
+    in_main_thread = []
 
     def check(*given: Any) -> float:
-        checked.append(threading.current_thread() is threading.main_thread())
+        in_main_thread.append(threading.current_thread() is threading.main_thread())
         return check_payload(*given)
 
     monkeypatch.setattr(uploads, "check_payload", check)
@@ -204,10 +204,10 @@ async def test_few_bytes_that_stand_for_many_values_do_not_hold_up_the_loop(
     for size in (SIZE, 500_000):
         await host.jobs.start(spec(model_args={"size": size}), "")
         await host.push(session, await host.command(session), np.zeros(size, np.float32), "uniform")
-    assert checked == [True, False]
+    assert in_main_thread == [True, False]
 
 
-async def test_commands_are_of_the_states_epoch_and_so_are_their_updates(tmp_path: Path) -> None:
+async def test_commands_and_their_updates_have_the_epoch_of_the_state(tmp_path: Path) -> None:
     SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}").close()
     with closing(sqlite3.connect(tmp_path / "facts.sqlite")) as connection:
         connection.execute("INSERT INTO meta (name, value) VALUES ('epoch', '1700000000')")
@@ -223,7 +223,7 @@ async def test_commands_are_of_the_states_epoch_and_so_are_their_updates(tmp_pat
         assert host.facts.last_accepted == {"a": LastAccepted(row.epoch, row.round, row.name)}
 
 
-async def test_an_update_counts_by_the_model_that_it_starts_from_whatever_its_epoch(host: Host) -> None:
+async def test_an_update_must_start_from_the_model_of_its_round_but_may_have_another_epoch(host: Host) -> None:
     session = host.join("a")
     host.join("b")
     await host.jobs.start(spec(min_clients=2), "")
@@ -233,12 +233,13 @@ async def test_an_update_counts_by_the_model_that_it_starts_from_whatever_its_ep
             await host.push(session, command, ONES, base_digest=base)
         assert refused.value.reason == "wrong_model"
     assert host.facts.last_accepted == {}
-    reply = await host.push(session, command, ONES, epoch=77)  # spooled before the server was restored
+    reply = await host.push(session, command, ONES, epoch=77)  # as if it was spooled before the server was restored
     assert not reply.accepted.already
-    assert host.facts.last_accepted["a"].epoch == host.store.epoch == 0  # so that the newest is the newest also later
+    # The server counts the update in its own epoch, so that later updates are newer.
+    assert host.facts.last_accepted["a"].epoch == host.store.epoch == 0
 
 
-async def test_an_update_is_known_by_header_and_payload_together(host: Host) -> None:
+async def test_an_update_is_identified_by_its_header_and_its_payload_together(host: Host) -> None:
     session = host.join("a")
     host.join("b")
     await host.jobs.start(spec(min_clients=2), "")
@@ -254,16 +255,16 @@ async def test_an_update_is_known_by_header_and_payload_together(host: Host) -> 
 
 
 @pytest.mark.parametrize("size", [SIZE, 50_000], ids=["small", "large"])
-async def test_a_payload_that_was_damaged_on_its_way_is_refused_and_not_kept(host: Host, size: int) -> None:
+async def test_a_payload_that_was_damaged_in_transit_is_refused_and_not_kept(host: Host, size: int) -> None:
     session, values = host.join("a"), np.ones(size, np.float32)
     job, _ = await host.jobs.start(spec(model_args={"size": size}), "")
     command = await host.command(session)
     for place in (0, 20, -1):  # the payload's own header, a value, the last byte
 
         def flip(payload: bytes, place: int = place) -> bytes:
-            spoilt = bytearray(payload)
-            spoilt[place] ^= 1
-            return bytes(spoilt)
+            damaged = bytearray(payload)
+            damaged[place] ^= 1
+            return bytes(damaged)
 
         with pytest.raises(DamagedOnTheWay, match="send it again"):
             await host.push(session, command, values, damage=flip)
@@ -273,7 +274,7 @@ async def test_a_payload_that_was_damaged_on_its_way_is_refused_and_not_kept(hos
     assert await host.ended(job.job_id) == "completed"
 
 
-async def test_the_newest_update_of_a_client_is_at_hand_as_the_store_knows_it(host: Host) -> None:
+async def test_the_last_accepted_updates_in_memory_are_those_of_the_store(host: Host) -> None:
     sessions = [host.join(client) for client in ("a", "b")]
     job, _ = await host.jobs.start(spec(min_clients=2, rounds=2), "")
     for values in (ONES, 2 * ONES):

@@ -1,4 +1,4 @@
-"""Sessions: at most one per client, whose it stays, and nobody waits for a client that does not read."""
+"""Sessions: a client has at most one, no other caller can take it over, and the server waits for no slow reader."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from fedring.v1 import federation_pb2 as pb
 
 
 class Call:
-    """What of a call's context is looked at."""
+    """The part of a call's context that sessions read."""
 
     def __init__(self, *metadata: tuple[str, str]) -> None:
         self._metadata = metadata
@@ -30,13 +30,13 @@ class Call:
         return self._metadata or None
 
 
-def join(sessions: Sessions, client: str, who: Identity = LOCAL, secret: str = "") -> Session:
-    IDENTITY.set(who)
+def join(sessions: Sessions, client: str, caller: Identity = LOCAL, secret: str = "") -> Session:
+    IDENTITY.set(caller)
     request = pb.JoinRequest(client_id=client, software="x" * 1000, resume_secret=secret)
     return sessions.join(request, "ipv4:127.0.0.1:5")
 
 
-def test_a_call_is_of_the_session_that_it_names() -> None:
+def test_a_call_belongs_to_the_session_that_it_names() -> None:
     sessions = Sessions(3)
     session = join(sessions, "a")
     assert sessions.of(Call(("other", "x"), (SESSION_KEY, session.session_id))) is session
@@ -47,7 +47,7 @@ def test_a_call_is_of_the_session_that_it_names() -> None:
             sessions.of(call)
 
 
-def test_a_session_is_of_no_use_to_another_than_who_opened_it() -> None:
+def test_only_the_identity_that_opened_a_session_can_use_it() -> None:
     sessions = Sessions(3)
     ann, bob = Identity(Role.CLIENT, "ann"), Identity(Role.CLIENT, "bob")
     call = Call((SESSION_KEY, join(sessions, "ann", ann).session_id))
@@ -62,7 +62,7 @@ ANN = Identity(Role.CLIENT, "a")
 
 
 @pytest.mark.parametrize("proof", ["secret", "identity"])
-def test_the_newest_session_of_a_proven_client_wins(proof: str) -> None:
+def test_a_client_that_proves_who_it_is_replaces_its_older_session(proof: str) -> None:
     sessions = Sessions(1)
     older = join(sessions, "a", ANN if proof == "identity" else LOCAL)
     newer = join(sessions, "a", older.owner, older.secret if proof == "secret" else "")
@@ -70,7 +70,7 @@ def test_the_newest_session_of_a_proven_client_wins(proof: str) -> None:
     assert isinstance(older.reason, Superseded)
     with pytest.raises(NoSession):
         sessions.of(Call((SESSION_KEY, older.session_id)))
-    assert not sessions.drop(older)  # its end is not the client's
+    assert not sessions.drop(older)  # the end of a replaced session is not the end of the client's session
     assert sessions.get("a") is newer
     assert sessions.drop(newer)
     assert len(sessions) == 0
@@ -78,7 +78,7 @@ def test_the_newest_session_of_a_proven_client_wins(proof: str) -> None:
 
 @pytest.mark.parametrize("watching", [False, True])
 @pytest.mark.parametrize("shown", ["", "0" * 32])
-def test_a_live_session_stays_when_somebody_else_wants_its_id(shown: str, watching: bool) -> None:
+def test_a_live_session_stays_when_another_caller_asks_for_its_client_id(shown: str, watching: bool) -> None:
     sessions = Sessions(2, lost_after_seconds=7.5)
     live = join(sessions, "a")
     live.watching = watching
@@ -88,10 +88,10 @@ def test_a_live_session_stays_when_somebody_else_wants_its_id(shown: str, watchi
     assert not live.closed.is_set()
     assert sessions.of(Call((SESSION_KEY, live.session_id))) is live
     sessions.drop(live)
-    assert join(sessions, "a", secret=shown).secret != live.secret  # whoever comes first is let in
+    assert join(sessions, "a", secret=shown).secret != live.secret  # afterwards, the first caller gets the id
 
 
-def test_a_session_has_the_secret_that_was_shown_or_else_a_new_one() -> None:
+def test_a_session_has_the_secret_that_the_client_showed_or_a_new_one() -> None:
     sessions = Sessions(9)
     made = [join(sessions, name).secret for name in "abc"]
     assert all(RESUME_SECRET.fullmatch(secret) for secret in made)
@@ -105,7 +105,7 @@ def test_a_session_has_the_secret_that_was_shown_or_else_a_new_one() -> None:
 @pytest.mark.parametrize(
     "secret", ["0" * 31, "0" * 33, "A" * 32, "g" * 32, "0" * 32 + "\n", "\N{ARABIC-INDIC DIGIT ONE}" * 32]
 )
-def test_a_secret_of_another_form_is_refused(secret: str) -> None:
+def test_a_malformed_secret_is_refused(secret: str) -> None:
     sessions = Sessions(9)
     with pytest.raises(BadRequest, match="resume_secret must be") as refused:
         join(sessions, "a", secret=secret)
@@ -114,7 +114,7 @@ def test_a_secret_of_another_form_is_refused(secret: str) -> None:
     assert len(sessions) == 0
 
 
-def test_no_more_sessions_are_open_than_allowed() -> None:
+def test_at_most_max_clients_sessions_are_open() -> None:
     sessions = Sessions(2)
     first = join(sessions, "b")
     join(sessions, "a")
@@ -126,7 +126,7 @@ def test_no_more_sessions_are_open_than_allowed() -> None:
 
 
 @pytest.mark.parametrize("client", ["", "a/b", "a\n", "ä", "x" * 129])
-def test_a_bad_name_is_refused(client: str) -> None:
+def test_a_malformed_client_id_is_refused(client: str) -> None:
     with pytest.raises(BadRequest, match="client_id"):
         join(Sessions(1), client)
 
@@ -139,10 +139,10 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
     session.send(pb.ServerEvent(heartbeat=pb.Heartbeat()))
     assert isinstance(session.reason, Overloaded)
     session.close(Superseded())
-    assert isinstance(session.reason, Overloaded)  # the first reason stays
+    assert isinstance(session.reason, Overloaded)  # the first reason is kept
 
 
-def test_one_client_cannot_take_all_calls() -> None:
+def test_one_client_cannot_use_up_all_calls() -> None:
     sessions = Sessions(2)
     session, other = join(sessions, "a"), join(sessions, "b")
     calls = [Call((SESSION_KEY, session.session_id)) for _ in range(MOST_CALLS)]

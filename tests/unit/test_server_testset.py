@@ -1,4 +1,4 @@
-"""The server's own test set: whatever the user's code does, the server lives on."""
+"""The server's own evaluation: it survives whatever the user's code does."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,10 +47,10 @@ def spec(**keys: Any) -> Job:
 
 def test_the_whole_test_set_is_counted(parts: tuple[Subject, Models]) -> None:
     subject, models = parts
-    counts = subject.evaluate(models.fitting(None, spec(), 1), spec())
+    counts = subject.evaluate(models.maker.first(spec(), None, 1), spec())
     assert counts is not None
     assert counts.total == 360
-    assert 0 < counts.correct < 120  # it has learned nothing yet
+    assert 0 < counts.correct < 120  # the model is not trained
 
 
 @pytest.mark.parametrize(
@@ -61,21 +61,21 @@ def test_the_whole_test_set_is_counted(parts: tuple[Subject, Models]) -> None:
         ({"data": "fedring.data:mnist"}, "data_root"),
     ],
 )
-def test_a_job_whose_test_data_cannot_be_had_is_told_so(
+def test_test_data_that_cannot_be_loaded_is_an_error_that_says_why(
     parts: tuple[Subject, Models], keys: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(DataError, match=sentence):
         parts[0].load(spec(**keys))
 
 
-def test_a_loss_that_does_not_exist_is_told_at_once(parts: tuple[Subject, Models]) -> None:
+def test_a_loss_that_does_not_exist_is_an_error_at_once(parts: tuple[Subject, Models]) -> None:
     with pytest.raises(SeamError, match="user_testset"):
         parts[0].load(spec(loss="user_testset:wrnog"))
 
 
-def test_an_evaluation_that_fails_costs_only_its_numbers(
+def test_an_evaluation_that_fails_has_no_result_and_is_logged(
     parts: tuple[Subject, Models], caplog: pytest.LogCaptureFixture
 ) -> None:
     subject, models = parts
-    assert subject.evaluate(models.fitting(None, spec(), 1), spec(loss="user_testset:wrong")) is None
+    assert subject.evaluate(models.maker.first(spec(), None, 1), spec(loss="user_testset:wrong")) is None
     assert "no such loss" in caplog.text

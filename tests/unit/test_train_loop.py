@@ -1,3 +1,5 @@
+"""The local epochs of one round, evaluation, and users' own trainers."""
+
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +27,7 @@ PLAN = Plan(epochs=2, batch_size=8, lr=0.1, momentum=0.9, seed=3)
 
 
 def blobs(n: int = 50) -> Samples:
-    """Three classes that a linear model can tell apart."""
+    """Return samples of three classes that a linear model can separate."""
     generator = torch.Generator().manual_seed(1)
     labels = torch.arange(n) % 3
     inputs = nn.functional.one_hot(labels, 4).float() + 0.1 * torch.randn(n, 4, generator=generator)
@@ -41,7 +43,7 @@ def learn(model: nn.Module, samples: Dataset[Any], plan: Plan = PLAN, **more: An
 
 
 class Seen(Dataset[tuple[Tensor, Tensor]]):
-    """A dataset that writes down what it is asked for."""
+    """A dataset that records which samples it was asked for."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -69,9 +71,9 @@ def test_training_learns(factory: Any) -> None:
     assert result.metrics == {"loss": result.loss, "accuracy": 1.0}
 
 
-def test_the_same_seed_gives_the_same_model_and_another_one_another() -> None:
+def test_the_same_seed_gives_the_same_model_and_another_seed_another_model() -> None:
     def trained(seed: int) -> str:
-        torch.rand(1)  # the global generator has no say
+        torch.rand(1)  # the state of the global generator must not matter
         model = nn.Sequential(linear(), nn.Dropout(0.5))
         learn(model, blobs(), replace(PLAN, seed=seed))
         return read_vectors(model).digest()
@@ -93,7 +95,7 @@ def test_any_map_style_dataset_trains_to_the_same_model() -> None:
     assert replace(mine, seconds=0) == replace(theirs, seconds=0)
 
 
-def test_a_subset_is_drawn_once_a_round_and_shuffled_in_each_epoch() -> None:
+def test_a_subset_is_drawn_once_per_round_and_shuffled_in_each_epoch() -> None:
     seen = Seen(100)
     assert learn(linear(), seen, replace(PLAN, subset_size=16)).num_samples == 16
     first, second = ([i for batch in part for i in batch] for part in (seen.asked[:2], seen.asked[2:]))
@@ -105,23 +107,23 @@ def test_a_subset_is_drawn_once_a_round_and_shuffled_in_each_epoch() -> None:
 
 
 @pytest.mark.parametrize("subset_size", [0, 20, 999])
-def test_no_size_and_too_large_a_size_mean_all_samples(subset_size: int) -> None:
+def test_a_subset_size_of_zero_or_above_the_data_means_all_samples(subset_size: int) -> None:
     assert sorted(draw(20, subset_size, torch.Generator()).tolist()) == list(range(20))
 
 
 @pytest.mark.parametrize(
     ("n", "sizes"), [(0, []), (1, [1]), (4, [4]), (5, [5]), (6, [4, 2]), (9, [4, 5])], ids=lambda value: str(value)
 )
-def test_no_batch_is_left_with_a_single_sample(n: int, sizes: Sequence[int]) -> None:
+def test_a_single_sample_left_over_joins_the_last_batch(n: int, sizes: Sequence[int]) -> None:
     assert [len(piece) for piece in cut(torch.arange(n), 4)] == sizes
 
 
-def test_the_proximal_term_pulls_towards_the_models_start() -> None:
-    """One step of SGD from w0 goes to w1 = w0 - lr g(w0); the next adds mu (w1 - w0) to the gradient."""
+def test_the_proximal_term_pulls_towards_the_starting_values() -> None:
+    """A step of SGD from w0 gives w1 = w0 - lr g(w0), and the next one adds mu (w1 - w0) to the gradient."""
     samples, lr, mu = Samples(torch.ones(4, 1), torch.zeros(4)), 0.1, 2.0
 
     def slope(outputs: Tensor, labels: Tensor) -> Tensor:
-        return outputs.mean() + 0 * labels.sum()  # its gradient is 1 wherever the model is
+        return outputs.mean() + 0 * labels.sum()  # its gradient is 1 for every value of the weight
 
     def weight(mu: float) -> float:
         model = nn.Linear(1, 1, bias=False)
@@ -133,7 +135,7 @@ def test_the_proximal_term_pulls_towards_the_models_start() -> None:
     assert weight(mu) == pytest.approx(5 - lr - lr * (1 - mu * lr))
 
 
-def test_momentum_does_not_outlive_a_round() -> None:
+def test_momentum_is_not_kept_after_a_round() -> None:
     plan = Plan(epochs=1, batch_size=50, lr=0.1, momentum=0.9)
     one, two, plain = linear(), linear(), linear()
     learn(one, blobs(), replace(plan, epochs=2))
@@ -144,7 +146,7 @@ def test_momentum_does_not_outlive_a_round() -> None:
     assert not torch.equal(next(one.parameters()), next(plain.parameters()))
 
 
-def test_frozen_parameters_stay() -> None:
+def test_frozen_parameters_do_not_change() -> None:
     model = nn.Sequential(linear(), nn.Linear(3, 3))
     for parameter in model[0].parameters():
         parameter.requires_grad_(False)
@@ -153,7 +155,7 @@ def test_frozen_parameters_stay() -> None:
     assert read_vectors(model[0]).digest() == before
 
 
-def test_training_stops_between_two_batches_when_told() -> None:
+def test_training_stops_between_two_batches_when_asked_to() -> None:
     seen, shares = Seen(80), list[float]()
     with pytest.raises(TrainingStopped):
         learn(linear(), seen, progress=shares.append, stopped=lambda: len(seen.asked) > 3)
@@ -169,19 +171,19 @@ def test_progress_rises_to_one() -> None:
     assert shares[-1] == 1.0
 
 
-def test_a_loss_that_is_not_finite_ends_the_training() -> None:
+def test_a_loss_that_is_not_finite_ends_training() -> None:
     with pytest.raises(TrainError, match="learning rate below 1e\\+38") as caught:
         learn(linear(), blobs(), replace(PLAN, lr=1e38))
     assert caught.value.reason == "diverged"
 
 
-def test_a_client_without_samples_says_so() -> None:
+def test_training_without_samples_is_an_error() -> None:
     with pytest.raises(TrainError) as caught:
         learn(linear(), Seen(0))
     assert caught.value.reason == "no_data"
 
 
-def test_a_dataset_of_something_else_than_pairs_is_refused() -> None:
+def test_a_dataset_whose_samples_are_not_pairs_is_refused() -> None:
     with pytest.raises(TrainError) as caught:
         learn(linear(), TensorDataset(torch.zeros(4, 4)))
     assert caught.value.reason == "bad_batch"
@@ -193,7 +195,7 @@ def test_a_regression_has_a_loss_and_no_accuracy() -> None:
     assert list(result.metrics) == ["loss"]
 
 
-def test_counts_of_the_parts_add_up_to_those_of_the_whole() -> None:
+def test_the_counts_of_parts_add_up_to_those_of_the_whole() -> None:
     model, samples = linear(), blobs()
     whole = evaluate(model, samples, loss=cross_entropy, device=CPU, batch_size=50)
     odd = evaluate(model, samples, loss=cross_entropy, device=CPU, batch_size=7)
@@ -222,7 +224,7 @@ def test_a_client_without_test_samples_counts_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "result"),
+    ("returned", "result"),
     [
         (7, TrainResult(7)),
         ({"num_samples": 7, "loss": torch.tensor(0.5)}, TrainResult(7, loss=0.5)),
@@ -230,12 +232,12 @@ def test_a_client_without_test_samples_counts_nothing() -> None:
         (TrainResult(7, 0.5, steps=3), TrainResult(7, 0.5, steps=3)),
     ],
 )
-def test_a_users_trainer_says_how_many_samples_it_used(told: object, result: TrainResult) -> None:
+def test_a_users_trainer_returns_how_many_samples_it_used(returned: object, result: TrainResult) -> None:
     calls = []
 
     def trainer(*args: object) -> object:
         calls.append(args)
-        return told
+        return returned
 
     model, samples = linear(), blobs()
     got = run_trainer(trainer, model, samples, PLAN, device=CPU)
@@ -245,7 +247,7 @@ def test_a_users_trainer_says_how_many_samples_it_used(told: object, result: Tra
 
 
 @pytest.mark.parametrize(
-    ("told", "reason"),
+    ("returned", "reason"),
     [
         (None, "bad_result"),
         (0, "bad_result"),
@@ -259,13 +261,13 @@ def test_a_users_trainer_says_how_many_samples_it_used(told: object, result: Tra
         (TrainResult(0), "bad_result"),
     ],
 )
-def test_a_trainer_that_says_something_else_is_refused(told: object, reason: str) -> None:
+def test_a_trainer_that_returns_something_else_is_refused(returned: object, reason: str) -> None:
     with pytest.raises(TrainError) as caught:
-        run_trainer(lambda *_: told, linear(), blobs(), PLAN, device=CPU)
+        run_trainer(lambda *_: returned, linear(), blobs(), PLAN, device=CPU)
     assert caught.value.reason == reason
 
 
-def test_a_users_trainer_is_as_repeatable_as_its_seed() -> None:
+def test_a_users_trainer_gives_the_same_model_for_the_same_seed() -> None:
     def noise(model: nn.Module, samples: Any, plan: Plan) -> int:
         nn.init.normal_(next(model.parameters()))
         return len(samples)

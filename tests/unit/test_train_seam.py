@@ -1,3 +1,5 @@
+"""What a job can name as "module:attribute", the models that come with fedring, devices and threads."""
+
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +31,7 @@ def test_a_name_below_a_trusted_module_is_imported() -> None:
     assert resolve("user_seam:linear", ["user_seam"])(2, 1)(torch.zeros(1, 2)).shape == (1, 1)
 
 
-def test_a_module_that_only_begins_like_a_trusted_one_is_refused() -> None:
+def test_a_module_whose_name_only_starts_like_a_trusted_one_is_refused() -> None:
     error = refusal("user_seam:linear", ["user_sea"])
     assert error.reason == "not_trusted"
     assert "user_seam" in str(error)
@@ -45,7 +47,7 @@ def test_nothing_is_trusted_by_default() -> None:
     assert refusal("fedring.train.models:mnist_cnn", []).reason == "not_trusted"
 
 
-def test_a_trusted_module_gives_no_way_to_what_it_imported() -> None:
+def test_a_job_cannot_reach_what_a_trusted_module_imported() -> None:
     error = refusal("user_seam:run")
     assert error.reason == "not_trusted"
     assert "subprocess" in str(error)
@@ -54,7 +56,7 @@ def test_a_trusted_module_gives_no_way_to_what_it_imported() -> None:
 @pytest.mark.parametrize(
     "name", ["", "user_seam", "user_seam:", ":linear", "user_seam:a.b", "user seam:x", "..x:y", "a:b:c"]
 )
-def test_a_name_of_another_form_is_refused(name: str) -> None:
+def test_a_name_that_is_not_module_and_attribute_is_refused(name: str) -> None:
     assert refusal(name).reason == "bad_name"
 
 
@@ -64,7 +66,7 @@ def test_a_missing_module_is_named() -> None:
     assert "fedring.nothing" in str(error)
 
 
-def test_the_module_that_a_trusted_one_lacks_is_named_with_it() -> None:
+def test_an_error_names_the_missing_module_and_the_one_that_needs_it() -> None:
     error = refusal("user_broken:model")
     assert error.reason == "no_module"
     assert "a_module_that_is_not_installed" in str(error)
@@ -77,17 +79,17 @@ def test_the_nearest_attribute_is_suggested() -> None:
     assert "did you mean fedring.train.models:mnist_cnn?" in str(error)
 
 
-def test_a_private_attribute_is_not_there() -> None:
+def test_a_private_attribute_cannot_be_named() -> None:
     assert refusal("user_seam:_private").reason == "no_attribute"
 
 
-def test_what_cannot_be_called_is_refused() -> None:
+def test_an_attribute_that_cannot_be_called_is_refused() -> None:
     error = refusal("torch:nn", ["torch"])
     assert error.reason == "not_callable"
     assert "torch:nn is a module" in str(error)
 
 
-def test_a_model_is_a_function_of_its_seed_and_the_global_generator_stays() -> None:
+def test_the_same_seed_builds_the_same_model_and_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
     first, again, other = (build_model("user_seam:linear", {"inputs": 5}, seed, TRUSTED) for seed in (7, 7, 8))
     assert torch.equal(torch.get_rng_state(), before)
@@ -104,19 +106,19 @@ def test_a_model_that_cannot_be_built_is_named(name: str, args: dict[str, int]) 
     assert caught.value.reason == "no_model"
 
 
-def test_a_torchvision_model_is_named_by_its_own_name() -> None:
+def test_a_torchvision_model_is_named_as_torchvision_names_it() -> None:
     model = build_model("torchvision:resnet18", {"num_classes": 10}, 0, TRUSTED)
     assert sum(p.numel() for p in model.parameters()) == 11_181_642
     assert refusal("torchvision:resnet18", ["fedring"]).reason == "not_trusted"
     assert "torchvision:resnet18?" in str(refusal("torchvision:resnet_18"))
 
 
-def test_a_job_cannot_make_a_client_fetch_weights() -> None:
+def test_a_job_cannot_make_a_client_download_weights() -> None:
     with pytest.raises(SeamError, match="weights"):
         build_model("torchvision:resnet18", {"weights": "DEFAULT"}, 0, TRUSTED)
 
 
-def test_the_models_have_the_sizes_they_promise() -> None:
+def test_the_models_have_the_sizes_that_their_docstrings_say() -> None:
     sizes = [sum(p.numel() for p in m.parameters()) for m in (mnist_cnn(), cifar_cnn(), digits_mlp(), vector(12))]
     assert sizes == [1_199_882, 356_810, 4_810, 12]
     assert mnist_cnn()(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
@@ -125,7 +127,7 @@ def test_the_models_have_the_sizes_they_promise() -> None:
 
 
 @pytest.mark.programs
-def test_reading_a_job_does_not_wait_for_torch() -> None:
+def test_reading_a_job_does_not_import_torch() -> None:
     code = "import sys, fedring.train.job; sys.exit('torch' in sys.modules)"
     path = str(Path(__file__).parents[2] / "common")
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, check=False).returncode == 0

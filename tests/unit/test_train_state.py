@@ -1,3 +1,5 @@
+"""A model as a schema, as vectors and as files."""
+
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from fedring.train.state import read_vectors, schema_of, write_vectors
 
 
 class Tied(nn.Module):
-    """Two layers that share a weight, a buffer of integers, and one that is nobody's business."""
+    """Two layers that share a weight, a buffer of integers, and a buffer that is not in the state dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +41,7 @@ def test_the_schema_follows_the_state_dict_and_counts_a_tied_tensor_once() -> No
     ]
 
 
-def test_what_is_read_from_one_model_and_written_to_another_makes_them_equal() -> None:
+def test_vectors_read_from_one_model_and_written_to_another_make_them_equal() -> None:
     model, other = Tied(), Tied()
     model.norm(torch.randn(4, 3))
     write_vectors(other, schema_of(model), read_vectors(model))
@@ -49,7 +51,7 @@ def test_what_is_read_from_one_model_and_written_to_another_makes_them_equal() -
     assert int(other.norm.num_batches_tracked or 0) == 1
 
 
-def test_read_vectors_are_copies_laid_out_row_by_row() -> None:
+def test_read_vectors_are_copies_in_row_major_order() -> None:
     model = nn.Conv2d(2, 2, 2, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     vectors = read_vectors(model)
     assert vectors.parameters.dtype == np.float32
@@ -60,7 +62,7 @@ def test_read_vectors_are_copies_laid_out_row_by_row() -> None:
     np.testing.assert_array_equal(vectors.parameters, before)
 
 
-def test_values_are_cast_to_each_tensors_type_and_integers_are_rounded() -> None:
+def test_values_are_cast_to_the_dtype_of_each_tensor_and_integers_are_rounded() -> None:
     model = Tied().half()
     schema = schema_of(model)
     vectors = Vectors(np.full(schema.num_parameters, 1 / 3, np.float32), np.full(schema.num_buffers, 2.6))
@@ -70,7 +72,7 @@ def test_values_are_cast_to_each_tensors_type_and_integers_are_rounded() -> None
     assert int(model.norm.num_batches_tracked or 0) == 3
 
 
-def test_integers_beyond_float32_survive() -> None:
+def test_integers_that_float32_cannot_hold_are_kept_exactly() -> None:
     model = nn.BatchNorm1d(1)
     model.num_batches_tracked = torch.tensor(2**53 - 1)
     vectors = read_vectors(model)
@@ -79,7 +81,7 @@ def test_integers_beyond_float32_survive() -> None:
     assert int(model.num_batches_tracked) == 2**53 - 1
 
 
-def test_values_that_may_only_be_read_can_be_written_to_a_model() -> None:
+def test_read_only_vectors_can_be_written_to_a_model() -> None:
     model = nn.Linear(2, 1)
     frozen = np.frombuffer(np.arange(3, dtype=np.float32).tobytes(), np.float32)
     write_vectors(model, schema_of(model), Vectors(frozen, np.zeros(0)))
@@ -87,7 +89,7 @@ def test_values_that_may_only_be_read_can_be_written_to_a_model() -> None:
     assert model.bias.tolist() == [2.0]
 
 
-def test_vectors_of_another_model_are_refused_and_the_difference_named() -> None:
+def test_vectors_of_another_model_are_refused_with_the_difference() -> None:
     model, other = nn.Linear(2, 1), nn.Linear(3, 1)
     with pytest.raises(SeamError, match=r"weight float32\[1, 3\]") as caught:
         write_vectors(model, schema_of(other), read_vectors(other))
@@ -112,7 +114,7 @@ def test_a_parameter_without_a_shape_is_refused() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt", ""])
-def test_a_saved_model_loads_again_whatever_the_file_is_called(tmp_path: Path, suffix: str) -> None:
+def test_a_saved_model_loads_again_whatever_its_file_is_called(tmp_path: Path, suffix: str) -> None:
     model, other = Tied(), Tied()
     path = tmp_path / f"model.{suffix}"
     if suffix == "pt":
@@ -123,7 +125,7 @@ def test_a_saved_model_loads_again_whatever_the_file_is_called(tmp_path: Path, s
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_vectors_are_saved_in_the_models_own_types(tmp_path: Path) -> None:
+def test_vectors_are_saved_in_the_dtypes_of_the_model(tmp_path: Path) -> None:
     model = Tied().to(torch.bfloat16)
     save_vectors(schema_of(model), read_vectors(model), tmp_path / "model.safetensors")
     stored = load_file(tmp_path / "model.safetensors")
@@ -161,20 +163,20 @@ def test_the_first_difference_is_named_and_nothing_is_changed(tmp_path: Path, st
     assert read_vectors(model).digest() == before
 
 
-def test_a_tensor_too_many_is_named(tmp_path: Path) -> None:
+def test_an_error_names_a_tensor_that_the_model_lacks(tmp_path: Path) -> None:
     save_model(nn.Linear(2, 1), tmp_path / "model.safetensors")
     with pytest.raises(SeamError, match="the model has no tensor bias"):
         load_model(tmp_path / "model.safetensors", nn.Linear(2, 1, bias=False))
 
 
 class Evil:
-    """What an unpickler would call."""
+    """An object whose unpickling would create a file."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        return Path.touch, (Path("evil"),)  # type: ignore[return-value]  # what pickle makes of it is the point
+        return Path.touch, (Path("evil"),)  # type: ignore[return-value]  # only pickle would call it
 
 
-def test_no_file_makes_the_loader_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_file_never_runs_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"weight": Evil()}, "model.pt")
     with pytest.raises(SeamError) as caught:
@@ -184,7 +186,7 @@ def test_no_file_makes_the_loader_run_code(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04 not a zip", b"\x08\0\0\0\0\0\0\0{ broken", bytes(100)])
-def test_a_file_of_something_else_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_holds_no_model_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "model.bin"
     path.write_bytes(data)
     with pytest.raises(SeamError) as caught:

@@ -1,4 +1,4 @@
-"""The upload of an update as a state machine: events in, effects out, no connection and no disk."""
+"""The state machine of an upload: events in, effects out, without a connection and without a disk."""
 
 from dataclasses import replace
 
@@ -69,10 +69,10 @@ RECEIVED = (
     *(Offered(offer()), Known(""), TERMS, Opened(0), Sent()),
     *(Chunk(0, PAYLOAD[:HALF]), Written(), Chunk(HALF, PAYLOAD[HALF:]), Written()),
 )
-"""All events up to a payload that is complete."""
+"""The events of an upload until its payload is complete."""
 
 
-def test_each_event_is_answered_with_what_is_to_be_done_next() -> None:
+def test_each_event_returns_the_next_effect() -> None:
     upload = Upload("a", epoch=5)
     opened = upload.handle(Offered(offer())), upload.handle(Known("")), upload.handle(TERMS)
     assert opened[:2] == (LookUp("run", 7), AskRound("run", 7))
@@ -95,22 +95,22 @@ def test_each_event_is_answered_with_what_is_to_be_done_next() -> None:
     assert upload.handle(Accepted(already=False)) == Done(already=False)
 
 
-def test_an_upload_goes_on_where_the_attempt_before_it_ended() -> None:
+def test_an_upload_continues_where_the_previous_attempt_ended() -> None:
     upload = Upload("a", epoch=0)
     assert after(*RECEIVED[:3], Opened(HALF), upload=upload) == Send(HALF)
     assert upload.handle(Sent()) == Read()
     assert upload.handle(Chunk(HALF, PAYLOAD[HALF:])) == Write(PAYLOAD[HALF:])
 
 
-def test_a_file_that_holds_more_than_the_payload_is_begun_anew() -> None:
-    assert after(*RECEIVED[:3], Opened(len(PAYLOAD) + 1)) == replace(_open(), fresh=True)
+def test_a_file_that_is_longer_than_the_payload_is_started_again() -> None:
+    assert after(*RECEIVED[:3], Opened(len(PAYLOAD) + 1)) == replace(opened(), fresh=True)
 
 
-def test_a_payload_that_is_there_already_is_not_asked_for() -> None:
+def test_a_payload_that_was_received_already_is_not_requested_again() -> None:
     assert after(*RECEIVED[:3], Opened(len(PAYLOAD)), Sent()) == Digest()
 
 
-def test_a_payload_that_came_with_its_offer_waits_in_memory_and_goes_into_the_row() -> None:
+def test_a_payload_that_came_with_its_offer_is_kept_in_memory_and_stored_in_the_row() -> None:
     small = Schema((Entry("weight", (8,), "float32", "parameter"),))
     payload = encode(np.ones(8, np.float32), Encoding("fp32"))
     packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=len(payload))
@@ -150,7 +150,9 @@ def test_an_update_that_was_accepted_before_is_done_at_once() -> None:
         ([*RECEIVED[:3], Opened(len(PAYLOAD)), Sent(), Digested("blake3-another")], "damaged", True),
     ],
 )
-def test_a_refusal_says_why_and_whether_the_bytes_may_be_kept(events: list[Event], reason: str, spoilt: bool) -> None:
+def test_a_refusal_has_a_reason_and_says_whether_the_received_bytes_are_of_use(
+    events: list[Event], reason: str, spoilt: bool
+) -> None:
     upload = Upload("a", epoch=0)
     for event in events[:-1]:
         upload.handle(event)
@@ -173,7 +175,7 @@ def test_an_update_whose_round_has_closed_may_have_been_accepted_by_an_earlier_a
         assert refused.value is CLOSED
 
 
-def _open() -> Open:
+def opened() -> Open:
     effect = after(*RECEIVED[:3])
     assert isinstance(effect, Open)
     return effect

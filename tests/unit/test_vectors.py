@@ -1,4 +1,4 @@
-"""protos/vectors.json is what this library writes and reads, and what the documents say; FORMATS.md shows a part."""
+"""protos/vectors.json holds what fedring writes and reads, and what the documents say. FORMATS.md shows a part."""
 
 import hashlib
 import json
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from tests.unit import plain_formats as plain
 
 import vectors as script
-from fedring.client.download import Download
-from fedring.client.held import Model
+from fedring.client.transfer.download import Download, HeldModel
 from fedring.codec import (
     NAMES,
     CodecError,
@@ -34,7 +33,7 @@ from fedring.codec.digest import name_of, update_name
 from fedring.codec.gradient import decode_gradient
 from fedring.rpc.contract import PROTOCOL
 from fedring.server.model.aggregate import Plan, aggregate, store_model
-from fedring.server.model.mean import Contribution
+from fedring.server.model.contributions import Contribution
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import lay_out
@@ -45,25 +44,25 @@ PRECISIONS = ("fp32", "fp16", "sign")
 
 
 def each(key: str) -> pytest.MarkDecorator:
-    """The examples of a part of the file, as parameters."""
+    """Return a mark that runs a test with each example of a part of the file."""
     return pytest.mark.parametrize("example", VECTORS[key], ids=lambda example: example.get("shows"))
 
 
-def floats(stated: Any, dtype: type[np.floating[Any]] = np.float32) -> NDArray[Any]:
-    """A vector that the file states; it fails if a number is not exactly of the type."""
-    values = plain.vector_of(stated)
+def floats(written: Any, dtype: type[np.floating[Any]] = np.float32) -> NDArray[Any]:
+    """Return a vector of the file. Fails if the type cannot represent one of the numbers exactly."""
+    values = plain.vector_of(written)
     vector = np.array(values, dtype)
     assert vector.tolist() == values
     return vector
 
 
 def bits(values: NDArray[Any] | list[float]) -> bytes:
-    """What tells 0.0 from -0.0."""
+    """Return the bytes of the values as float64. They differ between 0.0 and -0.0."""
     return np.asarray(values, np.float64).tobytes()
 
 
 def without_frames(file: dict[str, Any]) -> dict[str, Any]:
-    """The file but for what another version of the zstandard library may write in another way."""
+    """Return the file without the bytes that another version of the zstandard library may write differently."""
 
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
@@ -93,17 +92,18 @@ def test_the_examples_of_the_document_are_those_of_the_file() -> None:
 
 
 def test_digests_are_blake3() -> None:
-    assert blake3(b"").hexdigest() == "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"  # its authors'
+    of_nothing = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"  # as BLAKE3's authors state
+    assert blake3(b"").hexdigest() == of_nothing
 
 
 @each("names")
-def test_a_name_is_that_of_the_bytes(example: dict[str, Any]) -> None:
+def test_bytes_have_the_name_that_the_file_states(example: dict[str, Any]) -> None:
     data = bytes(i % 251 for i in range(example["size"]))
     assert example["name"] == plain.name_of(data) == name_of(data)
 
 
 @pytest.mark.parametrize("example", VECTORS["schemas"])
-def test_a_schema_is_canonical_and_has_its_hash(example: dict[str, Any]) -> None:
+def test_a_schema_is_canonical_and_has_the_stated_hash(example: dict[str, Any]) -> None:
     text = example["json"].encode("ascii")
     schema = parse_schema(text)
     assert example["hash"] == schema.hash.hex() == hashlib.sha256(text).hexdigest()
@@ -118,7 +118,7 @@ def test_another_spelling_of_a_schema_is_refused(example: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("example", VECTORS["models"])
-def test_a_models_digest_is_over_its_values(example: dict[str, Any]) -> None:
+def test_the_digest_of_a_model_is_computed_from_its_values(example: dict[str, Any]) -> None:
     parameters, buffers = floats(example["parameters"]), floats(example["buffers"], np.float64)
     data = parameters.astype("<f4").tobytes() + buffers.astype("<f8").tobytes()
     assert Vectors(parameters, buffers).digest() == plain.name_of(data) == example["digest"]
@@ -135,7 +135,7 @@ def test_an_update_is_named_by_its_header_and_its_payload(example: dict[str, Any
 
 
 @each("updates")
-def test_a_header_says_what_the_file_says(example: dict[str, Any]) -> None:
+def test_a_header_has_the_fields_that_the_file_states(example: dict[str, Any]) -> None:
     data, says = bytes.fromhex(example["header"]), example["header_says"]
     header = pb.UpdateHeader.FromString(data)
     assert (
@@ -149,7 +149,7 @@ def test_a_header_says_what_the_file_says(example: dict[str, Any]) -> None:
     assert sorted(set(numbers)) == sorted(field.number for field in pb.UpdateHeader.DESCRIPTOR.fields)
 
 
-def test_two_updates_say_the_same_in_other_bytes() -> None:
+def test_two_updates_have_the_same_fields_in_different_bytes() -> None:
     first, second = VECTORS["updates"]
     assert first["header_says"] == second["header_says"]
     assert first["payload"] == second["payload"]
@@ -162,7 +162,7 @@ def test_every_encoding_has_examples() -> None:
 
 
 @each("encodings")
-def test_a_payload_is_read_as_the_file_says(example: dict[str, Any]) -> None:
+def test_a_payload_is_decoded_as_the_file_states(example: dict[str, Any]) -> None:
     name, data = example["encoding"]["name"], bytes.fromhex(example["encoded"])
     expected = floats(example["decoded"], np.float64 if name == "fp64" else np.float32)
     decoded = decode(data, name=name, length=expected.size)
@@ -171,7 +171,7 @@ def test_a_payload_is_read_as_the_file_says(example: dict[str, Any]) -> None:
 
 
 @each("encodings")
-def test_a_payload_is_read_so_by_the_document_alone(example: dict[str, Any]) -> None:
+def test_the_plain_implementation_decodes_a_payload_to_the_stated_values(example: dict[str, Any]) -> None:
     expected = plain.vector_of(example["decoded"])
     assert bits(plain.decode(bytes.fromhex(example["encoded"]), example["encoding"]["name"], len(expected))) == bits(
         expected
@@ -179,14 +179,14 @@ def test_a_payload_is_read_so_by_the_document_alone(example: dict[str, Any]) -> 
 
 
 @each("encodings")
-def test_values_are_written_as_the_file_says(example: dict[str, Any]) -> None:
+def test_values_are_encoded_as_the_file_states(example: dict[str, Any]) -> None:
     if example["encoding"]["name"] == "fp64":
         data = encode_buffers(floats(example["values"], np.float64))
     else:
         data = encode(floats(example["values"]), Encoding(**example["encoding"]))
     if example["exact"]:
         assert data.hex() == example["encoded"]
-    else:  # another zstandard may compress otherwise
+    else:  # another version of zstandard may compress differently
         expected = plain.vector_of(example["decoded"])
         assert bits(decode(data, name=example["encoding"]["name"], length=len(expected))) == bits(expected)
 
@@ -200,40 +200,42 @@ def test_the_number_of_low_bits_is_chosen_as_the_document_says() -> None:
                 found.setdefault(example["shows"].partition(": ")[2], []).append(data[24])
     assert found == {
         "": [0, 0],
-        "of two distances the larger is the median": [3, 3],  # 64 is 7 bits long
+        "the larger of two distances is the median": [3, 3],  # 64 is 7 bits long
         "a gap that is bridged": [0, 0],
         "12 low bits, the most": [12, 12],  # 65536 is 17 bits long
     }
 
 
 @each("refused_payloads")
-def test_a_bad_payload_is_refused_as_the_file_says(example: dict[str, Any]) -> None:
+def test_an_invalid_payload_is_refused_for_the_stated_reason(example: dict[str, Any]) -> None:
     with pytest.raises(CodecError) as caught:
         decode(bytes.fromhex(example["encoded"]), name=example["encoding"], length=example["size"])
     assert caught.value.reason == example["reason"]
 
 
-def of_vector(example: dict[str, Any], vector: str) -> tuple[list[float], str]:
+def result_of(example: dict[str, Any], vector: str) -> tuple[list[float], str]:
+    """Return the values of a vector in the result of an example, and their bytes in hex."""
     return plain.vector_of(example["result"][vector]), example["result"][f"{vector}_bits"]
 
 
 @each("downloads")
-def test_packets_of_a_model_add_up_as_the_document_says(example: dict[str, Any]) -> None:
+def test_the_plain_implementation_adds_up_the_packets_of_a_model(example: dict[str, Any]) -> None:
     for vector, layout in (("parameters", "f"), ("buffers", "d")):
-        expected, in_hex = of_vector(example, vector)
+        expected, in_hex = result_of(example, vector)
         summed = plain.download(example["held"], example["packets"], vector, len(expected))
         assert struct.pack(f"<{len(summed)}{layout}", *summed).hex() == in_hex
         assert bits(summed) == bits(expected)
 
 
 @each("downloads")
-def test_a_client_adds_up_the_packets_of_a_model_so(example: dict[str, Any]) -> None:
+def test_a_client_adds_up_the_packets_of_a_model(example: dict[str, Any]) -> None:
     result, held = example["result"], example["held"]
-    sizes = [len(of_vector(example, vector)[0]) for vector in ("parameters", "buffers")]
+    sizes = [len(result_of(example, vector)[0]) for vector in ("parameters", "buffers")]
     entries = (Entry("w", (sizes[0],), "float32", "parameter"), Entry("m", (sizes[1],), "float64", "buffer"))
     schema = Schema(entries)
     vectors = Vectors(floats(held["parameters"]), floats(held["buffers"], np.float64)) if held else None
-    download = Download(result["digest"], schema, Model("", schema, vectors) if vectors else None)
+    # The example does not state the digest of the model that the client holds, so any name will do.
+    download = Download(result["digest"], schema, HeldModel("held", schema, vectors) if vectors else None)
     payload = b"".join(bytes.fromhex(packet["encoded"]) for packet in example["packets"])
     header = pb.ModelHeader(
         schema_hash=schema.hash,
@@ -241,12 +243,11 @@ def test_a_client_adds_up_the_packets_of_a_model_so(example: dict[str, Any]) -> 
         total_bytes=len(payload),
         model_digest=result["digest"],
     )
-    if held:  # any model is the one that is held, as long as both sides call it so
-        download._base = Model("held", schema, vectors)  # type: ignore[arg-type]  # it is there
+    if held:
         header.base_digest = "held"
     download.begin(header)
     download.add(pb.Chunk(data=payload))
-    made = download.finish().vectors  # which has proven its digest
+    made = download.finish().vectors  # `finish` checks the digest
     assert made.parameters.astype("<f4").tobytes().hex() == result["parameters_bits"]
 
 
@@ -267,7 +268,7 @@ def blobs(tmp_path: Path) -> Iterator[FileBlobs]:
 
 
 @each("aggregations")
-def test_a_server_makes_this_model_of_these_updates(blobs: FileBlobs, example: dict[str, Any]) -> None:
+def test_a_server_makes_the_stated_model_from_the_updates(blobs: FileBlobs, example: dict[str, Any]) -> None:
     base = Vectors(floats(example["base"]["parameters"]), floats(example["base"]["buffers"], np.float64))
     contributions = []
     for update in example["updates"]:
@@ -279,7 +280,7 @@ def test_a_server_makes_this_model_of_these_updates(blobs: FileBlobs, example: d
                 update["client_id"],
                 update["num_samples"],
                 lay_out(packets),
-                lambda offset, size, read=read: read[offset : offset + size],  # type: ignore[misc]  # bound now
+                lambda offset, size, read=read: read[offset : offset + size],  # type: ignore[misc]  # bound here
             )
         )
     first = store_model(parse_schema(example["schema"].encode()), base, blobs, {})
@@ -294,10 +295,10 @@ def test_a_server_makes_this_model_of_these_updates(blobs: FileBlobs, example: d
 
 
 @each("aggregations")
-def test_the_document_alone_makes_this_model_of_these_updates(example: dict[str, Any]) -> None:
+def test_the_plain_implementation_makes_the_stated_model_from_the_updates(example: dict[str, Any]) -> None:
     made = b""
     for vector, layout in (("parameters", "f"), ("buffers", "d")):
-        expected, in_hex = of_vector(example, vector)
+        expected, in_hex = result_of(example, vector)
         values = plain.aggregate(example, vector)
         assert bits(values) == bits(expected)
         data = struct.pack(f"<{len(values)}{layout}", *values)
@@ -307,18 +308,18 @@ def test_the_document_alone_makes_this_model_of_these_updates(example: dict[str,
 
 
 @each("aggregations")
-def test_the_order_of_addition_makes_a_difference_in_the_example(example: dict[str, Any]) -> None:
+def test_the_order_of_addition_changes_the_result_of_the_example(example: dict[str, Any]) -> None:
     renamed = [{**update, "client_id": name} for update, name in zip(example["updates"], "abc", strict=True)]
     values = plain.aggregate({**example, "updates": renamed}, "parameters")
     assert bits(values) != bits(plain.vector_of(example["result"]["parameters"]))
 
 
 @each("gradients")
-def test_a_gradient_message_is_read_as_the_file_says(example: dict[str, Any]) -> None:
+def test_a_gradient_message_is_decoded_as_the_file_states(example: dict[str, Any]) -> None:
     sizes = [tensor["size"] for tensor in example["tensors"]]
     entries = decode_gradient(bytes.fromhex(example["encoded"]), sizes=sizes)
-    by_the_document = plain.decode_gradient(bytes.fromhex(example["encoded"]), sizes)
-    for tensor, read, (positions, values) in zip(example["tensors"], entries, by_the_document, strict=True):
+    by_the_plain_implementation = plain.decode_gradient(bytes.fromhex(example["encoded"]), sizes)
+    for tensor, read, (positions, values) in zip(example["tensors"], entries, by_the_plain_implementation, strict=True):
         assert (
             (read.positions if read.positions is None else read.positions.tolist()) == tensor["positions"] == positions
         )
@@ -326,12 +327,12 @@ def test_a_gradient_message_is_read_as_the_file_says(example: dict[str, Any]) ->
 
 
 def stream(content: bytes) -> bytes:
-    """A stream as the document has it."""
+    """Return a stream of a compressed segment, as the document describes it."""
     frame = zstandard.ZstdCompressor().compress(content) if content else b""
     return struct.pack("<I", len(frame)) + frame
 
 
-def test_packed_joins_high_parts_and_low_bits_as_the_document_says() -> None:
+def test_packed_combines_high_parts_and_low_bits_as_the_document_says() -> None:
     gaps = [6, 0, 13]  # two low bits: 10, 00, 01
     segment = struct.pack("<IIf", 3, 2, 0.5) + stream(bytes([2, 4, 254])) + stream(bytes(gap >> 2 for gap in gaps))
     segment += bytes([0b100, 0b001])
@@ -341,7 +342,7 @@ def test_packed_joins_high_parts_and_low_bits_as_the_document_says() -> None:
     assert plain.decode(payload, "packed", 30) == decoded.tolist()
 
 
-def test_uniform_joins_small_and_large_magnitudes_as_the_document_says() -> None:
+def test_uniform_combines_small_and_large_magnitudes_as_the_document_says() -> None:
     levels = [-1, 2, -3, 4, 0, -1000, 65535]
     rest = [magnitude - 4 for magnitude in (4, 1000, 65535)]
     segment = struct.pack("<f", 0.5) + stream(bytes([0b1101111])) + stream(bytes([0b010101]))
@@ -353,7 +354,7 @@ def test_uniform_joins_small_and_large_magnitudes_as_the_document_says() -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_document_alone_reads_what_this_library_writes(name: str) -> None:
+def test_the_plain_implementation_reads_what_fedring_writes(name: str) -> None:
     rng = np.random.default_rng(0)
     vector = (rng.standard_normal(3000) ** 5).astype(np.float32)
     data = encode(vector, Encoding(name, chunk=70, keep_ratio=0.02, step=0.01))
@@ -361,13 +362,13 @@ def test_the_document_alone_reads_what_this_library_writes(name: str) -> None:
 
 
 def frame(content: bytes) -> bytes:
-    """A frame of one block that is not compressed."""
+    """Return a zstandard frame with one block that is not compressed."""
     head = struct.pack("<IBI", 0xFD2FB528, 0xA0, len(content))
     return head + (len(content) << 3 | 1).to_bytes(3, "little") + content
 
 
 def read_with(nonzero: bytes) -> list[float]:
-    """A payload of uniform for three entries, with this as the first of its frames."""
+    """Decode a payload of `uniform` for three entries, whose first frame is given."""
     streams = struct.pack("<I", len(nonzero)) + nonzero + stream(b"\0") + stream(b"\0") + stream(b"")
     segment = struct.pack("<f", 2) + streams
     payload = struct.pack("<2sBBIQI", b"UQ", 0, 1, 4, 3, len(segment)) + segment
@@ -379,7 +380,7 @@ def test_a_frame_need_not_be_compressed() -> None:
     assert read_with(frame(bytes([0b101]))) == [2, 0, 2]
 
 
-def test_one_frame_that_states_its_size_is_the_whole_stream() -> None:
+def test_a_stream_is_exactly_one_frame_that_states_its_size() -> None:
     for other in (frame(bytes([0b101])) * 2, frame(bytes([0b101])) + b"\0"):
         with pytest.raises(CodecError, match="bad_compression"):
             read_with(other)
@@ -388,7 +389,7 @@ def test_one_frame_that_states_its_size_is_the_whole_stream() -> None:
         read_with(unstated)
 
 
-def test_the_frame_of_nothing_may_be_there_or_not() -> None:
+def test_an_empty_stream_may_have_an_empty_frame_or_none() -> None:
     for empty in (stream(b""), struct.pack("<I", len(frame(b""))) + frame(b"")):
         segment = struct.pack("<f", 2) + stream(b"\0") + empty * 3
         payload = struct.pack("<2sBBIQI", b"UQ", 0, 1, 4, 3, len(segment)) + segment

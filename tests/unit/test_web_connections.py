@@ -1,4 +1,4 @@
-"""Connections to the page: half-sent requests end, streams last, and no address takes the room of the others."""
+"""Connections to the page: incomplete requests time out, streams stay, and no address takes all connections."""
 
 import asyncio
 from asyncio import StreamReader, StreamWriter
@@ -21,7 +21,7 @@ STREAM = b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 class Facts:
-    """A source of the page that knows one number."""
+    """The facts of a page that shows one number."""
 
     def __init__(self) -> None:
         self.now = 1
@@ -43,7 +43,7 @@ def facts() -> Facts:
 
 @pytest.fixture
 async def page(facts: Facts) -> AsyncIterator[WebServer]:
-    """A page that runs in this event loop."""
+    """Yield a page that runs in this event loop."""
     page = WebServer(facts, "127.0.0.1", 0, local=True)
     with page.socket:
         run = asyncio.create_task(page.run())
@@ -53,13 +53,13 @@ async def page(facts: Facts) -> AsyncIterator[WebServer]:
 
 
 @pytest.fixture
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LimitedProtocol, "head_seconds", 0.1)
 
 
 @asynccontextmanager
 async def dial(page: WebServer, source: str = "127.0.0.1") -> AsyncIterator[tuple[StreamReader, StreamWriter]]:
-    """A connection to the page from the address `source`."""
+    """Open a connection to the page from the address `source`."""
     address = page.socket.getsockname()
     async with asyncio.timeout(SECONDS):
         reader, writer = await asyncio.open_connection(*address, local_addr=(source, 0))
@@ -72,7 +72,7 @@ async def dial(page: WebServer, source: str = "127.0.0.1") -> AsyncIterator[tupl
 
 
 async def closed(reader: StreamReader) -> None:
-    """Return when the page has closed the connection, to which it must not have sent anything more."""
+    """Return when the page has closed the connection. Until then, it must not send anything."""
     async with asyncio.timeout(SECONDS):
         with suppress(ConnectionError):
             assert await reader.read() == b""
@@ -87,7 +87,7 @@ async def healthy(line: tuple[StreamReader, StreamWriter]) -> bool:
     return False
 
 
-@pytest.mark.usefixtures("_impatient")
+@pytest.mark.usefixtures("_short_deadline")
 class TestDeadline:
     @pytest.mark.parametrize("sent", [b"", HALF])
     async def test_a_connection_without_a_whole_request_is_closed(self, page: WebServer, sent: bytes) -> None:
@@ -95,7 +95,7 @@ class TestDeadline:
             writer.write(sent)
             await closed(reader)
 
-    async def test_single_bytes_put_nothing_off(self, page: WebServer) -> None:
+    async def test_single_bytes_do_not_extend_the_deadline(self, page: WebServer) -> None:
         async with dial(page) as (reader, writer):
             writer.write(HALF)
             end = asyncio.create_task(closed(reader))
@@ -110,19 +110,19 @@ class TestDeadline:
             line[1].write(sent)
             await closed(line[0])
 
-    async def test_a_body_that_never_comes_keeps_no_connection_open(self, page: WebServer) -> None:
+    async def test_a_connection_whose_body_never_arrives_is_closed(self, page: WebServer) -> None:
         async with dial(page) as (reader, writer):
             writer.write(HEALTH.replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\n"))
             async with asyncio.timeout(SECONDS):
                 await reader.readuntil(b"\r\n\r\nok\n")
             await closed(reader)
 
-    async def test_a_stream_outlives_it(self, page: WebServer, facts: Facts) -> None:
+    async def test_a_stream_outlives_the_deadline(self, page: WebServer, facts: Facts) -> None:
         async with dial(page) as (stream, writer), asyncio.timeout(SECONDS):
             writer.write(STREAM)
             await stream.readuntil(b'data: {"number":1}')
             async with dial(page) as (later, _):
-                await closed(later)  # so the deadline of the stream's request has passed before
+                await closed(later)  # so the earlier deadline of the stream's request has passed, too
             facts.now = 2
             await stream.readuntil(b'data: {"number":2}')
 
@@ -135,8 +135,8 @@ class TestDeadline:
             assert await healthy(await stack.enter_async_context(dial(page)))
 
 
-class TestRoom:
-    async def test_an_address_has_so_many_connections_and_others_have_theirs(
+class TestLimits:
+    async def test_each_address_has_its_own_limit_of_connections(
         self, page: WebServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(connections, "MOST_FROM_LOOPBACK", 3)
@@ -148,36 +148,38 @@ class TestRoom:
             assert await healthy(await stack.enter_async_context(dial(page, "127.0.0.2")))
             assert all([await healthy(line) for line in lines])
 
-    async def test_who_leaves_makes_room(self, page: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_closed_connection_makes_room_for_another(
+        self, page: WebServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(connections, "MOST_FROM_LOOPBACK", 1)
         async with dial(page) as line:
             assert await healthy(line)
         served = False
         async with asyncio.timeout(SECONDS):
-            while not served:  # the page may not have seen yet that the first one has left
+            while not served:  # the page may not have noticed yet that the first connection is closed
                 async with dial(page) as line:
                     served = await healthy(line)
 
     async def test_each_kind_of_address_has_its_limit(self) -> None:
         for address, most in [("203.0.113.1", MOST_PER_ADDRESS), ("127.0.0.1", MOST_FROM_LOOPBACK)]:
-            door = Door()
-            assert all(door.admits(address) for _ in range(most))
-            assert not door.admits(address)
-            assert all(door.admits("203.0.113.2") for _ in range(MOST_PER_ADDRESS))
+            listener = Listener()
+            assert all(listener.admits(address) for _ in range(most))
+            assert not listener.admits(address)
+            assert all(listener.admits("203.0.113.2") for _ in range(MOST_PER_ADDRESS))
 
-    async def test_addresses_that_one_host_can_choose_are_one(self) -> None:
-        door = Door()
-        assert all(door.admits(f"2001:db8::{i:x}") for i in range(MOST_PER_ADDRESS))
-        assert not door.admits("2001:db8::ffff:1")
-        assert door.admits("2001:db8:0:1::1")
-        assert door.admits("fe80::1%eth0")
+    async def test_ipv6_addresses_from_which_one_host_can_choose_count_as_one(self) -> None:
+        listener = Listener()
+        assert all(listener.admits(f"2001:db8::{i:x}") for i in range(MOST_PER_ADDRESS))
+        assert not listener.admits("2001:db8::ffff:1")
+        assert listener.admits("2001:db8:0:1::1")
+        assert listener.admits("fe80::1%eth0")
 
     async def test_all_addresses_together_have_a_limit(self) -> None:
-        door = Door()
-        assert [door.admits(f"203.0.113.{i}") for i in range(MOST_CONNECTIONS + 1)].index(False) == MOST_CONNECTIONS
+        listener = Listener()
+        assert [listener.admits(f"203.0.113.{i}") for i in range(MOST_CONNECTIONS + 1)].index(False) == MOST_CONNECTIONS
 
 
-class Line(asyncio.Transport):
+class FakeTransport(asyncio.Transport):
     """The server's end of a connection from an address that this host does not have."""
 
     aborted = False
@@ -189,8 +191,8 @@ class Line(asyncio.Transport):
         self.aborted = True
 
 
-class Door:
-    """What the connections of one listener share; it is asked within an event loop."""
+class Listener:
+    """The state that the connections of one listener share. It needs a running event loop."""
 
     def __init__(self) -> None:
         self._config = uvicorn.Config(WebServer, http=LimitedProtocol, log_config=None)
@@ -198,6 +200,6 @@ class Door:
 
     def admits(self, address: str) -> bool:
         """Return whether one more connection from this address stays open."""
-        line = Line(address)
-        LimitedProtocol(self._config, self._state, {}).connection_made(line)
-        return not line.aborted
+        transport = FakeTransport(address)
+        LimitedProtocol(self._config, self._state, {}).connection_made(transport)
+        return not transport.aborted

@@ -1,4 +1,4 @@
-"""What the page is told: short, finite, and of what the state machines hold."""
+"""The summaries that the page receives: short, in valid JSON, and in line with the state machines."""
 
 import json
 import time
@@ -36,32 +36,33 @@ def an_open_round() -> OpenRound:
     return OpenRound(RoundRow(4, 3, 1, "training", 0.0), Job.model_validate({}), fed.TrainCmd(), base)
 
 
-def a_state(round_: Round, *here: str) -> State:
+def a_state(round_: Round, *connected: str) -> State:
     now = time.monotonic()
-    return State({name: Member(Presence.MATCHED, now) for name in here}, replace(round_, since=now))
+    return State({name: Member(Presence.MATCHED, now) for name in connected}, replace(round_, since=now))
 
 
-def test_a_round_is_told_by_its_sums() -> None:
+def test_a_round_is_summarised_by_sums_over_its_clients() -> None:
     clients = [
         pb.RoundClient(client_id="a", upload_bytes=10, encoding="packed", metrics={"bytes_sent": 7.0}),
         pb.RoundClient(client_id="b", upload_bytes=20, encoding="packed", metrics={"bytes_sent": nan}),
         pb.RoundClient(client_id="c", upload_bytes=5, metrics={"bytes_sent": -3.0}),
         pb.RoundClient(client_id="d", encoding="fp32"),
     ]
-    told = round_summary(pb.Round(round=4, eval_correct=3, eval_total=4, eval_loss_sum=2.0, clients=clients))
-    assert told["upload_by_encoding"] == {"packed": 30, "none": 5}
-    assert told["peer_bytes"] == 7
-    assert (told["accuracy"], told["loss"], told["server_accuracy"]) == (0.75, 0.5, None)
+    summary = round_summary(pb.Round(round=4, eval_correct=3, eval_total=4, eval_loss_sum=2.0, clients=clients))
+    assert summary["upload_by_encoding"] == {"packed": 30, "none": 5}
+    assert summary["peer_bytes"] == 7
+    assert (summary["accuracy"], summary["loss"], summary["server_accuracy"]) == (0.75, 0.5, None)
 
 
-def test_a_loss_that_is_no_number_is_not_told_as_one() -> None:
-    told = round_summary(pb.Round(eval_total=4, eval_loss_sum=nan, server_accuracy=0.5, server_loss=float("inf")))
-    assert (told["accuracy"], told["loss"], told["server_accuracy"], told["server_loss"]) == (0.0, None, 0.5, None)
+def test_a_loss_that_is_not_finite_is_left_out() -> None:
+    summary = round_summary(pb.Round(eval_total=4, eval_loss_sum=nan, server_accuracy=0.5, server_loss=float("inf")))
+    assert (summary["accuracy"], summary["loss"]) == (0.0, None)
+    assert (summary["server_accuracy"], summary["server_loss"]) == (0.5, None)
 
 
-def test_everything_can_be_sent_as_json() -> None:
+def test_every_summary_can_be_sent_as_json() -> None:
     session = Session("a", "s", "soft", "here", NOBODY, progress=nan)
-    told = [
+    summaries = [
         job_summary(JOB),
         round_summary(pb.Round(phase=Phase.TRAINING)),
         model_summary(ModelRow(1, 0, "aa", "bb", "cc", 10, 40, 0.0), None),
@@ -69,44 +70,44 @@ def test_everything_can_be_sent_as_json() -> None:
         client_summaries([session], {"b": 2}, ROUND),
         wait_summary(a_state(ROUND, *"abc"), an_open_round()),
     ]
-    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    assert json.loads(json.dumps(summaries, allow_nan=False)) == summaries
 
 
-def test_clients_that_are_away_follow_those_that_are_here() -> None:
-    here = Session("b", "s", "soft", "here", NOBODY, matched=True, activity=2)
-    sessions = [here, Session("c", "t", "soft", "there", NOBODY)]
+def test_clients_that_are_away_are_listed_after_those_in_session() -> None:
+    watching = Session("b", "s", "soft", "here", NOBODY, matched=True, activity=2)
+    sessions = [watching, Session("c", "t", "soft", "there", NOBODY)]
     round_ = replace(ROUND, delivered=frozenset("b"), failed=frozenset("c"))
-    told = client_summaries(sessions, {"z": 9, "b": 1}, round_)
-    assert [(one["client_id"], one["state"], one["part"], one["updates"]) for one in told] == [
+    summaries = client_summaries(sessions, {"z": 9, "b": 1}, round_)
+    assert [(one["client_id"], one["state"], one["part"], one["updates"]) for one in summaries] == [
         ("b", "watching", "delivered", 1),
         ("c", "joined", "failed", 0),
         ("a", "away", "asked", 0),
         ("z", "away", "", 9),
     ]
-    assert [one["activity"] for one in told] == ["training", "", "", ""]
+    assert [one["activity"] for one in summaries] == ["training", "", "", ""]
     assert activity_name(99) == activity_name(0) == ""
 
 
-def test_what_a_round_waits_for_follows_its_phase() -> None:
+def test_what_a_round_waits_for_depends_on_its_phase() -> None:
     open_ = an_open_round()
-    told = wait_summary(a_state(replace(ROUND, phase=Phase.WAITING), "a"), open_)
-    assert told is not None
-    assert (told["what"], told["have"], told["need"], told["clients"]) == ("clients", 1, 3, [])
-    told = wait_summary(a_state(replace(ROUND, delivered=frozenset("a")), *"abc"), open_)
-    assert told is not None
-    assert (told["what"], told["have"], told["need"], told["clients"]) == ("updates", 1, 3, ["b", "c"])
-    told = wait_summary(a_state(replace(ROUND, phase=Phase.AGGREGATING)), open_)
-    assert told is not None
-    assert told["what"] == "aggregation"
+    summary = wait_summary(a_state(replace(ROUND, phase=Phase.WAITING), "a"), open_)
+    assert summary is not None
+    assert (summary["what"], summary["have"], summary["need"], summary["clients"]) == ("clients", 1, 3, [])
+    summary = wait_summary(a_state(replace(ROUND, delivered=frozenset("a")), *"abc"), open_)
+    assert summary is not None
+    assert (summary["what"], summary["have"], summary["need"], summary["clients"]) == ("updates", 1, 3, ["b", "c"])
+    summary = wait_summary(a_state(replace(ROUND, phase=Phase.AGGREGATING)), open_)
+    assert summary is not None
+    assert summary["what"] == "aggregation"
     published = replace(ROUND, phase=Phase.PUBLISHED, evaluators=frozenset("ab"), evaluated=frozenset("b"))
-    told = wait_summary(a_state(published, *"abc"), open_)
-    assert told is not None
-    assert (told["what"], told["have"], told["need"], told["clients"]) == ("evaluations", 1, 2, ["a"])
+    summary = wait_summary(a_state(published, *"abc"), open_)
+    assert summary is not None
+    assert (summary["what"], summary["have"], summary["need"], summary["clients"]) == ("evaluations", 1, 2, ["a"])
     assert wait_summary(a_state(replace(ROUND, phase=Phase.ABANDONED)), open_) is None
     assert wait_summary(State(), None) is None
 
 
-def test_a_group_is_told_by_rank_with_what_each_worker_is() -> None:
+def test_a_group_lists_its_workers_by_rank_with_their_states() -> None:
     rendezvous = Rendezvous(Returns())
     sessions = Sessions(9)
     assert group_summary(rendezvous, sessions, JOB) is None
@@ -118,16 +119,17 @@ def test_a_group_is_told_by_rank_with_what_each_worker_is() -> None:
     rendezvous.state = gr.State(
         gr.Rules(3), frozenset("abcde"), generation=2, phase=gr.Phase.RUNNING, workers=workers, members=("a", "b", "c")
     )
-    told = group_summary(rendezvous, sessions, JOB)
-    assert told is not None
-    assert (told["mode"], told["generation"], told["phase"], told["steps"]) == ("data_parallel", 2, "running", 40)
-    assert [(one["client_id"], one["state"]) for one in told["members"]] == [
+    summary = group_summary(rendezvous, sessions, JOB)
+    assert summary is not None
+    assert (summary["mode"], summary["phase"]) == ("data_parallel", "running")
+    assert (summary["generation"], summary["steps"]) == (2, 40)
+    assert [(one["client_id"], one["state"]) for one in summary["members"]] == [
         ("a", "joined"),
         ("b", "lost"),
         ("c", "done"),
     ]
-    assert [(one["client_id"], one["state"]) for one in told["others"]] == [("d", "ready"), ("e", "lost")]
+    assert [(one["client_id"], one["state"]) for one in summary["others"]] == [("d", "ready"), ("e", "lost")]
     assert group_summary(rendezvous, sessions, replace(JOB, spec={"mode": "federated"})) is None
-    piped = group_summary(rendezvous, sessions, replace(JOB, spec={"mode": "pipeline"}))
-    assert piped is not None
-    assert piped["mode"] == "pipeline"
+    pipeline = group_summary(rendezvous, sessions, replace(JOB, spec={"mode": "pipeline"}))
+    assert pipeline is not None
+    assert pipeline["mode"] == "pipeline"

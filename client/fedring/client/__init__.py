@@ -1,19 +1,24 @@
-"""Taking part in a federation.
+"""fl-client, and the library for programs with a training loop of their own.
 
-from fedring.client import connect
+    from fedring.client import connect
 
-with connect(server="fl.example.org:8443", insecure=True) as federation:
-    for task in federation:
-        task.load_into(model)
-        ...  # train as ever
-        task.submit(model, samples=len(data))
+    with connect(server="fl.example.org:8443", insecure=True) as federation:
+        for task in federation:
+            task.load_into(model)
+            ...  # train as usual
+            task.submit(model, samples=len(data))
+
+The names in `__all__` are public. The modules here put together the three rooms: `session` talks with the server,
+`transfer` fetches models and delivers updates, and `group` trains with other workers. What may enter: the
+configuration, and the names that a job declares. What must not: collectives and training steps, which are in
+`fedring.ring`, `fedring.ddp`, `fedring.pipeline` and `fedring.workers`.
 """
 
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported; our own log says what matters
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # It must be set before grpc is imported.
 
 if TYPE_CHECKING:
     from fedring.client.config import ClientConfig
@@ -33,7 +38,7 @@ __all__ = [
     "connect",
 ]
 
-_HOMES = {
+_MODULES = {
     "ClientConfig": "config",
     "Evaluation": "task",
     "Federation": "federation",
@@ -47,7 +52,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: torch alone takes seconds."""
-    if name not in _HOMES:
+    """Import a public name when it is first used, because torch alone takes seconds to import."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""fl-client's configuration."""
+"""The configuration of fl-client."""
 
 import re
 import socket
@@ -19,62 +19,70 @@ def _own_name() -> str:
 
 
 class ClientConfig(BaseSettings):
-    """Everything fl-client can be told. Unknown keys are errors, not typos to live with."""
+    """The configuration of fl-client: a file, the environment and the command line. Unknown keys are errors."""
 
     model_config = SettingsConfigDict(
         env_prefix="FEDRING_CLIENT_", env_nested_delimiter="__", extra="forbid", frozen=True, protected_namespaces=()
     )
 
-    server: Address = Field("127.0.0.1:8443", description="fl-server's address, host:port")
+    server: Address = Field("127.0.0.1:8443", description="the address of fl-server, host:port")
     insecure: bool = Field(False, description="allow plaintext to and from other hosts")
-    tls: Tls = Field(Tls(), description="certificates; ca is who signed the server's, and the other workers'")
+    tls: Tls = Field(Tls(), description="certificates; `ca` signs those of the server and of the other workers")
     token_file: Path | None = Field(None, description="file with a bearer token (flctl token create)")
     health_listen: AddressOrEmpty = Field(
-        "", description="address that answers health checks, in plaintext; empty = none"
+        "", description="address where health checks are answered, in plaintext; empty = none"
     )
-    reflection: bool = Field(False, description="let callers at health_listen ask which services there are")
+    reflection: bool = Field(False, description="let callers at health_listen list the services")
     client_id: str = Field(
         default_factory=_own_name,
         pattern=r"^[A-Za-z0-9._-]{1,128}$",
         description="stable name, unique in the fleet: 1 to 128 of A-Z a-z 0-9 . _ -",
     )
     state_dir: Path = Field(
-        Path("fl-client-state"), description="folder for the residual, an unsent update and the session's secret"
+        Path("fl-client-state"), description="folder for the residual, an unsent update and the secret of the session"
     )
-    trusted: list[str] = Field(["fedring", "torchvision"], description="modules that a job may import from")
+    trusted: list[str] = Field(["fedring", "torchvision"], description="modules from which a job may import")
 
     data_root: Path | None = Field(None, description="folder of the data sets")
     download: bool = Field(False, description="let data sets be downloaded into data_root")
-    partition_index: NonNegativeInt = Field(0, description="this client's part of a shared data set, 0 to count - 1")
-    partition_count: PositiveInt = Field(1, description="parts the shared data set is divided into; 1 = all of it")
+    partition_index: NonNegativeInt = Field(
+        0, description="this client's part of a shared data set, 0 to partition_count - 1"
+    )
+    partition_count: PositiveInt = Field(1, description="number of parts of the shared data set; 1 = all of it")
 
-    model: str = Field("", description="module:attribute to use instead of the job's")
-    data: str = Field("", description="module:attribute to use instead of the job's")
-    loss: str = Field("", description="module:attribute to use instead of the job's")
-    optimizer: str = Field("", description="module:attribute to use instead of the job's")
-    trainer: str = Field("", description="module:attribute to use instead of the job's")
+    model: str = Field("", description="module:attribute to use instead of the job's model")
+    data: str = Field("", description="module:attribute to use instead of the job's data")
+    loss: str = Field("", description="module:attribute to use instead of the job's loss")
+    optimizer: str = Field("", description="module:attribute to use instead of the job's optimizer")
+    trainer: str = Field("", description="module:attribute to use instead of the job's trainer")
 
     peer_listen: TcpAddress = Field(
-        "127.0.0.1:0", description="where other workers of a group reach this one; port 0 = any"
+        "127.0.0.1:0", description="address where this worker listens for others of its group; port 0 = any"
     )
-    peer_address: HostOrEmpty = Field("", description="host or host:port that they dial; empty = as in peer_listen")
+    peer_address: HostOrEmpty = Field(
+        "", description="host or host:port where the others can reach it; empty = as in peer_listen"
+    )
 
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     threads: NonNegativeInt = Field(0, description="threads for training; 0 = cores / clients_on_host")
-    clients_on_host: PositiveInt = Field(1, description="clients that share this host's cores")
+    clients_on_host: PositiveInt = Field(1, description="number of clients that share the cores of this host")
 
     metrics_listen: TcpAddressOrEmpty = Field(
-        "", description="where Prometheus reads metrics, host:port; empty = nowhere"
+        "", description="address where Prometheus reads metrics, host:port; empty = none"
     )
-    metrics_insecure: bool = Field(False, description="let other hosts read metrics, in plaintext")
+    metrics_insecure: bool = Field(False, description="allow other hosts to read metrics in plaintext")
     log_style: Literal["auto", "text", "json"] = Field("auto", description="auto = text on a terminal, else JSON")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="the least that is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="the lowest level that is logged"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         check_metrics_address(self.metrics_listen, insecure=self.insecure or self.metrics_insecure)
         if self.partition_index >= self.partition_count:
-            raise ValueError("partition_index must be below partition_count")
+            raise ValueError(
+                f"partition_index={self.partition_index} must be below partition_count={self.partition_count}"
+            )
         self._check_exposed()
         return self
 
@@ -84,7 +92,7 @@ class ClientConfig(BaseSettings):
             raise ValueError(f"a token must not travel in plaintext to {self.server!r}: set tls.ca")
         if plain and not self.insecure:
             raise ValueError(
-                f"{self.server!r} is another host, in plaintext: set tls.ca, or insecure = true to allow it"
+                f"{self.server!r} is another host, and plaintext is not allowed: set tls.ca, or insecure = true"
             )
         if not (is_loopback(self.peer_listen) or self.tls.mutual or self.insecure):
             raise ValueError(

@@ -1,10 +1,10 @@
-"""How a client's work can end other than well."""
+"""The errors of a client."""
 
 from fedring.daemon.exits import Exit
 
 
 class RoundOver(Exception):
-    """The round goes on, or has ended, without this client's update; `reason` is a stable word."""
+    """The round has no use for this client's update, or has ended; `reason` is a stable word."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -13,27 +13,27 @@ class RoundOver(Exception):
 
 
 class UpdateRefused(RoundOver):
-    """The server will never take this update."""
+    """The server has refused this update for good."""
 
 
 class WrongModel(ValueError):
-    """The model does not fit the one that is trained; the sentence names the first difference."""
+    """The model has another schema than the one that is trained; the sentence names the first difference."""
 
 
 class BadModel(Exception):
-    """What the server sent is not the model that it named."""
+    """The bytes that the server sent are not the model that it named."""
 
 
 class Refused(Exception):
-    """The server will not have this client, now or later; `exit_code` is what a program should end with."""
+    """The server has refused this client for good; a program should exit with `exit_code`."""
 
     def __init__(self, sentence: str, exit_code: Exit) -> None:
         super().__init__(sentence)
         self.exit_code = exit_code
 
 
-class Closed(RoundOver):
-    """The federation was closed: nothing more will come, or go."""
+class FederationClosed(RoundOver):
+    """The federation was closed, so that nothing is received or sent any more."""
 
     def __init__(self) -> None:
         super().__init__("closed")

@@ -1,4 +1,4 @@
-"""The way in: `connect` to a server, take tasks from it, give updates back."""
+"""`connect`, and the federation that it returns: an iterator of tasks."""
 
 import logging
 import signal
@@ -12,13 +12,14 @@ from typing import Any, Self
 from torch import nn
 
 from fedring.client.config import ClientConfig
-from fedring.client.delivery import Delivery
-from fedring.client.errors import Closed, Refused, RoundOver
-from fedring.client.inbox import EvaluationOrder
-from fedring.client.link import Link
-from fedring.client.metrics import Metrics
-from fedring.client.spool import Spool
+from fedring.client.errors import FederationClosed, Refused, RoundOver
+from fedring.client.metrics import ClientMetrics
+from fedring.client.session.inbox import EvaluationOrder
+from fedring.client.session.link import ServerLink
 from fedring.client.task import Evaluation, Task
+from fedring.client.transfer.delivery import Delivery
+from fedring.client.transfer.fetch import ModelFetcher
+from fedring.client.transfer.spool import Spool
 from fedring.daemon.config import load_config
 from fedring.daemon.lock import StateLock
 from fedring.daemon.metrics import serving
@@ -41,13 +42,22 @@ def connect(
     evaluate: Callable[[nn.Module], Counts | tuple[int, int, float]] | None = None,
     **overrides: Any,
 ) -> "Federation":
-    """A federation to iterate over, within `with`; `overrides` are keys of the configuration, such as server=.
+    """Connect to a server, and return a federation to iterate over within `with`.
 
-    Give `evaluate`, which counts (correct, total, sum of losses), and the `model` to fill before each call of it, to
-    take part in the evaluation of published models.
+    Give `model` and `evaluate` to take part in the evaluation of published models.
+
+    Args:
+        config: The configuration; None = from the environment.
+        model: The module that is filled with the published model before each call of `evaluate`.
+        evaluate: Returns the counts (correct, total, sum of losses) of the model on samples of this client.
+        overrides: Keys of the configuration, such as server="fl.example.org:8443"; they take precedence.
+
+    Raises:
+        ConfigError: If the configuration is wrong, or the state folder cannot be used.
+        ValueError: If `evaluate` was given without `model`.
     """
     if evaluate and model is None:
-        raise ValueError("evaluate needs the model that it is to be called with: connect(..., model=model)")
+        raise ValueError("evaluate needs the model to evaluate: connect(..., model=model)")
     given = config.model_dump(exclude_unset=True) if config else {}
     loaded = load_config(ClientConfig, flags=given | overrides)
 
@@ -62,9 +72,18 @@ def connect(
 
 
 class Federation:
-    """Yields a Task for each round, for ever, until it is closed or the process gets SIGTERM.
+    """Yields a Task for each round until it is closed or the process gets SIGTERM. Use it within `with`.
 
-    Refused is raised if the server will not have this client, ConfigError if its state folder cannot be used.
+    The iteration raises Refused if the server has refused this client for good.
+
+    Args:
+        config: The configuration.
+        on_evaluate: Evaluates a published model; None = this client does not evaluate.
+        modes: The modes of jobs that this client can train in.
+        tell: Is called with a sentence for people whenever the state of the session changes.
+
+    Raises:
+        ConfigError: If the state folder or an address cannot be used.
     """
 
     def __init__(
@@ -77,17 +96,18 @@ class Federation:
     ) -> None:
         self.config = config
         self._on_evaluate = on_evaluate
-        self._modes = modes  # that its tasks may have
+        self._modes = modes
         self._spool = Spool(config.state_dir)
-        metrics = Metrics()
+        metrics = ClientMetrics()
         metrics.spool_bytes.set_function(lambda: self._spool.size)
         metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
         with ExitStack() as stack:
             stack.enter_context(StateLock(config.state_dir))
             if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
                 log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
-            self._link = Link(config, metrics, evaluates=on_evaluate is not None, tell=tell)
-            self._held = stack.pop_all()
+            self._link = ServerLink(config, metrics, evaluates=on_evaluate is not None, tell=tell)
+            self._resources = stack.pop_all()
+        self._models = ModelFetcher(self._link.connection, self._link.session.advance)
         self._delivery = Delivery(self._link, self._spool)
         self._task: Task | None = None
         self._signal_taken = False
@@ -105,7 +125,7 @@ class Federation:
         finally:
             self._link.close()
             self._link.join()
-            self._held.close()
+            self._resources.close()
             if self._signal_taken:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -113,7 +133,7 @@ class Federation:
         return self
 
     def __next__(self) -> Task:
-        """The next round's task; waits for it as long as it takes."""
+        """Wait for the next round, and return its task. A task that was not submitted is reported as failed."""
         if self._task and not self._task.done and not self._task.cancelled:
             self._task.fail("no_update", "the training ended without an update")
         if self._task:
@@ -127,23 +147,23 @@ class Federation:
                 if isinstance(work, EvaluationOrder):
                     self._evaluate(work)
                 elif not self._delivery.settle(work):
-                    self._task = Task(work, self._link, self._spool, self.config.client_id)
+                    self._task = Task(work, self._link, self._models, self._spool, self.config.client_id)
                     if self._task.job.mode in self._modes:
                         return self._task
                     self._task.fail("unknown_mode", f"this client does not train in the mode {self._task.job.mode!r}")
-        except Closed:
+        except FederationClosed:
             raise StopIteration from None
 
     @property
     def ids(self) -> dict[str, object]:
-        """The round in hand, if there is one, for logs."""
+        """The current round, if there is one, for log lines."""
         current = self._link.session.inbox.current
-        if current is None or (current.over and self._task is None):
+        if current is None or (current.end_reason and self._task is None):
             return {}
         return {"round": current.command.round}
 
     def close(self) -> None:
-        """End the iteration, and the task in hand; may be called from any thread, and from a signal handler."""
+        """End the iteration and the current task. Any thread and any signal handler may call this."""
         self._link.close()
 
     def _evaluate(self, order: EvaluationOrder) -> None:
@@ -151,10 +171,14 @@ class Federation:
             return
         counts = Counts()
         try:
-            counts = self._on_evaluate(Evaluation(order, self._link))
+            counts = self._on_evaluate(Evaluation(order, self._link, self._models))
             if not abs(counts.loss_sum) <= MAX_FIGURE:
-                log.warning("model %d has no score here: its loss is %g", order.command.model_version, counts.loss_sum)
-                counts = Counts()  # the server would refuse it, and wait for another
+                log.warning(
+                    "model %d was evaluated, but its loss of %g is out of range and not reported",
+                    order.command.model_version,
+                    counts.loss_sum,
+                )
+                counts = Counts()  # The server would refuse such a loss, and wait for another report.
         except RoundOver as over:
             log.warning("model %d was not evaluated: %s", order.command.model_version, over)
         finally:
@@ -168,13 +192,13 @@ class Federation:
             self._link.call(lambda: self._link.session.report_evaluation(report))
 
     def _tell_failure(self, error: Exception) -> None:
-        """The server need not wait for a task whose code has failed."""
+        """Report that the task's code has failed, so that the server does not wait for it."""
         if self._task and not self._task.done:
             try:
                 self._task.fail("train_error", f"{type(error).__name__}: {error}")
                 self._link.call(lambda: self._link.session.flush(_FLUSH_SECONDS))
-            except (Closed, Refused):
-                pass  # it learns from the end of the session
+            except (FederationClosed, Refused):
+                pass  # The end of the session tells the server.
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.close()

@@ -11,7 +11,7 @@ from torch.futures import Future
 from fedring.ddp import DGC, Profile
 from fedring.ddp.hooks.by_name import Options, Ready
 from fedring.ddp.hooks.by_name import make_hook as ready_hook
-from fedring.train.parallel import HOOKS, DataParallel
+from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.plan import Plan
 from fedring.train.seam import resolve
 from fedring.workers.usage import Hook, TimedHook, Usage

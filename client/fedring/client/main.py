@@ -28,15 +28,15 @@ _HELP = """Train where the data lives, whenever fl-server asks.
 
 [CONFIG] is a file that ends in .toml or .json. Each key=value sets one key over it; so do the environment
 variables FEDRING_CLIENT_<KEY>, over the file, and the options below, over all. --print-config shows every key,
-its value, and where that came from.
+its value, and where the value came from.
 
 \b
   fl-client --server fl.example.org:8443 insecure=true
   fl-client /etc/fedring/client.toml --partition 0/4
   fl-client client.toml trainer=my_project.training:train trusted='["fedring", "my_project"]'
 
-Ends with 0 when told to stop, 78 if the configuration is wrong or another client has this client_id, 77 if the
-server will not have this client. A server that cannot be reached is tried for ever.
+Exits with 0 when told to stop, with 78 if the configuration is wrong or another client uses this client_id, and with
+77 if the server refuses this client. If the server cannot be reached, fl-client keeps trying.
 """
 
 app = typer.Typer(
@@ -52,16 +52,18 @@ def command(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", show_default=False)
     ] = None,
-    server: Annotated[str | None, typer.Option(help="fl-server's address, host:port")] = None,
-    client_id: Annotated[str | None, typer.Option(help="stable name of this client; unique in the fleet")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="folder that only this client uses")] = None,
-    data_root: Annotated[Path | None, typer.Option(help="folder of the data sets")] = None,
-    partition: Annotated[str | None, typer.Option(metavar="I/N", help="hold part I, from 0, of N parts")] = None,
-    check_config: Annotated[bool, typer.Option("--check-config", help="say whether it could start, and end")] = False,
-    print_config: Annotated[bool, typer.Option("--print-config", help="print the configuration, and end")] = False,
-    version: Annotated[bool, typer.Option("--version", help="print the version, and end")] = False,
+    server: Annotated[str | None, typer.Option(help="the address of fl-server, host:port")] = None,
+    client_id: Annotated[str | None, typer.Option(help="the stable name of this client, unique in the fleet")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="a folder that only this client uses")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="the folder of the data sets")] = None,
+    partition: Annotated[str | None, typer.Option(metavar="I/N", help="train on part I of N, counted from 0")] = None,
+    check_config: Annotated[
+        bool, typer.Option("--check-config", help="check whether fl-client could start, and exit")
+    ] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="print the configuration, and exit")] = False,
+    version: Annotated[bool, typer.Option("--version", help="print the version, and exit")] = False,
 ) -> None:
-    """Parse, compose, run."""
+    """Run the command line: load and check the configuration, then serve."""
     if version:
         print(SOFTWARE)
         raise typer.Exit
@@ -72,7 +74,7 @@ def command(
         if print_config:
             print(describe(loaded))
             raise typer.Exit
-        from fedring.client.checks import check  # imports torch
+        from fedring.client.startup_checks import check  # imports torch
 
         check(loaded.config)
         if check_config:
@@ -86,7 +88,14 @@ def command(
 
 
 def parse_partition(text: str | None) -> dict[str, str | None]:
-    """The flags that "I/N" stands for."""
+    """Return the flags that --partition stands for.
+
+    Args:
+        text: "I/N", part I of N; None = the option was not given.
+
+    Raises:
+        ConfigError: If the text has another form.
+    """
     if text is None:
         return {}
     index, slash, count = text.partition("/")
@@ -96,10 +105,10 @@ def parse_partition(text: str | None) -> dict[str, str | None]:
 
 
 def serve(loaded: Loaded[ClientConfig]) -> Exit:
-    """Take part until told to stop, or refused for good."""
-    from fedring.client.checks import warn_of_insecurity
+    """Take part until told to stop or refused by the server; return the exit code."""
     from fedring.client.federation import Federation
-    from fedring.client.trainer import MODES, Declared, prepare
+    from fedring.client.startup_checks import warn_of_insecurity
+    from fedring.client.trainer import MODES, DeclaredTrainer, prepare
 
     config = loaded.config
     set_up_logs(config.log_style, config.log_level)
@@ -110,24 +119,24 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
     warn_of_insecurity(config)
     set_up_tracing("fl-client")
     prepare(config)
-    trainer = Declared(config)
+    trainer = DeclaredTrainer(config)
     federation = Federation(
         config, on_evaluate=trainer.evaluate, modes=MODES, tell=lambda text: sd_notify(f"STATUS={text}")
     )
     log_always(lambda: federation.ids)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
+        signal.signal(number, signal.SIG_DFL)  # A second signal ends the process at once.
         sd_notify("STOPPING=1\nSTATUS=stopping")
         federation.close()
         if trainer.in_users_code:
-            raise KeyboardInterrupt  # the built-in loop asks whether to stop; a user's may not
+            raise KeyboardInterrupt  # The built-in loop checks whether to stop, but a user's may not.
 
     with federation:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
         sd_notify("READY=1")
-        gc.freeze()  # what is here stays: no collection need look at it again
+        gc.freeze()  # Collections need not look at these objects again, since they live as long as the process.
         try:
             with suppress(KeyboardInterrupt):
                 for task in federation:
@@ -140,8 +149,8 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
 
 
 def main() -> None:
-    """The program."""
-    faulthandler.register(signal.SIGUSR1)  # all stacks to stderr, whatever the daemon is stuck in
+    """Run the program fl-client."""
+    faulthandler.register(signal.SIGUSR1)  # Prints all stacks to stderr, even if the daemon is stuck.
     bound_arenas()
     app()
 

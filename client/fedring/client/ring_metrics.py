@@ -1,4 +1,4 @@
-"""Metrics of rings and of data-parallel training: read from what they know anyway, so that a step costs no more."""
+"""Metrics of rings and of data-parallel training, read from counters that they keep anyway: a step costs no more."""
 
 import threading
 import weakref
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:  # a client that only takes part in federated rounds never imports them
+if TYPE_CHECKING:  # a client that only takes part in federated rounds never imports these
     from fedring.ring import Traffic
-    from fedring.workers.group import GroupTraining
+    from fedring.workers.data_parallel_epochs import DataParallelTraining
     from fedring.workers.usage import Usage
 
 Facts = dict[str, float]
@@ -22,36 +22,36 @@ _SUMS = ("steps", "seconds", "samples", "wait_seconds", "compress_seconds", "dec
 
 @runtime_checkable
 class Sparse(Protocol):
-    """A hook that sends a share of the gradient, and owes the rest."""
+    """A hook that sends a share of the gradient, and keeps the rest as its residual."""
 
     def sparsity(self) -> float:
-        """The share of the entries that it sends now."""
+        """Return the share of the entries that the hook sends now."""
         ...
 
     def residual_norm(self) -> float:
-        """The L2 norm of what it owes."""
+        """Return the L2 norm of the residual."""
         ...
 
 
 class RingMetrics(Collector):
-    """What all rings and all data-parallel trainings of this process have come to."""
+    """The sums of all rings and of all data-parallel trainings of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._past: Facts = {}  # of trainings that have ended
-        self._now: Callable[[], Facts] = dict  # of the one that runs
-        self._hook: Callable[[], object] = lambda: None  # of the newest one, while it exists
+        self._past: Facts = {}  # the sums of trainings that have ended
+        self._now: Callable[[], Facts] = dict  # returns the figures of the training that runs
+        self._hook: Callable[[], object] = lambda: None  # returns the hook of the newest training, while it exists
         self._traffic: Callable[[], Traffic] | None = None
 
     def read(self, traffic: Callable[[], "Traffic"]) -> None:
-        """From now on `traffic` says what went over all rings."""
+        """Read the counters of all rings from `traffic` from now on."""
         self._traffic = traffic
 
     @contextmanager
-    def training(self, training: "GroupTraining", *, workers: int) -> Iterator[None]:
-        """Inside, what the training takes shows as it grows."""
+    def training(self, training: "DataParallelTraining", *, workers: int) -> Iterator[None]:
+        """Show the figures of a training while the block runs, and add them to the sums at its end."""
         numel = sum(p.numel() for p in training.replica.model.parameters() if p.requires_grad)
-        dense = _FLOAT * numel * 2 * (workers - 1) / workers  # what a ring's allreduce of it sends
+        dense = _FLOAT * numel * 2 * (workers - 1) / workers  # bytes that a ring sends in an allreduce of the gradient
         with self._lock:
             self._now = lambda: _facts(training.usage, dense)
             self._hook = weakref.ref(training.hook)
@@ -62,11 +62,11 @@ class RingMetrics(Collector):
                 self._past, self._now = _sum(self._past, self._now()), dict
 
     def collect(self) -> Iterator[Metric]:
-        """What Prometheus is told."""
-        yield from self._of_rings()
-        yield from self._of_trainings()
+        """Yield all metrics, for Prometheus."""
+        yield from self._ring_metrics()
+        yield from self._training_metrics()
 
-    def _of_rings(self) -> Iterator[Metric]:
+    def _ring_metrics(self) -> Iterator[Metric]:
         traffic = self._traffic() if self._traffic else None
         yield SummaryMetricFamily(
             "fl_ring_allreduce_seconds",
@@ -74,18 +74,18 @@ class RingMetrics(Collector):
             traffic.exchanges if traffic else 0,
             traffic.exchange_seconds if traffic else 0.0,
         )
-        text = "Waits for a rank to begin with its part of a collective: who is waited for most is the slowest."
+        text = "Waits for a rank to begin its part of a collective. The slowest rank is waited for most."
         waits = SummaryMetricFamily("fl_ring_wait_seconds", text, labels=["peer_rank"])
         for rank, wait in sorted(traffic.waits.items()) if traffic else ():
             waits.add_metric([str(rank)], wait.times, wait.seconds)
         yield waits
         sent = traffic.sent_bytes + traffic.shared_bytes if traffic else 0
-        text = "Bytes that went to peers, on the wire or through memory of one host."
+        text = "Bytes sent to peers, over the network or through shared memory on one host."
         yield CounterMetricFamily("fl_ring_sent_bytes_total", text, sent)
-        text = "Streams that were refused, as their certificate is no member's of the group."
+        text = "Streams that were refused because their certificate is not that of a member of the group."
         yield CounterMetricFamily("fl_ring_refused_streams_total", text, traffic.refused_streams if traffic else 0)
 
-    def _of_trainings(self) -> Iterator[Metric]:
+    def _training_metrics(self) -> Iterator[Metric]:
         with self._lock:
             facts = _sum(self._past, self._now())
             hook = self._hook()
@@ -93,9 +93,9 @@ class RingMetrics(Collector):
         yield CounterMetricFamily("fl_ring_dense_bytes_total", text, facts["dense_bytes"])
         text = "Steps of data-parallel training."
         yield SummaryMetricFamily("fl_ring_step_seconds", text, int(facts["steps"]), facts["seconds"])
-        text = "Samples that this worker has trained on, data-parallel."
+        text = "Samples on which this worker has trained in data-parallel jobs."
         yield CounterMetricFamily("fl_ring_samples_total", text, facts["samples"])
-        text = "Time of steps with nothing to do but to wait for gradients."
+        text = "Time in steps during which the worker only waited for gradients."
         yield CounterMetricFamily("fl_ring_idle_seconds_total", text, facts["wait_seconds"])
         text = "Time that the communication hook took to compress gradients."
         yield CounterMetricFamily("fl_ring_hook_compress_seconds_total", text, facts["compress_seconds"])
@@ -104,7 +104,7 @@ class RingMetrics(Collector):
         sparse = hook if isinstance(hook, Sparse) else None
         text = "Share of the gradient's entries that the hook sends now; 1 = all."
         yield GaugeMetricFamily("fl_ring_sparsity_ratio", text, sparse.sparsity() if sparse else 1.0)
-        text = "L2 norm of what the hook owes."
+        text = "L2 norm of the hook's residual."
         yield GaugeMetricFamily("fl_ring_residual_norm", text, sparse.residual_norm() if sparse else 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What a server asks for, as the user's code sees it: a round to train, a model to evaluate."""
+"""The work that a server asks for, as the user's code sees it: a round to train in, or a model to evaluate."""
 
 import hashlib
 import time
@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from fedring.client.delivery import Delivery
 from fedring.client.errors import RoundOver, UpdateRefused, WrongModel
-from fedring.client.held import Model
-from fedring.client.inbox import Assignment, EvaluationOrder
-from fedring.client.link import Link
-from fedring.client.metrics import Metrics
-from fedring.client.rendezvous import Rendezvous
-from fedring.client.spool import Spool
-from fedring.client.update import Work, make_update
+from fedring.client.metrics import ClientMetrics
+from fedring.client.session.inbox import Assignment, EvaluationOrder
+from fedring.client.session.link import ServerLink
+from fedring.client.transfer.delivery import Delivery
+from fedring.client.transfer.download import HeldModel
+from fedring.client.transfer.fetch import ModelFetcher
+from fedring.client.transfer.spool import Spool
+from fedring.client.transfer.update import TrainingReport, make_update
 from fedring.codec import CodecError
 from fedring.train.plan import Plan
 from fedring.train.state import fill, read_vectors, schema_of
@@ -22,34 +22,45 @@ from fedring.v1 import federation_pb2 as pb
 
 
 class Task:
-    """One round: load the model, train it in whatever way, submit it."""
+    """One round: load the model, train it, and submit it. `Federation` makes tasks; users do not.
 
-    def __init__(self, assignment: Assignment, link: Link, spool: Spool, client_id: str) -> None:
+    Attributes:
+        command: What the server has sent.
+        link: The session to the server.
+        done: Whether the task was submitted, has failed, or was refused.
+        result: What became of it, one of `fedring.client.metrics.RESULTS`.
+        train_seconds: How long the training took; None = it was not trained to its end.
+    """
+
+    def __init__(
+        self, assignment: Assignment, link: ServerLink, models: ModelFetcher, spool: Spool, client_id: str
+    ) -> None:
         self.command = assignment.command
-        self.done = False  # submitted, failed, or refused
-        self.result = "over"  # what has become of it (metrics.RESULTS)
-        self.train_seconds: float | None = None  # None = it was not trained to its end
+        self.link = link
+        self.done = False
+        self.result = "over"
+        self.train_seconds: float | None = None
         self._assignment = assignment
-        self._link = link
+        self._models = models
         self._spool = spool
         self._delivery = Delivery(link, spool)
         self._client_id = client_id
-        self._base: Model | None = None
+        self._base: HeldModel | None = None
         self._loaded_at = 0.0
 
     @property
     def round(self) -> int:
-        """The round, unique in the run and rising."""
+        """The number of the round, unique in the run and rising."""
         return self.command.round
 
     @property
     def job(self) -> pb.JobSpec:
-        """What the job trains."""
+        """The job: what is trained, and in which mode."""
         return self.command.job
 
     @property
     def plan(self) -> Plan:
-        """How the job wants it trained."""
+        """How the job wants the model trained: epochs, batch size, learning rate, seed."""
         c = self.command
         seed = own_seed(c.seed, self._client_id)
         return Plan(
@@ -57,24 +68,29 @@ class Task:
         )
 
     @property
-    def metrics(self) -> Metrics:
-        """What this client tells of itself."""
-        return self._link.metrics
+    def metrics(self) -> ClientMetrics:
+        """The metrics of this client."""
+        return self.link.metrics
 
     @property
     def cancelled(self) -> bool:
-        """Whether the round has ended, so that further training is in vain."""
-        return bool(self._assignment.ended)
+        """Whether the round has ended, so that further training would be wasted."""
+        return bool(self._assignment.stop_reason)
 
     def load_into(self, model: nn.Module) -> None:
-        """Afterwards `model` holds the values that this round starts from; WrongModel names what does not fit."""
-        self._base = load(self._link, self.command, model, lambda: self._assignment.ended)
+        """Load the values that this round starts from into `model`.
+
+        Raises:
+            WrongModel: If the model has another schema than the one that is trained.
+            RoundOver: If the round has ended, or the model cannot be fetched.
+        """
+        self._base = load(self.link, self._models, self.command, model, ended=lambda: self._assignment.stop_reason)
         self._loaded_at = time.perf_counter()
-        self._link.session.begin(pb.ACTIVITY_TRAINING)
+        self.link.session.begin(pb.ACTIVITY_TRAINING)
 
     def progress(self, share: float) -> None:
-        """Tell the operator that this share of the training is done."""
-        self._link.session.advance(share)
+        """Report the share of the training that is done, 0 to 1. The operator sees it."""
+        self.link.session.advance(share)
 
     def submit(
         self,
@@ -83,64 +99,80 @@ class Task:
         metrics: Mapping[str, float] | None = None,
         train_seconds: float | None = None,
     ) -> None:
-        """The server has accepted what `model` learned from `samples` samples; RoundOver if it has not.
+        """Send what the model has learned, and return once the server has accepted it.
 
-        Without `train_seconds`, all the time since `load_into` counts as training.
+        Args:
+            model: The model that was given to `load_into`, trained.
+            samples: How many samples it was trained on, at least 1.
+            metrics: Figures of the training, by name; at most 32.
+            train_seconds: How long the training took; None = since `load_into`.
+
+        Raises:
+            RoundOver: If the round has ended without this update.
+            UpdateRefused: If the server has refused the update, or it cannot be sent.
+            WrongModel: If nothing was loaded, or the model has another schema than the one that was loaded.
+            ValueError: If a figure is out of range.
         """
         if self._base is None:
             raise WrongModel("nothing was loaded for this round: call load_into before the training")
         seconds = time.perf_counter() - self._loaded_at if train_seconds is None else train_seconds
-        work = Work(samples, seconds, metrics or {})
+        training = TrainingReport(samples, seconds, metrics or {})
         self.train_seconds = seconds
-        if why := self._assignment.ended:
+        if reason := self._assignment.stop_reason:
             self.done = True
-            raise RoundOver(why)
+            raise RoundOver(reason)
         self.done = True
         try:
-            self._deliver(model, self._base, work)
+            self._deliver(model, self._base, training)
             self.result = "accepted"
         except UpdateRefused:
             self.result = "refused"
             raise
 
-    def rendezvous(self) -> Rendezvous:
-        """The way to the other workers of a round that a group trains; open within `with`."""
-        return Rendezvous(self._link, self.command)
-
     def stand_aside(self, train_seconds: float) -> None:
-        """Nothing more is to come from this client for the round: one delivers for all."""
+        """Note that another worker of the group delivers what this one has trained.
+
+        Args:
+            train_seconds: How long this worker has trained.
+        """
         self.done = True
         self.train_seconds = train_seconds
         if self.result == "over":
             self.result = "trained"
-        self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
+        self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
 
     def fail(self, reason: str, detail: str) -> None:
-        """The server learns, with one stable word and one sentence, that this client has nothing for this round."""
+        """Report that this client has no update for this round.
+
+        Args:
+            reason: A stable word.
+            detail: A sentence for people.
+        """
         self.done, self.result = True, "failed"
-        self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
+        self.link.session.begin(pb.ACTIVITY_UNSPECIFIED)
         self._delivery.fail(self._assignment, reason, detail)
 
     def leave(self) -> None:
-        """End the work on the round. If only its time was over, it is begun anew should the server ask for it again."""
+        """End the work on the round. If the server asks for the round again after this, it is trained anew."""
         mine = self._assignment
-        if not (mine.idle or mine.accepted or mine.failure):
-            mine.over = mine.ended
+        if not (mine.undelivered or mine.accepted_name or mine.failure):
+            mine.end_reason = mine.stop_reason
 
-    def _deliver(self, model: nn.Module, base: Model, work: Work) -> None:
+    def _deliver(self, model: nn.Module, base: HeldModel, training: TrainingReport) -> None:
         command = self.command
         if clause := base.schema.difference(schema_of(model)):
             self.fail("wrong_schema", clause)
-            raise WrongModel(f"this is not the model that was loaded: {clause}")
-        last = self._link.connection.last_accepted
+            raise WrongModel(f"this model is not the one that was loaded: {clause}")
+        last = self.link.connection.last_accepted
         residual = self._spool.residual(command.run_id, command.schema_hash, last)
         try:
-            update = make_update(command, self._client_id, base, read_vectors(model), work, residual)
+            update = make_update(command, self._client_id, base, read_vectors(model), training, residual)
         except CodecError as error:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
         if (size := sum(map(len, update.parts))) > command.max_update_bytes > 0:
-            detail = f"the update has {size} bytes, and at most {command.max_update_bytes} are taken"
+            limit = f"max_update_bytes={command.max_update_bytes}"
+            detail = f"the update has {size} bytes, more than {limit} of fl-server: raise that or use another encoding"
             self.fail("too_large", detail)
             raise UpdateRefused("too_large", detail)
         spooled = self._spool.write(update.offer, update.parts, update.residual)
@@ -148,40 +180,72 @@ class Task:
 
 
 def own_seed(seed: int, client_id: str) -> int:
-    """The round's seed as this client uses it, 0 to 2^63 - 1.
+    """Return the seed that this client uses in a round, 0 to 2^63 - 1.
 
-    With one seed for all, clients would draw the same places of their parts. Data sets are ordered (MNIST by writer),
-    so that the clients of a round would see the same few writers.
+    With the same seed, all clients would draw samples at the same places of their parts. Data sets are ordered (such as
+    MNIST by writer), so all clients of a round would see the same few writers.
+
+    Args:
+        seed: The round's seed, which is the same for all clients.
+        client_id: This client's id.
     """
     digest = hashlib.sha256(f"{seed}:{client_id}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 class Evaluation:
-    """One published model to evaluate."""
+    """One published model to evaluate. `Federation` passes it to the function that evaluates."""
 
-    def __init__(self, order: EvaluationOrder, link: Link) -> None:
+    def __init__(self, order: EvaluationOrder, link: ServerLink, models: ModelFetcher) -> None:
         self.command = order.command
         self._deadline = order.deadline
         self._link = link
+        self._models = models
 
     @property
     def job(self) -> pb.JobSpec:
-        """What the job trains."""
+        """The job: what is trained, and in which mode."""
         return self.command.job
 
     def load_into(self, model: nn.Module) -> None:
-        """Afterwards `model` holds the values to evaluate; WrongModel names what does not fit."""
-        load(self._link, self.command, model, lambda: "deadline" if time.monotonic() >= self._deadline else "")
+        """Load the values to evaluate into `model`.
+
+        Raises:
+            WrongModel: If the model has another schema than the one that is trained.
+            RoundOver: If the deadline has passed, or the model cannot be fetched.
+        """
+        load(self._link, self._models, self.command, model, ended=self._ended)
         self._link.session.begin(pb.ACTIVITY_EVALUATING)
 
+    def _ended(self) -> str:
+        return "deadline" if time.monotonic() >= self._deadline else ""
 
-def load(link: Link, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, ended: Callable[[], str]) -> Model:
-    """The model of the command, which `model` holds afterwards; RoundOver once `ended()` says why."""
+
+def load(
+    link: ServerLink,
+    models: ModelFetcher,
+    command: pb.TrainCmd | pb.EvaluateCmd,
+    model: nn.Module,
+    *,
+    ended: Callable[[], str],
+) -> HeldModel:
+    """Fetch the model that a command names, and load its values into `model`.
+
+    Args:
+        link: The session to the server.
+        models: What fetches and holds models.
+        command: The command.
+        model: The module to fill.
+        ended: Returns why the model is no longer wanted; empty while it is.
+
+    Raises:
+        WrongModel: If `model` has another schema.
+        RoundOver: If the model is no longer wanted, or cannot be fetched.
+    """
     schema = schema_of(model)
     link.session.begin(pb.ACTIVITY_FETCHING)
-    fetched = link.models.at_hand(command, schema)
+    fetched = models.at_hand(command, schema)
     if fetched is None:
-        fetched = link.call(lambda: link.models.fetch(command.model_digest, schema, ended))
+        fetched = link.call(lambda: models.fetch(command.model_digest, schema, ended))
     fill(model, schema, fetched.vectors)
     return fetched

@@ -1,4 +1,4 @@
-"""Training as a job declares it: names in, updates out. Model and data stay loaded from round to round."""
+"""Trains as a job declares it: resolves the names in the job, and keeps model and data loaded from round to round."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ from fedring.client.user_trainer import Trainer, run_trainer
 from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part
 from fedring.train.device import pick_device, threads_for
-from fedring.train.errors import SeamError, TrainError, TrainingStopped, told, verdict
+from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, evaluate
 from fedring.train.loop import Loss, OptimizerFactory, train, warm_up
 from fedring.train.plan import TrainResult
@@ -26,21 +26,21 @@ from fedring.train.seam import build_model, resolve
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
-    from fedring.client.data_parallel import DataParallelTrainer
-    from fedring.client.pipelined import PipelineTrainer
+    from fedring.client.group.data_parallel import DataParallelTrainer
+    from fedring.client.group.pipeline import PipelineTrainer
 
 log = logging.getLogger(__name__)
 
 NAMES = ("model", "data", "loss", "optimizer", "trainer")
-"""The parts of a job that the client's configuration may override."""
+"""The names in a job that the client's configuration may override."""
 
 MODES = ("federated", "data_parallel", "pipeline")
-"""The modes of jobs that this trains in."""
+"""The modes of jobs that DeclaredTrainer can train in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bench:
-    """Everything that a job names, loaded."""
+class LoadedJob:
+    """Everything that a job names, imported and loaded."""
 
     model: nn.Module
     split: Split
@@ -49,31 +49,37 @@ class Bench:
     trainer: Trainer | None  # None = the built-in loop
 
 
-class Declared:
-    """Does what a job's names say, as far as the configuration trusts them."""
+class DeclaredTrainer:
+    """Trains and evaluates with what a job names, if the configuration trusts it; owned by `main`."""
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
         self._device = pick_device(config.device)
         self._key = b""
-        self._bench: Bench | None = None
-        self.in_users_code = False  # a user's trainer runs, which may never ask whether to stop
+        self._loaded: LoadedJob | None = None
+        self.in_users_code = False  # whether a user's trainer runs, which may never check whether to stop
 
     def train(self, task: Task) -> None:
-        """Train and submit, or tell the server why not; whatever the job's code does, this client lives on."""
+        """Train and submit, or report to the server why not.
+
+        Errors of the job's code end the task, never the client.
+
+        Raises:
+            Refused: If the server has refused this client for good.
+        """
         try:
-            bench = self._load(task.job)
+            loaded = self._load(task.job)
             with span("train", task.command.traceparent, round=task.round, client=self._config.client_id):
                 if task.job.mode != "federated":
                     trainer = self._pipeline_trainer if task.job.mode == "pipeline" else self._group_trainer
-                    trainer.train(task, bench.model, bench.split.train, loss=bench.loss, optimizer=bench.optimizer)
+                    trainer.train(task, loaded.model, loaded.split.train, loss=loaded.loss, optimizer=loaded.optimizer)
                     return
-                task.load_into(bench.model)
-                result = self._train(bench, task)
-            task.submit(bench.model, result.num_samples, result.metrics, result.seconds)
+                task.load_into(loaded.model)
+                result = self._train(loaded, task)
+            task.submit(loaded.model, result.num_samples, result.metrics, result.seconds)
             log.info("round %d: update accepted", task.round, extra={"round": task.round, **result.metrics})
         except TrainingStopped:
-            task.done = True  # the server knows, which may have told the group before it tells all clients
+            task.done = True  # The server has ended the round, and may have told the group before this client.
             log.info("round %d ended before this client had trained", task.round)
         except RoundOver as over:
             log.warning("round %d takes no update from this client: %s", task.round, over)
@@ -85,14 +91,22 @@ class Declared:
             raise
         except Exception as error:  # the user's code may raise anything
             log.exception("round %d failed", task.round)
-            self._fail(task, verdict(error), told(error))
+            self._fail(task, failure_reason(error), failure_detail(error))
 
     def evaluate(self, evaluation: Evaluation) -> Counts:
-        """The counts of the model on this client's held-out samples; none, with a line in the log, if that fails."""
+        """Evaluate a model on this client's held-out samples.
+
+        Returns:
+            The counts; zeros if the evaluation failed, which is logged.
+
+        Raises:
+            RoundOver: If the evaluation is no longer wanted.
+            Refused: If the server has refused this client for good.
+        """
         try:
-            bench = self._load(evaluation.job)
-            evaluation.load_into(bench.model)
-            return evaluate(bench.model, bench.split.test, loss=bench.loss, device=self._device)
+            loaded = self._load(evaluation.job)
+            evaluation.load_into(loaded.model)
+            return evaluate(loaded.model, loaded.split.test, loss=loaded.loss, device=self._device)
         except (SeamError, TrainError, DataError, WrongModel) as error:
             log.error("model %d was not evaluated: %s", evaluation.command.model_version, error)
         except (RoundOver, Refused):
@@ -103,31 +117,31 @@ class Declared:
 
     @cached_property
     def _group_trainer(self) -> "DataParallelTrainer":
-        from fedring.client.data_parallel import DataParallelTrainer  # imports torch.distributed's collectives
+        from fedring.client.group.data_parallel import DataParallelTrainer  # imports torch.distributed's collectives
 
         return DataParallelTrainer(self._config, trusted_by(self._config), self._device)
 
     @cached_property
     def _pipeline_trainer(self) -> "PipelineTrainer":
-        from fedring.client.pipelined import PipelineTrainer  # as above
+        from fedring.client.group.pipeline import PipelineTrainer  # as above
 
         return PipelineTrainer(self._config, trusted_by(self._config), self._device)
 
-    def _train(self, bench: Bench, task: Task) -> TrainResult:
-        if bench.trainer is None:
+    def _train(self, loaded: LoadedJob, task: Task) -> TrainResult:
+        if loaded.trainer is None:
             return train(
-                bench.model,
-                bench.split.train,
+                loaded.model,
+                loaded.split.train,
                 task.plan,
-                loss=bench.loss,
-                optimizer_factory=bench.optimizer,
+                loss=loaded.loss,
+                optimizer_factory=loaded.optimizer,
                 device=self._device,
                 progress=task.progress,
                 stopped=lambda: task.cancelled,
             )
         self.in_users_code = True
         try:
-            return run_trainer(bench.trainer, bench.model, bench.split.train, task.plan, device=self._device)
+            return run_trainer(loaded.trainer, loaded.model, loaded.split.train, task.plan, device=self._device)
         finally:
             self.in_users_code = False
 
@@ -135,27 +149,27 @@ class Declared:
         log.error("round %d failed (%s): %s", task.round, reason, detail)
         task.fail(reason, detail)
 
-    def _load(self, job: pb.JobSpec) -> Bench:
-        """What the job names; the same as before if the job asks for the same."""
+    def _load(self, job: pb.JobSpec) -> LoadedJob:
+        """Return what the job names; it stays loaded from job to job as long as the names and their arguments do."""
         key = pb.JobSpec()
         key.CopyFrom(job)
         key.ClearField("job_id")
         key.ClearField("name")
         key.ClearField("rounds")
         wanted = key.SerializeToString(deterministic=True)
-        if self._bench is None or wanted != self._key:
-            self._bench = None  # lets the old data go before the new comes
-            self._bench, self._key = self._build(job), wanted
-        return self._bench
+        if self._loaded is None or wanted != self._key:
+            self._loaded = None  # Frees the old data before the new data is loaded.
+            self._loaded, self._key = self._build(job), wanted
+        return self._loaded
 
-    def _build(self, job: pb.JobSpec) -> Bench:
+    def _build(self, job: pb.JobSpec) -> LoadedJob:
         if job.mode not in MODES:
             raise SeamError("unknown_mode", f"This client does not know the mode {job.mode!r}: update it.")
         name = {part: getattr(self._config, part) or getattr(job, part) for part in NAMES}
         trusted = trusted_by(self._config)
         model = build_model(name["model"], json.loads(job.model_args or "{}"), job.seed, trusted)
-        return Bench(
-            model if job.mode == "pipeline" else model.to(self._device),  # which may be too small for all stages
+        return LoadedJob(
+            model if job.mode == "pipeline" else model.to(self._device),  # The device may be too small for all stages.
             self._split(resolve(name["data"], trusted), job),
             resolve(name["loss"], trusted),
             resolve(name["optimizer"], trusted),
@@ -172,7 +186,7 @@ class Declared:
             raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error
         if not isinstance(split, Split):
             raise DataError("no_data", f"The data callable returned a {type(split).__name__}: let it return a Split.")
-        shared = job.mode != "federated"  # each worker takes its shares of all samples
+        shared = job.mode != "federated"  # Each worker of a group takes its share of all samples.
         part = load_part(
             split,
             "iid" if shared else job.partition or "none",
@@ -183,18 +197,18 @@ class Declared:
         )
         if shared:
             part = Split(split.train, part.test, split.classes)
-        log.info("holding %s samples of %s parts", _size(part.train), config.partition_count)
+        log.info("loaded %s samples of the data set (partition_count=%s)", _size(part.train), config.partition_count)
         return part
 
 
 def trusted_by(config: ClientConfig) -> list[str]:
-    """The modules a job may import from: those the operator trusts, and those the configuration itself names."""
+    """Return the modules from which a job may import: `trusted`, and those that the configuration's names are in."""
     named = [getattr(config, part).partition(":")[0] for part in NAMES]
     return [*config.trusted, *(module for module in named if module)]
 
 
 def prepare(config: ClientConfig) -> None:
-    """Training uses the configured threads, and what torch loads late is loaded."""
+    """Set the number of torch's threads, and load what torch would load in the first round."""
     torch.set_num_threads(config.threads or threads_for(config.clients_on_host))
     warm_up(pick_device(config.device))
 

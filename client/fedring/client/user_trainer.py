@@ -1,4 +1,4 @@
-"""A user's own training, in the place of the built-in loop."""
+"""Runs a user's own training function in the place of the built-in loop."""
 
 import math
 import time
@@ -15,13 +15,27 @@ from fedring.train.loop import seeded
 from fedring.train.plan import Plan, TrainResult
 
 Trainer = Callable[[nn.Module, Dataset[Any], Plan], Any]
-"""(model, samples, plan) -> the number of samples, a mapping with "num_samples", or a TrainResult."""
+"""A function of (model, samples, plan); see docs/clients.md for what it returns."""
 
 
 def run_trainer(
     trainer: Trainer, model: nn.Module, samples: Dataset[Any], plan: Plan, *, device: torch.device
 ) -> TrainResult:
-    """What `trainer` says that it did, checked, with the time that it took; it trains `model` in place on `device`."""
+    """Train with a user's function.
+
+    Args:
+        trainer: The function.
+        model: The model, which is moved to `device` and trained in place.
+        samples: This client's samples.
+        plan: How the job wants it trained. Its seed is set for the time of the training.
+        device: Where to train.
+
+    Returns:
+        What the function reports, checked, with the seconds that it took.
+
+    Raises:
+        TrainError: If the function reports nonsense: "bad_result", or "diverged" if a figure is not finite.
+    """
     model.to(device).train()
     with seeded(plan.seed, device):
         began = time.perf_counter()
@@ -41,7 +55,9 @@ def _result(told: object) -> TrainResult:
         case _:
             result = TrainResult(_count(told))
     if result.num_samples < 1:
-        raise TrainError("bad_result", "The trainer says that it used no samples: let it return how many, at least 1.")
+        raise TrainError(
+            "bad_result", "The trainer reports that it used no samples: let it return how many, at least 1."
+        )
     return result
 
 

@@ -1,0 +1,11 @@
+"""flctl, the operator's command line.
+
+Here live `main`, which lists the verbs, and what all verbs share: options, output, failures, the connection to the
+control port, and daemons as child processes. The verbs are in three packages: `operate` has those that call a running
+fl-server, `admin` those that work on the files of a host, and `bench` those that try and measure something on this
+machine. (`profile` measures with workers of its own, and stays beside `profile_worker`, the module that it starts.)
+
+A module may import those here and those of its own package; `admin` and `bench` may also import `operate`. flctl may
+import every other package of fedring, and none of them imports flctl. torch and matplotlib take seconds to import, so
+only the verbs that need them may import them, inside a function.
+"""

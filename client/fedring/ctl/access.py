@@ -1,4 +1,4 @@
-"""How flctl shows who its user is: options that every verb with --server takes."""
+"""The options with which flctl shows who its user is. Every verb with --server takes them."""
 
 import functools
 import inspect
@@ -19,22 +19,26 @@ from fedring.daemon.exits import Exit
 from fedring.rpc.channel import encrypts, is_loopback, open_sync_channel
 from fedring.rpc.tls import PLAINTEXT, Tls, read_token
 
-_PANEL = "Who you are"
+_PANEL = "Your identity"
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What flctl shows the server, and expects of it."""
+    """How flctl connects: the user's certificate or token, and the authority that the server must be signed by."""
 
     tls: Tls = PLAINTEXT
-    token_file: Path | None = None
+    token_file: Path | None = None  # a file with a bearer token
 
     def channel(self, address: str) -> grpc.Channel:
-        """A channel to the address; Failure if the token would travel in plaintext."""
+        """Open a channel to the address.
+
+        Raises:
+            Failure: The token would be sent in plaintext to another host.
+        """
         if not self.token_file:
             return open_sync_channel(address, self.tls)
         if not encrypts(address, self.tls) and not is_loopback(address):
-            raise Failure(f"the token must not travel in plaintext to {address}: give --tls-ca", Exit.USAGE)
+            raise Failure(f"the token must not be sent in plaintext to {address}: give --tls-ca", Exit.USAGE)
         return open_sync_channel(address, self.tls, read_token(self.token_file))
 
 
@@ -42,25 +46,25 @@ PLAIN = Access()
 _ACCESS: ContextVar[Access] = ContextVar("_ACCESS", default=PLAIN)
 
 _OPTIONS = {
-    "tls_ca": ("--tls-ca", "Who signed fl-server's certificate; without it, plaintext."),
-    "tls_cert": ("--tls-cert", "Your own certificate, an operator's."),
-    "tls_key": ("--tls-key", "Its private key."),
-    "token_file": ("--token-file", "A file with your token."),
+    "tls_ca": ("--tls-ca", "Certificate of the authority that signed fl-server's; without it flctl uses plaintext."),
+    "tls_cert": ("--tls-cert", "Your own certificate, with the role operator."),
+    "tls_key": ("--tls-key", "The private key of --tls-cert."),
+    "token_file": ("--token-file", "File with your bearer token."),
 }
 
 
 def access() -> Access:
-    """As the command line of the running verb, or the environment, says."""
+    """Return what the command line of the running verb, or the environment, says."""
     return _ACCESS.get()
 
 
 def connect(server: str) -> Control:
-    """A connection to the control port, as the user who called the running verb."""
+    """Connect to the control port at the address `server`, with the identity of the running verb's user."""
     return Control(server, channel=access().channel(server))
 
 
 def with_access(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb; if it takes a server, also the options that say who calls."""
+    """Return the verb with the options of this module added, if it takes a server, else the verb itself."""
     signature = inspect.signature(verb)
     if "server" not in signature.parameters:
         return verb
@@ -86,7 +90,7 @@ def with_access(verb: Callable[..., None]) -> Callable[..., None]:
         )
         for name, (flag, help_) in _OPTIONS.items()
     ]
-    untyped: Any = run  # typer looks here
+    untyped: Any = run  # typer reads the options from __signature__
     untyped.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *extra])
     return run
 

@@ -1,4 +1,4 @@
-"""A typed client of fl-server's control port. Every verb, and many a test, talks through it."""
+"""A typed client of fl-server's control port, for the verbs of flctl and for tests."""
 
 import json
 import uuid
@@ -17,22 +17,25 @@ from fedring.v1.control_pb2_grpc import ControlServiceStub, TokenServiceStub
 from fedring.v1.federation_pb2 import FetchModelRequest, ModelHeader
 
 ENDED = frozenset({"completed", "failed", "stopped"})
-"""States of a job that it does not leave."""
+"""The final states of a job."""
 
-_USUAL_ROWS = 100
-_MOST_ROWS = 1000  # in one answer of the server
-_ATTEMPTS = 3  # of a call that starts something; the key makes the later ones harmless
+_DEFAULT_ROWS = 100
+_MAX_ROWS = 1000  # of one answer of the server
+_ATTEMPTS = 3  # of a call that starts a job; its idempotency key makes a repetition harmless
 _R = TypeVar("_R")
 
 
 class Events:
-    """The events from the moment of its making on, in order, until `cancel` or the server's end."""
+    """A stream of the server's events, in order, which ends at `cancel` or when the server goes away.
+
+    Control.events makes it.
+    """
 
     def __init__(self, call: Any, address: str, after: int) -> None:
-        self._call = call  # grpc's stream of Event
+        self._call = call  # a gRPC stream of Event
         self._address = address
         self.last = after
-        """Id of the last event that was read."""
+        """Id of the last event that was read, or the one after which the stream began."""
 
     def __iter__(self) -> Iterator[pb.Event]:
         try:
@@ -44,12 +47,18 @@ class Events:
             return
 
     def cancel(self) -> None:
-        """End the stream, from any thread: its reader gets a Failure."""
+        """End the stream, from any thread; whoever reads it gets a Failure."""
         self._call.cancel()
 
 
 class Control:
-    """A connection to the control port at `address`, "host:port": over the channel, or in plaintext."""
+    """A connection to a server's control port. Every method raises a Failure if the call fails.
+
+    Args:
+        address: "host:port" of the control port.
+        channel: The channel to use, which `close` closes; by default one in plaintext.
+        timeout_seconds: Longest time that a call may take.
+    """
 
     def __init__(self, address: str, *, channel: grpc.Channel | None = None, timeout_seconds: float = 10.0) -> None:
         self.address = address
@@ -65,47 +74,64 @@ class Control:
         self.close()
 
     def close(self) -> None:
-        """End every call and the connection."""
+        """End all calls, and close the connection."""
         self._channel.close()
 
     def start_job(self, job: Mapping[str, Any], *, key: str = "") -> pb.StartReply:
-        """The job is queued, once however often it is called with the same `key` (default: one of its own)."""
+        """Queue a job.
+
+        Args:
+            job: Keys of the job; the server's defaults are used for others.
+            key: Idempotency key: a job is queued once, however often it is sent with the same key. By default every
+                call has a new key.
+        """
         request = pb.StartJobRequest(job=json.dumps(job), idempotency_key=key or str(uuid.uuid4()))
         return self._start(lambda: self._stub.StartJob(request, timeout=self._timeout))
 
     def start_round(self, overrides: Mapping[str, Any], *, key: str = "") -> pb.StartReply:
-        """One round with the server's defaults and `overrides` is queued; `key` as in start_job."""
+        """Queue a job of one round, with the server's defaults and `overrides`; `key` is as in start_job."""
         request = pb.StartRoundRequest(overrides=json.dumps(overrides), idempotency_key=key or str(uuid.uuid4()))
         return self._start(lambda: self._stub.StartRound(request, timeout=self._timeout))
 
     def stop_round(self) -> pb.StopReply:
-        """The round in progress is ended."""
+        """End the round in progress; its job continues."""
         return self._call(lambda: self._stub.StopRound(pb.StopRoundRequest(), timeout=self._timeout))
 
     def stop_job(self, job_id: int = 0) -> pb.StopReply:
-        """The job is ended, 0 = the running one, and its round with it."""
+        """End the job, or the running one if `job_id` is 0, with its round."""
         request = pb.StopJobRequest(job_id=job_id)
         return self._call(lambda: self._stub.StopJob(request, timeout=self._timeout), named=job_id > 0)
 
     def status(self, *, wait_seconds: float = 0.0) -> pb.Status:
-        """What the server does now; with `wait_seconds`, a server that is not there yet is waited for."""
+        """Return what the server does now. Wait up to `wait_seconds` for a server that cannot be reached yet."""
         timeout = max(wait_seconds, self._timeout)
         return self._call(
             lambda: self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout, wait_for_ready=wait_seconds > 0)
         )
 
     def jobs(self, *, job_id: int = 0, limit: int = 0) -> list[pb.Job]:
-        """Jobs, newest first; `job_id` = only this one, `limit` 0 = 100."""
+        """Return jobs, newest first.
+
+        Args:
+            job_id: Return only this job; 0 = all jobs.
+            limit: Most jobs to return; 0 = 100.
+        """
         request = pb.ListRequest(limit=limit, job_id=job_id)
         return list(self._call(lambda: self._stub.ListJobs(request, timeout=self._timeout)).jobs)
 
     def rounds(self, *, job_id: int = 0, number: int = 0, limit: int = 0) -> list[pb.Round]:
-        """Rounds, newest first; `job_id` and `number` = only of and this one, `limit` 0 = 100."""
-        request = pb.ListRequest(limit=limit or _USUAL_ROWS, job_id=job_id, round=number)
+        """Return rounds, newest first.
+
+        Args:
+            job_id: Return only rounds of this job; 0 = of all jobs.
+            number: Return only the round of this number; 0 = all rounds.
+            limit: Most rounds to return; 0 = 100.
+        """
+        request = pb.ListRequest(limit=limit or _DEFAULT_ROWS, job_id=job_id, round=number)
         rounds: list[pb.Round] = []
         while request.limit:
             page = self._call(lambda: self._stub.ListRounds(request, timeout=self._timeout)).rounds
-            if not page or (rounds and page[0].round >= rounds[-1].round):  # an older server knows no pages
+            if not page or (rounds and page[0].round >= rounds[-1].round):  # an older server ignores `below`
                 break
             rounds += page
             if number:
@@ -114,59 +140,75 @@ class Control:
         return rounds
 
     def clients(self, *, limit: int = 0) -> list[pb.Client]:
-        """The clients that the server knows."""
+        """Return the clients that the server knows, at most `limit`; 0 = the server's default."""
         request = pb.ListRequest(limit=limit)
         return list(self._call(lambda: self._stub.ListClients(request, timeout=self._timeout)).clients)
 
     def forget_client(self, client_id: str) -> pb.ForgottenClient:
-        """Forget a client that is away; returns what it was."""
+        """Let the server forget a client that is not in session, and return what is forgotten."""
         request = pb.ForgetClientRequest(client_id=client_id)
         return self._call(lambda: self._stub.ForgetClient(request, timeout=self._timeout))
 
     def models(self, *, limit: int = 0) -> list[pb.Model]:
-        """The model versions that the server keeps, newest first."""
+        """Return the model versions that the server keeps, newest first, at most `limit`; 0 = the server's default."""
         request = pb.ListRequest(limit=limit)
         return list(self._call(lambda: self._stub.ListModels(request, timeout=self._timeout)).models)
 
     def create_token(self, role: str, name: str, *, valid_seconds: int = 0) -> pb.CreatedToken:
-        """A new token, whose secret nobody can ask for again; `valid_seconds` 0 = for ever."""
+        """Make a token. Its secret is only in this answer, since the server keeps a digest.
+
+        Args:
+            role: "client" or "operator".
+            name: Whose token it is: the client_id of a client.
+            valid_seconds: Seconds until it expires; 0 = never.
+        """
         request = pb.CreateTokenRequest(role=role, name=name, valid_seconds=valid_seconds)
         return self._call(lambda: self._tokens.CreateToken(request, timeout=self._timeout))
 
     def tokens(self) -> list[pb.Token]:
-        """All tokens, oldest first."""
+        """Return all tokens, oldest first."""
         return list(self._call(lambda: self._tokens.ListTokens(pb.ListTokensRequest(), timeout=self._timeout)).tokens)
 
     def revoke_token(self, token_id: str) -> pb.Token:
-        """The token, which is refused from now on."""
+        """Revoke a token, so that the server refuses it, and return it."""
         request = pb.RevokeTokenRequest(token_id=token_id)
         return self._call(lambda: self._tokens.RevokeToken(request, timeout=self._timeout))
 
     def job(self, job_id: int) -> pb.Job:
-        """The job; Failure if the server knows none of this id."""
-        for job in self.jobs(job_id=job_id, limit=_MOST_ROWS):
+        """Return the job.
+
+        Raises:
+            Failure: The server has no job of this id.
+        """
+        for job in self.jobs(job_id=job_id, limit=_MAX_ROWS):
             if job.job_id == job_id:
                 return job
-        raise Failure(f"fl-server at {self.address} knows no job {job_id}: see `flctl status`")
+        raise Failure(f"fl-server at {self.address} has no job {job_id}: see `flctl status`")
 
     def events(self, after: int = 0) -> Events:
-        """The events after the id `after`, 0 = from now on: none is missed that happens after the return."""
+        """Return the events after the one with the id `after`, or those from now on if that is 0.
+
+        No event is missed that happens after this method has returned.
+        """
         call = self._stub.WatchEvents(pb.WatchEventsRequest(after=after))
-        call.initial_metadata()  # the server has taken the call
-        self.status()  # and has gone on from there; it also tells if there is no server
+        call.initial_metadata()  # waits until the server has received the call
+        self.status()  # waits until the server has subscribed the call; raises if there is no server
         return Events(call, self.address, after)
 
     def watch(self, *, patience_seconds: float = 60.0) -> Iterator[pb.Event]:
-        """Every event from now on; a server that restarts is waited for."""
+        """Yield every event from now on. Wait up to `patience_seconds` for a server that restarts."""
         for events in self._streams(None, patience_seconds):
             yield from events
 
     def follow_job(
         self, job_id: int, events: Events | None = None, *, patience_seconds: float = 60.0
     ) -> Iterator[pb.Event]:
-        """The job's events, and the clients', up to its "job_ended"; a server that restarts is waited for.
+        """Yield the events of a job, and those of clients, up to the job's "job_ended".
 
-        Nothing is missed if `events` were opened before the job was started.
+        Args:
+            job_id: The job.
+            events: Events that were opened before the job was started, so that none is missed; by default new ones.
+            patience_seconds: How long to wait for a server that restarts; 0 = raise Unreachable.
         """
         for stream in self._streams(events, patience_seconds):
             if stream is not events and (job := self.job(job_id)).state in ENDED:
@@ -179,14 +221,14 @@ class Control:
                     return
 
     def export_model(self, version: int, path: Path) -> ModelHeader:
-        """`path` holds the model, 0 = the newest, as safetensors in its own dtypes."""
-        from fedring.ctl.export import write_model  # it needs numpy, which most verbs do not
+        """Write a model version, or the newest if it is 0, to `path` as safetensors in the model's own dtypes."""
+        from fedring.ctl.model_export import write_model  # imports numpy, which most verbs do not need
 
         with _translated(self.address, named=version > 0):
             return write_model(self._stub.ExportModel(FetchModelRequest(version=version)), path)
 
     def _streams(self, first: Events | None, patience_seconds: float) -> Iterator[Events]:
-        """`first`, or a new stream, and after its end one that goes on where it ended, again and again."""
+        """Yield `first` or a new stream, and after its end one that continues where it ended, and so on."""
         events = first or self.events()
         while True:
             try:
@@ -194,7 +236,7 @@ class Control:
             finally:
                 events.cancel()
             if not patience_seconds:
-                raise Unreachable(f"fl-server at {self.address} went away")
+                raise Unreachable(f"fl-server at {self.address} has ended, or cannot be reached any more")
             self.status(wait_seconds=patience_seconds)
             events = self.events(after=events.last)
 
@@ -203,7 +245,7 @@ class Control:
             try:
                 return self._call(call)
             except Unreachable:
-                self.status()  # its own retries are the pause; if they do not help, it says so
+                self.status()  # gRPC waits and connects again meanwhile; raises if that does not help
         return self._call(call)
 
     def _call(self, call: Callable[[], _R], *, named: bool = True) -> _R:
@@ -213,7 +255,7 @@ class Control:
 
 @contextmanager
 def _translated(address: str, *, named: bool = True) -> Iterator[None]:
-    """Failed calls within leave as Failure; `named`: the user has named what they ask for."""
+    """Raise a Failure for a call that fails within; `named` is as in failure_of."""
     try:
         yield
     except grpc.RpcError as error:

@@ -1,4 +1,4 @@
-"""How a verb fails: one sentence for people, one exit code for programs."""
+"""How a verb fails: with one sentence for people and an exit code for programs."""
 
 import grpc
 from grpc import StatusCode
@@ -8,7 +8,7 @@ from fedring.rpc.errors import status_of
 
 
 class Failure(Exception):
-    """A verb cannot do what was asked; the sentence says what to do about it."""
+    """A verb cannot do what was asked; the sentence says why, and what to do about it."""
 
     def __init__(self, sentence: str, exit_code: Exit = Exit.FAILED) -> None:
         super().__init__(sentence)
@@ -16,7 +16,7 @@ class Failure(Exception):
 
 
 class Unreachable(Failure):
-    """Nobody answers at the address, or no longer does."""
+    """No server answers at the address, or it has stopped answering."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, Exit.UNAVAILABLE)
@@ -35,12 +35,18 @@ _EXITS = {
 
 
 def failure_of(error: grpc.RpcError, address: str, *, named: bool = True) -> Failure:
-    """What a failed call to the control port at `address` means for its user, who `named` what they ask for, or not."""
+    """Translate a failed call to the control port.
+
+    Args:
+        error: What the call raised.
+        address: Address of the control port.
+        named: Whether the user has named what the server did not find, such as a job; then it is a usage error.
+    """
     status = status_of(error)
     details = (error.details() or "") if isinstance(error, grpc.Call) else str(error)
     match status:
         case StatusCode.UNAVAILABLE if "handshake" in details.lower() or "certificate" in details.lower():
-            return Unreachable(f"no TLS with {address}: {details}: check --tls-ca, --tls-cert and --tls-key")
+            return Unreachable(f"no TLS connection with {address}: {details}: check --tls-ca, --tls-cert and --tls-key")
         case StatusCode.UNAVAILABLE:
             return Unreachable(
                 f"cannot reach fl-server's control port at {address}: is it running? "

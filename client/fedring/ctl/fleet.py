@@ -1,11 +1,12 @@
-"""A real fl-server and real fl-clients on this host, for as long as a `with` lasts.
+"""A real fl-server and real fl-clients on this host, which run for the length of a `with` block.
 
     with Fleet(directory, {"keep_models": 3}, [{}, {"data": "mine:samples"}]) as fleet:
         with Control(fleet.control) as control: ...
         fleet.kill(0, signal.SIGKILL)
         fleet.restart(0)
 
-State is below `directory`/state, logs below `directory`/logs. Both are left behind, and found again by the next Fleet.
+State is below `directory`/state, logs are below `directory`/logs. Both stay there, and the next Fleet in the same
+directory continues with the state.
 """
 
 import json
@@ -25,10 +26,20 @@ _STOP_SECONDS = 15.0
 
 
 class Fleet:
-    """The daemons; `listen`, `control` and, if it has a page, `web` are the server's addresses once it runs."""
+    """A server and its clients as child processes. Whoever makes a Fleet stops it, best by a `with` block.
+
+    `listen`, `control` and `web` are the server's addresses, once it runs; `web` is empty if it has no page.
+
+    Args:
+        directory: Folder of state and logs.
+        server_overrides: Configuration keys of the server; by default it listens on free ports.
+        clients: Configuration keys of each client. By default client number i has the id "client-i", and the i-th part
+            of the samples.
+        env: Environment variables of all daemons.
+    """
 
     daemon: ClassVar[type[Process]] = Process
-    """How each of them is run."""
+    """The class of every daemon's process."""
 
     def __init__(
         self,
@@ -42,7 +53,7 @@ class Fleet:
         self.listen = ""
         self.control = ""
         self.ready: dict[str, str] = {}
-        """All addresses that the server told when it was ready, by name."""
+        """All addresses that the server has printed when it was ready, by name."""
         self.web = ""
         self.server = self._process("server", "fedring.server.main", {**_ANY_PORTS, **(server_overrides or {})})
         self.clients = [
@@ -55,7 +66,7 @@ class Fleet:
     def __enter__(self) -> Self:
         try:
             self.start()
-        except BaseException:  # also an interrupt: nothing that was started stays
+        except BaseException:  # also KeyboardInterrupt: what was started must not keep running
             self.stop()
             raise
         return self
@@ -64,7 +75,7 @@ class Fleet:
         self.stop()
 
     def start(self) -> None:
-        """The server is ready, and the clients are on their way to it."""
+        """Start the server, wait until it is ready, and start the clients without waiting for them."""
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
         (self.directory / "state").mkdir(parents=True, exist_ok=True)
         self.start_server()
@@ -73,14 +84,14 @@ class Fleet:
             client.start()
 
     def stop(self) -> None:
-        """No process is left: clients go first, so that they do not miss the server."""
+        """Stop all daemons, the clients first, so that they do not try to reach a server that is gone."""
         try:
             stop_all(self.clients, _STOP_SECONDS)
         finally:
             stop_all([self.server], _STOP_SECONDS)
 
     def start_server(self) -> None:
-        """The server is ready: at its old addresses, if it had some."""
+        """Start the server, and wait until it is ready. It keeps the addresses of an earlier start."""
         self.server.start()
         self.ready = json.loads(self.server.first_line(_READY_SECONDS))
         self.listen, self.control = self.ready["listen"], self.ready["control"]
@@ -89,23 +100,23 @@ class Fleet:
             self.web, self.server.settings["web_port"] = page, urlsplit(page).port
 
     def restart_server(self) -> None:
-        """The server has been killed, if it still ran, and is ready again."""
+        """Kill the server, if it runs, and start it again."""
         self.server.kill()
         self.start_server()
 
     def kill(self, index: int, number: int = signal.SIGKILL) -> None:
-        """The client has got the signal; after SIGKILL it is gone."""
+        """Send the signal to a client; after SIGKILL, wait until it has ended."""
         self.clients[index].send(number)
         if number == signal.SIGKILL:
             self.clients[index].wait()
 
     def restart(self, index: int) -> None:
-        """The client has been killed, if it still ran, and runs again."""
+        """Kill a client, if it runs, and start it again."""
         self.clients[index].kill()
         self.clients[index].start()
 
     def on_death(self, call: Callable[[], None]) -> None:
-        """From now on `call` is called, in another thread, when a daemon ends."""
+        """Call `call`, in another thread, as soon as a daemon ends."""
 
         def watch(process: Process) -> None:
             process.wait()
@@ -115,7 +126,7 @@ class Fleet:
             threading.Thread(target=watch, args=(process,), daemon=True, name=f"watch {process.name}").start()
 
     def failure(self) -> Failure | None:
-        """What is to be said of the first daemon that has ended, if one has."""
+        """Return the failure of the first daemon that has ended, or None if all of them run."""
         return next((p.failure() for p in (self.server, *self.clients) if p.poll() is not None), None)
 
     def _process(self, name: str, module: str, settings: Mapping[str, Any]) -> Process:

@@ -5,32 +5,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: stderr is for sentences of our own
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: it must not write to stderr itself
 
 import typer
 
-from fedring.ctl import (
-    backup,
-    bench,
-    bench_parallel,
-    certs,
-    demo,
-    doctor,
-    evaluate,
-    guide,
-    health,
-    lists,
-    models,
-    pipeline,
-    pipeline_memory,
-    profile,
-    start,
-    stop,
-    token,
-    watch,
-)
+from fedring.ctl import help_topics, profile
 from fedring.ctl.access import with_access
+from fedring.ctl.admin import certs, doctor, state_backup
+from fedring.ctl.bench import data_parallel, demo, evaluate, federated, pipeline_memory, pipeline_schedules
 from fedring.ctl.failure import Failure
+from fedring.ctl.operate import job_control, lists, port_health, token, watch
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.version import VERSION
@@ -44,80 +28,170 @@ app = typer.Typer(
     epilog="Start here:\n\nflctl demo\n\nflctl help exit-codes",
 )
 clients_app = typer.Typer()
-models_app = typer.Typer(no_args_is_help=True, help="List and export model versions.")
-bench_app = typer.Typer(no_args_is_help=True, help="Measure, and draw what was measured.")
-pipeline_app = typer.Typer(no_args_is_help=True, help="See what a pipeline does and needs, without a server.")
-certs_app = typer.Typer(no_args_is_help=True, help="Make and renew certificates: an authority in a folder.")
+models_app = typer.Typer(no_args_is_help=True, help="List the versions of the model, and export one.")
+bench_app = typer.Typer(no_args_is_help=True, help="Compare encodings or hooks by training with each of them.")
+pipeline_app = typer.Typer(
+    no_args_is_help=True, help="Show what the stages of a pipeline do and keep, without a server."
+)
+certs_app = typer.Typer(no_args_is_help=True, help="Make and renew certificates, with an authority in a folder.")
 token_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke bearer tokens.")
 
-_WORK, _SEE, _TRY, _LET, _KEEP = "Work", "See", "Try and check", "Let in", "Keep"
+_JOBS, _SHOW, _TRY, _ACCESS, _BACKUP = "Run jobs", "Show", "Try and check", "Give access", "Back up"
 
 
 def _verb(group: typer.Typer, name: str, verb: Callable[..., Any], *examples: str, panel: str | None = None) -> None:
-    epilog = "\n\n".join(["Examples:", *examples]).replace("[", r"\[") if examples else None
-    group.command(name, epilog=epilog, rich_help_panel=panel)(with_access(verb))
+    """Add a verb with the examples that its help shows."""
+    group.command(name, epilog=_examples(*examples), rich_help_panel=panel)(with_access(verb))
 
 
-_verb(app, "start-round", start.start_round, "flctl start-round --wait", "flctl start-round lr=0.1 encoding=int8",
-      panel=_WORK)  # fmt: skip
-_verb(app, "run", start.run, "flctl run job.toml", "flctl run job.toml rounds=20 'model_args={\"hidden\": 128}'",
-      "flctl run job.toml --no-wait --key nightly-7", "flctl run job.toml --output json | jq .text",
-      panel=_WORK)  # fmt: skip
-_verb(app, "stop", stop.stop, "flctl stop", "flctl stop --round", "flctl stop --job 3", panel=_WORK)
-_verb(app, "status", lists.status, "flctl status", "flctl status --output json | jq .round.phase", panel=_SEE)
+def _examples(*lines: str) -> str:
+    return "\n\n".join(["Examples:", *lines]).replace("[", r"\[")
+
+
+_verb(
+    app,
+    "start-round",
+    job_control.start_round,
+    "flctl start-round --wait",
+    "flctl start-round lr=0.1 encoding=int8",
+    panel=_JOBS,
+)
+_verb(
+    app,
+    "run",
+    job_control.run,
+    "flctl run job.toml",
+    "flctl run job.toml rounds=20 'model_args={\"hidden\": 128}'",
+    "flctl run job.toml --no-wait --key nightly-7",
+    "flctl run job.toml --output json | jq .text",
+    panel=_JOBS,
+)
+_verb(app, "stop", job_control.stop, "flctl stop", "flctl stop --round", "flctl stop --job 3", panel=_JOBS)
+_verb(app, "status", lists.status, "flctl status", "flctl status --output json | jq .round.phase", panel=_SHOW)
 clients_app.callback(
-    invoke_without_command=True, epilog="Examples:\n\nflctl clients\n\nflctl clients --limit 10 --output json"
+    invoke_without_command=True, epilog=_examples("flctl clients", "flctl clients --limit 10 --output json")
 )(with_access(lists.clients))
 _verb(clients_app, "forget", lists.forget, "flctl clients forget hospital-a")
-app.add_typer(clients_app, name="clients", rich_help_panel=_SEE)
-_verb(app, "rounds", lists.rounds, "flctl rounds --limit 5", "flctl rounds 12", panel=_SEE)
-_verb(app, "watch", watch.watch, "flctl watch", "flctl watch --output json >> events.jsonl", panel=_SEE)
+app.add_typer(clients_app, name="clients", rich_help_panel=_SHOW)
+_verb(app, "rounds", lists.rounds, "flctl rounds --limit 5", "flctl rounds 12", panel=_SHOW)
+_verb(app, "watch", watch.watch, "flctl watch", "flctl watch --output json >> events.jsonl", panel=_SHOW)
 _verb(models_app, "list", lists.models, "flctl models list")
-_verb(models_app, "export", models.export, "flctl models export 0 --out newest.safetensors")
-app.add_typer(models_app, name="models", rich_help_panel=_SEE)
-_verb(app, "evaluate", evaluate.evaluate,
-      "flctl evaluate model.safetensors --model fedring.train.models:digits_mlp --data fedring.data:digits",
-      "flctl evaluate 12 --model fedring.train.models:mnist_cnn --data fedring.data:mnist --data-root data",
-      panel=_TRY)  # fmt: skip
-_verb(app, "doctor", doctor.doctor, "flctl doctor", "flctl doctor --server-config server.toml",
-      "flctl doctor --client-config client.toml --output json", panel=_TRY)  # fmt: skip
-_verb(app, "health", health.health, "flctl health", "flctl health -s 10.0.0.5:8444 --listen 10.0.0.5:8443",
-      "flctl health --at 127.0.0.1:8445", panel=_TRY)  # fmt: skip
-_verb(app, "demo", demo.demo, "flctl demo", "flctl demo --clients 5 --partition dirichlet --alpha 0.1",
-      "flctl demo --dataset mnist --data-root data --encoding packed --keep-ratio 0.01",
-      "flctl demo --mode pipeline --clients 4 --schedule 1f1b --micro-batches 8", panel=_TRY)  # fmt: skip
-_verb(bench_app, "federated", bench.federated, "flctl bench federated --data-root data",
-      "flctl bench federated --dataset digits --subset 0 --rounds 3", panel=None)  # fmt: skip
-_verb(bench_app, "data-parallel", bench_parallel.data_parallel, "flctl bench data-parallel --data-root data",
-      "flctl bench data-parallel --dataset digits --epochs 3 --workers 3", panel=None)  # fmt: skip
-_verb(app, "profile", profile.profile, "flctl profile --data-root data",
-      "flctl profile --dataset digits --hooks none,fp16,powersgd,dgc --output json", panel=_TRY)  # fmt: skip
+_verb(models_app, "export", lists.export_model, "flctl models export 0 --out newest.safetensors")
+app.add_typer(models_app, name="models", rich_help_panel=_SHOW)
+_verb(
+    app,
+    "evaluate",
+    evaluate.evaluate,
+    "flctl evaluate model.safetensors --model fedring.train.models:digits_mlp --data fedring.data:digits",
+    "flctl evaluate 12 --model fedring.train.models:mnist_cnn --data fedring.data:mnist --data-root data",
+    panel=_TRY,
+)
+_verb(
+    app,
+    "doctor",
+    doctor.doctor,
+    "flctl doctor",
+    "flctl doctor --server-config server.toml",
+    "flctl doctor --client-config client.toml --output json",
+    panel=_TRY,
+)
+_verb(
+    app,
+    "health",
+    port_health.health,
+    "flctl health",
+    "flctl health -s 10.0.0.5:8444 --listen 10.0.0.5:8443",
+    "flctl health --at 127.0.0.1:8445",
+    panel=_TRY,
+)
+_verb(
+    app,
+    "demo",
+    demo.demo,
+    "flctl demo",
+    "flctl demo --clients 5 --partition dirichlet --alpha 0.1",
+    "flctl demo --dataset mnist --data-root data --encoding packed --keep-ratio 0.01",
+    "flctl demo --mode pipeline --clients 4 --schedule 1f1b --micro-batches 8",
+    panel=_TRY,
+)
+_verb(
+    bench_app,
+    "federated",
+    federated.federated,
+    "flctl bench federated --data-root data",
+    "flctl bench federated --dataset digits --subset 0 --rounds 3",
+)
+_verb(
+    bench_app,
+    "data-parallel",
+    data_parallel.data_parallel,
+    "flctl bench data-parallel --data-root data",
+    "flctl bench data-parallel --dataset digits --epochs 3 --workers 3",
+)
 app.add_typer(bench_app, name="bench", rich_help_panel=_TRY)
-_verb(pipeline_app, "draw", pipeline.draw, "flctl pipeline draw 1f1b --stages 4 --micro-batches 8 --out 1f1b.png")
-_verb(pipeline_app, "print", pipeline.print_, "flctl pipeline print pipedream --stages 3 --versions macrobatch",
-      "flctl pipeline print interleaved_1f1b --stages 4 --workers 2 --output json | jq .bubble",
-      panel=None)  # fmt: skip
-_verb(pipeline_app, "memory", pipeline_memory.memory, "flctl pipeline memory torchvision:resnet18 --stages 1,2,4",
-      "flctl pipeline memory fedring.train.models:mnist_cnn --shape 1x28x28 --recompute",
-      "flctl pipeline memory --schedule pipedream --versions macrobatch --stages 2,4", panel=None)  # fmt: skip
+_verb(
+    app,
+    "profile",
+    profile.profile,
+    "flctl profile --data-root data",
+    "flctl profile --dataset digits --hooks none,fp16,powersgd,dgc --output json",
+    panel=_TRY,
+)
+_verb(
+    pipeline_app,
+    "draw",
+    pipeline_schedules.draw,
+    "flctl pipeline draw 1f1b --stages 4 --micro-batches 8 --out 1f1b.png",
+)
+_verb(
+    pipeline_app,
+    "print",
+    pipeline_schedules.print_,
+    "flctl pipeline print pipedream --stages 3 --versions macrobatch",
+    "flctl pipeline print interleaved_1f1b --stages 4 --workers 2 --output json | jq .bubble",
+)
+_verb(
+    pipeline_app,
+    "memory",
+    pipeline_memory.memory,
+    "flctl pipeline memory torchvision:resnet18 --stages 1,2,4",
+    "flctl pipeline memory fedring.train.models:mnist_cnn --shape 1x28x28 --recompute",
+    "flctl pipeline memory --schedule pipedream --versions macrobatch --stages 2,4",
+)
 app.add_typer(pipeline_app, name="pipeline", rich_help_panel=_TRY)
 _verb(certs_app, "init", certs.init, "flctl certs init pki --host fl.example.org --host 10.0.0.5")
 _verb(certs_app, "issue", certs.issue, "flctl certs issue pki hospital-a", "flctl certs issue pki ann --role operator")
 _verb(certs_app, "renew", certs.renew, "flctl certs renew pki", "flctl certs renew pki server --days 90")
 _verb(certs_app, "show", certs.show, "flctl certs show pki", "flctl certs show /etc/fedring/server.crt --output json")
-app.add_typer(certs_app, name="certs", rich_help_panel=_LET)
-_verb(token_app, "create", token.create, "flctl token create --name hospital-a > hospital-a.token",
-      "flctl token create --role operator --name ann --days 30 --state-dir /var/lib/fl-server")  # fmt: skip
+app.add_typer(certs_app, name="certs", rich_help_panel=_ACCESS)
+_verb(
+    token_app,
+    "create",
+    token.create,
+    "flctl token create --name hospital-a > hospital-a.token",
+    "flctl token create --role operator --name ann --days 30 --state-dir /var/lib/fl-server",
+)
 _verb(token_app, "list", token.list_, "flctl token list")
 _verb(token_app, "revoke", token.revoke, "flctl token revoke 3f0c2a9d11ee")
-app.add_typer(token_app, name="token", rich_help_panel=_LET)
-_verb(app, "backup", backup.backup, "flctl backup /mnt/backups/fl-2026-11-21",
-      "flctl backup /mnt/backups/fl-monday --state-dir /var/lib/fedring/server",
-      "flctl backup fl-backup --output json | jq .newest_model", panel=_KEEP)  # fmt: skip
-_verb(app, "restore", backup.restore, "flctl restore /mnt/backups/fl-2026-11-21",
-      "flctl restore /mnt/backups/fl-2026-11-21 --state-dir /var/lib/fedring/server --replace",
-      panel=_KEEP)  # fmt: skip
-_verb(app, "help", guide.help_, "flctl help run", "flctl help exit-codes")
+app.add_typer(token_app, name="token", rich_help_panel=_ACCESS)
+_verb(
+    app,
+    "backup",
+    state_backup.backup,
+    "flctl backup /mnt/backups/fl-2026-11-21",
+    "flctl backup /mnt/backups/fl-monday --state-dir /var/lib/fedring/server",
+    "flctl backup fl-backup --output json | jq .newest_model",
+    panel=_BACKUP,
+)
+_verb(
+    app,
+    "restore",
+    state_backup.restore,
+    "flctl restore /mnt/backups/fl-2026-11-21",
+    "flctl restore /mnt/backups/fl-2026-11-21 --state-dir /var/lib/fedring/server --replace",
+    panel=_BACKUP,
+)
+_verb(app, "help", help_topics.help_, "flctl help run", "flctl help exit-codes")
 
 
 def _print_version(wanted: bool) -> None:
@@ -132,27 +206,30 @@ def _flctl(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Drive an fl-server: give it jobs, watch its rounds, export its models."""
+    """Operate an fl-server: run jobs, follow their rounds, export models, and give clients access.
+
+    `flctl demo` needs no configuration: it starts a server and clients on this machine and trains a small model.
+    """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; the exit code."""
+    """Run flctl with these arguments, by default those of the command line, and return the exit code."""
     try:
         app(arguments, prog_name="flctl")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else Exit.OK if end.code is None else Exit.FAILED
     except Failure as failure:
-        return _say(failure, failure.exit_code)
+        return _print_error(failure, failure.exit_code)
     except ConfigError as error:
-        return _say(error, Exit.CONFIG)
-    except OSError as error:  # of a file that a verb could not foresee: a full disk, a folder where a file should be
+        return _print_error(error, Exit.CONFIG)
+    except OSError as error:  # of a file that a verb could not check before: the disk is full, or a folder has its name
         if error.filename is None:
             raise
-        return _say(Failure(f"{error.filename}: {error.strerror}"), Exit.FAILED)
+        return _print_error(Failure(f"{error.filename}: {error.strerror}"), Exit.FAILED)
     return Exit.OK
 
 
-def _say(error: Exception, code: Exit) -> int:
+def _print_error(error: Exception, code: Exit) -> int:
     print(f"flctl: {error}", file=sys.stderr)
     return code
 

@@ -1,5 +1,7 @@
-"""The options that verbs share, each described once."""
+"""The options that verbs share, and the checks of their values."""
 
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated
 
 import typer
@@ -12,8 +14,12 @@ from fedring.rpc.address import check_address
 DEFAULT_SERVER = "127.0.0.1:8444"
 
 
-def checked(option: typer.CallbackParam, address: str) -> str:
-    """The option's address; Failure if it is none."""
+def checked_address(option: typer.CallbackParam, address: str) -> str:
+    """Return the address that was given for the option.
+
+    Raises:
+        Failure: It is no address.
+    """
     try:
         return address if address == option.default else check_address(address)
     except ValueError as error:
@@ -27,15 +33,54 @@ ServerOption = Annotated[
         "-s",
         envvar="FLCTL_SERVER",
         metavar="HOST:PORT",
-        callback=checked,
-        help="fl-server's control port.",
+        callback=checked_address,
+        help="Address of fl-server's control port, its control_listen.",
     ),
 ]
 OutputOption = Annotated[
-    Output, typer.Option("--output", "-o", envvar="FLCTL_OUTPUT", help="For people, or for programs.")
+    Output, typer.Option("--output", "-o", envvar="FLCTL_OUTPUT", help="Print tables for people, or JSON for programs.")
 ]
 KeyOption = Annotated[
     str,
-    typer.Option("--key", metavar="TEXT", help="Idempotency key: the same job again starts nothing.  [default: new]"),
+    typer.Option(
+        "--key",
+        metavar="TEXT",
+        help="Idempotency key: a second call with the same key and job starts nothing; by default it is new.",
+    ),
 ]
-LimitOption = Annotated[int, typer.Option("--limit", "-n", min=1, help="Newest rows to show.")]
+LimitOption = Annotated[int, typer.Option("--limit", "-n", min=1, help="Most rows to show.")]
+
+
+def make_out_folder(path: Path) -> None:
+    """Make the folder that --out names, and check that files can be written there.
+
+    Raises:
+        Failure: There can be no such folder, or no files in it.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Failure(f"--out {path} cannot be a folder: {error.strerror or error}", Exit.USAGE) from error
+    _check_writable(path, path)
+
+
+def check_out_file(path: Path) -> None:
+    """Check that the file that --out names can be written, in a folder that exists.
+
+    Raises:
+        Failure: It cannot.
+    """
+    if path.is_dir():
+        raise Failure(f"--out {path} is a folder: name a file in it", Exit.USAGE)
+    if not path.parent.is_dir():
+        raise Failure(f"--out {path}: there is no folder {path.parent}: make it, or name another file", Exit.USAGE)
+    _check_writable(path, path.parent)
+
+
+def _check_writable(path: Path, folder: Path) -> None:
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        sentence = f"--out {path}: no file can be made in the folder {folder}: {error.strerror or error}"
+        raise Failure(sentence, Exit.USAGE) from error

@@ -1,4 +1,7 @@
-"""What verbs print: tables for people, one JSON object for programs. stdout is data, stderr is people."""
+"""What verbs print: tables for people, or one JSON object for programs.
+
+stdout is for data, stderr for everything that people read meanwhile.
+"""
 
 import base64
 import json
@@ -21,34 +24,37 @@ _INT64 = {
     FieldDescriptor.TYPE_FIXED64,
     FieldDescriptor.TYPE_SFIXED64,
 }
-_PIPE_WIDTH = 240  # where nobody looks at it, nothing is cut off
+_PIPE_WIDTH = 240  # columns of a table that is not printed on a terminal, wide enough to cut nothing off
 
 
 class Output(StrEnum):
-    """How stdout is to be read."""
+    """How a verb prints its data."""
 
     TABLE = "table"
     JSON = "json"
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """Every field by its name in the .proto; absent = None, 64-bit numbers are numbers, bytes are hex."""
+    """Return all fields of a message by their names in the .proto.
+
+    A field that is absent is None, a 64-bit number is an int, and bytes are hexadecimal text.
+    """
     table = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     return _natural(table, message.DESCRIPTOR)
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on stdout: on many lines for a person, else on one."""
+    """Print one JSON object on stdout, indented if that is a terminal, else on one line."""
     print(json.dumps(value, indent=2 if sys.stdout.isatty() else None), flush=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table on stdout; a column whose name ends in ">" is set flush right."""
+    """Print a table on stdout. A column whose name ends in ">" is aligned to the right."""
     stdout_console().print(make_table(title, columns, rows))
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """The table that print_table prints."""
+    """Return the table that print_table prints."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column.removesuffix(">"), justify="right" if column.endswith(">") else "left")
@@ -58,17 +64,17 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def stdout_console() -> Console:
-    """The console of data; as wide as it takes where stdout is no terminal."""
+    """Return the console for data; it is wide where stdout is no terminal."""
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
 
 
 def stderr_console() -> Console:
-    """The console of what people read meanwhile."""
+    """Return the console for messages to people."""
     return Console(stderr=True, highlight=False, markup=False)
 
 
 def size(count: float) -> str:
-    """Bytes in decimal units: "4.80 MB"."""
+    """Format a number of bytes in decimal units, such as "4.80 MB"."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= 0.9995 * scale:
             value = count / scale
@@ -77,17 +83,17 @@ def size(count: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share for people; "-" where there is none."""
+    """Format a share from 0 to 1, such as "98.77 %"; None is "-"."""
     return "-" if share is None else f"{100 * share:.2f} %"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number for people; "-" where there is none."""
+    """Format a number with that many digits after the point; None is "-"."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: "42 ms", "0.42 s", "3 min 20 s", "5 h 1 min"."""
+    """Format seconds, such as "42 ms", "0.42 s", "3 min 20 s" or "5 h 1 min"."""
     if 0 < seconds < 0.1:
         return f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
     if seconds < 60:

@@ -1,4 +1,4 @@
-"""A daemon as a child process that can be started again, told to stop, and never outlives its parent's will."""
+"""A daemon as a child process, which can be started again, sent signals, and stopped for certain."""
 
 import contextlib
 import json
@@ -18,7 +18,14 @@ _TAIL_LINES = 12
 
 
 class Process:
-    """`python -m module key=value ...`, logging to the file `log`."""
+    """The child process `python -m module key=value ...`. Whoever starts it ends it with stop_all.
+
+    Args:
+        name: What messages call it.
+        module: The module to run.
+        settings: Configuration keys, which become the command line.
+        log: File for its stderr; a further start appends to it.
+    """
 
     def __init__(self, name: str, module: str, settings: Mapping[str, Any], log: Path) -> None:
         self.name = name
@@ -26,20 +33,20 @@ class Process:
         self.settings = dict(settings)
         self.log = log
         self.env: dict[str, str] = {}
-        """Variables of the next start, besides those of this process that do not configure fedring."""
+        """Further variables of the next start. The child also inherits variables that do not begin with FEDRING_."""
         self.flags: list[str] = []
-        """Flags of the next start, besides the settings."""
+        """Further flags of the next start, before the settings."""
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int:
-        """The id of the process that was started last."""
+        """The id of the process that was started last; it may have ended."""
         return self._started.pid
 
     def start(self) -> None:
-        """The process runs, in a session of its own: a Ctrl-C at the terminal reaches only its parent."""
+        """Start the process, in a session of its own, so that Ctrl-C in the terminal reaches its parent only."""
         self.close()
-        with self.log.open("ab") as log, _signals_later():
+        with self.log.open("ab") as log, _signals_deferred():
             self._child = self.launch(log)
 
     def launch(self, log: IO[bytes]) -> "subprocess.Popen[bytes]":
@@ -60,14 +67,18 @@ class Process:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that the next start gets."""
+        """The environment variables of the next start."""
         return {**_plain_environment(), **self.env}
 
     def first_line(self, timeout_seconds: float) -> str:
-        """The first line on stdout; Failure with the end of the log if none comes in time."""
+        """Wait for the first line on stdout, and return it.
+
+        Raises:
+            Failure: The process ended, or printed no line in time. The sentence has the end of the log.
+        """
         stdout = self._started.stdout
         if stdout is None:
-            raise ValueError("stdout is no pipe")
+            raise ValueError(f"stdout of {self.name} is no pipe")
         deadline = time.monotonic() + timeout_seconds
         data = b""
         while not data.endswith(b"\n"):
@@ -82,44 +93,48 @@ class Process:
 
     @property
     def running(self) -> bool:
-        """Whether it was started and has not ended."""
+        """Whether the process was started and has not ended."""
         return self._child is not None and self._child.poll() is None
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code, or None while the process runs."""
         return self._started.poll()
 
     def wait(self, timeout_seconds: float | None = None) -> int:
-        """The exit code, once it has ended; TimeoutError if it has not by then."""
+        """Wait until the process has ended, and return its exit code.
+
+        Raises:
+            TimeoutError: It still runs after `timeout_seconds`.
+        """
         try:
             return self._started.wait(timeout_seconds)
         except subprocess.TimeoutExpired as error:
             raise TimeoutError(f"{self.name} still runs after {timeout_seconds:g} s") from error
 
     def send(self, number: int) -> None:
-        """The process has got the signal, if it still runs."""
+        """Send the signal, if the process still runs."""
         self._started.send_signal(number)
 
     def kill(self) -> None:
-        """The process and its children are gone."""
+        """Kill the process and its children, and wait until it has ended."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self.wait()
 
     def close(self) -> None:
-        """The pipe of an ended process is closed."""
+        """Close the pipe of a process that has ended."""
         if self._child is not None and self._child.stdout is not None:
             self._child.stdout.close()
 
     def failure(self) -> Failure:
-        """That it ended when it should not have, and its last words."""
+        """Return a Failure that says how the process ended, with the end of its log."""
         code = self.poll()
         how = f"with exit code {code}" if code is None or code >= 0 else f"by signal {-code}"
         return Failure(f"{self.name} ended {how}; the end of {self.log}:\n{self.tail()}")
 
     def tail(self, lines: int = _TAIL_LINES) -> str:
-        """The last lines of the log, as text."""
+        """Return the last lines of the log, with JSON records as plain text."""
         try:
             text = self.log.read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -129,12 +144,15 @@ class Process:
     @property
     def _started(self) -> subprocess.Popen[bytes]:
         if self._child is None:
-            raise ValueError(f"{self.name} was never started")
+            raise ValueError(f"{self.name} was never started: call start first")
         return self._child
 
 
 def stop_all(processes: Sequence[Process], timeout_seconds: float) -> None:
-    """Every one that runs was told to stop, and killed if it had not ended in time, or at a second Ctrl-C."""
+    """Send SIGTERM to all processes that run, and kill those that have not ended in time.
+
+    A second Ctrl-C kills them at once.
+    """
     try:
         running = [process for process in processes if process.running]
         for process in running:
@@ -150,7 +168,7 @@ def stop_all(processes: Sequence[Process], timeout_seconds: float) -> None:
 
 
 def overrides(settings: Mapping[str, Any]) -> list[str]:
-    """The `key=value` arguments of a daemon that say the same."""
+    """Return the settings as `key=value` arguments of a daemon, with JSON values."""
     return [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]
 
 
@@ -159,7 +177,7 @@ def _plain_environment() -> dict[str, str]:
 
 
 def _readable(line: str) -> str:
-    """A line of a log; a JSON record as its level and text."""
+    """Return the level and the text of a JSON record, and any other line as it is."""
     try:
         record = json.loads(line)
         error = str(record.get("error", "")).strip().rpartition("\n")[2]
@@ -169,17 +187,17 @@ def _readable(line: str) -> str:
 
 
 @contextlib.contextmanager
-def _signals_later() -> Iterator[None]:
-    """SIGINT and SIGTERM that come within take effect after it, so that no child is started and forgotten."""
-    came: list[int] = []
+def _signals_deferred() -> Iterator[None]:
+    """Defer SIGINT and SIGTERM to the end of the block, so that a child that was started is also remembered."""
+    received: list[int] = []
     try:
-        old = {n: signal.signal(n, lambda number, _: came.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread, which gets no signals
+        old = {n: signal.signal(n, lambda number, _: received.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: it gets no signals
         old = {}
     try:
         yield
     finally:
         for number, handler in old.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        for signal_ in came:
-            signal.raise_signal(signal_)
+        for signal_number in received:
+            signal.raise_signal(signal_number)

@@ -14,11 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
+from fedring.ctl.bench.presets import Dataset, check_data_root, preset_job
 from fedring.ctl.failure import Failure
-from fedring.ctl.options import OutputOption
+from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
-from fedring.ctl.paths import make_folder
-from fedring.ctl.presets import Dataset, check_data_root, preset_job
 from fedring.daemon.exits import Exit
 
 _ENOUGH = 0.10  # share of a step, below which communication is not the bottleneck
@@ -31,15 +30,17 @@ def profile(
     hooks: Annotated[
         str, typer.Option(help="Comma-separated: none, fp16, bf16, int8, topk, powersgd, batched_powersgd, dgc.")
     ] = "none,fp16,powersgd,dgc",
-    dataset: Annotated[Dataset, typer.Option(help="All but digits need --data-root.")] = Dataset.MNIST,
-    data_root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the data sets.")] = None,
-    model: Annotated[str, typer.Option(metavar="MODULE:NAME", help="[default: the data set's]")] = "",
-    workers: Annotated[int, typer.Option(min=2, max=64, help="Processes of the group.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each hook.")] = 50,
-    batch_size: Annotated[int, typer.Option(min=1, help="Of each worker.")] = 64,
-    backend: Annotated[str, typer.Option(help="fedring or gloo.")] = "fedring",
+    dataset: Annotated[
+        Dataset, typer.Option(help="What to train on; all but digits need --data-root.")
+    ] = Dataset.MNIST,
+    data_root: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder that holds the data sets.")] = None,
+    model: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Model to train; by default the data set's.")] = "",
+    workers: Annotated[int, typer.Option(min=2, max=64, help="Processes that train together.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure with each hook.")] = 50,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step of each worker.")] = 64,
+    backend: Annotated[str, typer.Option(help="What connects the workers: fedring or gloo.")] = "fedring",
     launch: Annotated[
-        str, typer.Option(metavar="COMMAND", help="What runs a worker, such as 'ip netns exec host{rank}'.")
+        str, typer.Option(metavar="COMMAND", help="Command that runs a worker, such as 'ip netns exec host{rank}'.")
     ] = "",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where profile.json and the plots go.")] = Path("bench-out"),
     output: OutputOption = Output.TABLE,
@@ -50,7 +51,7 @@ def profile(
     """
     names = _names(hooks, backend)
     check_data_root(dataset, data_root)
-    make_folder(out)
+    make_out_folder(out)
     preset = preset_job(dataset)
     settings = {
         "backend": backend,
@@ -174,7 +175,7 @@ def _print(result: Mapping[str, Any]) -> None:
 
 
 def _plot(result: Mapping[str, Any], directory: Path) -> None:
-    from fedring.ctl.plots import Bars, plot_bars  # matplotlib takes a second to import
+    from fedring.ctl.bench.plots import Bars, plot_bars  # matplotlib takes a second to import
 
     rows = result["results"]
     names = [row["hook"].replace("_", "\n") for row in rows]

@@ -1,9 +1,7 @@
-"""Models cut into stages, and micro-batches that flow through them, in one process or over torch.distributed.
+"""Models in stages, and micro-batches that pass through them, in one process or over any group of torch.distributed.
 
-drawing                          schedules (fedring.schedules) as text and as a picture
-cut                              a model becomes stages
-stage, stash                     forwards and backwards of one stage, with the weights of their time
-transport, worker                stages exchange messages, and a worker runs its part of a schedule
-search                           the best number of micro-batches
-optimizer, owners                one step of parameters with many owners
+The package is a library: it cuts a model into stages, runs the forwards and backwards of a stage with the right version
+of its weights, exchanges messages between stages, and follows a schedule of `fedring.schedules`. It also steps one
+optimizer over parameters that several processes own. It may import torch and `fedring.schedules`; it knows nothing of
+jobs, servers, configuration or the ring. Pipeline jobs are in `fedring.workers`.
 """

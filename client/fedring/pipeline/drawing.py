@@ -1,4 +1,4 @@
-"""Schedules for people: as text, and as a picture with the bubbles."""
+"""Schedules for people to read: as text, and as a picture that shows the bubbles."""
 
 from pathlib import Path
 
@@ -8,11 +8,14 @@ from fedring.schedules.simulation import Timeline
 _COLOURS = {Kind.FORWARD: "#0072B2", Kind.BACKWARD: "#E69F00", Kind.UPDATE: "#24292F"}
 _INK, _BUBBLE = "#24292F", "#ECEEF0"
 _DPI = 160
-_THIN = 0.02  # of the makespan: how wide an update that takes no time is drawn
+_MIN_UPDATE_WIDTH = 0.02  # in units of time: the width of an update that takes no time
 
 
 def text(schedule: Schedule) -> str:
-    """One line a worker: its actions in order, with the stage where there are several, and the weights' version."""
+    """Return a line for each worker: its actions in order.
+
+    Actions show their stage if workers have several, and the version of their weights if the schedule is pipedream.
+    """
     several = schedule.stages > len(schedule.workers)
     lines = []
     for worker, actions in enumerate(schedule.workers):
@@ -26,7 +29,13 @@ def text(schedule: Schedule) -> str:
 
 
 def draw(timeline: Timeline, path: Path, *, title: str) -> None:
-    """`path` is a PNG with one row a worker; what is left pale is the bubble."""
+    """Write a PNG with one row for each worker, in which the bubble stays pale.
+
+    Args:
+        timeline: The times of all actions.
+        path: The file to write.
+        title: What the picture shows.
+    """
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(12, 1.2 + 0.55 * timeline.workers), layout="constrained")
@@ -34,15 +43,15 @@ def draw(timeline: Timeline, path: Path, *, title: str) -> None:
     axes.barh(range(timeline.workers), timeline.makespan, 0.9, color=_BUBBLE)
     small = len(timeline.spans) / timeline.workers > 40
     for span in timeline.spans:
-        width = max(span.end - span.start, _THIN if span.action.kind is Kind.UPDATE else 0.0)
-        dim = 1.0 - 0.45 * ((span.action.stage // timeline.workers) % 2)  # a worker's stages by turns
+        width = max(span.end - span.start, _MIN_UPDATE_WIDTH if span.action.kind is Kind.UPDATE else 0.0)
+        alpha = 1.0 - 0.45 * ((span.action.stage // timeline.workers) % 2)  # every other stage of a worker is paler
         axes.barh(
             span.worker,
             width,
             0.82,
             span.start,
             color=_COLOURS[span.action.kind],
-            alpha=dim,
+            alpha=alpha,
             edgecolor="white",
             linewidth=0.6,
         )

@@ -1,22 +1,22 @@
-"""How a pipeline fails."""
+"""The errors of pipelines, and notes that say where in a pipeline an error was raised."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class PipelineError(RuntimeError):
-    """A stage cannot go on; what it did in this run is not to be relied on."""
+    """A stage cannot go on, and the results of this run must not be used."""
 
 
 class CutError(ValueError):
-    """The model cannot be cut in this way."""
+    """The model cannot be cut into these stages."""
 
 
 @contextmanager
-def noted(where: str) -> Iterator[None]:
-    """What is raised inside, by a model or a loss of the user's as a rule, carries the note where it was."""
+def add_note(where: str) -> Iterator[None]:
+    """Add a note to any exception from inside the context; usually a user's model or loss has raised it."""
     try:
         yield
-    except Exception as error:  # it goes on as it is
+    except Exception as error:
         error.add_note(where)
         raise

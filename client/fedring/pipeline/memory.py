@@ -1,4 +1,4 @@
-"""How much the stages of a model keep, in bytes: parameters and their versions, optimizer state, and activations."""
+"""The memory of stages, in bytes: parameters and their older versions, optimizer state, and activations."""
 
 import weakref
 from collections import Counter
@@ -17,39 +17,45 @@ from fedring.schedules.simulation import check
 
 
 class Kept(NamedTuple):
-    """The most bytes that one worker's stages keep in a run; `in_flight` micro-batches are in them at a time."""
+    """The most that one worker's stages keep in a run, in bytes."""
 
     parameters: int
-    stashed: int  # older versions of them
-    optimizer: int
+    stashed: int  # older versions of the parameters
+    optimizer: int  # state of the optimizer
     activations: int
-    in_flight: int
+    in_flight: int  # micro-batches, not bytes: the most that were between a forward and its backward
 
 
 class Saved:
-    """A tensor that autograd keeps until its backward."""
+    """A handle for a tensor that autograd keeps for the backward; its end shows that the tensor is released."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class Ledger:
-    """The bytes of what the micro-batches in a worker's stages keep, the weights apart."""
+    """The bytes that the micro-batches in a worker's stages keep, without weights.
+
+    Attributes:
+        peak: The most bytes at a time.
+        most_in_flight: The most micro-batches at a time.
+        inputs: The inputs of the micro-batches in flight, by the id of the stage and the micro-batch.
+    """
 
     def __init__(self) -> None:
-        self.peak = self.most_flying = 0
-        self.inputs: dict[tuple[int, int], Saved] = {}  # by stage and micro-batch
-        self._sizes: Counter[int] = Counter()  # bytes, by their address
-        self._uses: Counter[int] = Counter()
+        self.peak = self.most_in_flight = 0
+        self.inputs: dict[tuple[int, int], Saved] = {}
+        self._sizes: Counter[int] = Counter()  # bytes, by the address of the memory
+        self._uses: Counter[int] = Counter()  # handles, by the address of the memory
 
     def keep(self, saved: Saved) -> None:
-        """The tensor's bytes count, once, for as long as one of those that saved them lives."""
+        """Count the tensor's bytes as long as a handle of it exists; several handles of one memory count once."""
         place = saved.tensor.data_ptr()
-        nbytes = min(saved.tensor.nbytes, saved.tensor.untyped_storage().nbytes())  # a broadcast one has fewer
+        nbytes = min(saved.tensor.nbytes, saved.tensor.untyped_storage().nbytes())  # the latter is less if expanded
         self._sizes[place] = max(self._sizes[place], nbytes)
         self._uses[place] += 1
         self.peak = max(self.peak, self._sizes.total())
-        self.most_flying = max(self.most_flying, len(self.inputs))
+        self.most_in_flight = max(self.most_in_flight, len(self.inputs))
         weakref.finalize(saved, self._release, place)
 
     def _release(self, place: int) -> None:
@@ -58,8 +64,12 @@ class Ledger:
             del self._uses[place], self._sizes[place]
 
 
-class Measured(Stage):
-    """A stage that tells its worker's ledger what its micro-batches keep, and knows what its weights do."""
+class MeasuredStage(Stage):
+    """A stage that enters the tensors of its micro-batches into its worker's ledger, and measures its stashed weights.
+
+    Attributes:
+        stashed: The most bytes that older versions of the weights took.
+    """
 
     def __init__(
         self, module: nn.Module, stash: WeightStashing, ledger: Ledger, *, loss: Loss | None, recompute: bool
@@ -77,29 +87,29 @@ class Measured(Stage):
         target: Tensor | None = None,
         share: float = 1.0,
     ) -> Tensor:
-        """What Stage.forward does; its inputs are kept, too, whether or not autograd asks for them."""
+        """Do what Stage.forward does; the inputs count even if autograd does not save them."""
         with saved_tensors_hooks(self._pack, _unpack):
             output = super().forward(micro_batch, inputs, version=version, target=target, share=share)
-        saved = self._ledger.inputs[id(self), micro_batch] = Saved(self._flights[micro_batch].inputs)
+        saved = self._ledger.inputs[id(self), micro_batch] = Saved(self._in_flight[micro_batch].inputs)
         self._ledger.keep(saved)
         return output
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
-        """What Stage.backward does; a repeated forward is measured, too."""
+        """Do what Stage.backward does; a recomputed forward is measured, too."""
         with saved_tensors_hooks(self._pack, _unpack):
             result = super().backward(micro_batch, gradient)
         del self._ledger.inputs[id(self), micro_batch]
         return result
 
     def update(self, *, keep: Collection[int] = ()) -> int:
-        """What Stage.update does; the versions are as many now as they ever are."""
+        """Do what Stage.update does, after which there are as many versions as ever, and measure them."""
         version = super().update(keep=keep)
         sizes = {w.data_ptr(): w.nbytes for w in self._weights()}
         self.stashed = max(self.stashed, sum(sizes.values()) - sum(w.nbytes for w in self.stash.weights()))
         return version
 
     def _weights(self) -> list[Tensor]:
-        """Those of all versions."""
+        """Return the weights of all versions."""
         return [weight for number in self.stash.versions for weight in self.stash.weights(number)]
 
     def _pack(self, tensor: Tensor) -> Saved:
@@ -118,11 +128,23 @@ def measure(
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.Adam,
     recompute: bool = False,
 ) -> list[Kept]:
-    """What each worker keeps in a run of the schedule on the batch, which is cut into its micro-batches."""
+    """Run a schedule in one process, and measure what each worker's stages would keep.
+
+    Args:
+        modules: The stages, in order.
+        schedule: The schedule to run once.
+        batch: Inputs [batch, ...] and targets [batch, ...], which are cut into the schedule's micro-batches.
+        loss: Returns the mean loss of a micro-batch.
+        optimizer: Makes the optimizer of a stage.
+        recompute: Whether stages keep inputs instead of activations.
+
+    Returns:
+        The most that each worker keeps.
+    """
     needs, last = check(schedule), len(modules) - 1
     ledgers = [Ledger() for _ in schedule.workers]
     stages = [
-        Measured(
+        MeasuredStage(
             module,
             WeightStashing(optimizer(module.parameters()), bound=need.versions),
             ledgers[schedule.owner(number)],
@@ -136,7 +158,7 @@ def measure(
     return [_kept(stages[worker :: len(ledgers)], ledger) for worker, ledger in enumerate(ledgers)]
 
 
-def _kept(stages: Sequence[Measured], ledger: Ledger) -> Kept:
+def _kept(stages: Sequence[MeasuredStage], ledger: Ledger) -> Kept:
     states = [state for stage in stages for state in stage.stash.optimizer.state.values()]
     entries = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return Kept(
@@ -144,7 +166,7 @@ def _kept(stages: Sequence[Measured], ledger: Ledger) -> Kept:
         sum(stage.stashed for stage in stages),
         sum(entry.nbytes for entry in entries),
         ledger.peak,
-        ledger.most_flying,
+        ledger.most_in_flight,
     )
 
 

@@ -1,9 +1,8 @@
-"""What goes from stage to stage: a header of int64 values, then the tensor.
+"""Messages between stages: a header of 16 int64 values, then the tensor.
 
     magic  step  kind  stage  micro_batch  version  dtype  dimensions  shape[8]
 
-The header says what is to come, so that shapes may change from one micro-batch to the next. A receiver
-trusts none of it.
+The header describes the tensor, so shapes may change from one micro-batch to the next. A receiver checks every value.
 """
 
 from dataclasses import dataclass
@@ -25,28 +24,35 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.in
 
 
 class Key(NamedTuple):
-    """Which message it is; `stage` is the one that it goes to."""
+    """The identity of a message."""
 
-    step: int
-    kind: Kind
-    stage: int
+    step: int  # the number of the run
+    kind: Kind  # FORWARD for activations, BACKWARD for gradients
+    stage: int  # the stage that receives it
     micro_batch: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """A tensor on its way, and the version of the weights that made it."""
+    """A tensor for another stage, and the version of the weights that computed it."""
 
     key: Key
     version: int
-    tensor: Tensor
+    tensor: Tensor  # [batch, ...]
 
 
 def header(message: Message) -> Tensor:
-    """The header of a message, [16] int64."""
+    """Return the header of a message, [16] int64.
+
+    Raises:
+        PipelineError: If the tensor's dtype or its number of dimensions cannot be sent.
+    """
     key, tensor = message.key, message.tensor
     if tensor.dtype not in _DTYPES or tensor.dim() > _DIMENSIONS:
-        raise PipelineError(f"stages cannot send {tensor.dtype} of {tensor.dim()} dimensions")
+        raise PipelineError(
+            f"stages cannot send a tensor of {tensor.dtype} with {tensor.dim()} dimensions: at most {_DIMENSIONS} "
+            f"dimensions are possible, of {', '.join(map(str, _DTYPES))}"
+        )
     code = _DTYPES.index(tensor.dtype)
     words = [_MAGIC, key.step, _KINDS.index(key.kind), key.stage, key.micro_batch, message.version, code, tensor.dim()]
     words += [*tensor.shape, *[0] * (_DIMENSIONS - tensor.dim())]
@@ -54,15 +60,24 @@ def header(message: Message) -> Tensor:
 
 
 def parse(words: Tensor, *, max_bytes: int) -> Message:
-    """The message that a header [16] int64 announces, with an empty tensor; PipelineError if it is none."""
+    """Return the message that a header describes, with an uninitialised tensor.
+
+    Args:
+        words: The header, [16] int64.
+        max_bytes: The largest tensor to allocate.
+
+    Raises:
+        PipelineError: If the header is not valid, or the tensor is too large.
+    """
     magic, step, kind, stage, micro_batch, version, code, dimensions, *shape = words.tolist()
     if magic != _MAGIC or not 0 <= kind < len(_KINDS) or not 0 <= code < len(_DTYPES):
-        raise PipelineError("what came is no header of a pipeline's message")
+        raise PipelineError("a peer sent something that is not the header of a pipeline's message")
     if not 0 <= dimensions <= _DIMENSIONS or min(step, stage, micro_batch, version, *shape) < 0:
-        raise PipelineError("a header holds numbers that no stage sends")
+        raise PipelineError("a peer sent a header with numbers that no stage sends")
     dtype = _DTYPES[code]
-    size = prod(max(1, width) for width in shape[:dimensions]) * dtype.itemsize  # torch has no huge shapes of nothing
+    # Widths of 0 count as 1, because torch refuses other huge widths even in an empty tensor.
+    size = prod(max(1, width) for width in shape[:dimensions]) * dtype.itemsize
     if size > max_bytes:
-        raise PipelineError(f"a message of {size} bytes, more than {max_bytes}")
+        raise PipelineError(f"a message has {size} bytes, more than max_message_bytes={max_bytes}")
     key = Key(step, _KINDS[kind], stage, micro_batch)
     return Message(key, version, torch.empty(shape[:dimensions], dtype=dtype))

@@ -1,4 +1,4 @@
-"""One optimizer for parameters with many owners: a step is done by all of them, or by none."""
+"""One optimizer for parameters that several owners have: all owners do a step, or none does."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,14 +13,15 @@ _contexts = itertools.count(1)
 
 
 def new_context() -> int:
-    """A number for gradients that belong together, unlike any other of this process."""
+    """Return a number for the gradients of one step, which is unique in this process."""
     return next(_contexts)
 
 
 class DistributedOptimizer:
-    """Each owner has an optimizer of `optimizer_class` for its parameters, built there with the keyword arguments.
+    """An optimizer for parameters of several owners, which step in two phases (prepare, then commit or abort).
 
-    Of several processes that step the same owners, each must give its contexts numbers of their own.
+    Each owner builds an optimizer of `optimizer_class` for its own parameters, with the keyword arguments. If several
+    processes step the same owners, they must use different numbers for their contexts.
     """
 
     def __init__(
@@ -30,14 +31,14 @@ class DistributedOptimizer:
         **options: Any,
     ) -> None:
         if not remote_parameters:
-            raise ValueError("an optimizer needs parameters")
+            raise ValueError("remote_parameters is empty: an optimizer needs at least one parameter")
         names: dict[str, list[str]] = {}
         owners: dict[str, Owner] = {}
         for parameter in remote_parameters:
             if owners.setdefault(parameter.owner.name, parameter.owner) is not parameter.owner:
-                raise ValueError(f"two owners are called {parameter.owner.name}")
+                raise ValueError(f"two owners are called {parameter.owner.name}: give each owner its own name")
             names.setdefault(parameter.owner.name, []).append(parameter.name)
-        self._owners = [owners[name] for name in sorted(owners)]  # whoever locks several goes by this order
+        self._owners = [owners[name] for name in sorted(owners)]  # all processes lock in this order, so none deadlocks
         self._numbers: dict[str, int] = {}
 
         def create(owner: Owner) -> None:
@@ -46,14 +47,21 @@ class DistributedOptimizer:
         _raise(_at_all(self._owners, create), "an optimizer cannot be built")
 
     def step(self, context: int) -> None:
-        """Every owner has applied the context's gradients; or, with an ExceptionGroup of all their errors, none has."""
+        """Let every owner apply the context's gradients, or none of them.
+
+        Args:
+            context: The number under which the gradients were added.
+
+        Raises:
+            ExceptionGroup: With the errors of all owners. If it says "no owner has stepped", nothing has changed.
+        """
         locked: list[Owner] = []
         try:
             for owner in self._owners:
                 owner.lock()
                 locked.append(owner)
             errors = _at_all(locked, lambda owner: owner.prepare(self._numbers[owner.name], context))
-        except BaseException as error:  # an owner that cannot be locked, or an interrupt: nobody may stay locked
+        except BaseException as error:  # an owner that cannot be locked, or an interrupt: unlock those that are locked
             failed = _at_all(locked, lambda owner: owner.abort(self._numbers[owner.name], context))
             if isinstance(error, Exception):
                 raise ExceptionGroup("no owner has stepped", [error, *failed]) from None
@@ -66,7 +74,7 @@ class DistributedOptimizer:
 
 
 def _at_all(owners: Sequence[Owner], work: Callable[[Owner], None]) -> list[Exception]:
-    """The errors of doing the work at all owners at once, in their order."""
+    """Do the work at all owners at the same time, and return their errors, in the order of the owners."""
     if not owners:
         return []
     errors = []

@@ -1,6 +1,6 @@
-"""Owners of parameters: each has its local optimizer, gradients per context, and steps in two phases.
+"""Owners of parameters: each has local optimizers, gradients for each context, and steps in two phases.
 
-prepare() steps on copies, so that an error leaves nothing behind; then commit() keeps the step, or abort() undoes it.
+prepare() steps on copies, so that an error changes nothing. Then commit() keeps the step, or abort() undoes it.
 """
 
 import copy
@@ -14,30 +14,30 @@ from torch import Tensor
 
 
 class Owner(Protocol):
-    """Where parameters lie: in this process, or behind a process group."""
+    """The process that has parameters: this one, or another one of a process group."""
 
     name: str
 
     def create(self, optimizer_class: type[torch.optim.Optimizer], names: Sequence[str], options: Any) -> int:
-        """The number of a new optimizer of these parameters, built at the owner with keyword arguments."""
+        """Build an optimizer of the named parameters at the owner, with keyword arguments, and return its number."""
         ...
 
     def lock(self) -> None:
-        """No other step runs on this owner until commit() or abort()."""
+        """Wait for other steps, and keep them out until commit() or abort()."""
 
     def prepare(self, optimizer: int, context: int) -> None:
-        """The step with the context's gradients is done, and can still be undone."""
+        """Do the step with the context's gradients, so that it can still be undone."""
 
     def commit(self, optimizer: int, context: int) -> None:
-        """The step holds, the context is gone, and other steps may run."""
+        """Keep the step, delete the context, and let other steps run."""
 
     def abort(self, optimizer: int, context: int) -> None:
-        """Nothing has changed, the context's gradients are kept, and other steps may run."""
+        """Undo the step, keep the context's gradients, and let other steps run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemoteParameter:
-    """A parameter by its name at its owner."""
+    """A parameter, named by its owner and its name there."""
 
     owner: Owner
     name: str
@@ -45,14 +45,14 @@ class RemoteParameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Before:
-    """What an abort puts back."""
+    """What an abort restores."""
 
-    data: Mapping[Tensor, Tensor]
-    state: dict[str, Any]
+    data: Mapping[Tensor, Tensor]  # the values of each parameter
+    state: dict[str, Any]  # of the optimizer
 
 
 class LocalOwner:
-    """Parameters of this process; other threads may step them, too."""
+    """The owner of parameters of this process. Its methods may be called from several threads."""
 
     def __init__(self, name: str, parameters: Mapping[str, Tensor]) -> None:
         self.name = name
@@ -65,43 +65,58 @@ class LocalOwner:
         self._collecting = threading.Lock()
 
     def references(self) -> list[RemoteParameter]:
-        """All parameters, for a DistributedOptimizer."""
+        """Return all parameters, for a DistributedOptimizer."""
         return [RemoteParameter(self, name) for name in self._parameters]
 
     def backward(self, context: int, outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
-        """The gradients of the outputs are added to the context; the parameters' `grad` stays as it is."""
+        """Compute gradients and add them to a context; the `grad` of parameters does not change.
+
+        Args:
+            context: The number of the step, from new_context().
+            outputs: Tensors that were computed from the parameters.
+            gradients: The gradient of each output, of its shape; may be left out if all outputs are scalars.
+        """
         wanted = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
         found = torch.autograd.grad(list(outputs), wanted, gradients, allow_unused=True)
         pairs = zip(wanted, found, strict=True)
         self.add_gradients(context, {self._names[p]: gradient for p, gradient in pairs if gradient is not None})
 
     def add_gradients(self, context: int, gradients: Mapping[str, Tensor]) -> None:
-        """The gradients, each of its parameter's shape, are added to the context."""
+        """Add gradients to a context, by the names of their parameters.
+
+        Raises:
+            ValueError: If a gradient does not have the shape of its parameter.
+        """
         with self._collecting:
             known = self._gradients.setdefault(context, {})
             for name, gradient in gradients.items():
                 if gradient.shape != self._parameters[name].shape:
                     raise ValueError(
-                        f"a gradient {list(gradient.shape)} for {name} {list(self._parameters[name].shape)}"
+                        f"the gradient of {name} has the shape {list(gradient.shape)}, but the parameter has "
+                        f"{list(self._parameters[name].shape)}"
                     )
                 known[name] = known[name] + gradient if name in known else gradient.detach()
 
     def gradients(self, context: int) -> dict[str, Tensor]:
-        """What the context holds."""
+        """Return the gradients of a context, by the names of their parameters."""
         with self._collecting:
             return dict(self._gradients.get(context, {}))
 
     def create(self, optimizer_class: type[torch.optim.Optimizer], names: Sequence[str], options: Any) -> int:
-        """The number of a new optimizer of these parameters."""
+        """Build an optimizer of the named parameters, with keyword arguments, and return its number."""
         self._optimizers.append(optimizer_class([self._parameters[name] for name in names], **dict(options)))
         return len(self._optimizers) - 1
 
     def lock(self) -> None:
-        """No other step runs until commit() or abort()."""
+        """Wait for other steps, and keep them out until commit() or abort()."""
         self._stepping.acquire()
 
     def prepare(self, optimizer: int, context: int) -> None:
-        """The step is done on copies of parameters and state; ValueError if a gradient is not finite or not there."""
+        """Do the step on copies of parameters and state.
+
+        Raises:
+            ValueError: If the context has no gradients of these parameters, or a gradient is not finite.
+        """
         stepper = self._optimizers[optimizer]
         found = self.gradients(context)
         parameters = [p for group in stepper.param_groups for p in group["params"]]
@@ -119,14 +134,14 @@ class LocalOwner:
         stepper.zero_grad()
 
     def commit(self, optimizer: int, context: int) -> None:
-        """The step holds."""
+        """Keep the step, delete the context, and let other steps run."""
         self._before = None
         with self._collecting:
             self._gradients.pop(context, None)
         self._stepping.release()
 
     def abort(self, optimizer: int, context: int) -> None:
-        """Parameters and state are what they were."""
+        """Restore parameters and state, and let other steps run."""
         before, self._before = self._before, None
         if before is not None:
             stepper = self._optimizers[optimizer]

@@ -1,7 +1,7 @@
-"""Owners behind a process group: a coordinator gives orders, and each owner's process carries them out.
+"""Owners in other processes: a coordinator sends orders over a process group, and each owner's process follows them.
 
-An order and its answer are a length and then JSON. An optimizer travels by its name in torch.optim: what
-comes from the network is never code.
+An order and its answer are a length, [1] int64, and then JSON. An optimizer travels as its name in torch.optim, so
+nothing that comes from the network is ever run as code.
 """
 
 import json
@@ -15,13 +15,13 @@ import torch.distributed as dist
 from fedring.pipeline.errors import PipelineError
 from fedring.pipeline.owners import LocalOwner, RemoteParameter
 
-_TAG = 1 << 20  # apart from those of a pipeline's lanes
-_MOST = 1 << 24  # bytes of an order
+_TAG = 1 << 20  # above all tags of a pipeline's lanes
+_MAX_ORDER_BYTES = 1 << 24
 _ORDERS = frozenset({"create", "lock", "prepare", "commit", "abort"})
 
 
 class RemoteOwner:
-    """The owner that rank `rank` of the group serves; to one coordinator, whose threads may all use this object."""
+    """The owner that another rank of the group serves. It has one coordinator, whose threads may share this object."""
 
     def __init__(self, rank: int, group: dist.ProcessGroup | None = None) -> None:
         self._rank, self._group = rank, group
@@ -30,18 +30,22 @@ class RemoteOwner:
         self._parameters: list[str] = self._order("names")
 
     def references(self) -> list[RemoteParameter]:
-        """All parameters, for a DistributedOptimizer."""
+        """Return all parameters, for a DistributedOptimizer."""
         return [RemoteParameter(self, name) for name in self._parameters]
 
     def create(self, optimizer_class: type[torch.optim.Optimizer], names: Sequence[str], options: Any) -> int:
-        """The number of a new optimizer, built at the owner."""
+        """Build an optimizer at the owner, and return its number.
+
+        Raises:
+            PipelineError: If the class is not in torch.optim, or the owner cannot build it.
+        """
         if getattr(torch.optim, optimizer_class.__name__, None) is not optimizer_class:
-            raise PipelineError(f"{optimizer_class.__name__} is none of torch.optim's: only those travel by name")
+            raise PipelineError(f"{optimizer_class.__name__} is not in torch.optim: use one of torch's own optimizers")
         return int(self._order("create", optimizer_class.__name__, list(names), dict(options)))
 
     def lock(self) -> None:
-        """No other step runs on this owner until commit() or abort()."""
-        self._stepping.acquire()  # here, since an owner that waited there could hear no other order
+        """Wait for other steps, and keep them out until commit() or abort()."""
+        self._stepping.acquire()  # in this process, because an owner that waits for a lock can follow no other order
         try:
             self._order("lock")
         except BaseException:
@@ -49,19 +53,19 @@ class RemoteOwner:
             raise
 
     def prepare(self, optimizer: int, context: int) -> None:
-        """The step is done there, and can still be undone."""
+        """Let the owner do the step, so that it can still be undone."""
         self._order("prepare", optimizer, context)
 
     def commit(self, optimizer: int, context: int) -> None:
-        """The step holds."""
+        """Let the owner keep the step, and let other steps run."""
         self._end("commit", optimizer, context)
 
     def abort(self, optimizer: int, context: int) -> None:
-        """Nothing has changed there."""
+        """Let the owner undo the step, and let other steps run."""
         self._end("abort", optimizer, context)
 
     def dismiss(self) -> None:
-        """The owner's serve() has returned."""
+        """End serve() at the owner."""
         self._order("dismiss")
 
     def _end(self, word: str, optimizer: int, context: int) -> None:
@@ -80,7 +84,13 @@ class RemoteOwner:
 
 
 def serve(owner: LocalOwner, coordinator: int, group: dist.ProcessGroup | None = None) -> None:
-    """The coordinator's orders are carried out until it dismisses; its errors go back to it."""
+    """Follow the coordinator's orders until it calls dismiss(); errors are sent back to it.
+
+    Args:
+        owner: The owner of this process's parameters.
+        coordinator: The rank that gives orders.
+        group: The process group; None means the default group.
+    """
     while True:
         word, *arguments = _receive(coordinator, group)
         answer: dict[str, Any] = {}
@@ -91,7 +101,7 @@ def serve(owner: LocalOwner, coordinator: int, group: dist.ProcessGroup | None =
                 answer["value"] = getattr(owner, word)(*_typed(word, arguments))
             elif word != "dismiss":
                 raise PipelineError(f"there is no order {word!r}")
-        except Exception as error:  # noqa: BLE001  # an optimizer may raise anything, and the coordinator is to hear of it
+        except Exception as error:  # noqa: BLE001  # an optimizer may raise anything, and the coordinator must know
             answer = {"error": f"{type(error).__name__}: {error}"}
         _send(answer, coordinator, group)
         if word == "dismiss":
@@ -117,8 +127,8 @@ def _send(value: Any, rank: int, group: dist.ProcessGroup | None) -> None:
 def _receive(rank: int, group: dist.ProcessGroup | None) -> Any:
     length = torch.empty(1, dtype=torch.int64)
     dist.recv(length, group=group, group_src=rank, tag=_TAG)
-    if not 0 < length.item() <= _MOST:
-        raise PipelineError(f"an order of {length.item()} bytes")
+    if not 0 < length.item() <= _MAX_ORDER_BYTES:
+        raise PipelineError(f"an order has {length.item()} bytes; it must have 1 to {_MAX_ORDER_BYTES}")
     data = torch.empty(int(length.item()), dtype=torch.uint8)
     dist.recv(data, group=group, group_src=rank, tag=_TAG)
     return json.loads(data.numpy().tobytes())

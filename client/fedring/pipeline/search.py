@@ -1,4 +1,4 @@
-"""The best number of micro-batches, from a measured curve: few leave a bubble, many make each too small."""
+"""The search for the best number of micro-batches: few leave a large bubble, and many make each one too small."""
 
 import statistics
 import time
@@ -11,21 +11,21 @@ import torch.distributed as dist
 
 
 class Point(NamedTuple):
-    """A number of micro-batches, and the median seconds of a step with it on the slowest worker."""
+    """The measurement of one number of micro-batches."""
 
     micro_batches: int
-    seconds: float
+    seconds: float  # the median of a step's time on the slowest worker
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What was measured, in the order of the candidates."""
+    """The measurements, in the order of the candidates."""
 
     points: list[Point]
 
     @property
     def best(self) -> int:
-        """The number whose step is the fastest; the smaller of equals."""
+        """The number of micro-batches with the fastest step; of equally fast ones, the smallest."""
         return min(self.points, key=lambda point: (point.seconds, point.micro_batches)).micro_batches
 
 
@@ -36,12 +36,21 @@ def search_micro_batches(
     repeats: int = 5,
     group: dist.ProcessGroup | None = None,
 ) -> Curve:
-    """The curve of `step(micro_batches)` over the candidates; the same one on every rank of the group.
+    """Measure steps with different numbers of micro-batches.
 
-    The candidates are measured by turns, so that a passing load hits all of them, and each is tried once before.
+    The candidates take turns, so that a passing load affects all of them. The first turn is not measured.
+
+    Args:
+        step: Takes a number of micro-batches and does one step with it.
+        candidates: The numbers of micro-batches to try.
+        repeats: How often each candidate is measured.
+        group: The process group whose ranks all call this; None means the default group, if there is one.
+
+    Returns:
+        The same curve on every rank of the group.
     """
     if not candidates or min(candidates) < 1 or repeats < 1:
-        raise ValueError(f"candidates {list(candidates)} and {repeats} repeats: all must be at least 1")
+        raise ValueError(f"candidates {list(candidates)} and repeats={repeats} must all be at least 1")
     spent: list[list[float]] = [[] for _ in candidates]
     for turn in range(repeats + 1):
         for seconds, count in zip(spent, candidates, strict=True):

@@ -1,7 +1,7 @@
-"""One stage of a model: forwards and backwards of micro-batches, in whatever order a schedule asks for.
+"""One stage of a model: forwards and backwards of micro-batches, in any order that a schedule asks for.
 
-BatchNorm normalises each micro-batch by itself, and its running averages take in every micro-batch once, in the order
-of the forwards. A recomputed forward repeats its random numbers, and leaves the buffers alone.
+BatchNorm normalises each micro-batch separately, and its running averages use every micro-batch once, in the order of
+the forwards. A recomputed forward draws the same random numbers again, and does not change the buffers.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,25 +14,34 @@ from torch.func import functional_call
 from fedring.pipeline.errors import PipelineError
 from fedring.pipeline.stash import WeightStashing
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # the mean over a micro-batch, of the model's output and the targets
-Average = Callable[[Sequence[Tensor]], None]  # the gradients, in place, over the replicas of a stage
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Takes outputs [batch, ...] and targets [batch, ...] of a micro-batch, and returns its mean loss, a scalar."""
+
+Average = Callable[[Sequence[Tensor]], None]
+"""Takes the gradients of a stage, and replaces them, in place, by their means over the stage's replicas."""
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlight:
     """A micro-batch between its forward and its backward."""
 
-    inputs: Tensor  # a leaf
-    version: int
+    inputs: Tensor  # a leaf of the autograd graph, [batch, ...]
+    version: int  # of the weights
     weights: Sequence[Tensor]
-    target: Tensor | None
-    share: float
-    random: Tensor | None  # the generator's state, if the forward is to be repeated
-    output: Tensor | None = None
+    target: Tensor | None  # of the last stage
+    share: float  # of the loss
+    random: Tensor | None  # the generator's state before the forward, if that is recomputed
+    output: Tensor | None = None  # with its graph, unless the forward is recomputed
 
 
 class Stage:
-    """A part of a model with its optimizer; the last part has the loss."""
+    """A part of a model with its optimizer. The last part has the loss.
+
+    Attributes:
+        module: The layers.
+        stash: The optimizer, and the versions of the weights.
+        most_in_flight: The largest number of micro-batches that were in flight at a time.
+    """
 
     def __init__(
         self,
@@ -43,19 +52,28 @@ class Stage:
         recompute: bool = False,
         average: Average | None = None,
     ) -> None:
+        """Make a stage.
+
+        Args:
+            module: The layers.
+            stash: Has the optimizer, whose parameters must be parameters of the module.
+            loss: The loss, of the last stage only.
+            recompute: Whether to keep inputs instead of activations, and repeat each forward before its backward.
+            average: Averages gradients over replicas of the stage before each update.
+        """
         self.module, self.stash = module, stash
         self._loss, self._recompute, self._average = loss, recompute, average
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        strangers = sum(id(parameter) not in names for parameter in stash.parameters)
-        if strangers:
-            raise ValueError(f"{strangers} of the optimizer's parameters are not in the stage's module")
+        unknown = sum(id(parameter) not in names for parameter in stash.parameters)
+        if unknown:
+            raise ValueError(f"{unknown} of the optimizer's parameters are not in the stage's module")
         self._names = [names[id(parameter)] for parameter in stash.parameters]
-        self._flights: dict[int, Flight] = {}
-        self.most_flying = 0
+        self._in_flight: dict[int, InFlight] = {}
+        self.most_in_flight = 0
 
     @property
     def device(self) -> torch.device:
-        """Where the stage computes."""
+        """The device that the stage computes on."""
         return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
     def forward(
@@ -67,80 +85,108 @@ class Stage:
         target: Tensor | None = None,
         share: float = 1.0,
     ) -> Tensor:
-        """The output for the next stage, or, of the last, `share` times the loss; kept until the backward."""
-        if micro_batch in self._flights:
-            raise PipelineError(f"micro-batch {micro_batch} has gone forward already")
+        """Compute the forward of a micro-batch, and keep what its backward needs.
+
+        Args:
+            micro_batch: Its number within the run.
+            inputs: [batch, ...]; the stage before it needs their gradient if they require one.
+            version: The version of the weights to use; None means the newest.
+            target: The targets [batch, ...] of the micro-batch, for the last stage only.
+            share: The share of the micro-batch's mean loss in the loss of its update, for the last stage only.
+
+        Returns:
+            The output [batch, ...] for the next stage; for the last stage, `share` times the loss, a scalar.
+
+        Raises:
+            PipelineError: If the micro-batch is in flight already, or the module does not return one tensor.
+        """
+        if micro_batch in self._in_flight:
+            raise PipelineError(f"micro-batch {micro_batch} had its forward already, and not its backward")
         leaf = inputs.detach().to(self.device)
         if leaf.is_floating_point():
             leaf = leaf.to(self.stash.compute_dtype or leaf.dtype).requires_grad_(inputs.requires_grad)
         target = None if target is None else target.to(self.device)
         random = torch.get_rng_state() if self._recompute else None
         number = self.stash.version if version is None else version
-        flight = Flight(leaf, number, self.stash.weights(number), target, share, random)
+        kept = InFlight(leaf, number, self.stash.weights(number), target, share, random)
         with torch.set_grad_enabled(not self._recompute):
-            output = self._call(flight)
+            output = self._call(kept)
         if not self._recompute:
-            flight.output = output
-        self._flights[micro_batch] = flight
-        self.most_flying = max(self.most_flying, len(self._flights))
+            kept.output = output
+        self._in_flight[micro_batch] = kept
+        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
         return output.detach() / self.stash.loss_scale if self._loss else output.detach()
 
     def weights_of(self, micro_batch: int) -> Sequence[Tensor]:
-        """The weights that the micro-batch's forward used, and that its backward will use."""
-        return self._flights[micro_batch].weights
+        """Return the weights that the micro-batch's forward used, and that its backward will use."""
+        return self._in_flight[micro_batch].weights
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of the inputs, if they require one, from that of the output (None for the last stage).
+        """Compute the backward of a micro-batch, and add the gradients of the weights to those of the next update.
 
-        The gradients of the weights are added to those of the next update.
+        Args:
+            micro_batch: Its number within the run.
+            gradient: The gradient of the output, of its shape; None for the last stage.
+
+        Returns:
+            The gradient of the inputs [batch, ...], or None if they do not require one.
+
+        Raises:
+            PipelineError: If the micro-batch is not in flight, or the gradient has another shape than the output.
         """
-        if micro_batch not in self._flights:
-            raise PipelineError(f"micro-batch {micro_batch} goes backward without a forward")
-        flight = self._flights.pop(micro_batch)
-        output = flight.output if flight.output is not None else self._again(flight)
+        if micro_batch not in self._in_flight:
+            raise PipelineError(f"micro-batch {micro_batch} cannot have a backward before its forward")
+        kept = self._in_flight.pop(micro_batch)
+        output = kept.output if kept.output is not None else self._recomputed(kept)
         if gradient is not None:
             gradient = gradient.to(output.device, output.dtype)
             if gradient.shape != output.shape:
-                raise PipelineError(f"a gradient {list(gradient.shape)} for an output {list(output.shape)}")
+                raise PipelineError(
+                    f"the gradient has the shape {list(gradient.shape)}, but the output has {list(output.shape)}"
+                )
         if not output.requires_grad:
             return None
-        differentiable = [flight.inputs] if flight.inputs.requires_grad else []
-        wanted = [*flight.weights, *differentiable]
+        differentiable = [kept.inputs] if kept.inputs.requires_grad else []
+        wanted = [*kept.weights, *differentiable]
         found = torch.autograd.grad([output], wanted, [gradient], allow_unused=True)
-        self.stash.add_gradients(found[: len(flight.weights)])
+        self.stash.add_gradients(found[: len(kept.weights)])
         return found[-1] if differentiable else None
 
     def update(self, *, keep: Collection[int] = ()) -> int:
-        """The weights' new version; besides it those in `keep` stay, and those of micro-batches on their way."""
+        """Step the optimizer, and return the version of the new weights.
+
+        Args:
+            keep: Older versions that stay, besides those of micro-batches in flight.
+        """
         if self._average is not None:
             for parameter in self.stash.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             self._average([parameter.grad for parameter in self.stash.parameters if parameter.grad is not None])
-        return self.stash.step(keep={*keep, *(flight.version for flight in self._flights.values())})
+        return self.stash.step(keep={*keep, *(kept.version for kept in self._in_flight.values())})
 
     def forget(self) -> None:
-        """No micro-batch is on its way, and no gradient waits: what a run that failed has left is gone."""
-        self._flights.clear()
+        """Drop all micro-batches in flight and all gradients, after a run that failed."""
+        self._in_flight.clear()
         self.stash.optimizer.zero_grad()
 
-    def _call(self, flight: Flight, buffers: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The output of the micro-batch, or its share of the loss; `buffers` stand in for the module's."""
-        tensors = dict(zip(self._names, flight.weights, strict=True)) | dict(buffers or {})
-        output: object = functional_call(self.module, tensors, (flight.inputs,))
+    def _call(self, kept: InFlight, buffers: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the output of the micro-batch, or its scaled share of the loss; `buffers` replace the module's."""
+        tensors = dict(zip(self._names, kept.weights, strict=True)) | dict(buffers or {})
+        output: object = functional_call(self.module, tensors, (kept.inputs,))
         if not isinstance(output, Tensor):
-            raise PipelineError(f"a stage returned a {type(output).__name__}: between stages there is one tensor")
+            raise PipelineError(f"a stage returned a {type(output).__name__}: it must return one tensor")
         if self._loss is None:
             return output
-        if flight.target is None:
-            raise PipelineError("the last stage needs the targets of the micro-batch")
+        if kept.target is None:
+            raise PipelineError("the last stage needs the targets of each micro-batch: pass target to forward()")
         exact = output if self.stash.compute_dtype is None else output.float()
-        return self._loss(exact, flight.target) * (flight.share * self.stash.loss_scale)
+        return self._loss(exact, kept.target) * (kept.share * self.stash.loss_scale)
 
-    def _again(self, flight: Flight) -> Tensor:
-        """The output, with the forward's random numbers, and with buffers that nobody sees."""
+    def _recomputed(self, kept: InFlight) -> Tensor:
+        """Repeat a forward, with the same random numbers and with copies of the buffers."""
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         with torch.random.fork_rng(devices=[]):
-            if flight.random is not None:
-                torch.set_rng_state(flight.random)
-            return self._call(flight, buffers)
+            if kept.random is not None:
+                torch.set_rng_state(kept.random)
+            return self._call(kept, buffers)

@@ -1,7 +1,8 @@
-"""Weight stashing: a backward uses the very weights that its forward used (Narayanan et al. 2019, PipeDream, sec. 3.3).
+"""Weight stashing: a backward uses the same weights as its forward (PipeDream, Narayanan et al. 2019, section 3.3).
 
-A version is a list of leaves over the parameters' storage. Before an update whose old version is still wanted, the
-parameters move to new storage, and the old one stays as it was: what is kept twice is weights, never optimizer state.
+A version is a list of leaf tensors over the parameters' storage. Before an update, if the old version is still needed,
+the parameters move to new storage and the old storage stays as it is. So only weights are kept twice, never the state
+of the optimizer.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,10 +14,17 @@ from fedring.pipeline.errors import PipelineError
 
 
 class WeightStashing:
-    """An optimizer of torch whose older weights can still be used; `bound` versions exist at most.
+    """An optimizer of torch whose older weights can still be used.
 
-    With `compute_dtype` the versions are copies in it, and the optimizer's own parameters are the masters; the
-    gradients that come in are `loss_scale` times the true ones.
+    Attributes:
+        optimizer: The optimizer.
+        parameters: Its parameters, in its order.
+        bound: The largest number of versions that may exist.
+        compute_dtype: The dtype of the versions if they are copies; the optimizer's parameters keep their own.
+        loss_scale: What gradients are divided by as they are added.
+        version: The number of the newest version.
+        skipped: The number of updates that were skipped because a scaled gradient had overflowed.
+        most_kept: The largest number of versions that existed.
     """
 
     def __init__(
@@ -28,14 +36,14 @@ class WeightStashing:
         loss_scale: float = 1.0,
     ) -> None:
         if bound < 1 or loss_scale <= 0:
-            raise ValueError(f"a bound of {bound} and a loss scale of {loss_scale}: both must be positive")
+            raise ValueError(f"bound={bound} and loss_scale={loss_scale} must be positive")
         self.optimizer = optimizer
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.bound = bound
         self.loss_scale = loss_scale
         self.compute_dtype = compute_dtype
         self.version = 0
-        self.skipped = 0  # updates that were left out because a gradient had overflowed
+        self.skipped = 0
         self.most_kept = 1
         self._kept = {0: self._leaves()}
 
@@ -45,14 +53,23 @@ class WeightStashing:
         return sorted(self._kept)
 
     def weights(self, version: int | None = None) -> Sequence[Tensor]:
-        """The parameters of a version, in the optimizer's order; by default the newest."""
+        """Return the weights of a version, in the order of the optimizer; None means the newest version.
+
+        Raises:
+            PipelineError: If the version no longer exists.
+        """
         wanted = self.version if version is None else version
         if wanted not in self._kept:
-            raise PipelineError(f"the weights of version {wanted} are gone: {self.versions} are kept")
+            raise PipelineError(f"the weights of version {wanted} no longer exist: only {self.versions} are kept")
         return self._kept[wanted]
 
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """The gradients, one a parameter and each of its shape, are added to those of the next update."""
+        """Add gradients to those of the next update.
+
+        Args:
+            gradients: One for each parameter, of its shape, and `loss_scale` times as large as the true gradient; None
+                for a parameter that was not used.
+        """
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is None:
                 continue
@@ -60,15 +77,24 @@ class WeightStashing:
             if self.loss_scale != 1:
                 true = true / self.loss_scale
             if parameter.grad is None:
-                parameter.grad = true.clone() if true is gradient else true  # autograd may hand out one tensor twice
+                parameter.grad = true.clone() if true is gradient else true  # autograd may return one tensor twice
             else:
                 parameter.grad.add_(true)
 
     def step(self, *, keep: Collection[int] = ()) -> int:
-        """The new version, made of the newest and the gradients; of the others, those in `keep` stay."""
+        """Step the optimizer with the gradients so far, and return the new version.
+
+        If a scaled gradient has overflowed, the new version has the values of the old one.
+
+        Args:
+            keep: Older versions that stay; all others are dropped.
+
+        Raises:
+            PipelineError: If there would be more versions than `bound`.
+        """
         wanted = set(keep) & set(self._kept)
         if len(wanted) >= self.bound:
-            raise PipelineError(f"versions {sorted(wanted)} and a new one are more than the bound of {self.bound}")
+            raise PipelineError(f"versions {sorted(wanted)} and a new one are more than bound={self.bound} versions")
         if self._overflowed():
             self.skipped += 1
         else:
@@ -85,20 +111,21 @@ class WeightStashing:
         return self.version
 
     def drop(self, version: int) -> None:
-        """The version no longer exists, unless it is the newest."""
+        """Drop a version, unless it is the newest."""
         if version != self.version:
             self._kept.pop(version, None)
 
     def reload(self) -> None:
-        """The only version is what the parameters hold now, after something else has written them."""
+        """Drop all older versions and take the present values of the parameters, which other code has changed."""
         self._kept = {self.version: self._leaves()}
 
     def _leaves(self) -> list[Tensor]:
-        # Not detach(): a leaf's count of writes is to be its own, or a step on new storage would spoil the old leaves.
+        # A leaf from detach() would share autograd's version counter with its parameter, and a later step would make it
+        # unusable for backwards. A leaf from `data` has its own counter.
         return [p.data.to(self.compute_dtype or p.dtype).requires_grad_() for p in self.parameters]
 
     def _overflowed(self) -> bool:
-        """Whether a gradient of a scaled loss is not finite; without scaling nobody looks."""
+        """Return whether a gradient of a scaled loss is not finite; without scaling, gradients are not checked."""
         if self.loss_scale == 1:
             return False
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]

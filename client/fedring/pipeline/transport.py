@@ -1,11 +1,11 @@
-"""How messages come from stage to stage: within a process, and over any process group of torch.distributed.
+"""The transport of messages between stages: within a process, or over any process group of torch.distributed.
 
-Over a group each lane, the messages of one kind to one stage, has tags of its own. A sender waits while `credits` of a
-lane's messages have not been taken, and so many receives are posted ahead of their use: nobody waits but the worker
-itself. Messages are found by what they are, never by the order in which they came.
+The messages of one kind to one stage form a lane. Over a group, each lane has its own tags. A sender waits while
+`credits` messages of the lane have not been taken, and the receiver posts as many receives in advance, so that the
+workers need no other threads. Messages are found by their key, not by the order of arrival.
 
-A header and its tensor travel as one, in a frame whose size both ends know: that of the same message in the lane's
-newest run of as many micro-batches. A tensor of another size follows its frame by itself; in a first run, all do.
+A header and its tensor travel together in a frame whose size both ends know: the size of the same message in the lane's
+previous run with as many micro-batches. A tensor of another size follows its frame separately; in a first run, all do.
 """
 
 from collections import deque
@@ -23,41 +23,51 @@ from fedring.schedules.schedule import Kind, Schedule
 
 
 class Transport(Protocol):
-    """What a worker sends and receives by."""
+    """The way in which a worker sends and receives messages."""
 
     def open(self, schedule: Schedule, worker: int, step: int) -> None:
-        """Messages of this run can be sent and received."""
+        """Get ready for the messages of a run.
+
+        Args:
+            schedule: The schedule of the run.
+            worker: The number of this worker in the schedule.
+            step: The number of the run.
+        """
 
     def send(self, message: Message) -> None:
-        """The message is on its way; its tensor may change no more."""
+        """Send a message; its tensor must not change any more."""
 
     def receive(self, key: Key) -> Message:
-        """The message, once it has come."""
+        """Wait for the message with this key, and return it."""
         ...
 
     def close(self) -> None:
-        """All that was sent in the run has gone."""
+        """Wait until all messages of the run have been sent."""
 
     def abort(self) -> None:
-        """Whoever waits for this worker hears that it has failed, where the group can tell."""
+        """Let the workers that wait for this one fail, if the group can do that."""
 
 
 class Mailbox:
-    """Messages that have come and were not asked for yet."""
+    """Messages that have arrived and have not been taken yet."""
 
     def __init__(self) -> None:
         self._messages: dict[Key, Message] = {}
         self._seen: set[Key] = set()
 
     def put(self, message: Message) -> None:
-        """The message can be taken, once."""
+        """Add a message, which can be taken once.
+
+        Raises:
+            PipelineError: If a message with this key was added before.
+        """
         if message.key in self._seen:
-            raise PipelineError(f"{message.key} came twice")
+            raise PipelineError(f"{message.key} arrived twice")
         self._seen.add(message.key)
         self._messages[message.key] = message
 
     def take(self, key: Key) -> Message | None:
-        """The message, if it has come."""
+        """Remove the message with this key and return it; None if it has not arrived."""
         return self._messages.pop(key, None)
 
 
@@ -68,50 +78,64 @@ class LocalTransport:
         self._box = Mailbox()
 
     def open(self, schedule: Schedule, worker: int, step: int) -> None:
-        """The run can begin."""
+        """Begin a run without messages."""
         self._box = Mailbox()
 
     def send(self, message: Message) -> None:
-        """The message has come."""
+        """Deliver a message at once."""
         self._box.put(message)
 
     def receive(self, key: Key) -> Message:
-        """The message that was sent."""
+        """Return the message with this key, which must have been sent."""
         if (message := self._box.take(key)) is None:
             raise PipelineError(f"{key} was not sent: the schedule is wrong")
         return message
 
     def close(self) -> None:
-        """Nothing is left."""
+        """End the run."""
         self.abort()
 
     def abort(self) -> None:
-        """What was sent and not received is gone."""
+        """Drop the messages that were sent and not received."""
         self._box = Mailbox()
 
 
 class GroupTransport:
-    """Messages over point-to-point operations of a group, whose rank w is the schedule's worker w."""
+    """Messages over point-to-point operations of a process group. Rank w of the group is worker w of the schedule.
+
+    Attributes:
+        group: The process group.
+        credits: The largest number of messages of a lane that were sent and not taken.
+        max_message_bytes: The largest tensor to receive.
+        sent_bytes: The bytes of tensors that this worker has sent.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, credits: int = 4, max_message_bytes: int = 1 << 30
     ) -> None:
         if credits < 1:
-            raise ValueError("a lane needs at least one credit")
+            raise ValueError(f"credits={credits} must be at least 1")
         chosen = group or dist.group.WORLD
         if chosen is None:
-            raise PipelineError("torch.distributed has no process group yet")
+            raise PipelineError("there is no default process group: call torch.distributed.init_process_group() first")
         self.group, self.credits, self.max_message_bytes = chosen, credits, max_message_bytes
         self.sent_bytes = 0
         self._box = Mailbox()
         self._in: dict[tuple[Kind, int], _InLane] = {}
         self._out: dict[tuple[Kind, int], _OutLane] = {}
-        self._sizes: dict[tuple[Kind, int, int], list[int]] = {}  # of the newest run: by lane and micro-batches
+        self._sizes: dict[tuple[Kind, int, int], list[int]] = {}  # in the newest run, by lane and micro-batches
 
     def open(self, schedule: Schedule, worker: int, step: int) -> None:
-        """What other workers will send in this run can come."""
+        """Post receives for the first messages of the run.
+
+        Raises:
+            PipelineError: If the group does not fit the schedule.
+        """
         if (rank := dist.get_rank(self.group)) != worker or dist.get_world_size(self.group) != len(schedule.workers):
-            raise PipelineError(f"rank {rank} is worker {worker} of {len(schedule.workers)}: the group does not fit")
+            raise PipelineError(
+                f"rank {rank} of {dist.get_world_size(self.group)} cannot be worker {worker} of "
+                f"{len(schedule.workers)}: use a group whose ranks are the schedule's workers"
+            )
         self._box = Mailbox()
         self._in, self._out = {}, {}
         count = schedule.micro_batches
@@ -130,16 +154,16 @@ class GroupTransport:
                     self._out[kind, stage] = _OutLane(self, receiver, lane)
 
     def send(self, message: Message) -> None:
-        """The message is on its way, as soon as its lane has a credit."""
+        """Send a message, after waiting for a credit of its lane."""
         lane = self._out.get((message.key.kind, message.key.stage))
-        if lane is None:  # between stages of this worker
+        if lane is None:  # the message is for a stage of this worker
             self._box.put(message)
             return
         lane.send(message)
         self.sent_bytes += message.tensor.nbytes
 
     def receive(self, key: Key) -> Message:
-        """The message, once it has come; who sent it gets a credit back."""
+        """Wait for the message with this key, and return the credit to its sender."""
         lane = self._in.get((key.kind, key.stage))
         while (message := self._box.take(key)) is None:
             if lane is None:
@@ -150,19 +174,19 @@ class GroupTransport:
         return message
 
     def close(self) -> None:
-        """All that was sent has gone."""
+        """Wait until all messages and receipts have been sent."""
         for out in self._out.values():
             out.drain()
         for into in self._in.values():
             into.drain()
 
     def abort(self) -> None:
-        """The group has failed for every rank, if its backend can do that."""
+        """Make the group fail on every rank, if its backend can do that."""
         self.group.abort()
 
 
 def tag_of(kind: Kind, stage: int) -> int:
-    """The tag of a lane's frames; the next is that of its receipts, and the one after that of tensors by themselves."""
+    """Return the tag of a lane's frames; its receipts have the next tag, and its separate tensors the one after."""
     return 6 * stage + (3 if kind is Kind.BACKWARD else 0)
 
 
@@ -173,46 +197,46 @@ class _Lane:
     kind: Kind
     stage: int
     step: int
-    count: int
-    known: Sequence[int]  # bytes of each message's tensor in the run before
-    sizes: list[int] = field(default_factory=list)  # in this one, so far
+    count: int  # of messages
+    known: Sequence[int]  # the bytes of each message's tensor in the previous run
+    sizes: list[int] = field(default_factory=list)  # the bytes of each message's tensor in this run, so far
 
     @property
     def tag(self) -> int:
-        """That of its frames."""
+        """The tag of its frames."""
         return tag_of(self.kind, self.stage)
 
     def expected(self, number: int) -> int:
-        """The bytes that a frame has for its tensor: the same at both ends, for both have seen all messages."""
+        """Return the bytes that a frame has for its tensor; both ends agree, because both have seen all messages."""
         return self.known[number] if number < len(self.known) else 0
 
-    def asks(self, number: int, credits: int) -> bool:
-        """Whether the sender will wait until this message has been taken: a later one needs its credit."""
+    def needs_receipt(self, number: int, credits: int) -> bool:
+        """Return whether the sender waits until this message has been taken, because a later one needs its credit."""
         return number + credits < self.count
 
 
 class _InLane:
-    """The messages of one kind to one stage of this worker; as many can come as there are credits."""
+    """The receiving end of a lane. As many messages can arrive in advance as there are credits."""
 
     def __init__(self, transport: GroupTransport, peer: int, lane: _Lane) -> None:
         self._group, self._peer, self._lane = transport.group, peer, lane
         self._limit, self._credits = transport.max_message_bytes, transport.credits
-        self._begun = self._taken = 0
+        self._begun = self._taken = 0  # receives that were posted, and messages that were taken
         self._posted: deque[tuple[Any, Tensor]] = deque()
         self._receipts: list[tuple[Any, Tensor]] = []
         for _ in range(min(self._credits, lane.count)):
             self._post()
 
     def next(self) -> Message:
-        """The lane's next message, once it has come."""
+        """Wait for the lane's next message, and return it."""
         if not self._posted:
-            raise PipelineError("more was asked for than a lane's messages")
+            raise PipelineError(f"all {self._lane.count} messages of a lane have arrived: the schedule is wrong")
         work, frame = self._posted.popleft()
         work.wait()
         message = parse(frame[:HEADER_BYTES].view(torch.int64), max_bytes=self._limit)
         key, tensor, lane = message.key, message.tensor, self._lane
         if (key.step, key.kind, key.stage) != (lane.step, lane.kind, lane.stage):
-            raise PipelineError(f"{key} came while step {lane.step} ran")
+            raise PipelineError(f"{key} arrived in step {lane.step} for stage {lane.stage}")
         lane.sizes.append(tensor.nbytes)
         if tensor.nbytes == len(frame) - HEADER_BYTES:
             body = frame[HEADER_BYTES:].view(tensor.dtype).reshape(tensor.shape)
@@ -224,15 +248,15 @@ class _InLane:
         return message
 
     def taken(self) -> None:
-        """The sender has a credit more, if it needs one."""
-        if self._lane.asks(self._taken, self._credits):
+        """Return a credit to the sender, if it needs one."""
+        if self._lane.needs_receipt(self._taken, self._credits):
             receipt = torch.zeros(1, dtype=torch.uint8)
             work = dist.isend(receipt, group=self._group, group_dst=self._peer, tag=self._lane.tag + 1)
             self._receipts.append((work, receipt))
         self._taken += 1
 
     def drain(self) -> None:
-        """Every receipt has gone out."""
+        """Wait until all receipts have been sent."""
         for work, _ in self._receipts:
             work.wait()
         self._receipts.clear()
@@ -245,15 +269,15 @@ class _InLane:
 
 
 class _OutLane:
-    """The messages of one kind to one stage of another worker."""
+    """The sending end of a lane."""
 
     def __init__(self, transport: GroupTransport, peer: int, lane: _Lane) -> None:
         self._group, self._peer, self._lane = transport.group, peer, lane
         self._credits = transport.credits
-        self._waiting: deque[tuple[list[Any], list[Tensor]]] = deque()  # until they have gone, and been taken
+        self._waiting: deque[tuple[list[Any], list[Tensor]]] = deque()  # messages not known to be sent and taken
 
     def send(self, message: Message) -> None:
-        """The message is on its way; at most `credits` are."""
+        """Send a message, after waiting for an earlier one if `credits` of them are waiting."""
         if len(self._waiting) >= self._credits:
             self._wait()
         lane, tensor = self._lane, message.tensor.detach().cpu().contiguous()
@@ -269,13 +293,13 @@ class _OutLane:
         lane.sizes.append(tensor.nbytes)
         works = [dist.isend(part, group=self._group, group_dst=self._peer, tag=tag) for part, tag in parts]
         kept = [part for part, _ in parts]
-        if lane.asks(number, self._credits):
+        if lane.needs_receipt(number, self._credits):
             kept.append(torch.empty(1, dtype=torch.uint8))
             works.append(dist.irecv(kept[-1], group=self._group, group_src=self._peer, tag=lane.tag + 1))
         self._waiting.append((works, kept))
 
     def drain(self) -> None:
-        """Every message has gone."""
+        """Wait until all messages have been sent."""
         while self._waiting:
             self._wait()
 

@@ -1,4 +1,4 @@
-"""A worker of a pipeline: runs its part of a schedule, step by step."""
+"""A worker of a pipeline, which runs its part of a schedule; and a pipeline whose stages are all in one process."""
 
 import time
 from collections import Counter
@@ -8,18 +8,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fedring.pipeline.errors import PipelineError, noted
+from fedring.pipeline.errors import PipelineError, add_note
 from fedring.pipeline.messages import Key, Message
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.transport import LocalTransport, Transport
 from fedring.schedules.schedule import Action, Kind, Schedule, Versions
 from fedring.schedules.simulation import check, neighbours, simulate
 
-Watch = Callable[[Action, Sequence[Tensor]], None]  # what is about to be done, and the weights that it uses
+Watch = Callable[[Action, Sequence[Tensor]], None]
+"""Is called before each forward and backward, with the action and the weights that it uses."""
 
 
 class Spent(NamedTuple):
-    """How often something was done, and in how many seconds."""
+    """The number of actions of one kind, and their time."""
 
     actions: int = 0
     seconds: float = 0.0
@@ -27,23 +28,23 @@ class Spent(NamedTuple):
 
 @dataclass(slots=True)
 class Report:
-    """What a run came to on a worker; the losses are of the one that has the last stage, one an update."""
+    """What one worker did in a run."""
 
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    spent: dict[tuple[int, Kind], Spent] = field(default_factory=dict)  # by stage, and by what it did
+    losses: list[float] = field(default_factory=list)  # one for each update, on the worker of the last stage
+    seconds: float = 0.0  # of the whole run
+    spent: dict[tuple[int, Kind], Spent] = field(default_factory=dict)  # by stage and kind of action
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds in which the worker computed."""
+        """The seconds in which the worker computed."""
         return sum(spent.seconds for spent in self.spent.values())
 
     def seconds_of(self, kind: Kind) -> float:
-        """Seconds in which all its stages did this."""
+        """Return the seconds that all stages of the worker spent with one kind of actions."""
         return sum(spent.seconds for (_, what), spent in self.spent.items() if what is kind)
 
     def add(self, action: Action, seconds: float) -> None:
-        """The action is counted."""
+        """Count an action and its time."""
         place = action.stage, action.kind
         before = self.spent.get(place, Spent())
         self.spent[place] = Spent(before.actions + 1, before.seconds + seconds)
@@ -55,7 +56,15 @@ class Report:
 
 
 class Worker:
-    """Stages of one process, by their numbers; run() does its part of one run of the schedule."""
+    """One worker of a pipeline, with its stages.
+
+    Attributes:
+        stages: The worker's stages, by their numbers.
+        schedule: The schedule that all workers follow.
+        transport: Carries messages to and from other workers.
+        index: The number of the worker in the schedule.
+        step: The number of the next run.
+    """
 
     def __init__(
         self,
@@ -66,17 +75,39 @@ class Worker:
         credits: int = 0,
         watch: Watch | None = None,
     ) -> None:
+        """Make a worker.
+
+        Args:
+            stages: All stages that the schedule gives to one worker, by their numbers.
+            schedule: The schedule.
+            transport: Carries messages to and from other workers.
+            credits: What the schedule is checked with; 0 means the credits of the transport.
+            watch: Is called before each forward and backward.
+
+        Raises:
+            ScheduleError: If the schedule is wrong, or deadlocks.
+            PipelineError: If the stages are not those of one worker.
+        """
         check(schedule, credits=credits or getattr(transport, "credits", 0))
         workers = {schedule.owner(stage) for stage in stages}
         if len(workers) != 1 or set(stages) != {s for s in range(schedule.stages) if schedule.owner(s) in workers}:
-            raise PipelineError(f"stages {sorted(stages)} are not those of one worker of {schedule.name}")
+            raise PipelineError(f"stages {sorted(stages)} are not the stages of one worker of {schedule.name}")
         self.stages, self.schedule, self.transport = stages, schedule, transport
         self.index = workers.pop()
         self.step = 0
         self._watch = watch
 
     def run(self, inputs: Sequence[Tensor] | None = None, targets: Sequence[Tensor] | None = None) -> Report:
-        """Every action is done; the worker of the first stage gives the micro-batches, that of the last the targets."""
+        """Do this worker's part of one run of the schedule. All workers must call this at the same time.
+
+        Args:
+            inputs: The micro-batches, [batch, ...] each, on the worker of the first stage.
+            targets: Their targets, [batch, ...] each, on the worker of the last stage.
+
+        Raises:
+            PipelineError: If a stage cannot go on. After any error, the stages keep nothing of the run, and the
+                transport is aborted.
+        """
         run = Run(self.stages, self.schedule, self.transport, step=self.step, watch=self._watch)
         run.feed(inputs, targets)
         began = time.perf_counter()
@@ -85,7 +116,7 @@ class Worker:
             for action in self.schedule.workers[self.index]:
                 run.do(action)
             self.transport.close()
-        except BaseException:  # whatever it is, nobody is to wait for this worker
+        except BaseException:  # whatever it is, the other workers must not wait for this one
             run.forget()
             self.transport.abort()
             raise
@@ -95,19 +126,24 @@ class Worker:
 
 
 class LocalPipeline:
-    """All stages in one process, each where its parameters are: single-machine model parallelism."""
+    """A pipeline whose stages are all in this process, each on the device of its parameters."""
 
     def __init__(self, stages: Sequence[Stage], schedule: Schedule, *, watch: Watch | None = None) -> None:
         check(schedule)
         if len(stages) != schedule.stages:
-            raise PipelineError(f"{len(stages)} stages for a schedule of {schedule.stages}")
+            raise PipelineError(f"{len(stages)} stages were given for a schedule of {schedule.stages} stages")
         self.stages, self.schedule = stages, schedule
         self.step = 0
         self._order = [span.action for span in simulate(schedule).spans]
         self._watch = watch
 
     def run(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Report:
-        """Every action of every worker is done, each as soon as it could be."""
+        """Do the actions of all workers in one run, in an order that the schedule allows.
+
+        Args:
+            inputs: The micro-batches, [batch, ...] each.
+            targets: Their targets, [batch, ...] each.
+        """
         run = Run(dict(enumerate(self.stages)), self.schedule, LocalTransport(), step=self.step, watch=self._watch)
         run.feed(inputs, targets)
         began = time.perf_counter()
@@ -123,7 +159,7 @@ class LocalPipeline:
 
 
 class Run:
-    """One run of a schedule: the actions of some stages, whoever decides when."""
+    """One run of a schedule on some of its stages. The caller decides when to do which action."""
 
     def __init__(
         self,
@@ -148,36 +184,48 @@ class Run:
         self.report = Report()
 
     def feed(self, inputs: Sequence[Tensor] | None, targets: Sequence[Tensor] | None) -> None:
-        """The first and the last stage have their micro-batches."""
+        """Give the micro-batches to the first stage and their targets to the last stage, if they are here.
+
+        Raises:
+            PipelineError: If one of them is missing, or their number is not that of the schedule.
+        """
         ends = ((0, inputs, "inputs"), (self._schedule.stages - 1, targets, "targets"))
         for stage, given, what in ends:
             if stage in self._stages and (given is None or len(given) != self._schedule.micro_batches):
-                raise PipelineError(f"stage {stage} needs the {what} of {self._schedule.micro_batches} micro-batches")
+                raise PipelineError(
+                    f"stage {stage} needs the {what} of {self._schedule.micro_batches} micro-batches, and got "
+                    f"{0 if given is None else len(given)}"
+                )
         self._inputs, self._targets = inputs or (), targets or ()
 
     def do(self, action: Action) -> None:
-        """The action is done, and its message sent."""
+        """Do an action, after receiving the message that it needs, and send its result."""
         if action.kind is Kind.UPDATE:
-            with noted(_place(action)):
+            with add_note(_place(action)):
                 self._update(action)
             return
-        came = self._receive(action)
+        received = self._receive(action)
         if self._watch is not None:
             self._watch(action, self._weights(action))
         began = time.perf_counter()
-        with noted(_place(action)):
-            result = self._forward(action, came) if action.kind is Kind.FORWARD else self._backward(action, came)
+        with add_note(_place(action)):
+            if action.kind is Kind.FORWARD:
+                result: Tensor | None = self._forward(action, received)
+            else:
+                result = self._backward(action, received)
         self.report.add(action, time.perf_counter() - began)
-        self._used(action)
+        self._drop_after(action)
         _, target = neighbours(action, self._schedule)
         if target is not None:
             if result is None:
-                raise PipelineError(f"stage {action.stage} has no gradient for stage {target}: its inputs have no part")
+                raise PipelineError(
+                    f"stage {action.stage} has no gradient for stage {target}: its output does not depend on its inputs"
+                )
             key = Key(self._step, action.kind, target, action.micro_batch)
             self._transport.send(Message(key, self._version(action), result))
 
     def forget(self) -> None:
-        """The stages keep nothing of this run."""
+        """Let all stages drop what they keep of this run."""
         for stage in self._stages.values():
             stage.forget()
 
@@ -186,17 +234,20 @@ class Run:
         if source is None:
             return None
         message = self._transport.receive(Key(self._step, action.kind, action.stage, action.micro_batch))
-        equal = self._schedule.versions is not Versions.STASHED
-        if equal and message.version != self._version(action):
-            raise PipelineError(f"{action} came from weights {message.version}, not {self._version(action)}")
+        same_version = self._schedule.versions is not Versions.STASHED  # on all stages
+        if same_version and message.version != self._version(action):
+            raise PipelineError(
+                f"the message for {action} was computed with version {message.version} of the weights, and the "
+                f"schedule needs version {self._version(action)}"
+            )
         return message.tensor
 
-    def _forward(self, action: Action, came: Tensor | None) -> Tensor:
+    def _forward(self, action: Action, received: Tensor | None) -> Tensor:
         last = action.stage == self._schedule.stages - 1
-        inputs = self._inputs[action.micro_batch] if came is None else came
+        inputs = self._inputs[action.micro_batch] if received is None else received
         output = self._stages[action.stage].forward(
             action.micro_batch,
-            inputs.requires_grad_() if came is not None and came.is_floating_point() else inputs,
+            inputs.requires_grad_() if received is not None and received.is_floating_point() else inputs,
             version=self._version(action),
             target=self._targets[action.micro_batch] if last else None,
             share=self._share(action.micro_batch) if last else 1.0,
@@ -205,8 +256,8 @@ class Run:
             self._add_loss(action.micro_batch, output)
         return output
 
-    def _backward(self, action: Action, came: Tensor | None) -> Tensor | None:
-        return self._stages[action.stage].backward(action.micro_batch, came)
+    def _backward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        return self._stages[action.stage].backward(action.micro_batch, received)
 
     def _update(self, action: Action) -> None:
         began = time.perf_counter()
@@ -215,8 +266,8 @@ class Run:
         self._stages[action.stage].update(keep=keep)
         self.report.add(action, time.perf_counter() - began)
 
-    def _used(self, action: Action) -> None:
-        """A version that no later action uses is gone."""
+    def _drop_after(self, action: Action) -> None:
+        """Drop the version that the action used, if no later action uses it."""
         self._uses[action.stage, action.version] -= 1
         if not self._uses[action.stage, action.version]:
             self._stages[action.stage].stash.drop(self._version(action))
@@ -231,7 +282,10 @@ class Run:
         return self._base[action.stage] + action.version
 
     def _share(self, micro_batch: int) -> float:
-        """The micro-batch's part of its update's samples: its mean losses, times their shares, add up to the mean."""
+        """Return the micro-batch's share of the samples of its update.
+
+        The mean losses of all micro-batches of an update, each times its share, add up to the mean over all samples.
+        """
         first = micro_batch // self._schedule.interval * self._schedule.interval
         batch = range(first, min(first + self._schedule.interval, self._schedule.micro_batches))
         return len(self._targets[micro_batch]) / sum(len(self._targets[m]) for m in batch)
@@ -243,7 +297,7 @@ class Run:
 
 
 def _place(action: Action) -> str:
-    """Where an error in the action happened."""
+    """Return where in the pipeline the action is, for the note of an error."""
     if action.kind is Kind.UPDATE:
         return f"in the update of stage {action.stage}"
     what = "forward" if action.kind is Kind.FORWARD else "backward"

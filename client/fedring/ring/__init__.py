@@ -1,7 +1,10 @@
-"""A ring of workers over gRPC, and the torch.distributed backend "fedring" on top of it.
+"""Collectives between workers over gRPC, and the torch.distributed backend "fedring" on top of them.
 
     import fedring.ring
     torch.distributed.init_process_group("fedring")
+
+Three rooms, each of which imports only those below it: `torch` (the backend), `engine` (collectives, operations,
+groups), `transport` (links between two workers). Beside them stand `options` and `errors`.
 
 Errors are RingErrors, on every rank; torch's C++ code (DistributedDataParallel's backward) turns them into
 RuntimeErrors with the same text.
@@ -9,18 +12,18 @@ RuntimeErrors with the same text.
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: a peer that leaves is no news
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported, which logs each peer that leaves
 
 import torch.distributed as dist
 
-from fedring.ring.endpoint import Endpoint
+from fedring.ring.engine.endpoint import Endpoint
 from fedring.ring.errors import CollectiveTimeout, Mismatch, NotSupported, PeerLost, RingError
-from fedring.ring.gathering import BytesGather
-from fedring.ring.link import Traffic
 from fedring.ring.options import RingOptions
-from fedring.ring.process_group import RingProcessGroup
-from fedring.ring.rendezvous import create, join, leave
-from fedring.ring.world import total_traffic, traffic
+from fedring.ring.torch.messages import BytesGather
+from fedring.ring.torch.process_group import RingProcessGroup
+from fedring.ring.torch.rendezvous import create, join, leave
+from fedring.ring.torch.world import total_traffic, traffic
+from fedring.ring.transport.interface import Traffic
 
 __all__ = [
     "BytesGather",
@@ -44,10 +47,20 @@ __all__ = [
 def allgather_bytes(
     payload: bytes | memoryview, group: dist.ProcessGroup | None = None, *, limit: int = 1 << 30
 ) -> BytesGather:
-    """`payload`, of at most `limit` bytes, and every other rank's, is on its way to every rank of the group."""
+    """Start to send bytes to every rank of a group, and to receive every other rank's.
+
+    Args:
+        payload: This rank's message.
+        group: A group of the backend fedring; None = the default group.
+        limit: The most bytes of a message, equal on all ranks.
+
+    Raises:
+        NotSupported: The group is of another backend.
+        ValueError: The message is larger than the limit.
+    """
     chosen = group or dist.group.WORLD
     if not isinstance(chosen, RingProcessGroup):
-        raise NotSupported("only groups of the backend fedring send bytes")
+        raise NotSupported("only groups of the backend fedring can send bytes")
     return chosen.allgather_bytes(payload, limit=limit)
 
 

@@ -1,4 +1,4 @@
-"""Every way in which a collective can fail. All of them end the generation, on every rank."""
+"""How collectives fail. A RingError ends the generation, on every rank."""
 
 from grpc import StatusCode
 
@@ -6,13 +6,17 @@ from fedring.rpc.errors import FedringError
 
 
 class RingError(FedringError, RuntimeError):
-    """The generation has failed: no collective of it will work any more."""
+    """The generation has failed: no collective of it will work any more.
+
+    Attributes:
+        rank: The rank that is lost or at fault, if it is known.
+    """
 
     status, reason = StatusCode.ABORTED, "ring_failed"
 
     def __init__(self, detail: str = "", *, rank: int | None = None) -> None:
         super().__init__(detail)
-        self.rank = rank  # the one that is lost or at fault, if it is known
+        self.rank = rank
 
 
 class PeerLost(RingError):
@@ -22,7 +26,7 @@ class PeerLost(RingError):
 
 
 class CollectiveTimeout(RingError):
-    """A rank did not send what was waited for in time."""
+    """A rank did not send in time what others wait for."""
 
     status, reason = StatusCode.DEADLINE_EXCEEDED, "timeout"
 
@@ -46,7 +50,7 @@ class Overrun(RingError):
 
 
 class NotSupported(FedringError, NotImplementedError):
-    """This collective cannot do what it was asked for; the group lives on."""
+    """The ring does not have the collective that was asked for. The group can still be used."""
 
     status, reason = StatusCode.UNIMPLEMENTED, "not_supported"
 

@@ -1,5 +1,7 @@
-"""Training as one worker of a group: the rounds of data-parallel and of pipeline jobs.
+"""A round as one worker of a group: data-parallel with DistributedDataParallel, or as stages of a pipeline.
 
-The modules here train on any process group of torch.distributed. They know nothing of sessions or of the server:
-`fedring.client` forms the group, calls them, and delivers what was trained.
+The package holds what a worker does between two changes of its group: which samples it takes, its epochs, and how it
+becomes equal to its peers. It uses torch's default process group, which the caller has set up, and knows nothing of the
+server, of configuration files or of the ring: those belong to `fedring.client`. It may import `fedring.pipeline` and
+what both daemons share (`fedring.train`, `fedring.schedules`).
 """

@@ -1,4 +1,7 @@
-"""A job's model in stages, as its table [pipeline] says; each has parameters, and all of them are the model's own."""
+"""The stages of a job's model, cut as the table [pipeline] says.
+
+Every stage has parameters to train, and all parameters of stages are the model's own.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -9,12 +12,24 @@ from torch import Tensor, nn
 from fedring.pipeline.cut import Chain, as_cut, balanced, cut_at, cut_by_counts
 from fedring.pipeline.errors import CutError
 from fedring.train.errors import SeamError
-from fedring.train.pipelined import Pipeline
+from fedring.train.pipeline_table import Pipeline
 from fedring.train.seam import resolve
 
 
 def count_layers(model: nn.Module, table: Pipeline, sample: Callable[[], Tensor]) -> list[int]:
-    """How many layers each stage has where they are to be even, else none; `sample()` is asked for if time counts."""
+    """Count the layers of each stage for a cut that balances parameters or time.
+
+    Args:
+        model: Is put into training mode.
+        table: Says where to cut.
+        sample: Returns the inputs of a micro-batch; called only if layers are to be timed.
+
+    Returns:
+        The number of layers of each stage; empty if the table names layers, numbers or a callable.
+
+    Raises:
+        SeamError: With the reason cannot_cut.
+    """
     if table.cut not in ("parameters", "time"):
         return []
     try:
@@ -30,12 +45,25 @@ def count_layers(model: nn.Module, table: Pipeline, sample: Callable[[], Tensor]
 
 
 def cut_model(model: nn.Module, table: Pipeline, counts: Sequence[int], trusted: Sequence[str]) -> list[nn.Module]:
-    """The stages, in order; `counts` are those of count_layers(); SeamError("cannot_cut") says why it cannot be."""
+    """Cut a model into the stages that the table asks for.
+
+    Args:
+        model: Is put into training mode; the stages share its tensors.
+        table: Says where to cut, and into how many stages.
+        counts: What count_layers() returned.
+        trusted: The modules that a callable may come from.
+
+    Returns:
+        The stages, in order.
+
+    Raises:
+        SeamError: With the reason cannot_cut, or as resolve() raises it for a callable.
+    """
     model.train()
     try:
         stages = _stages(model, table, counts, trusted)
         if len(stages) != table.stages:
-            raise CutError(f"{table.cut} has made {len(stages)} stages where the job says {table.stages}")
+            raise CutError(f"{table.cut} returned {len(stages)} stages, but the job's table has stages={table.stages}")
         _check_parameters(model, stages)
     except CutError as error:
         raise SeamError("cannot_cut", f"The model cannot be cut: {error}.") from error
@@ -56,14 +84,14 @@ def _made_by(name: str, model: nn.Module, trusted: Sequence[str]) -> object:
     try:
         return made(model)
     except Exception as error:  # the user's code may raise anything
-        raise CutError(f"{name} has failed: {type(error).__name__}: {error}") from error
+        raise CutError(f"{name} raised {type(error).__name__}: {error}") from error
 
 
 def _even(sizes: Sequence[float], costs: Sequence[float], stages: int) -> list[int]:
-    """Layers of each stage; layers without parameters stay with the one before, as no stage may be without."""
+    """Return the layers of each stage; a layer without parameters stays with the one before, as stages need some."""
     starts = [index for index, size in enumerate(sizes) if size]
     if len(starts) < stages:
-        raise CutError(f"{len(starts)} layers with parameters cannot make {stages} stages")
+        raise CutError(f"{len(starts)} layers with parameters cannot make {stages} stages: use fewer stages")
     spans = list(pairwise([0, *starts[1:], len(sizes)]))
     ends, counts = 0, []
     for part in balanced([sum(costs[first:end]) for first, end in spans], stages):
@@ -76,7 +104,9 @@ def _check_parameters(model: nn.Module, stages: Sequence[nn.Module]) -> None:
     known = {id(parameter) for parameter in model.parameters()}
     for number, stage in enumerate(stages):
         if not any(parameter.requires_grad for parameter in stage.parameters()):
-            raise CutError(f"stage {number} has no parameters to train: cut elsewhere")
+            raise CutError(f"stage {number} has no parameters to train: cut at other layers")
         for name, parameter in stage.named_parameters():
             if id(parameter) not in known:
-                raise CutError(f"{name} of stage {number} is no part of the model: let stages have its own layers")
+                raise CutError(
+                    f"{name} of stage {number} is not a parameter of the model: build stages of its own layers"
+                )

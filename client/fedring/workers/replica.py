@@ -1,6 +1,6 @@
-"""What one worker of a group holds: model, optimizer and progress; and how it becomes equal to its peers'.
+"""A worker's copy of model, optimizer and progress, and how the copies of all workers become equal.
 
-Nothing that a peer sends is unpickled: the layout of the optimizer's state travels as JSON, its tensors as they are.
+Nothing that a peer sends is unpickled. The layout of the optimizer's state travels as JSON, and its tensors as bytes.
 """
 
 import json
@@ -16,48 +16,55 @@ from torch import Tensor, nn
 from fedring.train.errors import TrainError
 from fedring.train.state import tensors_of
 
-State = dict[str, Any]  # what an optimizer keeps of one parameter
-_MOST_LAYOUT = 64 << 20
+State = dict[str, Any]  # what an optimizer keeps for one parameter
+_MAX_LAYOUT_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
 class Progress:
     """How far a worker has come."""
 
-    steps: int = 0  # of the job
-    round_steps: int = 0
-    epoch: int = 0  # of the round
-    taken: int = 0  # samples of the epoch, by all workers
+    steps: int = 0  # of the job that are done
+    round_steps: int = 0  # of the round that are done
+    epoch: int = 0  # of the round, from 0
+    taken: int = 0  # samples of the epoch that all workers together have taken
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One worker's copy of what all workers of a job hold in common."""
+    """One worker's copy of what all workers of a job have in common; the client keeps it from round to round."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     progress: Progress = field(default_factory=Progress)
-    shared: dict[str, Tensor] = field(default_factory=dict)  # other state that must be equal, by name
+    shared: dict[str, Tensor] = field(default_factory=dict)  # other state that must be equal on all workers, by name
 
     def begin_round(self) -> None:
-        """The round's first step is the next one."""
+        """Count the round's steps, epochs and samples from 0 again; the job's steps go on."""
         self.progress = Progress(self.progress.steps)
 
     def digest(self) -> bytes:
-        """BLAKE3 of the parameters, 32 bytes: equal on all workers after every step."""
+        """Return the BLAKE3 of the parameters, 32 bytes; it is equal on all workers after every step."""
         return digest_of(parameter for parameter in self.model.parameters())
 
     def tensors(self) -> Iterator[Tensor]:
-        """What the model and the shared state consist of."""
+        """Yield the tensors of the model and of the shared state, in the same order on all workers."""
         yield from (tensor for _, tensor in tensors_of(self.model))
         yield from (self.shared[name] for name in sorted(self.shared))
 
 
 @torch.no_grad()
 def synchronize(replica: Replica) -> int:
-    """Afterwards all workers hold what the one with most steps, or the first of those, held; its rank.
+    """Make all workers of the default group equal to the one that has done the most steps.
 
-    Where all hold the same already, a hash is all that is sent.
+    Model, shared state, optimizer and progress are taken over. If all workers are equal already, they exchange hashes
+    and nothing else. Every worker of the group must call this.
+
+    Returns:
+        The rank that the others took over from: of those with the most steps, the lowest.
+
+    Raises:
+        TrainError: With the reason bad_optimizer, if the state of an optimizer cannot be sent, or does not fit.
     """
     progress = replica.progress
     mine = [progress.steps, *_words(digest_of(replica.tensors()))]
@@ -73,19 +80,22 @@ def synchronize(replica: Replica) -> int:
 
 
 def all_equal(replica: Replica) -> bool:
-    """Whether all workers hold the same parameters."""
+    """Compare the parameters of all workers, and return whether they are equal."""
     return equal_on_all(replica.digest())
 
 
 def equal_on_all(digest: bytes, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether all workers of the group have this digest of 32 bytes."""
+    """Compare a digest of 32 bytes with those of all workers of the group, and return whether they are equal."""
     rows = _gather(_words(digest), group)
     return all(row == rows[0] for row in rows)
 
 
 @torch.no_grad()
 def share_buffers(model: nn.Module) -> None:
-    """Afterwards all workers hold rank 0's buffers; one broadcast for all of a kind, as they are many and small."""
+    """Give all workers rank 0's buffers.
+
+    Buffers are many and small, so those of one dtype and device travel in one broadcast.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in model.buffers():
         kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
@@ -103,7 +113,7 @@ def _share_progress(progress: Progress, source: int) -> Progress:
 
 
 def _share_optimizer(optimizer: torch.optim.Optimizer, source: int) -> None:
-    """Afterwards all workers hold the state of the source's optimizer."""
+    """Give all workers the state of the source's optimizer."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = share_states(parameters, [optimizer.state.get(p, {}) for p in parameters], source)
     for parameter, state in zip(parameters, states, strict=True):
@@ -111,7 +121,20 @@ def _share_optimizer(optimizer: torch.optim.Optimizer, source: int) -> None:
 
 
 def share_states(parameters: Sequence[Tensor], states: Sequence[State], source: int) -> list[State]:
-    """The source's `states` of an optimizer, one a parameter, on all workers."""
+    """Send an optimizer's state from one worker to all others of the default group.
+
+    Args:
+        parameters: The parameters, in the same order on all workers; new tensors are made on their devices.
+        states: The optimizer's state for each parameter; only the source's are used.
+        source: The rank that has the state.
+
+    Returns:
+        The source's states: its own objects at the source, and copies elsewhere.
+
+    Raises:
+        TrainError: With the reason bad_optimizer, if a state holds something that cannot be sent, or a peer sent a
+            layout that does not fit the parameters.
+    """
     if dist.get_rank() == source:
         layout = [_layout(state) for state in states]
         _share_text(json.dumps(layout), source)
@@ -128,7 +151,7 @@ def share_states(parameters: Sequence[Tensor], states: Sequence[State], source: 
 
 
 def _layout(state: State) -> dict[str, dict[str, Any]]:
-    """What one parameter's optimizer state consists of, as JSON can say it."""
+    """Describe one parameter's optimizer state in values that JSON can hold."""
     layout: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -140,34 +163,45 @@ def _layout(state: State) -> dict[str, dict[str, Any]]:
         elif value is None or isinstance(value, bool | int | float | str):
             layout[key] = {"value": value}
         else:
-            raise TrainError("bad_optimizer", f"An optimizer's state holds a {type(value).__name__}: use another one.")
+            raise TrainError(
+                "bad_optimizer",
+                f"The optimizer's state {key!r} is a {type(value).__name__}, which workers cannot send to each other: "
+                "use an optimizer whose state holds tensors and plain values.",
+            )
     return layout
 
 
 def _made(entry: dict[str, Any], parameter: Tensor) -> Any:
-    """What the entry of a layout stands for; of a tensor, the place for its values."""
+    """Return the value that an entry of a layout describes; for a tensor, an empty one that takes its values."""
     if "shape" not in entry:
         return entry["value"]
     dtype = getattr(torch, entry["dtype"], None)
     if not isinstance(dtype, torch.dtype) or torch.Size(entry["shape"]).numel() > max(parameter.numel(), 1):
-        raise TrainError("bad_optimizer", f"A peer's optimizer holds {entry} for a parameter of {parameter.numel()}.")
+        raise TrainError(
+            "bad_optimizer",
+            f"A peer's optimizer has the state {entry} for a parameter of {parameter.numel()} values: use the same "
+            "optimizer on all clients.",
+        )
     return torch.zeros(entry["shape"], dtype=dtype, device="cpu" if entry["cpu"] else parameter.device)
 
 
 def _share_text(text: str, source: int) -> str:
-    """The source's `text`, on all workers."""
+    """Send a text from the source to all others, and return it."""
     data = bytearray(text.encode())
     length = torch.tensor([len(data)])
     broadcast(length, source)
-    if not 0 < int(length) <= _MOST_LAYOUT:
-        raise TrainError("bad_optimizer", f"A peer's optimizer has a layout of {int(length)} bytes.")
+    if not 0 < int(length) <= _MAX_LAYOUT_BYTES:
+        raise TrainError(
+            "bad_optimizer",
+            f"The layout of a peer's optimizer state has {int(length)} bytes; it must have 1 to {_MAX_LAYOUT_BYTES}.",
+        )
     held = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(length), dtype=torch.uint8)
     broadcast(held, source)
     return held.numpy().tobytes().decode()
 
 
 def broadcast(tensor: Tensor, source: int) -> None:
-    """Afterwards `tensor` holds the source's values."""
+    """Write the source's values into `tensor` on all other workers of the default group; any dtype and device."""
     dense = tensor.detach().cpu().contiguous()
     if dense.numel():
         dist.broadcast(dense, source)
@@ -176,7 +210,7 @@ def broadcast(tensor: Tensor, source: int) -> None:
 
 
 def _gather(values: list[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
-    """Every worker's `values`, by rank."""
+    """Return the `values` of every worker, by rank."""
     mine = torch.tensor(values)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, mine, group=group)
@@ -185,7 +219,7 @@ def _gather(values: list[int], group: dist.ProcessGroup | None = None) -> list[l
 
 @torch.no_grad()
 def digest_of(tensors: Iterable[Tensor]) -> bytes:
-    """BLAKE3 of the tensors' values, 32 bytes."""
+    """Return the BLAKE3 of the tensors' values, 32 bytes; shapes and names do not count."""
     digest = blake3()
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().view(-1)
@@ -194,5 +228,5 @@ def digest_of(tensors: Iterable[Tensor]) -> bytes:
 
 
 def _words(digest: bytes) -> list[int]:
-    """32 bytes as four int64."""
+    """Return 32 bytes as four int64 values, which a collective can exchange."""
     return [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in range(0, 32, 8)]

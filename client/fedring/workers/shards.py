@@ -1,8 +1,8 @@
-"""Which samples each worker takes in each step: pure functions of a seed and of how far the epoch has come.
+"""The samples that each worker takes in each step, as pure functions of a seed and of how far the epoch has come.
 
-The law: whatever the number of workers, and whenever it changes, the steps of an epoch take its order from the
-beginning to the end. Each sample is taken once, but for the last step, whose shares are made equal by taking a few of
-the first samples again.
+The steps of an epoch go through its order from the beginning to the end, whatever the number of workers is and whenever
+it changes. Each sample is taken once. Only in the last step, a few of the first samples are taken again, so that all
+workers have equal shares.
 """
 
 import hashlib
@@ -23,14 +23,24 @@ class World:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """What one worker takes in one step."""
+    """The samples that one worker takes in one step."""
 
-    indices: Tensor  # [n] int64, as many for each worker
-    taken: int  # samples of the epoch that all workers have taken after the step
+    indices: Tensor  # [n] int64; n is the same for all workers
+    taken: int  # samples of the epoch that all workers together have taken after the step
 
 
 def epoch_order(size: int, *, seed: int, epoch: int, wanted: int = 0) -> Tensor:
-    """The order of an epoch over `size` samples, [n] int64: all of them, or `wanted` if that is above 0 and fewer."""
+    """Return the order in which the workers go through an epoch.
+
+    Args:
+        size: The number of samples.
+        seed: The round's seed.
+        epoch: The number of the epoch within the round.
+        wanted: How many samples to draw; 0, or a number not below `size`, means all of them.
+
+    Returns:
+        The indices of the samples, [n] int64.
+    """
     digest = hashlib.sha256(f"{seed}:{epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     order = torch.randperm(size, generator=generator)
@@ -38,7 +48,14 @@ def epoch_order(size: int, *, seed: int, epoch: int, wanted: int = 0) -> Tensor:
 
 
 def shares(order: Tensor, taken: int, world: World, batch: int) -> Iterator[Share]:
-    """The steps from the sample at `taken` to the end of `order` [n]."""
+    """Yield the share of one worker in each step, from the sample at `taken` to the end of `order` [n] int64.
+
+    Args:
+        order: What epoch_order() returned.
+        taken: The samples that were taken before.
+        world: The worker's rank, and the number of workers.
+        batch: The samples of each worker in a step.
+    """
     size = len(order)
     while taken < size:
         each = share_size(size - taken, world.size, batch)
@@ -48,9 +65,10 @@ def shares(order: Tensor, taken: int, world: World, batch: int) -> Iterator[Shar
 
 
 def share_size(left: int, workers: int, batch: int) -> int:
-    """What each worker takes in the next step, with `left` samples in the epoch: `batch`, but in the last step.
+    """Return how many samples each worker takes in the next step, if `left` are left in the epoch.
 
-    No worker is left with a single sample if it can be helped, as BatchNorm fails on one.
+    That is `batch`, except in the last step. The last step never leaves a single sample to a worker if `batch` is above
+    1, because BatchNorm fails on a single one.
     """
     if left > workers * (batch + 1):
         return batch
@@ -58,9 +76,13 @@ def share_size(left: int, workers: int, batch: int) -> int:
 
 
 def micro_batches(indices: Tensor, *, size: int, most: int, unit: int = 1) -> Sequence[Tensor]:
-    """`indices` [n] in at most `most` parts of `size` or more, as equal as can be; a multiple of `unit` of them.
+    """Cut a batch into micro-batches of sizes as equal as possible.
 
-    Where there are too few for one `unit`, some are taken again.
+    Args:
+        indices: The samples of the batch, [n] int64. If n is below `unit`, some samples are taken twice.
+        size: The smallest size of a micro-batch, if the batch is large enough for it.
+        most: The largest number of micro-batches.
+        unit: The number of micro-batches is a multiple of this.
     """
     count = min(most, len(indices) // max(1, size))
     count = max(unit, count - count % unit)
@@ -68,7 +90,7 @@ def micro_batches(indices: Tensor, *, size: int, most: int, unit: int = 1) -> Se
 
 
 def count_steps(left: int, workers: int, batch: int) -> int:
-    """Steps that take the `left` samples of an epoch."""
+    """Return the number of steps that take the `left` samples of an epoch."""
     steps = 0
     while left > 0:
         left -= workers * share_size(left, workers, batch)

@@ -1,4 +1,4 @@
-"""Where the time and the bytes of data-parallel steps go."""
+"""What data-parallel steps take: seconds and bytes, and how much of them the communication hook takes."""
 
 import time
 from collections.abc import Callable
@@ -14,16 +14,16 @@ HookFunction = Callable[[Any, GradBucket], Future[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Sums over steps."""
+    """Sums over steps of one worker."""
 
     steps: int = 0
-    samples: int = 0  # that this worker took
+    samples: int = 0  # taken by this worker
     seconds: float = 0.0
     bytes_sent: int = 0  # to peers
-    wait_seconds: float = 0.0  # with nothing to do but to wait for peers
+    wait_seconds: float = 0.0  # in which the worker could only wait for peers
     compress_seconds: float = 0.0
     decompress_seconds: float = 0.0
-    longest_wait_seconds: float = 0.0  # of one step: the largest, where all others are added
+    longest_wait_seconds: float = 0.0  # in one step: a maximum, while all other fields are sums
 
     def __add__(self, other: "Usage") -> "Usage":
         sums = Usage(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Usage)))
@@ -35,7 +35,7 @@ class Usage:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The sums, and what follows from them, by name."""
+        """The sums and what can be computed from them, by name, as the client sends them to the server."""
         busy = self.wait_seconds + self.compress_seconds + self.decompress_seconds
         return {field.name: round(float(getattr(self, field.name)), 6) for field in fields(Usage)} | {
             "compute_seconds": round(max(0.0, self.seconds - busy), 6),
@@ -44,29 +44,32 @@ class Usage:
 
 
 class Hook(Protocol):
-    """How a step's gradients are exchanged, and what that takes."""
+    """A communication hook that measures itself, as the epochs of a group use it."""
 
     @property
     def state(self) -> Any:
-        """What DDP passes to `function` beside the bucket."""
+        """The first argument that DDP passes to `function`."""
 
     def function(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
-        """A future of the bucket's buffer with the mean over all workers."""
+        """Exchange a bucket of gradients; the future's value is its buffer with the mean over all workers."""
         ...
 
     def start_epoch(self, epoch: int) -> None:
-        """The next step is in that epoch of the job, counted from 0."""
+        """Note that the next step belongs to that epoch of the job, counted from 0."""
 
     def end_step(self) -> None:
-        """The step's gradients are all exchanged."""
+        """Note that all gradients of the step have been exchanged."""
 
     def usage(self) -> Usage:
-        """What waiting and compressing have taken so far, and nothing else."""
+        """Return the times of waiting and compressing so far; the other fields are 0."""
         ...
 
 
 class TimedHook:
-    """A communication hook and its waits: from the last bucket's departure to the arrival of all."""
+    """A communication hook without a meter of its own, whose waits are measured here.
+
+    A wait goes from the call for the last bucket of a step to the end of the exchange of all buckets.
+    """
 
     def __init__(self, function: HookFunction, state: Any = None) -> None:
         self.state = state
@@ -75,17 +78,17 @@ class TimedHook:
         self._idle_since: float | None = None
 
     def function(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
-        """What the hook does."""
+        """Call the hook, and note when it was called for the last bucket."""
         future = self._function(state, bucket)
         if bucket.is_last():
             self._idle_since = time.perf_counter()
         return future
 
     def start_epoch(self, epoch: int) -> None:
-        """No epoch differs from another."""
+        """Do nothing: the hook does not depend on the epoch."""
 
     def end_step(self) -> None:
-        """The step's gradients are all exchanged."""
+        """End the step's wait, and add it up."""
         if self._idle_since is not None:
             waited = time.perf_counter() - self._idle_since
             self._wait_seconds += waited
@@ -93,5 +96,5 @@ class TimedHook:
             self._idle_since = None
 
     def usage(self) -> Usage:
-        """The sum of the waits."""
+        """Return the sum of the waits, and the longest one."""
         return Usage(wait_seconds=self._wait_seconds, longest_wait_seconds=self._longest)

@@ -1,13 +1,13 @@
 """Samples: where they come from, and how they are divided among clients.
 
-A data callable is called with the client's data folder (or None) and whether it may download, and returns a Split.
+The package holds labelled samples in memory, the data sets that a job can name, and the division of a data set into one
+part for each client. It imports torch, numpy and `fedring.vision`, and nothing of jobs, training or the network. A data
+callable of a job takes the client's data folder (or None) and whether it may download, and returns a `Split`.
 """
 
-from fedring.data.embedded import digits
-from fedring.data.errors import DataError
-from fedring.data.images import cifar10, fashion_mnist, mnist
+from fedring.data.images import cifar10, digits, fashion_mnist, mnist
 from fedring.data.partition import load_part
-from fedring.data.samples import Samples, Scale, Split
+from fedring.data.samples import DataError, Samples, Scale, Split
 
 __all__ = [
     "DataError",

@@ -1,7 +1,7 @@
-"""How the samples of one data set are divided among clients: pure functions of labels and a seed.
+"""The division of one data set among clients, as pure functions of labels and a seed.
 
-Each client computes the whole division and keeps its own part, so all must compute the same one. The drawings come
-from numpy's RandomState, whose streams never change from one version to the next (NEP 19).
+Each client computes the whole division and keeps its own part, so all clients must compute the same division. Random
+numbers come from numpy's RandomState, whose streams are the same in all versions of numpy (NEP 19).
 """
 
 from collections.abc import Sequence
@@ -11,22 +11,31 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, Subset
 
-from fedring.data.errors import DataError
-from fedring.data.samples import Samples, Split
+from fedring.data.samples import DataError, Samples, Split
 
-Indices = NDArray[np.int64]  # [n] rising
+Indices = NDArray[np.int64]  # [n], rising
 Labels = NDArray[np.int64]  # [n]
 
 
 def iid(n: int, count: int, seed: int) -> list[Indices]:
-    """`count` parts of 0 to n - 1, drawn at random, whose sizes differ by at most one."""
+    """Divide the indices 0 to n - 1 at random into `count` parts, whose sizes differ by at most one."""
     return [np.sort(part) for part in np.array_split(_random(seed).permutation(n), count)]
 
 
 def shards(labels: Labels, count: int, seed: int, shards_per_client: int = 2) -> list[Indices]:
-    """`count` parts, each of a few runs of the samples sorted by label (McMahan et al. 2017, section 3)."""
+    """Cut samples, sorted by label, into equal shards, and give each client several (McMahan et al. 2017, section 3).
+
+    Args:
+        labels: The label of each sample, [n] int64.
+        count: The number of clients.
+        seed: Decides which samples of a label are in which shard, and which client has which shards.
+        shards_per_client: The number of shards of each client; fewer if shards would be empty otherwise.
+
+    Returns:
+        The indices of each client's samples.
+    """
     random, n = _random(seed), len(labels)
-    per_client = max(1, min(shards_per_client, n // count))  # no shard is empty, so that no client is
+    per_client = max(1, min(shards_per_client, n // count))  # so that no shard is empty, and no client either
     order = random.permutation(n)
     pieces = np.array_split(order[np.argsort(labels[order], kind="stable")], count * per_client)
     deal = random.permutation(len(pieces)).reshape(count, per_client)
@@ -34,9 +43,18 @@ def shards(labels: Labels, count: int, seed: int, shards_per_client: int = 2) ->
 
 
 def dirichlet(labels: Labels, count: int, alpha: float, seed: int) -> list[Indices]:
-    """`count` parts of equal size, whose class shares are drawn from Dir(alpha p) (Hsu et al. 2019, section 3.2).
+    """Divide samples into equal parts whose class shares are drawn from Dir(alpha p) (Hsu et al. 2019, section 3).
 
-    p is the share of each class in `labels`. A class that runs out is left out of the later drawings.
+    Here p is the share of each class in `labels`. A class of which no samples are left takes no part in later draws.
+
+    Args:
+        labels: The label of each sample, [n] int64.
+        count: The number of clients.
+        alpha: The concentration, above 0; smaller values make parts more unequal.
+        seed: Decides all draws.
+
+    Returns:
+        The indices of each client's samples; the sizes of the parts differ by at most one.
     """
     random, n = _random(seed), len(labels)
     if n == 0:
@@ -50,15 +68,33 @@ def dirichlet(labels: Labels, count: int, alpha: float, seed: int) -> list[Indic
         part = [pool[rest - k : rest] for pool, rest, k in zip(pools, left, taken, strict=True)]
         parts.append(np.sort(np.concatenate(part)))
         left -= taken
-    return [parts[i] for i in random.permutation(count)]  # those drawn last took what was left: nobody is always last
+    # The parts drawn last had to take what was left: the permutation keeps them from always being the same clients'.
+    return [parts[i] for i in random.permutation(count)]
 
 
 def part(name: str, labels: Labels, *, index: int, count: int, alpha: float, seed: int) -> Indices:
-    """The indices that client `index` of `count` holds under the partition called `name`."""
+    """Return the indices of the samples that client `index` holds under one partition.
+
+    Args:
+        name: "none" (every client holds all samples), "iid", "shards" or "dirichlet".
+        labels: The label of each sample, [n] int64.
+        index: The client's number, from 0.
+        count: The number of clients.
+        alpha: The concentration of "dirichlet".
+        seed: Equal on all clients.
+
+    Raises:
+        DataError: With the reason bad_part, if `index` is not below `count`, or bad_partition, if there is no partition
+            called `name`.
+    """
     if name == "none":
         return np.arange(len(labels))
     if not 0 <= index < count:
-        raise DataError("bad_part", f"There is no part {index} of {count}: give each client an index below the count.")
+        raise DataError(
+            "bad_part",
+            f"partition_index={index} is not below partition_count={count}: give each client an index from 0 to "
+            f"{count - 1}.",
+        )
     match name:
         case "iid":
             return iid(len(labels), count, seed)[index]
@@ -70,10 +106,18 @@ def part(name: str, labels: Labels, *, index: int, count: int, alpha: float, see
 
 
 def load_part(split: Split, partition: str, *, index: int, count: int, alpha: float, seed: int) -> Split:
-    """What client `index` of `count` holds of `split`.
+    """Return the part of `split` that client `index` of `count` holds.
 
-    Test samples are divided evenly at random under every partition but "none", so that the counts of all clients
-    add up to those of the whole test set.
+    Test samples are divided evenly and at random under every partition but "none", so that the counts of all clients
+    add up to the counts of the whole test set.
+
+    Args:
+        split: All samples.
+        partition: As `name` of `part`, which also explains the other arguments.
+
+    Raises:
+        DataError: As in `part`, and with the reason no_labels, if the partition needs labels that the data set does
+            not show.
     """
     for_test = partition if partition == "none" else "iid"
     train = part(partition, _labels(split.train, partition), index=index, count=count, alpha=alpha, seed=seed)
@@ -88,12 +132,12 @@ def _random(seed: int) -> np.random.RandomState:
 def _draw_counts(
     random: np.random.RandomState, concentration: NDArray[np.float64], quota: int, left: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """How many samples of each class to take: `quota` in all, by drawn shares, no more than are `left`."""
+    """Return how many samples to take of each class: `quota` in all, by drawn shares, at most `left` of each."""
     taken = np.zeros_like(left)
     shares = np.zeros_like(concentration)
     while (missing := quota - int(taken.sum())) > 0:
         shares[left == taken] = 0
-        if shares.sum() < 1e-12:  # at first, and when its classes have all run out
+        if shares.sum() < 1e-12:  # at first, and whenever all classes that have a share are used up
             shares[left > taken] = _draw_shares(random, concentration[left > taken])
         taken = np.minimum(taken + random.multinomial(missing, shares / shares.sum()), left)
     return taken
@@ -103,17 +147,20 @@ def _draw_shares(random: np.random.RandomState, concentration: NDArray[np.float6
     shares = random.dirichlet(concentration)
     if np.isfinite(shares).all():
         return shares
-    # All gamma variates fell below the smallest float: in the limit, one class has everything.
+    # All gamma variates fell below the smallest float. In the limit of small concentrations, one class has all samples.
     return random.multinomial(1, concentration / concentration.sum()).astype(np.float64)
 
 
 def _labels(dataset: Dataset[Any], partition: str) -> Labels:
-    """The label of every sample; zeros where `partition` does not look at them."""
+    """Return the label of every sample, [n]; zeros if the partition does not use labels."""
     if partition in ("none", "iid"):
         return np.zeros(_size(dataset), np.int64)
     labels = getattr(dataset, "labels", getattr(dataset, "targets", None))
     if labels is None:
-        raise DataError("no_labels", f"The partition {partition!r} needs the data set to have an attribute labels.")
+        raise DataError(
+            "no_labels",
+            f"The partition {partition!r} needs labels: give {type(dataset).__name__} an attribute labels or targets.",
+        )
     return np.asarray(labels, np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Labelled samples in memory, handed out a whole batch at a time."""
+"""Labelled samples in memory, which are taken a whole batch at a time, and the error of all that concerns samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,31 +10,54 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedring.data.errors import DataError
+
+class DataError(Exception):
+    """The samples cannot be loaded or divided.
+
+    Attributes:
+        reason: A stable word for what is wrong; the text is one sentence that also says what to do.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scale:
-    """What maps stored values to a model's inputs: (value - mean) / std, channel by channel."""
+    """A map from stored values to a model's inputs: (value - mean) / std, channel by channel."""
 
     mean: Tensor  # [channels, 1, 1] float32, in stored units
     std: Tensor  # [channels, 1, 1] float32, > 0
 
     def apply(self, values: Tensor) -> Tensor:
-        """The inputs, float32, of `values` [batch, channels, height, width]."""
+        """Return the inputs, float32, for stored `values`, both [batch, channels, height, width]."""
         return values.to(torch.float32).sub_(self.mean).div_(self.std)
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Pairs of an input and a label.
+    """A data set in memory: pairs of an input and a label.
 
-    With a `scale` the inputs are stored as they are, often one byte a pixel, and become float32 as a batch is taken:
-    a quarter of the memory, for a few microseconds a batch.
+    With a `scale`, inputs stay as they were read, often with one byte per pixel, and become float32 when a batch is
+    taken. That needs a quarter of the memory, and costs a few microseconds per batch.
     """
 
     def __init__(self, inputs: Tensor, labels: Tensor, scale: Scale | None = None) -> None:
+        """Keep `inputs` and `labels`, without a copy.
+
+        Args:
+            inputs: [n, ...], of any dtype.
+            labels: [n, ...]; int64 if they are classes.
+            scale: How inputs become float32; None leaves them as they are.
+
+        Raises:
+            DataError: With the reason bad_samples, if the numbers of inputs and labels differ.
+        """
         if len(inputs) != len(labels):
-            raise DataError("bad_samples", f"There are {len(inputs)} inputs for {len(labels)} labels; give one each.")
+            raise DataError(
+                "bad_samples",
+                f"There are {len(inputs)} inputs and {len(labels)} labels: give one label for each input.",
+            )
         self.inputs = inputs  # [n, ...]
         self.labels = labels  # [n, ...]
         self.scale = scale
@@ -47,24 +70,24 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return (self.scale.apply(values) if self.scale else values), self.labels[index]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """The samples at `indices`, one by one, as a torch DataLoader asks for them."""
+        """Return the samples at `indices`, one by one; torch's DataLoader calls this instead of __getitem__."""
         inputs, labels = self.batch(torch.as_tensor(indices, dtype=torch.int64))
         return list(zip(inputs, labels, strict=True))
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The inputs and labels at `indices` [batch] int64, stacked."""
+        """Return the inputs [batch, ...] and the labels [batch, ...] at `indices` [batch] int64."""
         values = self.inputs.index_select(0, indices)
         return (self.scale.apply(values) if self.scale else values), self.labels.index_select(0, indices)
 
     def subset(self, indices: NDArray[np.int64]) -> "Samples":
-        """A copy of the samples at `indices`, that keeps nothing of the others alive."""
+        """Return a copy of the samples at `indices` [n]; it does not keep the other samples in memory."""
         chosen = torch.from_numpy(np.array(indices, np.int64))
         return Samples(self.inputs.index_select(0, chosen), self.labels.index_select(0, chosen), self.scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """What a data callable returns: Samples, or any map-style datasets of (input, label)."""
+    """What a data callable returns: training and test samples, as Samples or other map-style datasets of pairs."""
 
     train: Dataset[Any]
     test: Dataset[Any]

@@ -1,1 +1,6 @@
-"""What both sides of every call share: channels, errors, the boundary, chunks."""
+"""What both ends of every gRPC call share: channels, TLS, identities, errors, chunks, and the interceptors of servers.
+
+What may enter: bytes, messages of the protocol, and settings of a daemon. What must not: rounds, jobs, models and
+anything else that a call is about. A server's interceptors go in this order: `CountCalls` counts what the caller sees,
+`Boundary` turns exceptions into statuses, `Auth` lets in who may call, `TraceCalls` opens a span.
+"""

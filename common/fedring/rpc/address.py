@@ -1,6 +1,6 @@
-"""Addresses in settings: "host:port", or "unix:path" where a Unix socket will do.
+"""Addresses in settings: "host:port", or "unix:path" where a Unix socket may be used.
 
-The types are what fields of a configuration are declared as: gRPC itself takes a port modulo 65536.
+The types are for fields of a configuration. They check the port, because gRPC itself takes a port modulo 65536.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,21 @@ _LARGEST_PORT = 65535
 
 
 def check_address(text: str) -> str:
-    """The text, which is "host:port" or "unix:path"; ValueError if it is neither."""
+    """Return `text` if it is "host:port" or "unix:path".
+
+    Raises:
+        ValueError: If it is neither.
+    """
     path = text.removeprefix("unix:")
     return text if path and path != text else check_tcp_address(text)
 
 
 def check_tcp_address(text: str) -> str:
-    """The text, which is "host:port"; ValueError if it is not."""
+    """Return `text` if it is "host:port", with a port from 0 to 65535.
+
+    Raises:
+        ValueError: If it is not.
+    """
     host, colon, port = text.rpartition(":")
     if not (colon and port.isascii() and port.isdecimal()) or host == "unix" or host.startswith("unix:"):
         raise ValueError(f"{text!r} is not host:port")
@@ -40,4 +48,4 @@ AddressOrEmpty = Annotated[str, _unless_empty(check_address)]
 TcpAddress = Annotated[str, AfterValidator(check_tcp_address)]
 TcpAddressOrEmpty = Annotated[str, _unless_empty(check_tcp_address)]
 HostOrEmpty = Annotated[str, _unless_empty(_check_host)]
-"""A host that may have a port: "name", "name:port", "[::1]", "[::1]:port", or nothing."""
+"""A host, with or without a port: "name", "name:port", "[::1]", "[::1]:port"; or nothing."""

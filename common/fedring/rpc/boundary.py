@@ -1,4 +1,4 @@
-"""Where exceptions become statuses: the outermost interceptor of every server."""
+"""The interceptor that turns exceptions of handlers into gRPC statuses."""
 
 import inspect
 import logging
@@ -11,66 +11,74 @@ from fedring.codec.errors import CodecError
 from fedring.rpc.chunks import serialize
 from fedring.rpc.errors import REASON_KEY, BadRequest, FedringError, Gone
 from fedring.rpc.handlers import FACTORY, unknown_method
-from fedring.rpc.streams import METER, Meter
+from fedring.rpc.streams import METER, CallMeter
 
 log = logging.getLogger(__name__)
 
 MOST_LETTERS = 600
-"""Of the sentence of a refusal. It travels in the trailing metadata, in up to 12 bytes a letter, and callers drop
-metadata above 8 KiB, the reason with it."""
+"""The longest sentence of a refusal. It travels in the trailing metadata, in up to 12 bytes a letter, and callers drop
+metadata of more than 8 KiB altogether, including the reason."""
 
 
 class Boundary(aio.ServerInterceptor):
-    """Turns what a handler raises into one status, and lets nothing else out."""
+    """Turns everything that a handler raises into one status, a sentence and a reason.
+
+    Only `CountCalls` may go before it. A FedringError or CodecError becomes its own status; all else becomes INTERNAL
+    without details, and is logged with its traceback.
+    """
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
         details = handler_call_details
         handler = await continuation(details) or unknown_method(details.method)
         kind, factory = FACTORY[handler.request_streaming, handler.response_streaming]
         inner = getattr(handler, kind)
-        sound = _SoundStream if handler.request_streaming else sound_message
+        checked = _CheckedStream if handler.request_streaming else require_message
 
-        meter, method = Meter(), ascii(details.method[:100])[1:-1]
+        meter, method = CallMeter(), ascii(details.method[:100])[1:-1]
 
         async def call(request: Any, context: Any) -> Any:
             METER.set(meter)
             try:
-                return await inner(sound(request), context)
-            except Exception as error:  # noqa: BLE001  # this is the one place where all of them end
+                return await inner(checked(request), context)
+            except Exception as error:  # noqa: BLE001  # all exceptions of handlers end here
                 await _abort(error, context, method)
 
         async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
             METER.set(meter)
             try:
-                async for response in inner(sound(request), context):
+                async for response in inner(checked(request), context):
                     yield response
             except Exception as error:  # noqa: BLE001  # as above
                 await _abort(error, context, method)
 
         return factory(
             generate if inspect.isasyncgenfunction(inner) else call,
-            request_deserializer=meter.receiving(_checked(handler.request_deserializer)),
+            request_deserializer=meter.receiving(_none_if_invalid(handler.request_deserializer)),
             response_serializer=meter.sending(serialize),
         )
 
 
-def sound_message(message: Any) -> Any:
-    """The message, unless its bytes were none: BadRequest; for handlers that read from the context themselves."""
+def require_message(message: Any) -> Any:
+    """Return `message`, which a handler has read from its context.
+
+    Raises:
+        BadRequest: If it is None, which stands for bytes that are no message.
+    """
     if message is None:
-        raise BadRequest("the bytes are no message of this call")
+        raise BadRequest("the bytes are not a valid message of this call")
     return message
 
 
-class _SoundStream(AsyncIterator[Any]):
+class _CheckedStream(AsyncIterator[Any]):
     def __init__(self, messages: AsyncIterator[Any]) -> None:
         self._messages = messages
 
     async def __anext__(self) -> Any:
-        return sound_message(await anext(self._messages))
+        return require_message(await anext(self._messages))
 
 
-def _checked(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """`deserialize` that answers None for bytes that are no message, so that no parser's words get out."""
+def _none_if_invalid(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Wrap a deserializer so that it returns None for invalid bytes: the caller must not see a parser's own words."""
 
     def parse(data: bytes) -> Any:
         try:
@@ -82,7 +90,7 @@ def _checked(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _cut(text: str) -> str:
-    """Return the sentence as it can travel: short, and with a spelling for halves of letters, which have no UTF-8."""
+    """Shorten a sentence for the metadata, and escape lone surrogates, which UTF-8 cannot encode."""
     cut = text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 3]}..."
     return cut.encode(errors="backslashreplace").decode()
 
@@ -91,8 +99,8 @@ async def _abort(error: Exception, context: Any, method: str) -> NoReturn:
     if isinstance(error, aio.AbortError):
         raise error
     if isinstance(error, CodecError | FedringError):
-        # The error that gRPC raises below lies in a cycle, until a collection finds it. Not so what the handler had in
-        # hand, such as a message of 4 MiB.
+        # The error that gRPC raises below is part of a reference cycle, so it lives until the next garbage collection.
+        # Without this line, the handler's frames would live as long, with all that they hold: messages of 4 MiB.
         error.__traceback__ = error.__context__ = error.__cause__ = None
     if isinstance(error, CodecError):
         text = _cut(str(error))

@@ -1,4 +1,4 @@
-"""Channels and servers with the options that this system wants (docs/operations)."""
+"""gRPC channels and servers with the options that fedring needs."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _UNARY = [
     {"service": "fedring.v1.ControlService", "method": "ListClients"},
     {"service": "fedring.v1.ControlService", "method": "ListModels"},
 ]
-# Only idempotent unary calls are retried by gRPC; uploads go on by offset instead.
+# gRPC itself retries only these calls, which are unary and idempotent. Uploads resume at an offset instead.
 _SERVICE_CONFIG = json.dumps({"methodConfig": [{"name": _UNARY, "retryPolicy": _RETRY}]})
 
 CLIENT_OPTIONS: list[tuple[str, Any]] = [
@@ -32,7 +32,7 @@ CLIENT_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # how long an attempt may take: a line may be slow, a server busy
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the time limit of one attempt: lines may be slow and servers busy
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.service_config", _SERVICE_CONFIG),
 ]
@@ -40,21 +40,21 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 120_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Clients ping each 60 s; the default of 300 s would close them with "too_many_pings".
+    # Clients ping every 60 s. With the default of 300 s the server would end them with "too_many_pings".
     ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
-    # Two daemons on one port must fail loudly.
+    # A second daemon on the same port must fail to start.
     ("grpc.so_reuseport", 0),
-    # What a caller may send before it is read. gRPC's own estimate has no bound but the memory, of which each upload
-    # takes some; with this one a line of 100 ms still carries 40 MB/s.
+    # How much a caller may send before the handler reads it. gRPC's own estimate may grow until the memory is full, for
+    # each upload. With this limit a line with a delay of 100 ms still carries 40 MB/s.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 4 << 20),
-    # grpc.max_concurrent_streams is not set. 20,000 calls at once leave the server some 20 to 75 MB larger, and no
-    # larger when they come again. A limit of 256 changes that for one connection, not for 20; and where one connection
-    # carries the calls of many clients, as some proxies have it, those beyond the limit wait without being told why.
+    # grpc.max_concurrent_streams is deliberately not set. 20,000 concurrent calls make the server 20 to 75 MB larger,
+    # and the next 20,000 make it no larger. A limit of 256 would prevent that for one connection but not for 20. And
+    # where a proxy sends the calls of many clients over one connection, calls beyond the limit would wait silently.
 ]
 
 
-# A connection that was opened with an old certificate, or by somebody who is not welcome any more, ends at some time.
+# A connection ends after a day, because its certificate may have been replaced or revoked in the meantime.
 _AGING: list[tuple[str, Any]] = [
     ("grpc.max_connection_age_ms", 24 * 3600 * 1000),
     ("grpc.max_connection_age_grace_ms", 3600 * 1000),
@@ -62,12 +62,15 @@ _AGING: list[tuple[str, Any]] = [
 
 
 def open_channel(address: str, tls: Tls = PLAINTEXT, *, own_connection: bool = False) -> aio.Channel:
-    """Return a channel to an address, with the certificates as they are now.
+    """Open a channel for asyncio, with the certificates as they are on disk now.
 
     Args:
         address: "host:port" or "unix:path".
-        tls: What encrypts it.
-        own_connection: Whether it shares no connection with other channels of this process.
+        tls: The certificates. A channel to a Unix socket uses none.
+        own_connection: Whether the channel must not share its connection with other channels of this process.
+
+    Raises:
+        ConfigError: If a certificate or key cannot be used.
     """
     options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", int(own_connection))]
     if not encrypts(address, tls):
@@ -76,24 +79,33 @@ def open_channel(address: str, tls: Tls = PLAINTEXT, *, own_connection: bool = F
 
 
 def open_sync_channel(address: str, tls: Tls = PLAINTEXT, token: str = "") -> grpc.Channel:
-    """As open_channel, for threads; every call on it shows the token, if it is encrypted."""
+    """Open a channel for threads, with the certificates as they are on disk now.
+
+    Args:
+        address: "host:port" or "unix:path".
+        tls: The certificates. A channel to a Unix socket uses none.
+        token: Sent with every call if it is not empty and the channel is encrypted.
+
+    Raises:
+        ConfigError: If a certificate or key cannot be used.
+    """
     if not encrypts(address, tls):
         return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
     return grpc.secure_channel(address, channel_credentials(tls, token), options=CLIENT_OPTIONS)
 
 
 def make_server(interceptors: Sequence[aio.ServerInterceptor], *, max_streams: int, tls: Tls = PLAINTEXT) -> aio.Server:
-    """A server without services or ports that serves at most `max_streams` calls at once."""
+    """Return a server, still without services and ports, that serves at most `max_streams` calls at once."""
     options = SERVER_OPTIONS + (_AGING if tls.on else [])
     return aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=max_streams)
 
 
 def encrypts(address: str, tls: Tls) -> bool:
-    """Whether what goes to `address` is encrypted: a Unix socket never is."""
+    """Return whether calls to `address` are encrypted. Those to a Unix socket never are."""
     return tls.on and not address.startswith("unix:")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether "host:port" or "unix:path" can be reached from this host alone."""
+    """Return whether "host:port" or "unix:path" can be reached from this host only."""
     host = address.rpartition(":")[0].strip("[]")
     return address.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")

@@ -1,10 +1,10 @@
-"""Long payloads as chunks: cut, put on the wire with one copy, read from it with none.
+"""Long payloads in chunks: cut, written to the wire with one copy, and read from it without any.
 
-A ModelBlob and a ClientUpdate that carry a chunk are the same bytes, since both have it as field 2:
+A ModelBlob and a ClientUpdate that carry a chunk are the same bytes, because the chunk is field 2 of both:
 
     0x12 length | 0x08 offset (absent if 0) | 0x12 length data
 
-They are written and, in this form, read here. Everything else is left to protobuf.
+Messages of this form are written and read here, without protobuf. Protobuf reads and writes all others.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,48 +16,65 @@ from google.protobuf.message import Message
 from fedring.rpc.varint import read_varint, varint
 
 CHUNK_BYTES = 1 << 20
-"""Most bytes of data in one chunk; with its header a message stays far below 2 MiB."""
+"""The most bytes of data in one chunk. The whole message stays far below 2 MiB."""
 
 _M = TypeVar("_M", bound=Message)
 _CHUNK, _OFFSET, _DATA = 0x12, 0x08, 0x12  # field number << 3 | wire type
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A chunk as it came."""
+class ReceivedChunk:
+    """A chunk whose data lies in the bytes that were received; nothing is copied."""
 
-    offset: int
+    offset: int  # of the data in the payload, in bytes
     data: memoryview
 
 
 def chunks(read: Callable[[int, int], bytes | memoryview], *, start: int, total: int) -> Iterator[tuple[int, bytes]]:
-    """The bytes [start, total) of a payload, in order: each chunk's offset, and the message that carries it."""
+    """Cut the bytes [start, total) of a payload into chunks.
+
+    Args:
+        read: Returns the `size` bytes of the payload at `offset`, when called with (offset, size).
+        start: The offset of the first byte to send.
+        total: The length of the payload in bytes.
+
+    Yields:
+        Each chunk's offset, and the serialised message that carries it, in order.
+    """
     for offset in range(start, total, CHUNK_BYTES):
         yield offset, chunk_message(offset, read(offset, min(CHUNK_BYTES, total - offset)))
 
 
 def chunk_message(offset: int, data: bytes | memoryview) -> bytes:
-    """A serialised ModelBlob or ClientUpdate with a chunk."""
+    """Return a serialised ModelBlob or ClientUpdate that carries `data`, which lies at `offset` of the payload."""
     head = (bytes((_OFFSET,)) + varint(offset) if offset else b"") + bytes((_DATA,)) + varint(len(data))
     return b"".join((bytes((_CHUNK,)), varint(len(head) + len(data)), head, data))
 
 
-def part_parser(kind: type[_M]) -> Callable[[bytes], _M | Piece]:
-    """A deserializer of ModelBlob or ClientUpdate: a Piece for a chunk in the form above, else a message."""
+def part_parser(kind: type[_M]) -> Callable[[bytes], _M | ReceivedChunk]:
+    """Return a deserializer for ModelBlob or ClientUpdate.
 
-    def parse(data: bytes) -> _M | Piece:
-        return _parse_piece(data) or kind.FromString(data)
+    Args:
+        kind: The class of the message.
+
+    Returns:
+        A function of the message's bytes. It returns a ReceivedChunk for a chunk in the form above, and a message of
+        `kind` for anything else.
+    """
+
+    def parse(data: bytes) -> _M | ReceivedChunk:
+        return _parse_chunk(data) or kind.FromString(data)
 
     return parse
 
 
 def serialize(message: Any) -> bytes:
-    """The message's bytes, which it may be already."""
+    """Return the bytes of a message; bytes are returned as they are."""
     data: bytes = message if isinstance(message, bytes) else message.SerializeToString()
     return data
 
 
-def _parse_piece(data: bytes) -> Piece | None:
+def _parse_chunk(data: bytes) -> ReceivedChunk | None:
     if not data or data[0] != _CHUNK:
         return None
     length, at = read_varint(data, 1)
@@ -69,4 +86,4 @@ def _parse_piece(data: bytes) -> Piece | None:
     if at >= len(data) or data[at] != _DATA:
         return None
     length, at = read_varint(data, at + 1)
-    return Piece(offset, memoryview(data)[at:]) if at + length == len(data) else None
+    return ReceivedChunk(offset, memoryview(data)[at:]) if at + length == len(data) else None

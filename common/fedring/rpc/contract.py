@@ -1,4 +1,4 @@
-"""What both sides of the wire contract must agree on beside the .proto files."""
+"""Constants that both sides of the protocol must agree on and that the .proto files cannot hold."""
 
 import re
 
@@ -6,16 +6,16 @@ PROTOCOL = 2
 """The version of the protocol that this software speaks (JoinRequest.protocol)."""
 
 SESSION_KEY = "fl-session"
-"""The metadata key that names the session in every call but Join."""
+"""The metadata key that carries the session's id in every call except Join."""
 
 RESUME_SECRET = re.compile(r"[0-9a-f]{32}")
-"""What a resume secret looks like: 128 random bits (JoinReply.resume_secret)."""
+"""The form of a resume secret: 128 random bits in hexadecimal (JoinReply.resume_secret)."""
 
 SMALL_BYTES = 1 << 16
-"""Most bytes of what travels in one message with its header: a SmallModel, the payload of a SmallUpdate."""
+"""The largest payload that travels in one message together with its header: in a SmallModel or a SmallUpdate."""
 
 MAX_HEADER_BYTES = 1 << 16
-"""Most bytes of an update's header."""
+"""The largest header of an update, in bytes."""
 
 MAX_FIGURE = 1e200
-"""The largest magnitude of a metric, or of a sum of losses: beyond it a sum over clients could leave float64."""
+"""The largest magnitude of a metric or of a sum of losses. Sums of larger ones over clients could overflow float64."""

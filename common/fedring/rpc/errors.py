@@ -1,7 +1,7 @@
-"""Every failure a caller can see, in one table.
+"""Every failure that a caller can see.
 
-A refused call carries its status, one sentence, and the `reason`, a stable word
-that programs and metrics use, in the trailing metadata.
+A call that is refused carries a status, a sentence, and in the trailing metadata a `reason`: a stable word for programs
+and metrics.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,23 @@ from grpc import StatusCode, aio
 REASON_KEY = "fl-reason"
 
 RETRY_KEY = "fl-retry-seconds"
-"""The key in the trailing metadata of "id_in_use" that says for how long to try again."""
+"""The key in the trailing metadata of "id_in_use" whose value says for how many seconds to keep trying."""
 
-_RETRY_SECONDS, _MOST_RETRY_SECONDS = 10.0, 3600.0  # where the server does not say, and at most, whatever it says
+_RETRY_SECONDS, _MOST_RETRY_SECONDS = 10.0, 3600.0  # the default, and the most that a client accepts
 
 
 class FedringError(Exception):
-    """A refusal we meant; its sentence says what to do."""
+    """A deliberate refusal. Its sentence says what is wrong and what to do.
+
+    Args:
+        detail: The sentence.
+        reason: A more exact reason than that of the class; empty = that of the class.
+    """
 
     status = StatusCode.INTERNAL
     reason = "internal"
     metadata: tuple[tuple[str, str], ...] = ()
-    """What else the caller is told in the trailing metadata, beside the reason."""
+    """Further pairs for the trailing metadata, beside the reason."""
 
     def __init__(self, detail: str = "", *, reason: str = "") -> None:
         super().__init__(detail)
@@ -33,7 +38,7 @@ class FedringError(Exception):
 
 
 class BadRequest(FedringError):
-    """The caller's message is wrong, now and later."""
+    """The caller's message is wrong; to send it again does not help."""
 
     status, reason = StatusCode.INVALID_ARGUMENT, "bad_request"
 
@@ -45,7 +50,7 @@ class BadUpdate(BadRequest):
 
 
 class DamagedOnTheWay(FedringError):
-    """The bytes that came are not those that were sent: send them again."""
+    """The bytes were damaged on their way; they should be sent again."""
 
     status, reason = StatusCode.DATA_LOSS, "digest_mismatch"
 
@@ -57,19 +62,19 @@ class UnknownMethod(FedringError):
 
 
 class UnknownRound(FedringError):
-    """No such round is open for this client."""
+    """The round is not open for this client."""
 
     status, reason = StatusCode.FAILED_PRECONDITION, "unknown_round"
 
 
 class UnknownModel(FedringError):
-    """No such model version is kept."""
+    """The model version is not stored, or not any more."""
 
     status, reason = StatusCode.NOT_FOUND, "unknown_model"
 
 
 class NoSuchJob(FedringError):
-    """No such job is known, or it has ended."""
+    """There is no such job, or it has ended."""
 
     status, reason = StatusCode.NOT_FOUND, "unknown_job"
 
@@ -81,19 +86,19 @@ class NoSuchToken(FedringError):
 
 
 class NoSuchClient(FedringError):
-    """Nothing is known of a client of this name."""
+    """The server has never seen a client of this name."""
 
     status, reason = StatusCode.NOT_FOUND, "unknown_client"
 
 
-class ClientIsHere(FedringError):
-    """The client cannot be forgotten now."""
+class ClientInUse(FedringError):
+    """The client has a session, or an update in an open round, so that it cannot be forgotten now."""
 
     status, reason = StatusCode.FAILED_PRECONDITION, "client_is_here"
 
 
 class OtherUpdate(FedringError):
-    """Another update of this client was accepted for the round."""
+    """A different update of this client was already accepted for the round."""
 
     status, reason = StatusCode.ALREADY_EXISTS, "already_accepted_other"
 
@@ -117,7 +122,7 @@ class Unauthenticated(FedringError):
 
 
 class NoSession(FedringError):
-    """The call names no open session: join again."""
+    """The call names no open session; the client must join again."""
 
     status, reason = StatusCode.UNAUTHENTICATED, "no_session"
 
@@ -129,11 +134,11 @@ class Superseded(FedringError):
 
 
 class IdInUse(FedringError):
-    """The client id has a live session, and the caller has not proven to be its owner.
+    """Another session uses the client id, and the caller has not proven to be its owner.
 
     Args:
-        detail: One sentence for the caller.
-        retry_seconds: For how long to try again. By then the session has ended, if its owner is not there any more.
+        detail: A sentence for the caller.
+        retry_seconds: For how long to keep trying. By then that session has ended if its owner has gone.
     """
 
     status, reason = StatusCode.ALREADY_EXISTS, "id_in_use"
@@ -144,31 +149,31 @@ class IdInUse(FedringError):
 
 
 class Gone(FedringError):
-    """The caller is not there any more; it is worth no line in the log."""
+    """The caller has closed the connection. Nobody would read the error, and it is not logged."""
 
     status, reason = StatusCode.CANCELLED, "gone"
 
 
 class Stalled(FedringError):
-    """No byte came for too long."""
+    """Nothing was received, or read by the other side, for too long."""
 
     status, reason = StatusCode.DEADLINE_EXCEEDED, "stalled"
 
 
 class Overloaded(FedringError):
-    """The server cannot take this now; try again later."""
+    """The server cannot handle the call now; it should be tried again later."""
 
     status, reason = StatusCode.RESOURCE_EXHAUSTED, "overloaded"
 
 
 class TooLarge(FedringError):
-    """The payload is longer than it may be."""
+    """The payload exceeds its limit."""
 
     status, reason = StatusCode.RESOURCE_EXHAUSTED, "too_large"
 
 
 class Damaged(FedringError):
-    """What was stored of this upload cannot be used: send it again, from the start."""
+    """The stored part of this upload cannot be used; it should be sent again from the start."""
 
     status, reason = StatusCode.UNAVAILABLE, "damaged"
 
@@ -180,10 +185,18 @@ class Unavailable(FedringError):
 
 
 def refusal_in(group: ExceptionGroup[Exception]) -> FedringError | None:
-    """The refusal that has ended a group of tasks, if there is one; a fault is raised.
+    """Return the refusal that has ended a group of tasks.
 
-    A caller that is gone or stalled is told nothing. Not for `except*`: what is raised there comes out in another
-    group before Python 3.11.4.
+    Use it in `except`, not in `except*`, which before Python 3.11.4 wraps what is raised in it in another group.
+
+    Args:
+        group: The errors of the tasks.
+
+    Returns:
+        One of the refusals; None if there are only Gone and Stalled, which the caller need not be told.
+
+    Raises:
+        ExceptionGroup: If the group holds an error that is no FedringError.
     """
     told = group.split((Gone, Stalled))[1]
     if told is None:
@@ -195,25 +208,25 @@ def refusal_in(group: ExceptionGroup[Exception]) -> FedringError | None:
 
 
 def reason_of(error: grpc.RpcError | FedringError) -> str:
-    """The stable reason of a refused call, or its status' name in small letters; that of an error of our own."""
+    """Return the reason of a failed call; the name of its status, in lower case, if the server gave no reason."""
     if isinstance(error, FedringError):
         return error.reason
     return reason_in(_trailing_metadata(error)) or status_of(error).name.lower()
 
 
 def reason_in(metadata: Sequence[tuple[str, str | bytes]] | None) -> str:
-    """The reason in a call's trailing metadata; empty if there is none."""
+    """Return the reason in a call's trailing metadata; empty if there is none."""
     return _text_in(metadata, REASON_KEY)
 
 
 def retry_seconds_of(error: grpc.RpcError) -> float:
-    """Return for how many seconds the server wants a refused call to be tried again.
+    """Return for how many seconds a client should keep trying after "id_in_use".
 
     Args:
-        error: A call that was refused with "id_in_use".
+        error: The call that was refused.
 
     Returns:
-        What the server says, but at least 0 and at most 3600; 10 if it says nothing that is a finite number.
+        What the server says, limited to 0 to 3600; 10 if it gives no finite number.
     """
     try:
         seconds = float(_text_in(_trailing_metadata(error), RETRY_KEY))
@@ -231,7 +244,7 @@ def _text_in(metadata: Sequence[tuple[str, str | bytes]] | None, wanted: str) ->
 
 
 def status_of(error: grpc.RpcError | FedringError) -> StatusCode:
-    """The gRPC status of a failed call, or the one that an error of our own stands for."""
+    """Return the gRPC status of a failed call, or the one that a FedringError stands for."""
     if isinstance(error, FedringError):
         return error.status
     code = error.code() if isinstance(error, aio.AioRpcError | grpc.Call) else StatusCode.UNKNOWN

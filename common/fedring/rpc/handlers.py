@@ -1,4 +1,4 @@
-"""The handler of a method, as interceptors take it apart and put it together again."""
+"""How interceptors take the handler of a method apart, and put it together again."""
 
 import inspect
 from collections.abc import AsyncIterator, Callable
@@ -15,19 +15,23 @@ FACTORY = {
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
-"""By whether the request and the response are streams: the handler's field with the method, and what makes another."""
+"""The name of the handler's attribute that holds the method, and the function that makes such a handler.
+
+The keys are whether the request is a stream, and whether the response is one.
+"""
 
 
 def unknown_method(method: str) -> Any:
     """Return a handler for a method that the port does not serve.
 
-    gRPC would refuse the call, too, but past all interceptors: without a reason, unguarded and uncounted.
+    Without it, gRPC refuses the call before any interceptor sees it: without a reason, a check of the caller, or a
+    metric.
 
     Args:
-        method: What the caller wrote, which is a path, "/package.Service/Method", if all is well.
+        method: The path that the caller sent; "/package.Service/Method" unless the caller is broken.
 
     Returns:
-        A handler that refuses every call, with UnknownMethod, before it reads a message.
+        A handler that refuses every call with UnknownMethod before it reads a message.
     """
 
     async def refuse(requests: AsyncIterator[Any], context: Any) -> None:
@@ -38,7 +42,15 @@ def unknown_method(method: str) -> Any:
 
 
 def around(method: Callable[..., Any], enter: Callable[[Any, Any], AbstractAsyncContextManager[Any]]) -> Any:
-    """`method`, each call of it inside `enter(request, context)`, with the context that this gives."""
+    """Wrap a handler's method so that each call of it runs inside a context manager.
+
+    Args:
+        method: A coroutine function or an asynchronous generator function of (request, context).
+        enter: Makes the context manager from the same two arguments; what it yields is passed on as the context.
+
+    Returns:
+        A function of the same kind as `method`.
+    """
 
     async def call(request: Any, context: Any) -> Any:
         async with enter(request, context) as entered:

@@ -1,4 +1,4 @@
-"""grpc.health.v1, and reflection where the operator wants it."""
+"""Health checks (grpc.health.v1), and reflection where the operator allows it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +11,16 @@ from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 
 ALIVE = "alive"
-"""A service that serves as long as the process answers at all, whatever it waits for."""
+"""The name of a service that is SERVING whenever the process answers at all, even while it waits for something."""
 
 _PORT_STREAMS = 16
 
 
 class Health:
-    """What a process answers when it is asked whether it serves: each port for its own services, and for "", all of it.
+    """What a process answers to health checks.
 
-    A port that has no service of its own answers for all services of the process.
+    Each port answers for its own services, and for "", which means the whole process. A port without services of its
+    own answers for all services of the process.
     """
 
     def __init__(self, *, reflection: bool = False) -> None:
@@ -28,8 +29,13 @@ class Health:
         self._serving: bool | None = None
 
     def serve_on(self, server: aio.Server, *services: str) -> None:
-        """The server, which has these services, answers health checks of them, and with reflection lists them."""
-        untyped: Any = health  # its stubs know no `aio`
+        """Let a server answer health checks.
+
+        Args:
+            server: A server that has not been started.
+            services: The full names of the services that it has. If reflection is on, callers can list them.
+        """
+        untyped: Any = health  # its stubs lack `aio`
         servicer = untyped.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         self._ports.append((servicer, services))
@@ -40,7 +46,7 @@ class Health:
             reflection.enable_server_reflection(names, server)
 
     async def set(self, *, serving: bool) -> None:
-        """Every service but "alive" serves from now on, or does not."""
+        """Set whether all services except "alive" are SERVING."""
         if serving is self._serving:
             return
         self._serving = serving
@@ -52,16 +58,26 @@ class Health:
                 await servicer.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self) -> None:
-        """No service serves any more, whatever is set afterwards."""
+        """Set all services to NOT_SERVING for good, even if `set` is called afterwards."""
         for servicer, _ in self._ports:
             await servicer.enter_graceful_shutdown()
 
 
 def health_port(address: str, health: Health) -> tuple[aio.Server, str]:
-    """A server, to be started, that answers health checks at `address` and does nothing else; and where it listens.
+    """Make a server that does nothing but answer health checks.
 
-    It speaks plaintext, also to other hosts: an orchestrator's probes cannot do otherwise, and all it tells is whether
-    the daemon serves.
+    It uses plaintext, also with other hosts, because the probes of orchestrators cannot use TLS. All that it reveals is
+    whether the daemon is serving.
+
+    Args:
+        address: Where it is to listen, "host:port" or "unix:path"; port 0 takes any free one.
+        health: What it answers.
+
+    Returns:
+        The server, which has not been started, and the address with the port that it got.
+
+    Raises:
+        ConfigError: If it cannot listen there.
     """
     server = make_server([Boundary()], max_streams=_PORT_STREAMS)
     health.serve_on(server)

@@ -1,4 +1,4 @@
-"""Calls of gRPC, counted by method and by the code that the caller sees."""
+"""Metrics of gRPC calls, by method and by the status code that the caller sees."""
 
 import asyncio
 import time
@@ -18,16 +18,24 @@ from fedring.rpc.handlers import FACTORY, around
 from fedring.rpc.streams import GRPC_PREFIX
 
 _BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0, 600.0)
-_NEWS = 0.1  # seconds that a call may still have when its caller's deadline has passed
+_DEADLINE_SLACK = 0.1  # seconds: a call that is cancelled with less time left than this has passed its deadline
 _NAMES = {code.value[0]: code.name for code in StatusCode}
 
 
 UNKNOWN = "unknown"
-"""What all methods that a server does not have are counted as."""
+"""The label under which calls of methods that the server does not have are counted."""
 
 
 def check_metrics_address(address: str, *, insecure: bool) -> None:
-    """Return if metrics may be served there; ValueError if not."""
+    """Check that metrics may be served at an address.
+
+    Args:
+        address: "host:port"; empty = nowhere.
+        insecure: Whether other hosts may read metrics in plaintext.
+
+    Raises:
+        ValueError: If other hosts could read them although they may not.
+    """
     if address and not is_loopback(address) and not insecure:
         raise ValueError(
             f"{address!r} can be reached from other hosts in plaintext: set metrics_insecure = true to let them read "
@@ -36,7 +44,7 @@ def check_metrics_address(address: str, *, insecure: bool) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class MethodMetrics:
     """The metrics of one method."""
 
     started: Counter
@@ -47,19 +55,19 @@ class Method:
     received: Counter
 
     def begin(self) -> float:
-        """A call has begun; give what this returns to `end`."""
+        """Count the beginning of a call, and return the time for `end`, in seconds."""
         self.started.inc()
         self.in_flight.inc()
         return time.perf_counter()
 
     def end(self, began: float, code: str) -> None:
-        """The call has ended."""
+        """Count the end of a call that began at `began` with a status code, given by name."""
         self.handled[code].inc()
         self.seconds.observe(time.perf_counter() - began)
-        self.in_flight.dec()  # last: whoever reads that no call is in flight finds all of them counted
+        self.in_flight.dec()  # last, so that once it reads 0, all calls have been counted above
 
     def sending(self, write: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
-        """`write`, with its bytes counted as they are on the wire."""
+        """Wrap a serializer so that it counts the bytes on the wire."""
         written = write or serialize
 
         def count(message: Any) -> bytes:
@@ -70,7 +78,7 @@ class Method:
         return count
 
     def receiving(self, parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-        """`parse`, with its bytes counted as they are on the wire."""
+        """Wrap a deserializer so that it counts the bytes on the wire."""
 
         def count(data: bytes) -> Any:
             self.received.inc(len(data) + GRPC_PREFIX)
@@ -79,8 +87,14 @@ class Method:
         return count
 
 
-class Calls:
-    """All calls of one side, "server" or "client"; the methods of `files` are known before they are called."""
+class CallMetrics:
+    """The metrics of all calls that one side serves or makes.
+
+    Args:
+        side: "server" or "client", for the names of the metrics.
+        registry: Where the metrics are registered.
+        files: The services whose methods are shown, with zeros, before they are called for the first time.
+    """
 
     def __init__(self, side: str, registry: Registry, files: Iterable[FileDescriptor]) -> None:
         name, no = f"grpc_{side}", ()
@@ -92,19 +106,19 @@ class Calls:
         self._in_flight = registry.gauge(f"{name}_in_flight_calls", "Calls that have not ended.", grpc_method=no)
         text = "Bytes of messages that were sent, as they are on the wire."
         self._sent = registry.counter(f"{name}_sent_bytes_total", text, grpc_method=no)
-        text = "Bytes of messages that came, as they are on the wire."
+        text = "Bytes of messages that were received, as they are on the wire."
         self._received = registry.counter(f"{name}_received_bytes_total", text, grpc_method=no)
-        self._methods: dict[str, Method] = {}
+        self._methods: dict[str, MethodMetrics] = {}
         for file in files:
             for service in file.services_by_name.values():
                 for method in service.methods:
                     self.of(f"/{service.full_name}/{method.name}")
 
-    def of(self, path: str) -> Method:
-        """The metrics of the method at that path, "/package.Service/Method"."""
+    def of(self, path: str) -> MethodMetrics:
+        """Return the metrics of a method, given its path, "/package.Service/Method"; they are made if need be."""
         if path not in self._methods:
             label = path.rpartition(".")[2].lstrip("/")
-            self._methods[path] = Method(
+            self._methods[path] = MethodMetrics(
                 self._started.labels(label),
                 {code.name: self._handled.labels(label, code.name) for code in StatusCode},
                 self._seconds.labels(label),
@@ -114,15 +128,15 @@ class Calls:
             )
         return self._methods[path]
 
-    def known(self, path: str) -> Method | None:
-        """Return the metrics of the method at that path; None if nobody has asked for them by `of`."""
+    def known(self, path: str) -> MethodMetrics | None:
+        """Return the metrics of a method, given its path; None if `of` has not made them."""
         return self._methods.get(path)
 
 
 class CountCalls(aio.ServerInterceptor):
-    """Counts a server's calls. It goes before the Boundary: only there a call has the code that its caller sees."""
+    """Counts a server's calls. It goes before the Boundary, where a call has the status code that its caller sees."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: CallMetrics) -> None:
         self._calls = calls
         self._unknown = calls.of(UNKNOWN)
 
@@ -130,7 +144,7 @@ class CountCalls(aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        # The name of a method that does not exist is the caller's, and no label.
+        # Callers choose the names of methods that do not exist, so these must not become labels.
         method = self._calls.known(handler_call_details.method) or self._unknown
         kind, factory = FACTORY[handler.request_streaming, handler.response_streaming]
         return factory(
@@ -140,8 +154,8 @@ class CountCalls(aio.ServerInterceptor):
         )
 
 
-class _Watched:
-    """A call's context that knows what the call was aborted with: not every version of grpc's own tells."""
+class _StatusKeeper:
+    """A call's context that remembers the status of an abort, which not every version of gRPC reveals."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -151,27 +165,27 @@ class _Watched:
         return getattr(self._context, name)
 
     async def abort(self, code: StatusCode, *args: Any, **kwargs: Any) -> None:
-        """End the call."""
+        """End the call with a status."""
         self._aborted = code
         await self._context.abort(code, *args, **kwargs)
 
     def ended_as(self) -> str:
-        """The code of a call that has returned, or was aborted."""
+        """Return the name of the status of a call that has returned or was aborted."""
         code = self._aborted or self._context.code() or StatusCode.OK
         return code.name if isinstance(code, StatusCode) else _NAMES[code]
 
 
 @asynccontextmanager
-async def _counted(method: Method, context: Any) -> AsyncIterator[_Watched]:
-    """Inside, the call is served; afterwards it has counted."""
-    watched, began = _Watched(context), method.begin()
-    code = StatusCode.UNKNOWN.name  # what grpc makes of an exception
+async def _counted(method: MethodMetrics, context: Any) -> AsyncIterator[_StatusKeeper]:
+    """Count the call that is served in the body."""
+    watched, began = _StatusKeeper(context), method.begin()
+    code = StatusCode.UNKNOWN.name  # what gRPC makes of an exception
     try:
         yield watched
         code = watched.ended_as()
     except (asyncio.CancelledError, GeneratorExit):
         left = context.time_remaining()
-        code = (StatusCode.CANCELLED if left is None or left > _NEWS else StatusCode.DEADLINE_EXCEEDED).name
+        code = (StatusCode.CANCELLED if left is None or left > _DEADLINE_SLACK else StatusCode.DEADLINE_EXCEEDED).name
         raise
     except aio.AbortError:
         code = watched.ended_as()
@@ -180,39 +194,38 @@ async def _counted(method: Method, context: Any) -> AsyncIterator[_Watched]:
         method.end(began, code)
 
 
-def counted(channel: aio.Channel, calls: Calls) -> aio.Channel:
-    """`channel`, with its calls counted.
+def counted(channel: aio.Channel, calls: CallMetrics) -> aio.Channel:
+    """Return a channel whose calls are counted.
 
-    Not by interceptors: those of grpc.aio put a queue between a stream and who writes to it.
+    Interceptors are not used for this: those of grpc.aio put a queue between a stream and its writer.
+
+    Args:
+        channel: The channel over which calls go.
+        calls: Where they are counted.
     """
-    wrapped: Any = _CountedChannel(channel, calls)  # as far as stubs need it
-    return wrapped  # type: ignore[no-any-return]  # as above
+    wrapped: Any = _CountedChannel(channel, calls)  # It has the part of a channel that stubs use.
+    return wrapped  # type: ignore[no-any-return]  # see above
 
 
 class _CountedChannel:
-    """What stubs ask of a channel."""
+    """The part of a channel that stubs use; the methods are those of aio.Channel."""
 
-    def __init__(self, channel: aio.Channel, calls: Calls) -> None:
+    def __init__(self, channel: aio.Channel, calls: CallMetrics) -> None:
         self._channel, self._calls = channel, calls
 
     def unary_unary(self, path: str, *args: Any, **options: Any) -> Any:
-        """As grpc's; so are the others."""
         return self._counting(self._channel.unary_unary, path, *args, **options)
 
     def unary_stream(self, path: str, *args: Any, **options: Any) -> Any:
-        """As grpc's."""
         return self._counting(self._channel.unary_stream, path, *args, **options)
 
     def stream_unary(self, path: str, *args: Any, **options: Any) -> Any:
-        """As grpc's."""
         return self._counting(self._channel.stream_unary, path, *args, **options)
 
     def stream_stream(self, path: str, *args: Any, **options: Any) -> Any:
-        """As grpc's."""
         return self._counting(self._channel.stream_stream, path, *args, **options)
 
     async def close(self) -> None:
-        """End every call."""
         await self._channel.close()
 
     def _counting(
@@ -236,7 +249,7 @@ class _CountedChannel:
 
 
 def _code_of(call: Any) -> str:
-    """The code of a call that is done: grpc's coroutine has nothing to wait for."""
+    """Return the status of a call that is done. gRPC's coroutine is run by hand, because it has nothing to wait for."""
     asking = call.code()
     try:
         asking.send(None)

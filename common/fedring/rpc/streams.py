@@ -1,4 +1,4 @@
-"""Streams that are never late, and what they weigh."""
+"""Deadlines and byte counters for gRPC streams."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -12,19 +12,21 @@ from google.protobuf.message import Message
 from fedring.rpc.errors import Gone, Stalled
 
 _T = TypeVar("_T")
-_WRITE_GRACE = 0.5  # seconds that a write still has when its call is to end
-GRPC_PREFIX = 5  # compressed flag and length, before every message on the wire
+_WRITE_GRACE = 0.5  # seconds that a write may still take after its call was cancelled
+
+GRPC_PREFIX = 5
+"""Bytes that gRPC puts before every message: a flag for compression, and the length."""
 
 
 @dataclass(slots=True)
-class Meter:
-    """The bytes of one call's messages, as they are on the wire, with gRPC's own prefix."""
+class CallMeter:
+    """Counts the bytes of one call's messages as they are on the wire, including gRPC's own prefix."""
 
     received: int = 0
     sent: int = 0
 
     def receiving(self, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        """`parse`, counted."""
+        """Wrap a deserializer so that it counts the bytes that it is given."""
 
         def count(data: bytes) -> Any:
             self.received += len(data) + GRPC_PREFIX
@@ -33,7 +35,7 @@ class Meter:
         return count
 
     def sending(self, serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-        """`serialize`, counted."""
+        """Wrap a serializer so that it counts the bytes that it returns."""
 
         def count(message: Any) -> bytes:
             data = serialize(message)
@@ -43,17 +45,20 @@ class Meter:
         return count
 
 
-METER: ContextVar[Meter] = ContextVar("METER")
+METER: ContextVar[CallMeter] = ContextVar("METER")
 """The meter of the call that the running handler serves."""
 
 
 def wire_bytes(message: Message | bytes) -> int:
-    """What a small message takes on the wire; of a large one, count the bytes that were sent."""
+    """Return the bytes that a small message takes on the wire.
+
+    This serialises the message once more, so of large messages count the bytes that were sent instead.
+    """
     return (len(message) if isinstance(message, bytes) else message.ByteSize()) + GRPC_PREFIX
 
 
-class Paced(AsyncIterator[_T]):
-    """The messages of a stream; Stalled when none comes for `seconds`."""
+class TimedStream(AsyncIterator[_T]):
+    """The messages of a stream, each of which must come within `seconds` of being asked for; raises Stalled if not."""
 
     def __init__(self, messages: AsyncIterator[_T], seconds: float) -> None:
         self._messages, self._seconds = messages, seconds
@@ -63,11 +68,21 @@ class Paced(AsyncIterator[_T]):
             async with asyncio.timeout(self._seconds):
                 return await anext(self._messages)
         except TimeoutError as error:
-            raise Stalled(f"nothing came for {self._seconds:g} s") from error
+            raise Stalled(f"no message came for {self._seconds:g} s") from error
 
 
 async def write(context: Any, message: Any, seconds: float) -> None:
-    """The message is on its way; Stalled if the caller reads nothing for so long, Gone if it is not there."""
+    """Write a message of a response stream, and return when gRPC has taken it.
+
+    Args:
+        context: The context of the call.
+        message: The message.
+        seconds: How long it may take.
+
+    Raises:
+        Stalled: If the caller has read nothing for that long.
+        Gone: If the caller has closed the connection.
+    """
     try:
         async with asyncio.timeout(seconds):
             await finish_write(context, message)
@@ -76,14 +91,18 @@ async def write(context: Any, message: Any, seconds: float) -> None:
 
 
 async def finish_write(context: Any, message: Any) -> None:
-    """Write the message; if cancelled, wait a moment for the write that has begun. Gone if the caller is not there."""
+    """Write a message; if cancelled, give the write that has begun half a second to end.
+
+    Raises:
+        Gone: If the caller has closed the connection.
+    """
     writing = asyncio.ensure_future(context.write(message))
     try:
         await asyncio.shield(writing)
     except asyncio.CancelledError:
-        # grpc does not stop what it has begun to write, and loses a status that is sent before that has ended.
+        # gRPC does not stop a write that it has begun, and loses a status that is sent before the write has ended.
         with suppress(Exception):
             await asyncio.wait_for(writing, _WRITE_GRACE)
         raise
-    except Exception as error:  # grpc has no public name for a write to a stream that is dead
-        raise Gone("the caller went away") from error
+    except Exception as error:  # gRPC has no public name for a write to a stream that has ended.
+        raise Gone("the caller has closed the connection") from error

@@ -1,4 +1,7 @@
-"""The table `tls` of both daemons, and what gRPC makes of it. Files are read again when they have changed."""
+"""The table `tls` of both daemons' configuration, and the credentials that it makes for gRPC.
+
+Files that have changed are read again, so that certificates can be replaced without a restart.
+"""
 
 import logging
 from collections.abc import Callable
@@ -19,16 +22,15 @@ Stamp = tuple[tuple[int, int], ...]
 
 
 class Tls(BaseModel):
-    """Where the certificates are, all PEM files; nothing = plaintext."""
+    """The PEM files of the certificates. Without any, calls go in plaintext."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    cert: Path | None = Field(
-        default=None, description="this daemon's certificate, and what leads from it to the authority's"
-    )
+    cert: Path | None = Field(default=None, description="this daemon's certificate, followed by any intermediate ones")
     key: Path | None = Field(default=None, description="its private key, without a password")
     ca: Path | None = Field(
-        default=None, description="who signs the other side's certificates; on fl-server: callers must have one"
+        default=None,
+        description="the authority that signs the other side's certificates; on fl-server, callers must then show one",
     )
 
     @model_validator(mode="after")
@@ -39,7 +41,7 @@ class Tls(BaseModel):
 
     @property
     def on(self) -> bool:
-        """Whether anything is encrypted."""
+        """Whether calls are encrypted."""
         return bool(self.cert or self.ca)
 
     @property
@@ -48,7 +50,11 @@ class Tls(BaseModel):
         return bool(self.cert and self.ca)
 
     def stamp(self) -> Stamp:
-        """Differs when a file has changed; OSError if one is gone."""
+        """Return a value that differs once a file has changed.
+
+        Raises:
+            OSError: If a file is missing.
+        """
         facts = [path.stat() for path in (self.cert, self.key, self.ca) if path]
         return tuple((fact.st_mtime_ns, fact.st_ino) for fact in facts)
 
@@ -57,8 +63,16 @@ PLAINTEXT = Tls()
 
 
 def check_tls(tls: Tls) -> None:
-    """Return if the files can be used now; ConfigError, in one sentence, if not."""
-    from fedring.rpc.certificates import check_dates, load_authorities, load_pair  # plaintext needs no cryptography
+    """Check that the files can be used now; log a warning if the certificate expires soon.
+
+    Raises:
+        ConfigError: If they cannot be used.
+    """
+    from fedring.rpc.certificates import (
+        check_dates,
+        load_authorities,
+        load_pair,
+    )  # imported late: plaintext does not need it
 
     if tls.cert and tls.key:
         left = check_dates(load_pair(tls.cert, tls.key).certificate, str(tls.cert))
@@ -70,17 +84,25 @@ def check_tls(tls: Tls) -> None:
 
 
 def ends_at(tls: Tls) -> float | None:
-    """When this daemon's certificate, as it is on disk now, ends, in seconds since 1970; None without one."""
+    """Return when the certificate on disk expires, in seconds since 1970; None if there is none."""
     from fedring.rpc.certificates import load_authorities
 
     try:
         return load_authorities(tls.cert)[0].not_valid_after_utc.timestamp() if tls.cert else None
-    except ConfigError:  # it is being written
+    except ConfigError:  # The file is being written.
         return None
 
 
 def server_credentials(tls: Tls, on_handshake: Callable[[], None]) -> grpc.ServerCredentials:
-    """What a port of this daemon shows, always as the files are now; `on_handshake` is called before each."""
+    """Return credentials for a port of this daemon; each handshake uses the files as they are then.
+
+    Args:
+        tls: The certificates. With `ca`, callers must have a certificate that it signed.
+        on_handshake: Called before each handshake, on a thread of gRPC's.
+
+    Raises:
+        ConfigError: If the files cannot be used now.
+    """
     renewed = _Renewed(tls)
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -89,13 +111,21 @@ def server_credentials(tls: Tls, on_handshake: Callable[[], None]) -> grpc.Serve
 
     return grpc.dynamic_ssl_server_credentials(
         renewed.first,
-        fetch,  # type: ignore[arg-type]  # the stubs do not know of None, which means: no change
+        fetch,  # type: ignore[arg-type]  # the stubs omit None, which means no change
         require_client_authentication=tls.ca is not None,
     )
 
 
 def channel_credentials(tls: Tls, token: str = "") -> grpc.ChannelCredentials:
-    """What a new channel shows and asks for, as the files are now."""
+    """Return credentials for a new channel, from the files as they are now.
+
+    Args:
+        tls: The certificates.
+        token: Sent with every call, unless it is empty.
+
+    Raises:
+        ConfigError: If the files cannot be used.
+    """
     from fedring.rpc.certificates import load_pair, read_secretly
 
     pair = load_pair(tls.cert, tls.key) if tls.cert and tls.key else None
@@ -107,7 +137,11 @@ def channel_credentials(tls: Tls, token: str = "") -> grpc.ChannelCredentials:
 
 
 def read_token(path: Path) -> str:
-    """The token in the file; ConfigError if there is none, or any user can read it."""
+    """Return the token in a file.
+
+    Raises:
+        ConfigError: If the file holds no token, cannot be read, or can be read by any user of this host.
+    """
     from fedring.rpc.certificates import read_secretly
 
     token = read_secretly(path).decode("ascii", "replace").strip()
@@ -117,7 +151,7 @@ def read_token(path: Path) -> str:
 
 
 class _Renewed:
-    """Gives the certificates that have changed since the last look; None if none have."""
+    """Returns the certificates if their files have changed since the last call, else None."""
 
     def __init__(self, tls: Tls) -> None:
         self._tls = tls
@@ -134,13 +168,13 @@ class _Renewed:
             if stamp == self._stamp:
                 return None
             configuration = _configuration(self._tls)
-        except (OSError, ConfigError) as error:  # they are being written: the next handshake looks again
+        except (OSError, ConfigError) as error:  # The files are being written: the next handshake looks again.
             if not self._complained:
-                log.warning("the new certificate cannot be used, the old one stays: %s", error)
+                log.warning("the new certificate cannot be used, so the old one stays in use: %s", error)
             self._complained = True
             return None
         self._stamp, self._complained = stamp, False
-        log.info("the certificate in %s was read again", self._tls.cert)
+        log.info("the certificate in %s has changed and was read again", self._tls.cert)
         return configuration
 
 

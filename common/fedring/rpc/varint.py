@@ -1,8 +1,8 @@
-"""Protobuf's variable-length integers, for the few messages that are written and read by hand."""
+"""Protobuf's variable-length integers, for the few messages that are written and read without protobuf."""
 
 
 def varint(value: int) -> bytes:
-    """`value`, >= 0, as protobuf writes it."""
+    """Encode `value`, which is at least 0, as protobuf does."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -12,7 +12,11 @@ def varint(value: int) -> bytes:
 
 
 def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """The value at `at`, and where it ends; a value that does not end within 9 bytes is no length: -1."""
+    """Decode the integer that begins at offset `at`.
+
+    Returns:
+        The value and the offset after it; (-1, `at`) if no integer ends within 9 bytes or before the end of `data`.
+    """
     value = 0
     for shift, byte in enumerate(data[at : at + 9]):
         value |= (byte & 0x7F) << 7 * shift

@@ -1,5 +1,6 @@
-"""Pipeline schedules as plain data: who computes which micro-batch when, and what that costs.
+"""Pipeline schedules as plain data: which worker computes which micro-batch when, and what that costs.
 
-Both daemons read them: the server tries a job's schedule out before it takes the job, and workers follow it. Nothing
-here imports torch, gRPC, or any other package of fedring.
+Both daemons read schedules: the server simulates a job's schedule before it takes the job, and workers follow it. The
+package holds schedules and their simulation. It imports the standard library only: no torch, no gRPC, and no other
+package of fedring. What executes a schedule is in `fedring.pipeline`.
 """

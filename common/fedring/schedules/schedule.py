@@ -1,7 +1,7 @@
-"""Schedules as plain data: what each worker does, in order.
+"""Schedules as plain data: the actions of each worker, in order.
 
-An action is the forward or backward of a micro-batch through a stage, with the version of the weights that it uses, or
-an update, with the version that it makes. Version 0 is what a run begins with.
+An action is the forward or the backward of a micro-batch through a stage, with the version of the weights that it uses,
+or an update of a stage, with the version that it makes. A run begins with version 0.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A list of actions would deadlock, lose a gradient, or need more memory than it may."""
+    """A schedule cannot be made, would deadlock or lose a gradient, or would need more memory than allowed."""
 
 
 class Kind(StrEnum):
-    """What an action does."""
+    """The kinds of actions."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -24,20 +24,24 @@ class Kind(StrEnum):
 
 
 class Versions(StrEnum):
-    """Which weights an asynchronous forward uses (PipeDream, sec. 3.3; PipeDream-2BW, sec. 3.1)."""
+    """Which weights the forwards of an asynchronous schedule use.
 
-    STASHED = "stashed"  # the newest of its stage
-    VERTICAL = "vertical"  # the newest of the first stage when the micro-batch entered it
-    MACROBATCH = "macrobatch"  # those before the newest complete batch, on every stage: two versions are enough
+    The first two are of PipeDream (Narayanan et al. 2019, section 3.3), the third is of PipeDream-2BW (Narayanan et al.
+    2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1).
+    """
+
+    STASHED = "stashed"  # weight stashing: the newest weights of the stage
+    VERTICAL = "vertical"  # vertical sync: on all stages, those that the first stage used for the micro-batch
+    MACROBATCH = "macrobatch"  # 2BW: on all stages, those from before the newest complete batch; two versions suffice
 
 
 class Action(NamedTuple):
-    """One thing that one stage does; an update's micro-batch is the last that it takes in."""
+    """One action of one stage."""
 
     kind: Kind
     stage: int
-    micro_batch: int
-    version: int = 0
+    micro_batch: int  # of an update: the last one whose gradients it uses
+    version: int = 0  # of the weights that it uses; of an update: that it makes
 
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}"
@@ -45,45 +49,62 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What every worker does in one run of `micro_batches`; stage s lies on worker s modulo their number."""
+    """The actions of every worker in one run. Worker w has the stages s with s modulo the number of workers = w."""
 
     name: str
     stages: int
-    micro_batches: int
-    interval: int  # micro-batches of an update
-    workers: tuple[tuple[Action, ...], ...]
+    micro_batches: int  # of a run
+    interval: int  # micro-batches from one update to the next
+    workers: tuple[tuple[Action, ...], ...]  # the actions of each worker, in order
     versions: Versions = Versions.STASHED
 
     def owner(self, stage: int) -> int:
-        """The worker of a stage."""
+        """Return the worker that has a stage."""
         return stage % len(self.workers)
 
     def of_stage(self, stage: int) -> list[Action]:
-        """What one stage does."""
+        """Return the actions of one stage, in order."""
         return [action for action in self.workers[self.owner(stage)] if action.stage == stage]
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards, then the update (Huang et al. 2019, sec. 2.3)."""
+    """Return GPipe: all forwards, then all backwards, then the update (Huang et al. 2019, section 2.2)."""
     _check_counts(stages, micro_batches)
     warmups = [micro_batches] * stages
     return _synchronous("gpipe", micro_batches, [_alternate(s, micro_batches, warmups[s]) for s in range(stages)])
 
 
 def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
-    """A backward as soon as there is one, and one update in the end: fewer activations than GPipe, the same result."""
+    """Return 1F1B: each backward as early as possible, and one update at the end.
+
+    The result is that of GPipe, with fewer activations in memory. Narayanan et al. 2021 ("Efficient Large-Scale
+    Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.1) call it PipeDream-Flush.
+    """
     _check_counts(stages, micro_batches)
     orders = [_alternate(s, micro_batches, stages - 1 - s) for s in range(stages)]
     return _synchronous("1f1b", micro_batches, orders)
 
 
 def interleaved(stages: int, micro_batches: int, *, workers: int) -> Schedule:
-    """1F1B where each worker has several stages, and the pipeline fills sooner (Narayanan et al. 2021, sec. 2.2)."""
+    """Return interleaved 1F1B, where each worker has several stages, so that the pipeline fills earlier.
+
+    It is that of Narayanan et al. 2021 (Megatron-LM, as above), section 2.2.2.
+
+    Args:
+        stages: A multiple of `workers`.
+        micro_batches: A multiple of `workers`.
+        workers: The number of workers.
+
+    Raises:
+        ScheduleError: If a number does not fit.
+    """
     _check_counts(stages, micro_batches)
     if not 1 <= workers <= stages or stages % workers:
-        raise ScheduleError(f"{stages} stages do not spread evenly over {workers} workers")
+        raise ScheduleError(f"{stages} stages cannot be divided evenly among {workers} workers")
     if micro_batches % workers:
-        raise ScheduleError(f"interleaving needs a multiple of {workers} micro-batches, the number of workers")
+        raise ScheduleError(
+            f"{micro_batches} micro-batches must be a multiple of {workers}, the number of workers, to be interleaved"
+        )
     orders = [_interleave(w, stages, micro_batches, workers) for w in range(workers)]
     return _synchronous("interleaved_1f1b", micro_batches, orders, stages)
 
@@ -96,20 +117,34 @@ def pipedream(
     interval: int = 0,
     versions: Versions = Versions.STASHED,
 ) -> Schedule:
-    """1F1B without a flush: an update every `interval` backwards (Narayanan et al. 2019, sec. 3.2 and 3.3).
+    """Return PipeDream: 1F1B without a flush before each update (Narayanan et al. 2019, sections 3.2 and 3.3).
 
-    Stage s does `warmups[s]` forwards before it alternates, by default one for each later stage; `interval` is 1 by
-    default, and the number of stages under macrobatch.
+    Args:
+        stages: The number of stages; each has its own worker.
+        micro_batches: The number of micro-batches of a run.
+        warmups: How many forwards each stage does before it alternates; None means one for each later stage.
+        interval: The number of backwards from one update to the next; 0 means 1, or `stages` under macrobatch.
+        versions: Which weights a forward uses.
+
+    Raises:
+        ScheduleError: If a number does not fit, or the schedule would deadlock.
     """
     _check_counts(stages, micro_batches)
     ahead = list(range(stages - 1, -1, -1) if warmups is None else warmups)
     every = interval or (stages if versions is Versions.MACROBATCH else 1)
     if len(ahead) != stages or min(ahead) < 0 or every < 1:
-        raise ScheduleError(f"{stages} stages need as many warm-ups of 0 or more, and an interval of 1 or more")
+        raise ScheduleError(
+            f"warm-ups {ahead} and interval {every} do not fit {stages} stages: give one warm-up of 0 or more for each "
+            "stage, and an interval of 1 or more"
+        )
     if any(first < second for first, second in pairwise(ahead)):
-        raise ScheduleError(f"warm-ups {ahead} would deadlock: no stage may wait for more than the one before it gives")
+        raise ScheduleError(
+            f"warm-ups {ahead} would deadlock: a stage must not have a longer warm-up than the stage before it"
+        )
     if versions is Versions.MACROBATCH and every < max(ahead):
-        raise ScheduleError(f"macrobatch needs an interval of at least {max(ahead)}, the longest warm-up")
+        raise ScheduleError(
+            f"macrobatch needs an interval of at least {max(ahead)}, the longest warm-up, and it is {every}"
+        )
     orders = [_with_updates(_alternate(s, micro_batches, ahead[s]), micro_batches, every) for s in range(stages)]
     used = [_newest(orders[0 if versions is Versions.VERTICAL else s]) for s in range(stages)]
     if versions is Versions.MACROBATCH:
@@ -119,11 +154,23 @@ def pipedream(
 
 
 def make(name: str, stages: int, micro_batches: int, *, workers: int = 0) -> Schedule:
-    """The schedule of this name: gpipe, 1f1b, interleaved_1f1b (over `workers`) or pipedream."""
+    """Return the schedule called `name`, one of NAMES.
+
+    Args:
+        name: pipedream gets its default settings.
+        stages: The number of stages.
+        micro_batches: The number of micro-batches of a run.
+        workers: The number of workers; 0 means one for each stage. Only interleaved_1f1b can have fewer than stages.
+
+    Raises:
+        ScheduleError: If there is no such schedule.
+    """
     if name == "interleaved_1f1b":
         return interleaved(stages, micro_batches, workers=workers or stages)
     if workers not in (0, stages):
-        raise ScheduleError(f"{name} has one stage a worker; interleaved_1f1b may have more")
+        raise ScheduleError(
+            f"{name} has one stage per worker, but {stages} stages were given {workers} workers: use interleaved_1f1b"
+        )
     makers = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "pipedream": pipedream}
     if name not in makers:
         raise ScheduleError(f"there is no schedule {name!r}: use {', '.join(NAMES)}")
@@ -135,11 +182,11 @@ NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "pipedream")
 
 def _check_counts(stages: int, micro_batches: int) -> None:
     if stages < 1 or micro_batches < 1:
-        raise ScheduleError(f"{stages} stages and {micro_batches} micro-batches: give at least one of each")
+        raise ScheduleError(f"there must be at least one stage and one micro-batch, not {stages} and {micro_batches}")
 
 
 def _alternate(stage: int, micro_batches: int, warmup: int) -> list[Action]:
-    """`warmup` forwards, then one forward and one backward by turns, then the backwards that are left."""
+    """Return `warmup` forwards, then forwards and backwards in alternation, then the backwards that are left."""
     ahead = min(warmup, micro_batches)
     actions = [Action(Kind.FORWARD, stage, m) for m in range(ahead)]
     for m in range(ahead, micro_batches):
@@ -148,7 +195,7 @@ def _alternate(stage: int, micro_batches: int, warmup: int) -> list[Action]:
 
 
 def _interleave(worker: int, stages: int, micro_batches: int, workers: int) -> list[Action]:
-    """`workers` micro-batches go through each of the worker's stages in turn."""
+    """Return the actions of a worker, whose stages take `workers` micro-batches each, by turns."""
     chunks = stages // workers
     turns = [
         (chunk, group + m)
@@ -166,7 +213,7 @@ def _interleave(worker: int, stages: int, micro_batches: int, workers: int) -> l
 def _synchronous(
     name: str, micro_batches: int, orders: Sequence[Sequence[Action]], stages: int | None = None
 ) -> Schedule:
-    """The orders, each ended by an update of all stages of its worker."""
+    """Return the schedule with these orders, after each of which its worker updates all its stages."""
     count = stages or len(orders)
     ends = [
         [Action(Kind.UPDATE, s, micro_batches - 1, 1) for s in range(worker, count, len(orders))]
@@ -187,7 +234,7 @@ def _with_updates(order: Iterable[Action], micro_batches: int, interval: int) ->
 
 
 def _newest(order: Iterable[Action]) -> dict[int, int]:
-    """The version that is the newest when each micro-batch's forward begins."""
+    """Return, for each micro-batch, the newest version when its forward begins."""
     version, newest = 0, {}
     for action in order:
         if action.kind is Kind.FORWARD:

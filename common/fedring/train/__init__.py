@@ -1,4 +1,10 @@
-"""What a client trains: the user's seam, the local epochs, the evaluation, and models as vectors and files."""
+"""What both daemons share about training: jobs, models, the local epochs of one client, and evaluation.
+
+The package holds the schema of a job with its tables, the code that a job names as "module:attribute", a model as flat
+vectors and as files, and training and evaluation in one process. It may import `fedring.codec`, `fedring.daemon`,
+`fedring.data`, `fedring.schedules` and `fedring.vision`. Training in a group is in `fedring.workers`, because only
+clients do it. gRPC and the server's own work have no place here. Modules that describe a job do not import torch.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -14,7 +20,7 @@ if TYPE_CHECKING:
     from fedring.train.plan import Plan as Plan
     from fedring.train.plan import TrainResult as TrainResult
 
-# Found on first use: those who only read a job from this package need not wait for torch.
+# Imported on first use, so that programs that only read jobs do not have to import torch.
 _MODULES = {
     "SeamError": "errors",
     "TrainError": "errors",

@@ -1,4 +1,4 @@
-"""Batches of any map-style dataset: drawn, cut and fetched."""
+"""Batches of any map-style dataset: how samples are drawn, cut into batches, and fetched."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -12,15 +12,19 @@ from fedring.train.errors import TrainError
 
 @runtime_checkable
 class Batched(Protocol):
-    """A dataset that hands out whole batches, with no Python object per sample."""
+    """A dataset that returns whole batches, without a Python object for each sample."""
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The inputs and labels at `indices` [batch] int64, stacked."""
+        """Return the inputs [batch, ...] and the labels [batch, ...] at `indices` [batch] int64."""
         ...
 
 
 def size_of(samples: Dataset[Any]) -> int:
-    """The number of samples; TrainError if the dataset does not know it."""
+    """Return the number of samples.
+
+    Raises:
+        TrainError: With the reason no_length, if the dataset has no length.
+    """
     length = getattr(samples, "__len__", None)
     if length is None:
         raise TrainError("no_length", f"{type(samples).__name__} has no length: use a map-style dataset.")
@@ -28,14 +32,26 @@ def size_of(samples: Dataset[Any]) -> int:
 
 
 def draw(size: int, wanted: int, generator: torch.Generator) -> Tensor:
-    """`wanted` of the indices below `size`, drawn without replacement; all of them if `wanted` is 0 or too many."""
+    """Draw samples without replacement.
+
+    Args:
+        size: The number of samples.
+        wanted: How many to draw; 0, or a number not below `size`, means all of them, in their order.
+        generator: The source of randomness.
+
+    Returns:
+        The indices of the samples, [n] int64.
+    """
     if not 0 < wanted < size:
         return torch.arange(size)
     return torch.randperm(size, generator=generator)[:wanted]
 
 
 def cut(order: Tensor, batch_size: int) -> Sequence[Tensor]:
-    """`order` [n] in pieces of `batch_size`; one left over joins the last piece, as BatchNorm fails on one."""
+    """Cut the indices `order` [n] into batches of `batch_size`.
+
+    A single sample that is left over joins the last batch, because BatchNorm fails on a batch of one.
+    """
     sizes = [batch_size] * (len(order) // batch_size)
     if (rest := len(order) % batch_size) == 1 and sizes:
         sizes[-1] += 1
@@ -45,13 +61,17 @@ def cut(order: Tensor, batch_size: int) -> Sequence[Tensor]:
 
 
 def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """The inputs and labels of each batch of indices in `cuts`, on `device`."""
+    """Yield the inputs [batch, ...] and the labels [batch, ...] of each batch of indices in `cuts`, on `device`.
+
+    Raises:
+        TrainError: With the reason bad_batch, if a sample is not a pair of tensors or numbers.
+    """
     if isinstance(samples, Batched):
         for indices in cuts:
             inputs, labels = samples.batch(indices)
             yield inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         return
-    # A generator of its own: else the loader draws from the global one, which drives dropout.
+    # The loader would otherwise draw a seed from the global generator, which also drives dropout.
     loader = DataLoader(samples, batch_sampler=[i.tolist() for i in cuts], generator=torch.Generator())
     for batch in loader:
         if not (isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch)):

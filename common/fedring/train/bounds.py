@@ -1,7 +1,7 @@
-"""Kinds of values that a job's keys take, bounded by what the wire and the database can carry.
+"""The types of a job's keys, bounded by what the wire and the database can carry.
 
-The wire counts in `uint32` and `uint64`, SQLite in 64 bits with a sign. Tables of free content travel and are stored as
-JSON: they must be finite in every sense.
+The wire counts in `uint32` and `uint64`, and SQLite in signed 64-bit integers. Tables of free content travel and are
+stored as JSON, so their depth, their numbers and their texts are bounded, too.
 """
 
 import unicodedata
@@ -14,41 +14,41 @@ MAX_COUNT = 2**32 - 1
 """The largest count: a `uint32` of the wire."""
 
 MAX_SAMPLES = 1 << 40
-"""The largest number of samples, of a round as of an update."""
+"""The largest number of samples in a round or an update."""
 
 MAX_WHOLE = 2**63 - 1
-"""The largest magnitude of a whole number in a table of free content."""
+"""The largest absolute value of an integer in a table of free content."""
 
 MAX_SEED = 2**43 - 1
-"""The largest seed: a round's own one, this times about a million, is below 2^63."""
+"""The largest seed of a job. The seed of a round is about a million times as large, and must stay below 2^63."""
 
 MAX_SECONDS = 30 * 86400
-"""The longest time of a round that a job can set, and that a client can say it has trained: 30 days."""
+"""The longest time limit that a job can set, and the longest training time that a client can report: 30 days."""
 
 MAX_DEPTH = 16
-"""Lists and tables that may lie in each other."""
+"""How deep lists and tables may be nested."""
 
 MAX_JOB_BYTES = 1 << 16
-"""A whole job as JSON: each command carries most of it, and lists of jobs carry many."""
+"""The largest job as JSON: each command carries most of a job, and a list of jobs carries many of them."""
 
-_UNFIT = ("Cc", "Cs", "Zl", "Zp")  # controls, halves of a letter (no UTF-8), separators of lines
+_REFUSED_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")  # control characters, surrogates (no UTF-8), line separators
 
 
 def check_text(text: str) -> str:
     """Check a name or another text of one line.
 
     Args:
-        text: What somebody has written.
+        text: A text from outside.
 
     Returns:
         The same text.
 
     Raises:
-        ValueError: If it holds a control character, a separator of lines, or half of a letter, which has no UTF-8.
+        ValueError: If it contains a control character, a line separator, or a surrogate, which UTF-8 cannot encode.
     """
-    for letter in text:
-        if unicodedata.category(letter) in _UNFIT:
-            raise ValueError(f"must not hold the character U+{ord(letter):04X}")
+    for character in text:
+        if unicodedata.category(character) in _REFUSED_CATEGORIES:
+            raise ValueError(f"must not hold the character U+{ord(character):04X}")
     return text
 
 
@@ -56,20 +56,20 @@ def check_table(table: dict[str, Any]) -> dict[str, Any]:
     """Check a table of free content.
 
     Args:
-        table: What JSON or TOML has made of it.
+        table: The table as it was parsed from JSON or TOML.
 
     Returns:
         The same table.
 
     Raises:
-        ValueError: If it is too deep, or holds a number or a text that cannot be stored and sent as JSON.
+        ValueError: If it is nested too deep, or contains a number or a text that cannot be stored and sent as JSON.
     """
     waiting: list[tuple[str, Any, int]] = [("", table, 1)]
-    while waiting:  # not by recursion: how deep the table is, its sender says
+    while waiting:  # without recursion, because the sender decides how deep the table is
         path, value, depth = waiting.pop()
         if isinstance(value, dict | list | tuple):
             if depth > MAX_DEPTH:
-                raise ValueError(f"must not hold more than MAX_DEPTH = {MAX_DEPTH} lists and tables in each other")
+                raise ValueError(f"must not hold more than MAX_DEPTH = {MAX_DEPTH} levels of lists and tables")
             rows = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += [(_join(path, key), inner, depth + 1) for key, inner in rows]
         else:
@@ -88,7 +88,7 @@ def _join(path: str, key: str | int) -> str:
 def _check_leaf(path: str, value: Any) -> None:
     if isinstance(value, str):
         if "\0" in value or any(unicodedata.category(letter) == "Cs" for letter in value):
-            raise ValueError(f"{path} in it must be text without NUL and halves of letters")
+            raise ValueError(f"{path} in it must be text without NUL and without surrogates")
     elif isinstance(value, int):
         if abs(value) > MAX_WHOLE:
             raise ValueError(f"{path} in it must be a number from -(2^63 - 1) to 2^63 - 1")

@@ -1,4 +1,4 @@
-"""Where to compute, and with how many threads."""
+"""The device to compute on, and the number of threads."""
 
 import os
 
@@ -8,18 +8,27 @@ from fedring.train.errors import SeamError
 
 
 def pick_device(name: str) -> torch.device:
-    """The device called `name`: "cpu", "cuda", "cuda:1", or "auto", which is the first GPU if there is one."""
+    """Return the device called `name`.
+
+    Args:
+        name: "cpu", "cuda", "cuda:1", or "auto": the first GPU if there is one, and else the CPU.
+
+    Raises:
+        SeamError: With the reason no_device, if there is no such device.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, number = name.partition(":")
     if kind not in ("cpu", "cuda") or (number and not number.isdecimal()) or (kind == "cpu" and number):
         raise SeamError("no_device", f"There is no device {name!r}: use auto, cpu, cuda or cuda:NUMBER.")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        raise SeamError("no_device", f"torch sees {torch.cuda.device_count()} GPUs, not {name}: use auto or cpu.")
+        raise SeamError(
+            "no_device", f"There is no device {name}: torch finds {torch.cuda.device_count()} GPUs; use auto or cpu."
+        )
     return torch.device(name)
 
 
 def threads_for(clients_on_host: int) -> int:
-    """The fair share of the cores that this process may use, at least 1."""
+    """Return the number of threads for one of several clients on a host: its share of the usable cores, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // max(1, clients_on_host))

@@ -1,4 +1,4 @@
-"""Models as files: safetensors, state dicts that torch.save wrote, and the versions that an fl-server keeps."""
+"""Models as files: safetensors, state dicts written by torch.save, and the model versions that an fl-server keeps."""
 
 import pickle
 import sqlite3
@@ -16,13 +16,23 @@ from fedring.codec.schema import Schema, Vectors
 from fedring.train.errors import SeamError
 from fedring.train.state import tensors_of, values_of
 
-_STEP = 1 << 20  # bytes that are read at a time
+_READ_BYTES = 1 << 20  # read at a time
 
 
 def load_model(source: str | Path | int, model: nn.Module, *, state_dir: str | Path = "fl-server-state") -> nn.Module:
-    """`model`, filled from the file `source`; if a name or a shape differs, SeamError names it and nothing changes.
+    """Fill a model from a file or from a version that an fl-server keeps.
 
-    A number is a version, 0 the newest, that the fl-server with this `state_dir` keeps; the server may be running.
+    Args:
+        source: A file, safetensors or a state dict of torch.save; or the number of a model version, 0 for the newest.
+        model: Takes the values, in its own dtypes. It is unchanged if an error is raised.
+        state_dir: The state folder of the fl-server that keeps the version; the server may be running.
+
+    Returns:
+        The same model.
+
+    Raises:
+        SeamError: With the reason no_file or bad_file, if a file cannot be read; no_state, unknown_model or
+            damaged_blob, if a version cannot be read; or wrong_schema, if a tensor's name or shape differs.
     """
     path = _version(Path(state_dir), source) if isinstance(source, int) else Path(source)
     if isinstance(source, int):
@@ -42,22 +52,27 @@ def load_model(source: str | Path | int, model: nn.Module, *, state_dir: str | P
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of the file by name; SeamError if it is neither safetensors nor a state dict of torch.save."""
+    """Return the tensors of a file by name, on the CPU; the file's code is never run.
+
+    Raises:
+        SeamError: With the reason no_file, if it cannot be read, or bad_file, if it is neither safetensors nor a state
+            dict of torch.save.
+    """
     try:
         with path.open("rb") as file:
-            is_safetensors = file.read(9)[8:] == b"{"  # a header of JSON after its length
+            is_safetensors = file.read(9)[8:] == b"{"  # after 8 bytes of length there is a header of JSON
         stored = load_file(path) if is_safetensors else torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise SeamError("no_file", f"{path} cannot be read: {error.strerror or error}.") from error
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, BadZipFile) as error:
         raise SeamError("bad_file", f"{path} is neither a safetensors file nor a state dict of torch.save.") from error
     if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
-        raise SeamError("bad_file", f"{path} holds something else than a state dict: save model.state_dict().")
+        raise SeamError("bad_file", f"{path} does not hold a state dict: save model.state_dict() into it.")
     return stored
 
 
 def keeps_a_model(state_dir: Path) -> bool:
-    """Whether a model version lies in this state folder of an fl-server; False, too, where there is no such folder."""
+    """Return whether this state folder of an fl-server keeps a model version; False if there is no such folder."""
     try:
         _version(state_dir, 0)
     except SeamError:
@@ -66,25 +81,25 @@ def keeps_a_model(state_dir: Path) -> bool:
 
 
 def save_model(model: nn.Module, path: str | Path) -> None:
-    """Afterwards `path` is a safetensors file of the tensors of `model`, in their dtypes."""
+    """Write the tensors of `model`, in their dtypes, to the safetensors file `path`; readers never see half of it."""
     _write({name: tensor.detach() for name, tensor in tensors_of(model)}, Path(path))
 
 
 def save_vectors(schema: Schema, vectors: Vectors, path: str | Path) -> None:
-    """Afterwards `path` is a safetensors file of the model that `schema` and `vectors` describe, in its dtypes."""
+    """Write the model with this schema and these values to the safetensors file `path`, in the schema's dtypes."""
     _write(
         {entry.name: values.to(getattr(torch, entry.dtype)) for entry, values in values_of(schema, vectors)}, Path(path)
     )
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
-    part = path.with_name(path.name + ".part")  # so that no reader meets half a file
+    part = path.with_name(path.name + ".part")  # renamed at the end, so that no reader sees half a file
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata={"format": "pt"})
     part.replace(path)
 
 
 def _version(state_dir: Path, version: int) -> Path:
-    """The file of that model version in a server's state: safetensors, as fedring.server.model.modelfile writes it."""
+    """Return the file of a model version in a server's state folder, as fedring.server.model.modelfile writes it."""
     query = "SELECT blob FROM models WHERE ?1 IN (0, version) ORDER BY version DESC LIMIT 1"
     facts = (state_dir / "facts.sqlite").absolute()
     try:
@@ -98,11 +113,11 @@ def _version(state_dir: Path, version: int) -> Path:
 
 
 def _check_digest(blob: Path) -> None:
-    """Return if the blob is what its name says."""
+    """Check that the blob's content has the digest that is its name."""
     digest = Digest(like=blob.name)
     try:
         with blob.open("rb", buffering=0) as file:
-            while data := file.read(_STEP):
+            while data := file.read(_READ_BYTES):
                 digest.update(data)
     except OSError as error:
         raise SeamError("damaged_blob", f"{blob} cannot be read: {error.strerror or error}.") from error
@@ -111,7 +126,12 @@ def _check_digest(blob: Path) -> None:
 
 
 def _difference(wanted: list[tuple[list[str], Tensor, str]], stored: dict[str, Tensor]) -> str:
-    """One clause that names the first difference, if any."""
+    """Return a clause that names the first difference, or an empty text.
+
+    Args:
+        wanted: For each tensor of the model: all its names, the tensor, and the name that the file has for it, if any.
+        stored: The tensors of the file.
+    """
     for names, tensor, name in wanted:
         if not name:
             return f"it has no tensor {names[0]}"

@@ -1,4 +1,4 @@
-"""The local epochs of one round."""
+"""The local epochs of one round: one process trains a model on its own samples."""
 
 import math
 import time
@@ -16,12 +16,12 @@ from fedring.train.plan import Plan, TrainResult
 from fedring.train.tally import Tally
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(outputs [batch, ...], labels [batch, ...]) -> scalar, the mean over the batch."""
+"""Takes outputs [batch, ...] and labels [batch, ...], and returns a scalar: the mean loss over the batch."""
 
 OptimizerFactory = Callable[[Any, float, float], torch.optim.Optimizer]
-"""(parameters, lr, momentum) -> optimizer."""
+"""Takes parameters, a learning rate and a momentum, and returns an optimizer."""
 
-_REPORTS = 100  # times an epoch tells its progress, and looks whether the loss is still finite
+_CHECKS_PER_EPOCH = 100  # how often an epoch reports its progress, and checks that the loss is finite
 
 
 def train(
@@ -35,15 +35,32 @@ def train(
     progress: Callable[[float], None] = lambda share: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> TrainResult:
-    """Train `model` in place as `plan` says; on a CPU, the same model, samples and plan give the same result.
+    """Train a model in place.
 
-    TrainingStopped once `stopped()` is true; TrainError("diverged") if the loss is not finite.
+    On a CPU, the same model, samples and plan give the same result, bit for bit.
+
+    Args:
+        model: Is moved to `device` and trained there.
+        samples: A map-style dataset of pairs of an input and a label.
+        plan: Says how many samples and epochs, and with which batch size, learning rate, momentum, mu and seed.
+        loss: Returns the mean loss of a batch.
+        optimizer_factory: Makes a new optimizer, so that no momentum is kept from round to round.
+        device: Where to train.
+        progress: Is called now and then with the share of the work that is done, 0 to 1.
+        stopped: Is called before each step; once it returns True, training ends.
+
+    Returns:
+        The means over the last epoch, and how long training took.
+
+    Raises:
+        TrainingStopped: If `stopped` returned True.
+        TrainError: With the reason no_data, if there are no samples, or diverged, if the loss is not finite.
     """
     generator = torch.Generator().manual_seed(plan.seed)
     drawn = draw(size_of(samples), plan.subset_size, generator)
     if len(drawn) == 0:
         raise TrainError(
-            "no_data", "This client holds no samples to train on: give it some, or divide the data among fewer."
+            "no_data", "This client has no samples to train on: give it some, or divide the data among fewer clients."
         )
     model.to(device).train()
     step = _Step(model, plan, loss, optimizer_factory)
@@ -65,7 +82,7 @@ def train(
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Within, torch's global generators (they drive dropout) start from `seed`; afterwards they are as before."""
+    """Seed torch's global generators, which drive dropout, inside the context; afterwards restore their states."""
     cuda = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         torch.default_generator.manual_seed(seed)
@@ -75,7 +92,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def warm_up(device: torch.device) -> None:
-    """Make torch load now what it otherwise loads, for a second or two, when the first round makes its optimizer."""
+    """Make torch load its optimizers now; otherwise the first round would wait a second or two for that."""
     parameter = nn.Parameter(torch.zeros(1, device=device))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     parameter.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -85,8 +102,8 @@ def warm_up(device: torch.device) -> None:
 def _epoch(
     step: "_Step", batches: Iterator[tuple[Tensor, Tensor]], count: int, tally: Tally, stopped: Callable[[], bool]
 ) -> Iterator[float]:
-    """Step through `count` batches and yield now and then, and at the end, the share that is done."""
-    every = max(1, count // _REPORTS)
+    """Train on `count` batches, and yield the share that is done, now and then and at the end."""
+    every = max(1, count // _CHECKS_PER_EPOCH)
     for number, (inputs, labels) in enumerate(batches, start=1):
         if stopped():
             raise TrainingStopped
@@ -96,7 +113,7 @@ def _epoch(
 
 
 class _Step:
-    """One step of the optimizer per call. The optimizer is new, so that no momentum outlives a round."""
+    """One step of a new optimizer for each call."""
 
     def __init__(self, model: nn.Module, plan: Plan, loss: Loss, optimizer_factory: OptimizerFactory) -> None:
         self._model = model
@@ -107,7 +124,7 @@ class _Step:
         self.optimizer = optimizer_factory(self._parameters, plan.lr, plan.momentum)
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The batch's loss and outputs, before the step."""
+        """Do a step, and return the loss (scalar) and the outputs of the batch before it."""
         self.optimizer.zero_grad()
         outputs: Tensor = self._model(inputs)
         loss = self._loss(outputs, labels)
@@ -120,7 +137,15 @@ class _Step:
 
 @torch.no_grad()
 def add_proximal(parameters: Sequence[nn.Parameter], start: Sequence[Tensor], mu: float) -> None:
-    """Add to each gradient that of mu/2 |w - w_start|^2, which is mu (w - w_start) (Li et al. 2020, eq. 2)."""
+    """Add the gradient of FedProx's proximal term to the gradients, in place.
+
+    The term is mu/2 |w - w_start|^2 (Li et al. 2020, section 3.2, eq. 2), and its gradient is mu (w - w_start).
+
+    Args:
+        parameters: The parameters w; those without a gradient are left out.
+        start: The values w_start that the round began with, one tensor for each parameter.
+        mu: The weight of the term.
+    """
     for parameter, origin in zip(parameters, start, strict=True):
         if parameter.grad is not None:
             parameter.grad.add_(parameter - origin, alpha=mu)

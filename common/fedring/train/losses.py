@@ -1,9 +1,9 @@
-"""Losses to start with; each callable can be named in a job."""
+"""Losses that come with fedring; a job can name each of them."""
 
 from torch import Tensor
 from torch.nn import functional
 
 
 def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of logits `outputs` [batch, classes] and `labels` [batch] int64."""
+    """Return the mean cross entropy, a scalar, of logits `outputs` [batch, classes] and `labels` [batch] int64."""
     return functional.cross_entropy(outputs, labels)

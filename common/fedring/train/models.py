@@ -1,4 +1,4 @@
-"""Models to start with; each callable can be named in a job."""
+"""Models that come with fedring; a job can name each of them."""
 
 from itertools import pairwise
 
@@ -8,19 +8,30 @@ from torch.nn import functional
 
 
 def mnist_cnn() -> nn.Module:
-    """The small network of the MNIST benchmarks, for [1, 28, 28]; 1,199,882 parameters."""
+    """Return the convolutional network of the MNIST benchmarks.
+
+    It maps [batch, 1, 28, 28] to logits [batch, 10], and has 1,199,882 parameters.
+    """
     return _MnistCnn()
 
 
 def digits_mlp(hidden: int = 64, layers: int = 1) -> nn.Module:
-    """Hidden layers for the 8 x 8 digits."""
+    """Return a perceptron for the digits, which maps [batch, 1, 8, 8] to logits [batch, 10].
+
+    Args:
+        hidden: The width of each hidden layer.
+        layers: The number of hidden layers.
+    """
     widths = [64, *[hidden] * layers]
     parts = [part for first, second in pairwise(widths) for part in (nn.Linear(first, second), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *parts, nn.Linear(widths[-1], 10))
 
 
 def cifar_cnn() -> nn.Module:
-    """Three convolutions and two layers for [3, 32, 32]; 356,810 parameters."""
+    """Return a small network for CIFAR-10: three convolutions and two linear layers.
+
+    It maps [batch, 3, 32, 32] to logits [batch, 10], and has 356,810 parameters.
+    """
     return nn.Sequential(
         *_block(3, 32),
         *_block(32, 64),
@@ -33,7 +44,7 @@ def cifar_cnn() -> nn.Module:
 
 
 def vector(size: int) -> nn.Module:
-    """One parameter of `size` zeros: for measuring transport."""
+    """Return a module with one parameter of `size` zeros and no forward, for measurements of transport."""
     model = nn.Module()
     model.register_parameter("values", nn.Parameter(torch.zeros(size)))
     return model
@@ -48,9 +59,10 @@ class _MnistCnn(nn.Module):
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits [batch, 10] of `inputs` [batch, 1, 28, 28]."""
+        """Return the logits [batch, 10] of `inputs` [batch, 1, 28, 28]."""
         hidden = self.conv2(functional.relu(self.conv1(inputs)))
-        # max(relu(x)) = relu(max(x)), on a quarter of the values; pooling is several times faster in this layout.
+        # Because max(relu(x)) = relu(max(x)), relu can follow, on a quarter of the values. Pooling is several times
+        # faster in this memory format.
         hidden = functional.max_pool2d(hidden.contiguous(memory_format=torch.channels_last), 2)
         hidden = functional.relu(self.fc1(functional.relu(hidden).flatten(1)))
         logits: Tensor = self.fc2(hidden)

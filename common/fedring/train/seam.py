@@ -1,4 +1,7 @@
-"""The user's seam: what a job names as "module:attribute", and "torchvision:resnet18" for torchvision's models."""
+"""The seam for users' code: what a job names as "module:attribute", or "torchvision:resnet18" for torchvision's models.
+
+Only modules that the operator trusts are imported.
+"""
 
 import importlib
 import inspect
@@ -15,7 +18,15 @@ from fedring.train.errors import SeamError
 
 
 def resolve(name: str, trusted: Sequence[str]) -> Any:
-    """The callable that `name` names, imported from a module that is one of `trusted` or below one."""
+    """Import the callable that a job names.
+
+    Args:
+        name: A callable as "module:attribute".
+        trusted: The modules that may be imported; modules below them are trusted, too.
+
+    Raises:
+        SeamError: With the reason bad_name, not_trusted, no_module, no_attribute or not_callable.
+    """
     module_name, colon, attribute = name.partition(":")
     if not colon or not attribute.isidentifier() or not all(p.isidentifier() for p in module_name.split(".")):
         raise SeamError("bad_name", f"The name {name!r} is not of the form module:attribute.")
@@ -29,13 +40,23 @@ def resolve(name: str, trusted: Sequence[str]) -> Any:
     if not callable(value):
         raise SeamError("not_callable", f"{name} is a {type(value).__name__}: name a function or a class.")
     if inspect.isroutine(value) or inspect.isclass(value):
-        # A module that the operator trusts may import others, and a job must not reach through it to those.
+        # A trusted module may import others, and a job must not reach those through it.
         _check_trusted(getattr(value, "__module__", None) or module_name, trusted, name)
     return value
 
 
 def build_model(name: str, args: dict[str, Any], seed: int, trusted: Sequence[str]) -> nn.Module:
-    """The model that `name` builds with `args`; the same `seed` gives the same values."""
+    """Build the model that a job names.
+
+    Args:
+        name: A callable as "module:attribute" that returns a torch.nn.Module.
+        args: Its keyword arguments.
+        seed: Seeds torch's CPU generator, so that the same seed gives the same values.
+        trusted: As for resolve().
+
+    Raises:
+        SeamError: As for resolve(), or with the reason no_model.
+    """
     build = resolve(name, trusted)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -76,7 +97,7 @@ def _torchvision_model(attribute: str) -> Callable[..., Any]:
         raise SeamError("no_module", detail) from error
     from torchvision import models
 
-    known = models.list_models(module=models)  # classification: the others fetch weights while they are built
+    known = models.list_models(module=models)  # classification only: other models download weights when they are built
     if attribute not in known:
         raise SeamError("no_attribute", _missing(name, "torchvision.models", attribute, known))
 

@@ -1,4 +1,4 @@
-"""A torch model as the schema and the two flat vectors that travel."""
+"""A torch model as a schema and two flat vectors, which is how models travel."""
 
 from collections.abc import Iterator
 from typing import TypeVar
@@ -18,12 +18,21 @@ _Value = TypeVar("_Value", np.float32, np.float64)
 
 
 def schema_of(model: nn.Module) -> Schema:
-    """What `model` consists of, in the order of its state dict; a tied tensor counts once, by its first name."""
+    """Return the schema of a model: its tensors in the order of its state dict; a tied tensor counts once.
+
+    Raises:
+        SeamError: With the reason unsupported_state, unsupported_dtype or lazy_parameter, if the state dict holds
+            something that cannot travel.
+    """
     return Schema(tuple(_entry(name, tensor) for name, tensor in tensors_of(model)))
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the schema, themselves, by name."""
+    """Yield the model's own tensors with their names in the schema; a tied tensor comes once, under its first name.
+
+    Raises:
+        SeamError: With the reason unsupported_state, if the state dict holds something that is no tensor.
+    """
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
@@ -34,7 +43,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_vectors(model: nn.Module) -> Vectors:
-    """Copies of the values of `model`."""
+    """Return copies of a model's values: parameters [n] as float32, and buffers [m] as float64."""
     tensors: dict[str, list[Tensor]] = {"parameter": [], "buffer": []}
     for _, tensor in tensors_of(model):
         tensors[_role(tensor)].append(tensor)
@@ -42,14 +51,23 @@ def read_vectors(model: nn.Module) -> Vectors:
 
 
 def write_vectors(model: nn.Module, schema: Schema, vectors: Vectors) -> None:
-    """Afterwards `model`, whose schema is `schema`, holds `vectors`, cast to its dtypes; integers are rounded."""
+    """Write values into a model, cast to its dtypes; values of integer tensors are rounded.
+
+    Args:
+        model: The model to change.
+        schema: The schema of the vectors, which must be that of the model.
+        vectors: The values.
+
+    Raises:
+        SeamError: With the reason wrong_schema, if the model or a vector does not fit the schema.
+    """
     if difference := schema.difference(schema_of(model)):
         raise SeamError("wrong_schema", f"The model does not fit the schema: {difference}.")
     fill(model, schema, vectors)
 
 
 def fill(model: nn.Module, schema: Schema, vectors: Vectors) -> None:
-    """As write_vectors, for a `schema` that was just read from this `model`."""
+    """Do what write_vectors() does, for a schema that was just read from this model and needs no comparison."""
     tensors = dict(tensors_of(model))
     with torch.no_grad():
         for entry, values in values_of(schema, vectors):
@@ -57,13 +75,22 @@ def fill(model: nn.Module, schema: Schema, vectors: Vectors) -> None:
 
 
 def values_of(schema: Schema, vectors: Vectors) -> Iterator[tuple[Entry, Tensor]]:
-    """Each tensor of `schema` with its values from `vectors`, shaped; integers are rounded, in float64."""
+    """Yield each entry of a schema with its values, in the entry's shape.
+
+    The values of parameters are float32 and those of buffers float64, whatever the entry's dtype is. Values of integer
+    entries are rounded.
+
+    Raises:
+        SeamError: With the reason wrong_schema, if the size of a vector is not that of the schema.
+    """
     for role, vector, size in (
         ("parameter", vectors.parameters, schema.num_parameters),
         ("buffer", vectors.buffers, schema.num_buffers),
     ):
         if vector.shape != (size,):
-            raise SeamError("wrong_schema", f"The {role} vector has shape {vector.shape} in the place of ({size},).")
+            raise SeamError(
+                "wrong_schema", f"The {role} vector has shape {vector.shape}, but the schema needs ({size},)."
+            )
         for entry, span in schema.spans(role):
             values = _as_tensor(vector[span]).view(entry.shape)
             yield entry, values.round() if getattr(torch, entry.dtype) in _INTEGERS else values
@@ -83,9 +110,9 @@ def _role(tensor: Tensor) -> str:
 
 
 def _flat(tensors: list[Tensor], dtype: type[_Value]) -> NDArray[_Value]:
-    """The values of `tensors`, one after the other, [sum of their sizes]."""
+    """Return the values of `tensors` one after the other, [sum of their sizes]."""
     sizes = [t.numel() for t in tensors]
-    vector = np.empty(sum(sizes), dtype)  # numpy asks for huge pages, torch does not: 100 MB take 20 ms, not 90
+    vector = np.empty(sum(sizes), dtype)  # numpy uses huge pages, torch does not: 100 MB take 20 ms instead of 90 ms
     with torch.no_grad():
         for tensor, place in zip(tensors, torch.split(torch.from_numpy(vector), sizes), strict=True):
             place.view(tensor.shape).copy_(tensor)
@@ -93,5 +120,5 @@ def _flat(tensors: list[Tensor], dtype: type[_Value]) -> NDArray[_Value]:
 
 
 def _as_tensor(values: NDArray[np.float32] | NDArray[np.float64]) -> Tensor:
-    # torch has no read-only tensors, and warns: values that came from a file or a message are copied first.
+    # torch has no read-only tensors and warns of read-only memory, so values from a file or a message are copied first.
     return torch.from_numpy(values if values.flags.writeable else values.copy())

@@ -1,28 +1,33 @@
-"""Sums over batches that stay on the device until they are asked for."""
+"""Sums of losses and right answers over batches, which stay on the device until they are read."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fedring.train.plan import TrainResult
 
 
 class Tally:
-    """Losses and right answers so far; adding a batch does not wait for the device."""
+    """The loss and the right answers so far. Adding a batch does not wait for the device, but reading a sum does."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.clear()
 
     def clear(self) -> None:
-        """Afterwards nothing has been counted."""
+        """Set all sums to 0."""
         self.total = 0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._correct = torch.zeros((), dtype=torch.int64, device=self._device)
         self._classified = False
 
     def add(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
-        """Count a batch whose mean `loss` is a scalar, with `outputs` [batch, ...] and `labels` [batch, ...]."""
+        """Count a batch.
+
+        Args:
+            loss: The mean loss of the batch, a scalar.
+            outputs: [batch, ...]; answers are counted if they are [batch, classes].
+            labels: [batch, ...]; answers are counted if they are integers [batch].
+        """
         self.total += len(labels)
         self._loss_sum.add_(loss.detach(), alpha=len(labels))
         if outputs.ndim == 2 and labels.ndim == 1 and not labels.is_floating_point():
@@ -31,7 +36,7 @@ class Tally:
 
     @property
     def classified(self) -> bool:
-        """Whether right answers could be counted."""
+        """Whether right answers were counted."""
         return self._classified
 
     @property
@@ -41,19 +46,10 @@ class Tally:
 
     @property
     def correct(self) -> int:
-        """The samples whose largest output is that of their label; 0 if labels are not classes."""
+        """The number of samples whose largest output is that of their label; 0 if labels are not classes."""
         return int(self._correct)
 
     def result(self, num_samples: int, seconds: float, steps: int) -> TrainResult:
-        """The means, with what else is known about the training."""
+        """Return the means over all batches, together with the given facts about the training."""
         accuracy = self.correct / self.total if self._classified else None
         return TrainResult(num_samples, self.loss_sum / self.total, accuracy, seconds, steps)
-
-
-def means_of_all(tally: Tally) -> dict[str, float]:
-    """Loss and accuracy over what all workers of the default group counted, those included that counted nothing."""
-    sums = torch.tensor([tally.loss_sum, tally.correct, tally.total, tally.classified], dtype=torch.float64)
-    dist.all_reduce(sums)
-    loss, correct, total, classified = sums.tolist()
-    means = {"loss": loss / total} if total else {}
-    return means | ({"accuracy": correct / total} if classified else {})

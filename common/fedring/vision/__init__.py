@@ -1,4 +1,7 @@
-"""torchvision, imported only when something needs it, and where its compiled part does not load, too."""
+"""The import of torchvision, deferred until something needs it, and possible even if its compiled part does not load.
+
+Models and data sets of torchvision enter through this package alone. It imports torch, and nothing of fedring.
+"""
 
 import importlib
 import importlib.util
@@ -10,14 +13,18 @@ import torch
 
 _OPERATORS = ("nms", "qnms")
 _SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_kept: list[torch.library.Library] = []  # a Library undefines its operators when it is collected
+_kept: list[torch.library.Library] = []  # a Library undefines its operators when it is garbage-collected
 
 
 def load() -> ModuleType:
-    """torchvision, ready for use; ImportError if it is not installed.
+    """Import torchvision and return it.
 
-    A torchvision built for CUDA beside a torch built for the CPU cannot load its own operators, and its import then
-    fails for the two that it only declares. Models and datasets use neither, so a declaration is all they lack.
+    A torchvision that was built for CUDA cannot load its own operators beside a torch that was built for the CPU. Its
+    import then fails because two operators are not declared. Models and data sets use neither of them, so it is enough
+    to declare them here.
+
+    Raises:
+        ImportError: If torchvision is not installed.
     """
     if "torchvision" not in sys.modules and not _extension_loads():
         _declare_operators()
@@ -27,7 +34,7 @@ def load() -> ModuleType:
 def _extension_loads() -> bool:
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.submodule_search_locations is None:
-        return True  # nothing to repair: the import itself says what is wrong
+        return True  # there is nothing to repair, and the import itself says what is wrong
     for folder in spec.submodule_search_locations:
         for library in (*Path(folder).glob("_C*.so"), *Path(folder).glob("_C*.pyd")):
             try:

@@ -1,4 +1,4 @@
-/** Calls as promises, a session with its connection, and what to do when a call fails (PROTOCOL.md's tables). */
+/** Calls as promises, a session with its connection, and what to do when a call fails (see the tables of PROTOCOL.md). */
 
 import grpc from '@grpc/grpc-js';
 
@@ -16,10 +16,10 @@ const LATER = [
   ...[status.INTERNAL, status.UNKNOWN, status.DATA_LOSS],
 ];
 
-/** A line for the operator. */
+/** Write a line for the operator. */
 export const say = (text) => console.error(`${new Date().toISOString()} ${text}`);
 
-/** What is wrong here, and no call will mend. `failure` is the word for it in a Failure. */
+/** A fault on this side, which repeating a call does not help. `failure` is the reason for a Failure message. */
 export class Wrong extends Error {
   constructor(text, failure) {
     super(text);
@@ -30,8 +30,8 @@ export class Wrong extends Error {
 export const reasonOf = (error) => error.metadata?.get('fl-reason')[0] ?? '';
 
 /**
- * What to do about a call that failed. A reason that has no line of its own is decided by its status: so all that the
- * tables have as "drop", but for those of a status that else means "later".
+ * Return what to do about a call that failed. A reason that is not listed here is decided by its status. These are all
+ * reasons that the tables mark with "drop", except those whose status would otherwise mean "later".
  *
  * @returns {'again' | 'later' | 'join' | 'drop' | 'stop'}
  */
@@ -44,13 +44,13 @@ export function remedy(error) {
   return LATER.includes(error.code) ? 'later' : 'drop';
 }
 
-/** Whether a failed Join, or a Watch that has ended so, is final. All else is tried again. */
+/** Return whether a failed Join, or a Watch that ended with this error, is final. Anything else is tried again. */
 export const isFinal = (error) => STOP_AT_JOIN.includes(reasonOf(error));
 
-/** Seconds to wait after so many failures in a row. */
+/** Return how many seconds to wait after this number of failures in a row. */
 export const backOff = (failures) => Math.random() * Math.min(5, 0.2 * 2 ** failures);
 
-/** A call with streams. It is cancelled, and fails so, if nothing moves for `patience` seconds while somebody waits. */
+/** A call with streams. It is cancelled, and fails, if nothing moves for `patience` seconds while somebody waits. */
 class Talk {
   constructor(call, patience) {
     this.call = call;
@@ -60,7 +60,7 @@ class Talk {
     this.failed.catch(() => {});
   }
 
-  /** The server's next message, or undefined at the end. */
+  /** Return the server's next message, or undefined at the end. */
   async next() {
     return (await this.#patiently(this.messages.next())).value;
   }
@@ -79,7 +79,7 @@ class Talk {
   }
 }
 
-/** A session, with a connection of its own: whoever joins anew has a new one. */
+/** A session with its own connection. Every new session uses a new connection. */
 export class Session {
   /** @param {{server: string, ca?: Buffer, key?: Buffer, cert?: Buffer, token?: string}} options */
   constructor({ server, ca, key, cert, token }) {
@@ -95,14 +95,14 @@ export class Session {
     this.open = new Set();
   }
 
-  /** @param {object} request Of a client who is given a session, from now on. */
+  /** Open the session. All later calls belong to it. @param {object} request A JoinRequest. */
   async join(request) {
     this.reply = await this.ask('Join', request);
     this.metadata.set('fl-session', this.reply.session_id);
     return this.reply;
   }
 
-  /** A call of one message. */
+  /** Make a call with one message and one reply. */
   ask(method, request) {
     const options = { deadline: Date.now() + 10_000 };
     return new Promise((resolve, reject) => {
@@ -113,7 +113,7 @@ export class Session {
   }
 
   /**
-   * A call with streams; it ends with the session, or when `signal` says so.
+   * Begin a call with streams. It ends with the session, or when `signal` aborts it.
    *
    * @param {string} method
    * @param {{request?: object, patience?: number, signal?: AbortSignal}} options

@@ -1,5 +1,5 @@
 #!/usr/bin/env node
-/** A client of fl-server, written from protos/PROTOCOL.md and protos/FORMATS.md alone. See README.md. */
+/** A client of fl-server, written only from protos/PROTOCOL.md and protos/FORMATS.md. See README.md. */
 
 import fs from 'node:fs';
 import { endianness } from 'node:os';
@@ -46,7 +46,7 @@ function options() {
   const file = (name) => given[name] && fs.readFileSync(given[name]);
   const token = file('token-file')?.toString().trim();
   if (token && !given.ca && !LOOPBACK.test(given.server)) {
-    wrong(`without --ca the token would travel to ${given.server} so that others can read it`);
+    wrong(`without --ca, the token would travel to ${given.server} in plaintext; give --ca`);
   }
   return { ...given, token, ca: file('ca'), cert: file('cert'), key: file('key') };
 }
@@ -56,7 +56,7 @@ function wrong(text) {
   process.exit(78);
 }
 
-if (endianness() !== 'LE') throw new Error('this example takes numbers as a little-endian machine has them in memory');
+if (endianness() !== 'LE') throw new Error('this example needs a little-endian machine');
 const client = new Client(options());
 for (const signal of ['SIGTERM', 'SIGINT']) process.on(signal, () => client.stop());
 try {

@@ -1,4 +1,4 @@
-/** Models from the server: in the command, or by FetchModel, which goes on where it broke (PROTOCOL.md, "Models"). */
+/** Models from the server: in the command, or by FetchModel, which resumes where it broke off (PROTOCOL.md, "Models"). */
 
 import { Wrong, reasonOf, say } from './calls.js';
 import { addUp, readSchema } from './models.js';
@@ -7,7 +7,7 @@ import { modelDigest, sha256 } from './names.js';
 const ALLOWANCE = 65_536;
 
 /**
- * The model that a command names: held already, in the command, or from the server.
+ * Return the model that a command names. It is held already, or it is in the command, or it comes from the server.
  *
  * @typedef {import('./models.js').Values & {digest: string, schema_hash: Buffer}} Model
  * @param {object} command A TrainCmd or an EvaluateCmd.
@@ -23,11 +23,11 @@ export async function modelOf(command, held, persist) {
     (small && made(command, small.header, small.payload)) ??
     (await fetchModel(command, held, persist)) ??
     (await fetchModel(command, undefined, persist));
-  if (!model) throw new Wrong(`no bytes came that are ${command.model_digest}`, 'no_model');
+  if (!model) throw new Wrong(`no model with the digest ${command.model_digest} arrived`, 'no_model');
   return model;
 }
 
-/** @returns {Promise<Model | undefined>} Nothing if what came is not what was asked for. */
+/** @returns {Promise<Model | undefined>} Undefined if the received model is not the wanted one. */
 async function fetchModel(command, held, persist) {
   let [at, name, payload] = [0, '', Buffer.alloc(0)];
   return persist(async (session, signal) => {
@@ -59,7 +59,7 @@ async function fetchModel(command, held, persist) {
   });
 }
 
-/** How long the model's vectors are; nothing if the header is not of the model that the command names. */
+/** Return the lengths of the model's vectors, or undefined if the header is not that of the wanted model. */
 function sizesOf(command, header, held) {
   const right =
     header.model_digest === command.model_digest &&
@@ -73,7 +73,7 @@ function sizesOf(command, header, held) {
   return total === Number(header.total_bytes) && total <= most ? sizes : undefined;
 }
 
-/** The model that a whole payload makes; nothing if it is another one than the command names. */
+/** Return the model in a complete payload, or undefined if it is not the wanted one. */
 function made(command, header, payload, held) {
   const { model_digest: digest, schema_hash } = command;
   try {
@@ -82,7 +82,7 @@ function made(command, header, payload, held) {
     if (values && modelDigest(values.parameters, values.buffers, digest) === digest)
       return { ...values, digest, schema_hash };
   } catch {
-    // bytes that are no model
+    // The bytes are not a model.
   }
   return undefined;
 }

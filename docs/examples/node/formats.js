@@ -1,4 +1,4 @@
-/** The formats of vectors: what FORMATS.md says, byte by byte. Bytes to numbers and back, and nothing else. */
+/** The formats of vectors, as FORMATS.md describes them: only bytes to numbers and back. */
 
 import { bytesOf } from './names.js';
 import { content, frame } from './zstd.js';
@@ -11,7 +11,7 @@ const HEADER = 16;
 const MAGICS = { fp32: 'F4', fp16: 'H2', bf16: 'B2', fp64: 'F8', int8: 'Q8', packed: 'PK', uniform: 'UQ' };
 const WIDTHS = { fp32: 4, fp16: 2, bf16: 2, fp64: 8 };
 
-/** A payload that its format does not allow. `reason` is the word with which fl-server refuses it. */
+/** A payload that its format does not allow. `reason` is the reason with which fl-server refuses it. */
 export class Refused extends Error {
   constructor(reason, text) {
     super(`${reason}: ${text}`);
@@ -19,7 +19,7 @@ export class Refused extends Error {
   }
 }
 
-/** To the nearest whole number, ties to even, of magnitudes below 2^51: what lies behind the point falls off the sum. */
+/** Round to the nearest integer, ties to even. Magnitudes are below 2^51, so that the sum has no room for the fraction. */
 const round = (x) => x + 1.5 * 2 ** 52 - 1.5 * 2 ** 52;
 
 /**
@@ -73,19 +73,19 @@ export function encode(encoding, values) {
 }
 
 /**
- * Read a packet, and trust no byte of it.
+ * Read a packet. Trust no byte of it.
  *
- * @param {string} name Of the format.
+ * @param {string} name The name of the format.
  * @param {Uint8Array} bytes
  * @param {number} dim The vector's length, from the schema.
- * @returns {Float32Array | Float64Array} The second one for fp64.
+ * @returns {Float32Array | Float64Array} A Float64Array for fp64.
  */
 export function decode(name, bytes, dim) {
   const input = new Input(bytes);
   const out = name === 'fp64' ? new Float64Array(dim) : new Float32Array(dim);
   if (name === 'fp32_sparse' || name === 'sq8') readSparse(name, input, out);
   else if (MAGICS[name]) readWhole(name, input, out);
-  else throw new Refused('unknown_encoding', `${name} is no format`);
+  else throw new Refused('unknown_encoding', `${name} is not a format`);
   if (!out.every(Number.isFinite)) throw new Refused('non_finite', 'a value that is NaN or infinite');
   return out;
 }
@@ -143,7 +143,7 @@ function readSparse(name, input, out) {
   indices.forEach((at, i) => (out[at] = values[i]));
 }
 
-/** What reads a payload: it hands out no byte that is not there. */
+/** A reader of a payload. It refuses to read beyond the end. */
 class Input {
   constructor(bytes) {
     this.bytes = Buffer.from(bytes.buffer, bytes.byteOffset, bytes.byteLength);
@@ -156,7 +156,7 @@ class Input {
     return this.bytes.subarray(this.at, (this.at += size));
   }
 
-  /** What is left, which must be of this size. */
+  /** Return the remaining bytes, which must have this size. */
   rest(size) {
     const out = this.take(size);
     if (this.at < this.bytes.length) throw new Refused('wrong_size', `${this.bytes.length - this.at} bytes too many`);
@@ -218,7 +218,7 @@ function sparseHeader(magic, ...numbers) {
 const CELL = new Float32Array(1);
 const BITS = new Uint32Array(CELL.buffer);
 
-/** The f16 nearest to an f32, ties to even; the largest one for what is beyond. */
+/** Return the f16 nearest to an f32, ties to even. A value beyond the range becomes the largest one. */
 function halfBits(value) {
   CELL[0] = value;
   const sign = (BITS[0] >>> 16) & 0x8000;
@@ -237,7 +237,7 @@ function halfValue(bits) {
   return sign * (exponent ? (1024 + fraction) * 2 ** (exponent - 25) : fraction * 2 ** -24);
 }
 
-/** The bf16 nearest to each f32, ties to even; the largest one for what is beyond. */
+/** Return the bf16 nearest to each f32, ties to even. A value beyond the range becomes the largest one. */
 function bfloatBits(values) {
   return Uint16Array.from(values, (value) => {
     CELL[0] = value;
@@ -249,7 +249,7 @@ function bfloatBits(values) {
 
 // --- scales and levels
 
-/** The scale of a run of int8, sq8 and packed, before its bounds. */
+/** Return the scale of a run of int8, sq8 and packed, before it is limited. */
 const eighth = (run) => fround(largestOf(run) / 127);
 
 function largestOf(run) {
@@ -273,12 +273,12 @@ function quantise(values, chunk, top, scaleOf) {
   return { scales, levels };
 }
 
-/** The values of levels: one multiplication each, in f32. */
+/** Compute the values of levels, with one multiplication in f32 each. */
 function scale(out, levels, scales, chunk) {
   for (let i = 0; i < out.length; i++) out[i] = levels[i] * scales[Math.floor(i / chunk)];
 }
 
-/** The places of the entries that are kept, rising. */
+/** Return the positions of the entries that are kept, in rising order. */
 function largest(values, ratio) {
   const count = min(values.length, max(1, ceil(ratio * values.length)));
   const sizes = Float32Array.from(values, abs).sort();

@@ -1,4 +1,4 @@
-/** What the client keeps over restarts (PROTOCOL.md, "What a client keeps"): three files in a folder of its own. */
+/** What the client keeps over restarts (PROTOCOL.md, "What a client keeps"): three files in its own folder. */
 
 import fs from 'node:fs';
 import path from 'node:path';
@@ -6,12 +6,12 @@ import v8 from 'node:v8';
 
 /**
  * @typedef {{run_id: string, schema_hash: string, epoch: string, round: string, name: string, values: Float32Array}} Residual
- *   What past updates have left out, and the newest of them.
- * @typedef {{header: Buffer, payload_digest: string, name: string}} Offer As it is sent, each time with the same bytes.
- * @typedef {{offer: Offer, payload: Buffer, residual?: Residual}} Update A finished one, and what it leaves out.
+ *   What past updates have left out, and the newest of these updates.
+ * @typedef {{header: Buffer, payload_digest: string, name: string}} Offer The offer, with the same bytes each time.
+ * @typedef {{offer: Offer, payload: Buffer, residual?: Residual}} Update A finished update, and what it leaves out.
  */
 export class Keep {
-  /** @param {string} folder Made if it is not there, for its owner alone. */
+  /** @param {string} folder Created if it does not exist, readable only by its owner. */
   constructor(folder) {
     fs.mkdirSync(folder, { recursive: true, mode: 0o700 });
     this.folder = folder;
@@ -28,7 +28,7 @@ export class Keep {
     this.secret = secret;
   }
 
-  /** @param {Update | undefined} update A new one, before its first byte is sent; or none, when the newest one is done with. */
+  /** @param {Update | undefined} update A new one, before its first byte is sent, or undefined when it is finished. */
   saveUpdate(update) {
     if (update !== this.update) this.#write('update', update);
     this.update = update;
@@ -40,16 +40,16 @@ export class Keep {
     this.residual = residual;
   }
 
-  /** An update was accepted: what it left out takes the place of what was left out before. In this order, for a kill between. */
+  /** Replace the residual after an update was accepted. The order matters if the process is killed in between. */
   accepted(update) {
     this.saveResidual(update.residual);
     if (this.update === update) this.saveUpdate(undefined);
   }
 
   /**
-   * Drop the residual if what it holds has been sent since, by an update of which this client does not know.
+   * Drop the residual if an update that this client does not know has sent its content since.
    *
-   * @param {string} run The server's run.
+   * @param {string} run The run_id of the server.
    * @param {{epoch: string, round: string, name: string} | null} last The newest update that the server has accepted.
    */
   compare(run, last) {
@@ -65,7 +65,7 @@ export class Keep {
     return fs.existsSync(file) ? v8.deserialize(fs.readFileSync(file)) : undefined;
   }
 
-  /** Write it whole, then put it in the place of the older one. */
+  /** Write the file completely, then replace the older one. */
   #write(name, value) {
     const file = path.join(this.folder, name);
     if (value === undefined) {

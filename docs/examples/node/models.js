@@ -7,19 +7,19 @@ const MAX_VALUES = 2 ** 40;
 
 /**
  * @typedef {{parameters: Float32Array, buffers: Float64Array}} Values
- * @typedef {{vector: string, kind: string, encoding: string, bytes: number}} Packet As payload.proto has it.
+ * @typedef {{vector: string, kind: string, encoding: string, bytes: number}} Packet As in payload.proto.
  * @typedef {{name: string, shape: number[], dtype: string, role: string}} Tensor
  */
 
 /**
- * Read a schema. Another spelling than the canonical one is refused.
+ * Read a schema. Refuse any spelling other than the canonical one.
  *
  * @param {string} json
- * @returns {{tensors: Tensor[], parameters: number, buffers: number}} The tensors, and how long the two vectors are.
+ * @returns {{tensors: Tensor[], parameters: number, buffers: number}} The tensors, and the lengths of the two vectors.
  */
 export function readSchema(json) {
   const rows = JSON.parse(json);
-  if (!Array.isArray(rows) || rows.length > MAX_TENSORS) throw new RangeError('a schema that is no list, or too long');
+  if (!Array.isArray(rows) || rows.length > MAX_TENSORS) throw new RangeError('the schema is not a list, or is too long');
   const sizes = { parameter: 0, buffer: 0 };
   const tensors = rows.map(([name, shape, dtype, role]) => {
     const right = typeof name === 'string' && typeof dtype === 'string' && Object.hasOwn(sizes, role);
@@ -32,19 +32,19 @@ export function readSchema(json) {
     /[\u007f-\uffff]/g,
     (letter) => `\\u${letter.charCodeAt(0).toString(16).padStart(4, '0')}`,
   );
-  if (canonical !== json) throw new RangeError('a schema that is not spelled canonically');
-  if (new Set(tensors.map(({ name }) => name)).size < rows.length) throw new RangeError('two tensors of one name');
-  if (!(sizes.parameter + sizes.buffer <= MAX_VALUES)) throw new RangeError('a model that is too large');
+  if (canonical !== json) throw new RangeError('the schema is not in canonical form');
+  if (new Set(tensors.map(({ name }) => name)).size < rows.length) throw new RangeError('two tensors have the same name');
+  if (!(sizes.parameter + sizes.buffer <= MAX_VALUES)) throw new RangeError('the model is too large');
   return { tensors, parameters: sizes.parameter, buffers: sizes.buffer };
 }
 
 /**
- * The model that a payload makes: one addition for each value of each packet, in the type of the vector.
+ * Return the model in a payload. Use one addition for each value of each packet, in the type of the vector.
  *
  * @param {Packet[]} packets
  * @param {Uint8Array} payload
  * @param {{parameters: number, buffers: number}} sizes
- * @param {Values | undefined} held What to add to, if the header names it.
+ * @param {Values | undefined} held The model to add to, if the header names one.
  * @returns {Values}
  */
 export function addUp(packets, payload, sizes, held) {

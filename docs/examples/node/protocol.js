@@ -1,4 +1,4 @@
-/** The messages and services of protos/fedring/v1. Whole numbers of 64 bits are decimal text, so that none is rounded. */
+/** The messages and services of protos/fedring/v1. 64-bit integers are decimal text, so that none of them is rounded. */
 
 import { fileURLToPath } from 'node:url';
 

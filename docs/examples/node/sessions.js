@@ -1,4 +1,4 @@
-/** A client's life: sessions that come and go, commands, and the work that goes on from one session to the next. */
+/** The client: its sessions, the commands, and the work that continues from one session to the next. */
 
 import { setTimeout as pause } from 'node:timers/promises';
 
@@ -10,7 +10,7 @@ import { dump, isFor, makeUpdate, offer, push } from './updates.js';
 
 const MAX_TIMER = 2 ** 31 - 1;
 
-/** What the client does for one command. It goes on from session to session, until it is done or over. */
+/** The work for one command. It continues from session to session until it is done or no longer wanted. */
 class Task {
   constructor(command) {
     this.command = command;
@@ -21,7 +21,7 @@ class Task {
     this.renew(command);
   }
 
-  /** The command came again: only its deadline is new. */
+  /** Set a new deadline, because the command has arrived again. */
   renew({ deadline_seconds: seconds }) {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.over('its deadline has passed'), Math.min(seconds * 1000, MAX_TIMER));
@@ -35,19 +35,19 @@ class Task {
 }
 
 export class Client {
-  /** @param {{server: string, id: string, state: string, dump?: string, ca?: Buffer, token?: string}} options As client.js has them. */
+  /** @param {{server: string, id: string, state: string, dump?: string, ca?: Buffer, token?: string}} options As in client.js. */
   constructor(options) {
     this.options = options;
     this.id = options.id;
     this.keep = new Keep(options.state);
     this.doing = {};
-    this.work = Promise.resolve(); // one thing after the other
+    this.work = Promise.resolve(); // one piece of work after the other
     this.#lose();
   }
 
   // --- sessions
 
-  /** Be in session until told to stop. @throws What no further session would mend. */
+  /** Keep a session until told to stop. @throws An error that a new session would not solve. */
   async run() {
     let failures = 0;
     let refusedUntil = Infinity;
@@ -72,7 +72,7 @@ export class Client {
     }
   }
 
-  /** @param {() => void} begun Called when both ways work. */
+  /** @param {() => void} begun Called when both directions work. */
   async #beInSession(begun) {
     const session = (this.session = new Session(this.options));
     const reply = await session.join({
@@ -104,7 +104,7 @@ export class Client {
     }
   }
 
-  /** End the session, if there is one: who needs one waits for the next. */
+  /** End the session, if there is one. Work that needs a session waits for the next one. */
   #lose() {
     this.session?.end();
     this.session = this.watch = undefined;
@@ -112,7 +112,7 @@ export class Client {
     this.matched = false;
   }
 
-  /** Leave in order: close this side of Watch. What is finished and not accepted lies on the disk. */
+  /** Leave in an orderly way: close this side of Watch. A finished update that is not accepted yet is on the disk. */
   stop() {
     this.stopping = true;
     if (!this.watch) process.exit(0);
@@ -121,7 +121,7 @@ export class Client {
   }
 
   /**
-   * Make a call until it succeeds, is refused for good, or the task is over.
+   * Repeat a call until it succeeds, is finally refused, or the task has ended.
    *
    * @template T
    * @param {Task} task
@@ -140,7 +140,7 @@ export class Client {
         say(`round ${task.command.round}: ${error.message}: ${what}`);
         if (what === 'stop') this.fault = error;
         if (what === 'drop' || what === 'stop' || (what === 'again' && ++damaged === 3)) throw error;
-        // The third time of "again" is over a new connection, and a new session has one.
+        // The third try after "again" uses a new connection, and a new session has one.
         if ((what === 'join' || damaged === 2) && session === this.session) this.#lose();
         if (what !== 'again') await pause(backOff(failures) * 1000);
       }
@@ -155,7 +155,7 @@ export class Client {
     if (same && !old.done) return old.renew(command);
     if (same && old.accepted && old.accepted === this.last) return;
     if (same && old.failure) return this.#fail(old, old.failure);
-    old?.over('another command takes its place');
+    old?.over('another command has replaced it');
     const task = (this.task = new Task(command));
     this.#queue(task, async () => {
       try {
@@ -170,7 +170,7 @@ export class Client {
   }
 
   #evaluate(command) {
-    this.evaluation?.over('another evaluation takes its place');
+    this.evaluation?.over('another evaluation has replaced it');
     const task = (this.evaluation = new Task(command));
     this.#queue(task, async () => {
       let counts = { correct: 0, total: 0, loss_sum: 0 };
@@ -184,7 +184,7 @@ export class Client {
     });
   }
 
-  /** The round has ended without the client's update; or with it, if the answer to it is still on its way. */
+  /** Stop working for a round that has ended. The update may have been accepted, if its answer is still on the way. */
   #roundEnded({ round, reason }) {
     if (this.task?.command.round !== round) return;
     say(`round ${round} has ended without this client's update${reason && `: ${reason}`}`);
@@ -205,7 +205,7 @@ export class Client {
   }
 
   #fail(task, failure) {
-    say(`round ${task.command.round} goes on without this client: ${failure.reason}, ${failure.detail}`);
+    say(`round ${task.command.round} continues without this client: ${failure.reason}, ${failure.detail}`);
     task.failure = failure;
     this.watch?.call.write({ matched: this.matched, failure: { round: task.command.round, ...failure } });
   }
@@ -226,7 +226,7 @@ export class Client {
 
   async #learn(task) {
     const { command, signal } = task;
-    if (!this.#knows(command.job)) throw new Wrong(`${command.job.model} is no model of mine`, 'unknown_job');
+    if (!this.#knows(command.job)) throw new Wrong(`this client has no code for ${command.job.model}`, 'unknown_job');
     const model = await this.#model(task);
     const began = performance.now();
     const tell = (progress) => (this.doing = { activity: 'ACTIVITY_TRAINING', progress });
@@ -237,7 +237,7 @@ export class Client {
     return update;
   }
 
-  /** Find out about an update of an earlier command, or of a time before a restart, unless it is for this command. */
+  /** Find out what became of an earlier update, unless it is for this command. It may be from before a restart. */
   async #settle(task) {
     const { update } = this.keep;
     if (!update || isFor(update, task.command)) return;
@@ -245,13 +245,13 @@ export class Client {
     try {
       accepted = await this.#persist(task, (session) => offer(session, update, task.signal));
     } catch (error) {
-      task.signal.throwIfAborted(); // nobody knows yet: the next command finds it, too
+      task.signal.throwIfAborted(); // the outcome is unknown, so the next command asks again
       if (this.fault) throw error;
     }
     if (!accepted) return this.keep.saveUpdate(undefined);
     this.#accepted(update);
     const { run_id, last_accepted } = this.session?.reply ?? {};
-    this.keep.compare(run_id, last_accepted); // what it left out has been sent since, if another one was accepted after it
+    this.keep.compare(run_id, last_accepted); // if a later update was accepted, it has sent what this one left out
   }
 
   async #push(task, update) {
@@ -272,6 +272,6 @@ export class Client {
   }
 }
 
-/** Whether a refused update says that the round does not wait for one of this client: then there is no failure to tell. */
+/** Return whether the round no longer waits for an update of this client. Then there is no failure to report. */
 const isRoundOver = (error) =>
   ['unknown_round', 'round_closed', 'not_selected', 'not_a_worker', 'already_accepted_other'].includes(reasonOf(error));

@@ -1,6 +1,6 @@
 /**
- * Training of the one model that this client knows: `fedring.train.models:vector`, taken as the weights of a linear
- * regression. Each client makes samples of its own, of one law that all share; together they find the weights.
+ * Training of the only model that this client knows, `fedring.train.models:vector`, as the weights of a linear
+ * regression. Each client makes its own samples. They all follow the same law, and together the clients find the weights.
  */
 
 import { setImmediate as breathe } from 'node:timers/promises';
@@ -8,16 +8,16 @@ import { setImmediate as breathe } from 'node:timers/promises';
 const SAMPLES = 16;
 const HELD_OUT = 8;
 
-/** Whether this client has code for the job. */
+/** Return whether this client has code for the job. */
 export const knows = (job) => job.mode === 'federated' && job.model === 'fedring.train.models:vector';
 
 /**
- * Learn from the client's samples, as the command says.
+ * Train on the client's samples as the command says.
  *
  * @param {object} command A TrainCmd.
- * @param {import('./models.js').Values} model Where to start from; it is left as it is.
+ * @param {import('./models.js').Values} model The model to start from. It is not changed.
  * @param {string} clientId
- * @param {(progress: number) => void} tell Called with the share that is done.
+ * @param {(progress: number) => void} tell Called with the share that is done, 0 to 1.
  * @param {AbortSignal} signal Ends the training early, with an error.
  */
 export async function train(command, model, clientId, tell, signal) {
@@ -32,15 +32,16 @@ export async function train(command, model, clientId, tell, signal) {
       loss += error * error;
       if (++steps % 4 === 0) {
         tell(steps / (command.epochs * SAMPLES));
-        await breathe(undefined, { signal }); // so that heartbeats go on
+        await breathe(undefined, { signal }); // so that heartbeats continue
       }
     }
   }
-  const buffers = model.buffers.map((count) => count + steps / 7); // the model has none; with --any-model, something to add up
+  // This client's own model has no buffers. With --any-model, this gives the server something to add up.
+  const buffers = model.buffers.map((count) => count + steps / 7);
   return { parameters: weights, buffers, samples: SAMPLES, metrics: { loss: loss / steps } };
 }
 
-/** Count how well a model does on the samples that the client does not train on. */
+/** Evaluate a model on the samples that the client does not train on. */
 export function evaluate(model, clientId) {
   const report = { correct: 0, total: HELD_OUT, loss_sum: 0 };
   for (let sample = SAMPLES; sample < SAMPLES + HELD_OUT; sample++) {
@@ -52,7 +53,7 @@ export function evaluate(model, clientId) {
   return report;
 }
 
-/** A sample: x of length 1, and y, which is what the weights 0.5, -0.5, 0.5, ... make of it. */
+/** Return a sample: x of length 1, and y, which is the result of the weights 0.5, -0.5, 0.5, ... */
 function sampleOf(clientId, number, size) {
   const random = randomNumbers(`${clientId} ${number}`);
   const x = new Float64Array(size);
@@ -81,7 +82,7 @@ function shuffled(count, random) {
   return order;
 }
 
-/** Numbers from 0 to 1 that follow from the text alone (mulberry32). */
+/** Return a generator of numbers from 0 to 1 that depend only on the text (mulberry32). */
 function randomNumbers(text) {
   let state = [...text].reduce((hash, letter) => (Math.imul(hash, 31) + letter.codePointAt(0)) | 0, 7);
   return () => {

@@ -1,4 +1,4 @@
-/** Updates to the server: how one is made, offered and pushed (PROTOCOL.md, "Updates"). */
+/** How to make, offer and push an update (PROTOCOL.md, "Updates"). */
 
 import fs from 'node:fs';
 import path from 'node:path';
@@ -13,15 +13,15 @@ const CHUNK = 1 << 18;
 const WITHOUT_RESIDUAL = ['fp32', 'uniform'];
 
 /**
- * Make the update of what was learned, and of what earlier ones left out.
+ * Make an update from what was learned, and from what earlier updates left out.
  *
  * @param {object} command The TrainCmd.
  * @param {string} clientId
- * @param {import('./models.js').Values} model What the training started from.
+ * @param {import('./models.js').Values} model The model that the training started from.
  * @param {import('./models.js').Values & {samples: number, seconds: number, metrics: object}} learned
  * @param {import('./keep.js').Residual | undefined} residual
- * @returns {{update: import('./keep.js').Update, said: object}} Also what is in it: what was learned, what is carried on from
- *   earlier updates, both vectors as the server reads them, and what is left out.
+ * @returns {{update: import('./keep.js').Update, said: object}} Also its content: what was learned, what earlier updates
+ *   left out, both vectors as the server reads them, and what this update leaves out.
  */
 export function makeUpdate(command, clientId, model, learned, residual) {
   const { run_id, epoch, round, model_digest: base_digest } = command;
@@ -64,7 +64,7 @@ export function makeUpdate(command, clientId, model, learned, residual) {
   return { update, said: { learned: delta, carried: owed, parameters, left: update.residual?.values, buffers } };
 }
 
-/** Write down what an update says, for whoever wants to check the server's arithmetic. */
+/** Write the content of an update to a file, so that somebody can check the server's arithmetic. */
 export function dump(folder, clientId, { offer }, said) {
   const { round, packets } = parse('UpdateHeader', offer.header);
   const hex = Object.entries(said).map(([key, values]) => [
@@ -78,13 +78,13 @@ export function dump(folder, clientId, { offer }, said) {
   fs.renameSync(`${file}.new`, file);
 }
 
-/** Whether an update that was found is what this command asks for. */
+/** Return whether an update from the disk is the one that this command asks for. */
 export function isFor({ offer }, command) {
   const { run_id, round, base_digest } = parse('UpdateHeader', offer.header);
   return run_id === command.run_id && round === command.round && base_digest === command.model_digest;
 }
 
-/** Offer an update, and send no byte of it. @returns {Promise<boolean>} Whether the server has accepted it before. */
+/** Offer an update without sending it. @returns {Promise<boolean>} Whether the server has accepted it before. */
 export async function offer(session, update, signal) {
   const talk = session.talk('PushUpdate', { signal });
   try {
@@ -95,7 +95,7 @@ export async function offer(session, update, signal) {
   }
 }
 
-/** Push an update until it is accepted; after a failure always by PushUpdate, since the server may have it. */
+/** Push an update. After a failure, use PushUpdate in any case, because the server may have the update. */
 export async function push(session, update, failures, signal) {
   if (update.payload.length <= SMALL && failures === 0) return pushSmall(session, update, signal);
   const { offer, payload } = update;
@@ -104,25 +104,25 @@ export async function push(session, update, failures, signal) {
   let answer = await talk.next();
   if (answer?.reply === 'resume_offset') {
     if (answer.resume_offset !== '0')
-      say(`the server has ${answer.resume_offset} of ${payload.length} bytes: go on there`);
+      say(`the server has ${answer.resume_offset} of ${payload.length} bytes; continuing there`);
     for (let at = Number(answer.resume_offset); at < payload.length; at += CHUNK) {
       await talk.send({ chunk: { offset: at, data: payload.subarray(at, at + CHUNK) } });
     }
     answer = await talk.next();
   }
   talk.call.end();
-  if (answer?.reply !== 'accepted') throw new Wrong('an upload ended without an answer');
-  await talk.next().catch(() => {}); // the call's end, which has nothing to tell
+  if (answer?.reply !== 'accepted') throw new Wrong('the upload ended without an answer');
+  await talk.next().catch(() => {}); // wait for the end of the call, and ignore its status
 }
 
-/** All small updates of a session go over one call. */
+/** Push a small update. All small updates of a session use one call. */
 async function pushSmall(session, { offer, payload }, signal) {
   const talk = (session.small ??= session.talk('PushSmallUpdates'));
   const cancel = () => talk.call.cancel();
   signal.addEventListener('abort', cancel);
   try {
     await talk.send({ offer, payload });
-    if (!(await talk.next())) throw new Wrong('a small update was not answered');
+    if (!(await talk.next())) throw new Wrong('the small update was not answered');
   } catch (error) {
     session.small = undefined;
     throw error;

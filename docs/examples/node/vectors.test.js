@@ -1,4 +1,4 @@
-/** What every implementation must agree on: each example of protos/vectors.json. Run it with `npm test`. */
+/** Tests of all examples of protos/vectors.json, on which every implementation must agree. Run them with `npm test`. */
 
 import assert from 'node:assert/strict';
 import { readFileSync } from 'node:fs';
@@ -15,7 +15,7 @@ const examples = JSON.parse(readFileSync(new URL('../../../protos/vectors.json',
 const hex = (bytes) => Buffer.from(bytes).toString('hex');
 const unhex = (text) => Buffer.from(text, 'hex');
 
-/** A vector of the file: a list, or a size and the entries that are not 0. */
+/** Return a vector of the file. It is a list, or a size and the entries other than 0. */
 function vector(kind, written) {
   if (Array.isArray(written)) return kind.from(written);
   const out = new kind(written.size);
@@ -26,7 +26,7 @@ function vector(kind, written) {
 const kindOf = (encoding) => (encoding === 'fp64' ? Float64Array : Float32Array);
 const same = (got, wanted) => assert.equal(digest(bytesOf(got)), digest(bytesOf(wanted)));
 
-/** The packets of an example, as a header lists them, and the payload. */
+/** Return the packets of an example, as a header lists them, and the payload. */
 function payloadOf({ packets }) {
   const listed = packets.map(({ vector, kind, encoding, encoded }) => ({
     vector: `VECTOR_${vector.toUpperCase()}`,

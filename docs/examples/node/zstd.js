@@ -1,4 +1,4 @@
-/** Streams of a payload: frames of zstandard (RFC 8878) that say how long their content is. */
+/** Streams of a payload: zstandard frames (RFC 8878) that state the size of their content. */
 
 import zlib from 'node:zlib';
 
@@ -7,12 +7,12 @@ import { decompress as plainDecompress } from 'fzstd';
 const MAGIC = 0xfd2fb528;
 const BLOCK = 128 << 10;
 
-/** A frame with this content. Before version 22.15 Node cannot compress so; blocks of raw bytes are as valid. */
+/** Return a frame with this content. Node before 22.15 has no zstandard, so raw blocks are used. They are also valid. */
 export function frame(content) {
   return zlib.zstdCompressSync ? zlib.zstdCompressSync(content) : rawFrame(content);
 }
 
-/** A frame that holds its content as it is: one segment, with its size in 4 bytes, and raw blocks. */
+/** Return a frame that holds its content uncompressed: one segment with a size of 4 bytes, and raw blocks. */
 export function rawFrame(content) {
   const blocks = Math.max(1, Math.ceil(content.length / BLOCK));
   const out = Buffer.alloc(9 + 3 * blocks + content.length);
@@ -29,12 +29,12 @@ export function rawFrame(content) {
   return out;
 }
 
-/** The content of a frame, which must be of this size. @throws {RangeError} Of `reason` "bomb" or "bad_compression". */
+/** Return the content of a frame, which must have this size. @throws {RangeError} `reason`: "bomb" or "bad_compression". */
 export function content(bytes, size) {
   const stated = statedSize(bytes);
   if (stated !== BigInt(size)) {
     const reason = stated !== undefined && stated > BigInt(size) ? 'bomb' : 'bad_compression';
-    throw Object.assign(new RangeError(`a frame of ${stated ?? 'unknown'} bytes, where ${size} belong`), { reason });
+    throw Object.assign(new RangeError(`the frame has ${stated ?? 'unknown'} bytes instead of ${size}`), { reason });
   }
   try {
     const out = zlib.zstdDecompressSync
@@ -42,12 +42,12 @@ export function content(bytes, size) {
       : plainDecompress(bytes);
     if (out.length === size) return out;
   } catch {
-    // falls through: what cannot be decompressed is refused alike
+    // A frame that cannot be decompressed is refused below.
   }
-  throw Object.assign(new RangeError('a frame that cannot be decompressed'), { reason: 'bad_compression' });
+  throw Object.assign(new RangeError('the frame cannot be decompressed'), { reason: 'bad_compression' });
 }
 
-/** The size of its content that a frame's header states, or undefined. */
+/** Return the content size that the header of a frame states, or undefined. */
 function statedSize(bytes) {
   const frame = Buffer.from(bytes.buffer, bytes.byteOffset, bytes.byteLength);
   if (frame.length < 6 || frame.readUInt32LE(0) !== MAGIC) return undefined;

@@ -31,9 +31,9 @@ from fedring.rpc.channel import make_server
 from fedring.rpc.errors import Unavailable
 from fedring.rpc.health import Health, health_port
 from fedring.rpc.metrics import CountCalls
-from fedring.rpc.spans import Spans
 from fedring.rpc.tls import ends_at
 from fedring.server.config import ServerConfig
+from fedring.server.guard.ports import Security
 from fedring.server.operator.control import ControlService
 from fedring.server.operator.readiness import look_after_storage
 from fedring.server.operator.tokens import TokenService
@@ -42,13 +42,13 @@ from fedring.server.parts import Parts
 from fedring.server.recovery import recover
 from fedring.server.round.replacements import look_after_groups
 from fedring.server.round.runner import keep_time
-from fedring.server.security import Security
 from fedring.server.service.commands import TrainCmdService
 from fedring.server.service.downloads import ModelBlobService
+from fedring.server.service.spans import TraceCalls
 from fedring.server.service.uploads import ClientUpdateService, add_update_service
 from fedring.server.service.workers import RendezvousService
 from fedring.server.startup_checks import check
-from fedring.server.state.blobs import FsyncFailed, StorageError, StorageFailed
+from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.train.errors import SeamError
 from fedring.v1 import (
     control_pb2,
@@ -193,14 +193,14 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
 def _servers(parts: Parts, security: Security, config: ServerConfig) -> tuple[aio.Server, aio.Server]:
     """Make the server that clients call and the one that flctl calls, behind their guards."""
     guards = [CountCalls(parts.metrics.calls), Boundary()]
-    public = make_server([*guards, security.public, Spans()], max_streams=4 * config.max_clients, tls=config.tls)
+    public = make_server([*guards, security.public, TraceCalls()], max_streams=4 * config.max_clients, tls=config.tls)
     commands = TrainCmdService(parts, config, SOFTWARE)
     federation_pb2_grpc.add_TrainCmdServiceServicer_to_server(commands, public)
     downloads = ModelBlobService(parts, config)
     federation_pb2_grpc.add_ModelBlobServiceServicer_to_server(downloads, public)
     rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(parts, config), public)
     add_update_service(ClientUpdateService(parts, config), public)
-    control = make_server([*guards, security.control, Spans()], max_streams=64, tls=config.tls)
+    control = make_server([*guards, security.control, TraceCalls()], max_streams=64, tls=config.tls)
     operate = ControlService(parts, downloads, config.job, VERSION, refused=security.tally.counts)
     control_pb2_grpc.add_ControlServiceServicer_to_server(operate, control)
     control_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(security.tokens, parts.sessions), control)

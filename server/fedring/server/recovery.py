@@ -10,8 +10,8 @@ from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.parts import Parts, assemble
 from fedring.server.round.sessions import Sessions
-from fedring.server.state.blobs import StorageError, StorageFailed
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.identity import open_state
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ async def reload(parts: Parts, keep_models: int, *, end_orphans: bool = True) ->
         DamagedModel: if the newest model is missing or cut short.
     """
     facts, store, rounds = parts.facts, parts.facts.store, parts.rounds
-    rounds.latest = parts.models.recover(await facts.db(store.models, keep_models))
+    rounds.latest = parts.models.versions.recover(await facts.db(store.models, keep_models))
     parts.journal.begin(await facts.db(store.last_event_id))
     if end_orphans:
         await facts.db(store.end_orphans)
@@ -82,7 +82,7 @@ async def reload(parts: Parts, keep_models: int, *, end_orphans: bool = True) ->
 async def _drop_damaged(parts: Parts) -> None:
     facts = parts.facts
     rows = await facts.db(facts.store.models, _ALL)
-    if damaged := [row.version for row in await facts.heavy(parts.models.damaged, rows)]:
+    if damaged := [row.version for row in await facts.heavy(parts.models.versions.damaged, rows)]:
         await facts.db(facts.drop_models, damaged)
         log.warning("dropped damaged models: %s", ", ".join(map(str, sorted(damaged))))
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from fedring.daemon.checks import Check, Level, check_data_root, refuse_failed
 from fedring.server.config import ServerConfig
 from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
-from fedring.train.checks import check_data, check_name
 from fedring.train.errors import SeamError
 from fedring.train.files import keeps_a_model, load_model, read_tensors
 from fedring.train.job import Job
+from fedring.train.name_checks import check_data, check_name
 from fedring.train.seam import build_model
 
 

@@ -1,1 +1,1 @@
-"""Functions and scripts that the ring's tests run as ranks in other processes."""
+"""Functions and scripts that the ring's tests run in processes of their own."""

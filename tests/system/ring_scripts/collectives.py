@@ -1,4 +1,4 @@
-"""Checks of every collective of torch.distributed against results that each rank computes itself."""
+"""Every collective of torch.distributed, compared with what this rank computes by itself."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,22 +24,22 @@ DTYPES = (
 
 
 def make(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the input of a rank: small integers, which every dtype adds exactly, and other ones on each rank."""
+    """Return a rank's tensor: small whole numbers, which every dtype adds exactly, different on each rank."""
     generator = torch.Generator().manual_seed(rank + 1)
     return torch.randint(0, 4, shape, generator=generator).to(dtype)
 
 
 def all_of(size: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the inputs of all ranks, stacked."""
+    """Return the tensors of all ranks, stacked."""
     return torch.stack([make(rank, *shape, dtype=dtype) for rank in range(size)])
 
 
-def equal(tensor: Tensor, wanted: Tensor) -> None:
+def check_equal(tensor: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(tensor, wanted.to(tensor.dtype), rtol=0, atol=0)
 
 
 def started(work: dist.Work | None) -> dist.Work:
-    """Return the work of an operation, which torch gives only to members of a group."""
+    """Return the work that torch hands out to members of a group, and None to others."""
     assert work is not None
     return work
 
@@ -49,7 +49,7 @@ def all_reduce_of_every_dtype(rank: int, size: int) -> None:
         for shape in ((), (1,), (7,), (3, 5), (300_001,)):
             tensor = make(rank, *shape, dtype=dtype)
             dist.all_reduce(tensor)
-            equal(tensor, all_of(size, *shape, dtype=dtype).sum(0))
+            check_equal(tensor, all_of(size, *shape, dtype=dtype).sum(0))
     flags = torch.tensor([rank == 0, False, True])
     dist.all_reduce(flags)
     assert flags.tolist() == [True, False, True]
@@ -68,7 +68,7 @@ def all_reduce_of_every_kind(rank: int, size: int) -> None:
             work = started(dist.all_reduce(tensor, kind, async_op=True))
             assert work.wait()
             assert work.is_success()
-            equal(tensor, wanted(all_of(size, count)))
+            check_equal(tensor, wanted(all_of(size, count)))
     bits = {dist.ReduceOp.BAND: torch.bitwise_and, dist.ReduceOp.BOR: torch.bitwise_or}
     for kind, combine in (bits | {dist.ReduceOp.BXOR: torch.bitwise_xor}).items():
         tensor = make(rank, 9, dtype=torch.int32)
@@ -76,47 +76,47 @@ def all_reduce_of_every_kind(rank: int, size: int) -> None:
         result, *others = all_of(size, 9, dtype=torch.int32)
         for other in others:
             result = combine(result, other)
-        equal(tensor, result)
+        check_equal(tensor, result)
 
 
-def all_reduce_of_views_and_other_tensors(rank: int, size: int) -> None:
+def all_reduce_of_tensors_of_every_layout(rank: int, size: int) -> None:
     base = torch.zeros(6, 8)
-    view = base[::2, 1:7:3]  # a view that is not contiguous
+    view = base[::2, 1:7:3]  # neither contiguous nor whole
     view.copy_(make(rank, 3, 2))
     dist.all_reduce(view)
-    equal(view, all_of(size, 3, 2).sum(0))
+    check_equal(view, all_of(size, 3, 2).sum(0))
     assert base.count_nonzero() <= 6
     empty = torch.empty(0, 3)
     dist.all_reduce(empty)
     dist.broadcast(empty, 0)
     complex_ = torch.complex(make(rank, 4), make(rank + 10, 4))
     dist.all_reduce(complex_)
-    equal(complex_.real, all_of(size, 4).sum(0))
+    check_equal(complex_.real, all_of(size, 4).sum(0))
     weight = torch.nn.Parameter(make(rank, 4))
     dist.all_reduce(weight)
-    equal(weight.detach(), all_of(size, 4).sum(0))
+    check_equal(weight.detach(), all_of(size, 4).sum(0))
     several = [make(rank, 3), make(rank, 2, 2), make(rank)]
     dist.all_reduce_coalesced(several)
     for tensor in several:
-        equal(tensor, all_of(size, *tensor.shape).sum(0))
+        check_equal(tensor, all_of(size, *tensor.shape).sum(0))
 
 
 def all_reduce_of_sparse_tensors(rank: int, size: int) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
-        for rows in (size + 1, 100_000):  # sent directly, and around the ring
-            tensor = _some(rank, rows, dtype)
-            wanted = torch.stack([_some(other, rows, dtype).to_dense() for other in range(size)]).sum(0)
+        for rows in (size + 1, 100_000):  # directly, and around the ring
+            tensor = _sparse(rank, rows, dtype)
+            wanted = torch.stack([_sparse(other, rows, dtype).to_dense() for other in range(size)]).sum(0)
             dist.all_reduce(tensor)
             assert tensor.is_coalesced()
-            equal(tensor.to_dense(), wanted)
-    some = torch.full((5,), float(rank == 0)).to_sparse()  # only one rank has values
+            check_equal(tensor.to_dense(), wanted)
+    some = torch.full((5,), float(rank == 0)).to_sparse()  # only one rank has any
     work = started(dist.all_reduce(some, async_op=True))
     assert work.wait()
-    equal(some.to_dense(), torch.ones(5))
+    check_equal(some.to_dense(), torch.ones(5))
 
 
-def _some(rank: int, rows: int, dtype: torch.dtype) -> Tensor:
-    """Return a rank's sparse tensor [rows, 3, 3], with one dense dimension and with one entry in two parts."""
+def _sparse(rank: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """Return a rank's tensor [rows, 3, 3] with one dense dimension, one of whose entries is given in two parts."""
     places = torch.tensor([[0, rank, rank + 1, rank], [0, 1, 2, 1]])
     return torch.sparse_coo_tensor(places, make(rank, 4, 3, dtype=dtype), (rows, 3, 3), check_invariants=True)
 
@@ -129,13 +129,13 @@ def half_precision_on_the_wire(rank: int, size: int) -> None:
             tensor = make(rank, count) + 0.001
             dist.all_reduce(tensor, group=group)
             torch.testing.assert_close(tensor, all_of(size, count).sum(0) + 0.001 * size, rtol=2e-2, atol=1e-2)
-            equal(tensor.to(dtype).float(), tensor)  # values that 16 bits can hold
+            check_equal(tensor.to(dtype).float(), tensor)  # all ranks hold what half precision can carry
             copies = [torch.empty_like(tensor) for _ in range(size)]
-            if count > 1000:  # 2 (n - 1) / n 16-bit values, and headers
+            if count > 1000:  # 2 (n - 1) / n halves, and headers
                 assert traffic().sent_bytes - before <= 2 * (size - 1) / size * 2 * count + 4000
             dist.all_gather(copies, tensor)
             for copy in copies:
-                equal(copy, tensor)
+                check_equal(copy, tensor)
         dist.destroy_process_group(group)
 
 
@@ -145,9 +145,9 @@ def broadcast_from_every_rank(rank: int, size: int) -> None:
             wanted = make(root, *tensor.shape) if tensor.dim() == 1 else None
             dist.broadcast(tensor, root)
             if wanted is not None:
-                equal(tensor, wanted)
+                check_equal(tensor, wanted)
             elif tensor.dim():
-                equal(tensor, make(root, 4, 6).t())
+                check_equal(tensor, make(root, 4, 6).t())
             else:
                 assert tensor.item() is True
 
@@ -157,29 +157,29 @@ def reduce_to_every_rank(rank: int, size: int) -> None:
         for count in (3, 250_000):
             tensor = make(rank, count)
             dist.reduce(tensor, root, dist.ReduceOp.MAX)
-            equal(tensor, all_of(size, count).amax(0) if rank == root else make(rank, count))
+            check_equal(tensor, all_of(size, count).amax(0) if rank == root else make(rank, count))
 
 
 def all_gather_in_all_its_forms(rank: int, size: int) -> None:
     for shape in ((), (4,), (2, 3), (200_000,)):
         outputs = [torch.full(shape, -1.0) for _ in range(size)]
         dist.all_gather(outputs, make(rank, *shape))
-        equal(torch.stack(outputs), all_of(size, *shape))
+        check_equal(torch.stack(outputs), all_of(size, *shape))
     uneven = [torch.empty(other + 1) for other in range(size)]
     dist.all_gather(uneven, make(rank, rank + 1))
     for other, tensor in enumerate(uneven):
-        equal(tensor, make(other, other + 1))
+        check_equal(tensor, make(other, other + 1))
     whole = torch.empty(size * 3, 2)
     dist.all_gather_into_tensor(whole, make(rank, 3, 2))
-    equal(whole, all_of(size, 3, 2).flatten(0, 1))
+    check_equal(whole, all_of(size, 3, 2).flatten(0, 1))
     stacked = torch.empty(size, 5, dtype=torch.bool)
     dist.all_gather_into_tensor(stacked, torch.arange(5) == rank)
-    equal(stacked, torch.arange(5) == torch.arange(size)[:, None])
+    check_equal(stacked, torch.arange(5) == torch.arange(size)[:, None])
     lists = [[torch.empty(2), torch.empty(3)] for _ in range(size)]
     dist.all_gather_coalesced(lists, [make(rank, 2), make(rank, 3)])
     for other, (two, three) in enumerate(lists):
-        equal(two, make(other, 2))
-        equal(three, make(other, 3))
+        check_equal(two, make(other, 2))
+        check_equal(three, make(other, 3))
 
 
 def gather_and_scatter_at_every_rank(rank: int, size: int) -> None:
@@ -187,10 +187,10 @@ def gather_and_scatter_at_every_rank(rank: int, size: int) -> None:
         into = [torch.empty(3, 2) for _ in range(size)] if rank == root else None
         dist.gather(make(rank, 3, 2), into, dst=root)
         if into is not None:
-            equal(torch.stack(into), all_of(size, 3, 2))
+            check_equal(torch.stack(into), all_of(size, 3, 2))
         mine = torch.empty(4)
         dist.scatter(mine, list(all_of(size, 4)) if rank == root else None, src=root)
-        equal(mine, make(rank, 4))
+        check_equal(mine, make(rank, 4))
 
 
 def reduce_scatter_in_all_its_forms(rank: int, size: int) -> None:
@@ -199,17 +199,17 @@ def reduce_scatter_in_all_its_forms(rank: int, size: int) -> None:
         wanted = torch.stack([make(other * size + rank, count) for other in range(size)]).sum(0)
         output = torch.empty(count)
         dist.reduce_scatter(output, each)
-        equal(output, wanted)
+        check_equal(output, wanted)
         whole = torch.cat(each)
         kept = whole.clone()
         output = torch.empty(count)
         dist.reduce_scatter_tensor(output, whole, dist.ReduceOp.AVG)
         torch.testing.assert_close(output, wanted / size)
-        equal(whole, kept)
+        check_equal(whole, kept)
     uneven = [make(rank, other + 1) for other in range(size)]
     output = torch.empty(rank + 1)
     dist.reduce_scatter(output, uneven)
-    equal(output, torch.stack([make(other, rank + 1) for other in range(size)]).sum(0))
+    check_equal(output, torch.stack([make(other, rank + 1) for other in range(size)]).sum(0))
 
 
 def all_to_all_in_all_its_forms(rank: int, size: int) -> None:
@@ -217,17 +217,17 @@ def all_to_all_in_all_its_forms(rank: int, size: int) -> None:
     into = [torch.empty(2, rank + 1) for _ in range(size)]
     dist.all_to_all(into, mine)
     for source, tensor in enumerate(into):
-        equal(tensor, make(source * size + rank, 2, rank + 1))
+        check_equal(tensor, make(source * size + rank, 2, rank + 1))
     output = torch.empty(size * 2, 3)
     dist.all_to_all_single(output, make(rank, size * 2, 3))
     for source in range(size):
-        equal(output[source * 2 : source * 2 + 2], make(source, size * 2, 3)[rank * 2 : rank * 2 + 2])
+        check_equal(output[source * 2 : source * 2 + 2], make(source, size * 2, 3)[rank * 2 : rank * 2 + 2])
     sent, received = list(range(1, size + 1)), [rank + 1] * size  # rank r gives r' + 1 rows to rank r'
     output = torch.empty(sum(received), 2)
     dist.all_to_all_single(output, make(rank, sum(sent), 2), received, sent)
     begin = sum(sent[:rank])
     for source, part in enumerate(torch.split(output, received)):
-        equal(part, make(source, sum(sent), 2)[begin : begin + rank + 1])
+        check_equal(part, make(source, sum(sent), 2)[begin : begin + rank + 1])
 
 
 def coalesced_blocks(rank: int, size: int) -> None:
@@ -245,9 +245,9 @@ def coalesced_blocks(rank: int, size: int) -> None:
     with _coalescing_manager(device=torch.device("cpu")):
         dist.broadcast(extra := make(rank, 3), 0)
     for tensor, output in zip(tensors, outputs, strict=True):
-        equal(tensor, all_of(size, *tensor.shape).sum(0))
-        equal(output, all_of(size, *tensor.shape).flatten())
-    equal(extra, make(0, 3))
+        check_equal(tensor, all_of(size, *tensor.shape).sum(0))
+        check_equal(output, all_of(size, *tensor.shape).flatten())
+    check_equal(extra, make(0, 3))
 
 
 def objects(rank: int, size: int) -> None:
@@ -279,7 +279,7 @@ def barriers(rank: int, size: int) -> None:
 CHECKS = [
     all_reduce_of_every_dtype,
     all_reduce_of_every_kind,
-    all_reduce_of_views_and_other_tensors,
+    all_reduce_of_tensors_of_every_layout,
     all_reduce_of_sparse_tensors,
     half_precision_on_the_wire,
     broadcast_from_every_rank,

@@ -1,4 +1,4 @@
-"""Trainings with DistributedDataParallel over the default group, and the same trainings in one process."""
+"""Trainings with torch's DistributedDataParallel over the default group, and the same trainings on one process."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ STEPS, BATCH = 6, 4  # per rank
 
 
 class Net(nn.Module):
-    """Two layers, with a BatchNorm if `norm`, and two heads, of which each batch uses one."""
+    """Two layers and two heads, of which a batch uses one; with `norm`, there is a BatchNorm between the layers."""
 
     def __init__(self, *, norm: bool = False, width: int = 16) -> None:
         super().__init__()
@@ -27,17 +27,17 @@ class Net(nn.Module):
         self.heads = nn.ModuleList([nn.Linear(width, 3), nn.Linear(width, 3)])
 
     def forward(self, inputs: Tensor, head: int = 0) -> Tensor:
-        """Return logits [batch, 3] of inputs [batch, 6]."""
+        """Logits [batch, 3] of inputs [batch, 6]."""
         logits: Tensor = self.heads[head](self.body(inputs).relu())
         return logits
 
 
 class Plan(NamedTuple):
-    """The options of a training."""
+    """The settings of a training."""
 
     bucket_mb: float = 25.0
     accumulate: int = 1  # batches per step
-    unused: bool = False  # ranks and steps alternate between the heads
+    unused: bool = False  # every second rank and step uses the other head
     norm: bool = False
     hook: str = ""
     width: int = 16
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a rank."""
+    """What a training ends with on one rank."""
 
     parameters: list[float]
     digest: str
@@ -78,12 +78,15 @@ def train(rank: int, size: int, *, plan: Plan) -> Outcome:
                 _loss(parallel, plan, step * plan.accumulate + part, rank).backward()  # type: ignore[no-untyped-call]  # torch's
         optimizer.step()
     parallel.eval()
-    parallel(batch(0, rank)[0])  # broadcasts the buffers and does not change them
+    parallel(batch(0, rank)[0])  # sends the buffers, and changes none
     return _outcome(model)
 
 
 def train_words(rank: int, size: int, *, alone: bool = False) -> list[float]:
-    """Train a model with a sparse gradient by all ranks, or `alone` with their batches; return the parameters."""
+    """Train a model with a sparse gradient, and return its parameters.
+
+    All ranks train it together, or, with `alone`, this process trains on the batches of all.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
     trained = model if alone else DistributedDataParallel(model)
@@ -99,7 +102,7 @@ def train_words(rank: int, size: int, *, alone: bool = False) -> list[float]:
 
 
 def train_alone(ranks: Iterable[int], plan: Plan) -> Outcome:
-    """Train in one process, with the batches of all ranks in each step."""
+    """Train on the batches of all ranks on one process, where each step takes all of them."""
     ranks = list(ranks)
     model = _net(plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -113,7 +116,7 @@ def train_alone(ranks: Iterable[int], plan: Plan) -> Outcome:
 
 
 def train_often(rank: int, size: int, *, plan: Plan, times: int) -> list[str]:
-    """Return the digests of the parameters after each of several trainings."""
+    """Train several times, and return the digests of the parameters after each training."""
     return [train(rank, size, plan=plan).digest for _ in range(times)]
 
 
@@ -157,7 +160,7 @@ def _register(model: DistributedDataParallel, hook: str) -> None:
 
 
 def _alternate(groups: list[dist.ProcessGroup], bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Send the buckets over two groups in turn."""
+    """Reduce the buckets on two groups by turns."""
     group = groups[bucket.index() % 2]
     buffer = bucket.buffer().div_(group.size())
     work: Any = dist.all_reduce(buffer, group=group, async_op=True)

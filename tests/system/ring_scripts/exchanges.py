@@ -1,4 +1,4 @@
-"""Checks of messages, bytes, subgroups and futures against results that each rank computes itself."""
+"""Messages, bytes, subgroups and futures, compared with what this rank computes by itself."""
 
 import queue
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedring.ring import allgather_bytes
 from tests.system.ring_scripts import collectives
-from tests.system.ring_scripts.collectives import all_of, equal, make, started
+from tests.system.ring_scripts.collectives import all_of, check_equal, make, started
 
 
 def bytes_of_different_lengths(rank: int, size: int) -> None:
@@ -35,13 +35,13 @@ def messages(rank: int, size: int) -> None:
         incoming = torch.empty(count)
         assert dist.recv(incoming, before) == before
         outgoing.wait()
-        equal(incoming, make(before, count))
+        check_equal(incoming, make(before, count))
     first, second = torch.empty(2), torch.empty(3)
     sends = [dist.isend(make(rank, 2), after, tag=7), dist.isend(make(rank, 3), after, tag=8)]
     dist.recv(second, before, tag=8)  # tags may be received in another order
     dist.recv(first, before, tag=7)
-    equal(first, make(before, 2))
-    equal(second, make(before, 3))
+    check_equal(first, make(before, 2))
+    check_equal(second, make(before, 3))
     for send in sends:
         started(send).wait()
     nothing = torch.empty(0)
@@ -56,8 +56,8 @@ def messages(rank: int, size: int) -> None:
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    equal(incoming, make(before, 4))
-    equal(incoming2, make(before + 50, 4))
+    check_equal(incoming, make(before, 4))
+    check_equal(incoming2, make(before + 50, 4))
 
 
 def messages_from_any_rank(rank: int, size: int) -> None:
@@ -71,27 +71,27 @@ def messages_from_any_rank(rank: int, size: int) -> None:
         for tag in [other % 2 for other in range(1, size) for _ in range(2)]:
             tensor = torch.empty(3)
             source = dist.recv(tensor, tag=tag)
-            equal(tensor, make(source + 20 * seen.count(source), 3))  # messages of one rank arrive in order
+            check_equal(tensor, make(source + 20 * seen.count(source), 3))  # those of one rank come in their order
             seen.append(source)
         assert sorted(seen) == sorted(2 * list(range(1, size)))
     dist.barrier()
     if rank == 0:
         future = started(dist.irecv(late := torch.empty(2))).get_future()
         dist.barrier()
-        equal(future.wait()[0], make(1, 2))
-        equal(late, make(1, 2))
+        check_equal(future.wait()[0], make(1, 2))
+        check_equal(late, make(1, 2))
     else:
         dist.barrier()
         if rank == 1:
             dist.send(make(1, 2), 0)
 
 
-def a_message_to_oneself(rank: int, size: int) -> None:
+def a_message_to_the_own_rank(rank: int, size: int) -> None:
     work = started(dist.isend(make(rank, 3), rank))
     into = torch.empty(3)
     started(dist.irecv(into, rank)).wait()
     work.wait()
-    equal(into, make(rank, 3))
+    check_equal(into, make(rank, 3))
 
 
 def subgroups(rank: int, size: int) -> None:
@@ -103,22 +103,22 @@ def subgroups(rank: int, size: int) -> None:
         if members:
             tensor = make(rank, 7)
             dist.all_reduce(tensor, group=lower)
-            equal(tensor, all_of(len(members), 7).sum(0))
+            check_equal(tensor, all_of(len(members), 7).sum(0))
         tensor = make(rank, 6)
         dist.broadcast(tensor, size - 1, group=upside_down)
-        equal(tensor, make(size - 1, 6))
+        check_equal(tensor, make(size - 1, 6))
         dist.all_reduce(tensor, group=mine)
-        equal(tensor, make(size - 1, 6))
+        check_equal(tensor, make(size - 1, 6))
     assert upside_down.rank() == size - 1 - rank
     dist.destroy_process_group(upside_down)
     again: Any = dist.new_group()
     tensor = make(rank, 3)
     dist.all_reduce(tensor, group=again)
-    equal(tensor, all_of(size, 3).sum(0))
+    check_equal(tensor, all_of(size, 3).sum(0))
 
 
 def a_group_under_another_backend(rank: int, size: int) -> float:
-    """Use a group of fedring beside a default group of another backend; the group has its own endpoint."""
+    """Make groups while the default group is of another backend: each has an endpoint of its own."""
     group: Any = dist.new_group(backend="fedring")
     other: Any = dist.new_group([0, 1], backend="fedring")
     tensor = torch.ones(1000)
@@ -134,12 +134,12 @@ def futures(rank: int, size: int) -> None:
     work = started(dist.all_reduce(make(rank, 3), async_op=True))
     assert work is not None
     doubled = work.get_future().then(lambda done: done.value()[0] * 2).then(lambda done: done.value() + 1)
-    equal(doubled.wait(), all_of(size, 3).sum(0) * 2 + 1)
+    check_equal(doubled.wait(), all_of(size, 3).sum(0) * 2 + 1)
     gathered = torch.futures.collect_all(
         [started(dist.all_reduce(make(rank, 2), async_op=True)).get_future() for _ in range(3)]
     )
     for future in gathered.wait():
-        equal(future.value()[0], all_of(size, 2).sum(0))
+        check_equal(future.value()[0], all_of(size, 2).sum(0))
     noticed: queue.SimpleQueue[float] = queue.SimpleQueue()
     last = started(dist.all_reduce(make(rank, 1), async_op=True)).get_future()
     last.add_done_callback(lambda done: noticed.put(done.value()[0].item()))
@@ -147,7 +147,7 @@ def futures(rank: int, size: int) -> None:
 
 
 def collectives_in_callbacks(rank: int, size: int) -> None:
-    """Run callbacks that start collectives and wait for them, in another order on each rank."""
+    """Start collectives in callbacks and wait for them; they are attached and run in another order on each rank."""
     works = [started(dist.all_reduce(torch.full((10,), float(number)), async_op=True)) for number in range(8)]
 
     def nested(number: int) -> Callable[[Any], Tensor]:
@@ -166,7 +166,7 @@ def collectives_in_callbacks(rank: int, size: int) -> None:
             lambda done: started(dist.all_reduce(done.value() * 1, async_op=True)).get_future().wait()
         )
     for number in range(8):
-        equal(results[number].wait()[0], torch.full((10,), float((number * size + number) * size * size)))
+        check_equal(results[number].wait()[0], torch.full((10,), float((number * size + number) * size * size)))
 
 
 CHECKS = [
@@ -174,7 +174,7 @@ CHECKS = [
     bytes_of_different_lengths,
     messages,
     messages_from_any_rank,
-    a_message_to_oneself,
+    a_message_to_the_own_rank,
     subgroups,
     futures,
     collectives_in_callbacks,
@@ -182,7 +182,7 @@ CHECKS = [
 
 
 def all_checks(rank: int, size: int) -> list[str]:
-    """Run all checks, which raise when they fail; return their names."""
+    """Run all checks, and return their names."""
     passed = []
     for check in CHECKS:
         check(rank, size)

@@ -1,4 +1,4 @@
-"""Mistakes and failures, after which every rank returns the error that it got."""
+"""Mistakes and failures. Each function returns the error that one rank gets."""
 
 import threading
 from datetime import timedelta
@@ -30,7 +30,7 @@ def another_dtype(rank: int, size: int) -> Errors:
 
 
 def another_collective(rank: int, size: int) -> Errors:
-    """Mix a broadcast with an all_reduce; the root waits for nobody, so it gets the error in the next collective."""
+    """The root of a broadcast waits for no other rank, so it notices the mistake in the next collective."""
 
     def body() -> None:
         tensor = torch.ones(3)
@@ -48,7 +48,7 @@ def nothing_against_something(rank: int, size: int) -> Errors:
 
 
 def a_rank_that_does_not_come(rank: int, size: int) -> Errors:
-    """Let rank 1 wait for a message instead of joining an all_reduce; it gets the error, too."""
+    """Rank 1 waits for a message instead, and that wait fails, too."""
     if rank != 1:
         dist.group.WORLD.set_timeout(timedelta(seconds=2))  # type: ignore[union-attr]
         return error_of(lambda: dist.all_reduce(torch.ones(3)))
@@ -63,8 +63,8 @@ def a_barrier_that_is_not_reached(rank: int, size: int) -> Errors:
 
 
 def a_monitored_barrier_that_some_do_not_reach(rank: int, size: int, *, name_all: bool) -> Errors:
-    """Let ranks 1 and 3 wait for a message instead of reaching the barrier."""
-    _meet(_get_default_store(), "here", rank, size)
+    """Ranks 1 and 3 wait for a message instead."""
+    _wait_for_all(_get_default_store(), "arrived", rank, size)
     if rank in (1, 3):
         dist.group.WORLD.set_timeout(timedelta(seconds=60))  # type: ignore[union-attr]
         return error_of(lambda: dist.recv(torch.ones(3), 0))
@@ -104,25 +104,25 @@ def a_failing_callback(rank: int, size: int) -> Errors:
     failed = work.get_future().then(lambda done: done.value()[7])
     after = failed.then(lambda done: done.value() + 1)
     error = error_of(after.wait)
-    dist.barrier()  # the group is still usable
+    dist.barrier()  # the group can still be used
     return error
 
 
 def failing_backward(rank: int, size: int, *, hook: bool) -> Errors:
-    """Run DDP's backward, which is C++, on a group that has failed; with a hook, or with DDP's own all_reduce."""
+    """DDP's C++ code uses a group that has failed, in its own all_reduce or in a hook."""
     model = DistributedDataParallel(torch.nn.Linear(4, 2))
     if hook:
         model.register_comm_hook(None, _sum)
     loss = model(torch.ones(3, 4)).sum()
-    _meet(_get_default_store(), "made", rank, size)  # the constructor of DistributedDataParallel sends something
+    _wait_for_all(_get_default_store(), "made", rank, size)  # DistributedDataParallel sends something when it is made
     if rank == 1:
         dist.group.WORLD.abort()  # type: ignore[union-attr]
         return {"kind": "PeerLost"}
     return error_of(loss.backward)
 
 
-def _meet(store: Store, place: str, rank: int, size: int) -> None:
-    """Wait until all ranks are here, without using the group."""
+def _wait_for_all(store: Store, place: str, rank: int, size: int) -> None:
+    """Wait until all ranks have come to a place in the code, without the group."""
     store.set(f"{place}/{rank}", "")
     store.wait([f"{place}/{other}" for other in range(size)])
 
@@ -150,12 +150,12 @@ def what_is_not_supported(rank: int, size: int) -> list[Errors]:
         error_of(lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint16))),
     ]
     tensor = torch.ones(3)
-    dist.all_reduce(tensor)  # the group is still usable
+    dist.all_reduce(tensor)  # the group can still be used
     return [*errors, {"sum": tensor.sum().item()}]
 
 
 def generations(rank: int, size: int, *, folder: str) -> list[Any]:
-    """Join four groups in turn, from a thread that is not the main one; the last group misses a member."""
+    """Form groups one after another in one process, from a thread that is not the main one. One loses a member."""
     results: list[Any] = []
 
     def body() -> None:
@@ -171,7 +171,7 @@ def generations(rank: int, size: int, *, folder: str) -> list[Any]:
 
 
 def _generation(store: Store, generation: int, rank: int, size: int, *, ranks: int) -> Any:
-    """Publish the addresses of all `size` ranks; then let the first `ranks` of them join and use the group."""
+    """Publish the addresses of all `size` ranks; then `ranks` of them join."""
     endpoint = Endpoint(generation=generation)
     store.set(f"{generation}/{rank}", endpoint.address)
     members = [store.get(f"{generation}/{other}").decode() for other in range(size)]
@@ -184,9 +184,9 @@ def _generation(store: Store, generation: int, rank: int, size: int, *, ranks: i
         dist.all_reduce(tensor)
         if generation == 1:
             assert error_of(lambda: join(endpoint, rank=rank, members=members, timeout=1))["kind"] == "RingError"
-            dist.all_reduce(torch.ones(1))  # the group is still usable
+            dist.all_reduce(torch.ones(1))  # the group can still be used
         if generation == 2:
-            _meet(store, "2/reduced", rank, size)
+            _wait_for_all(store, "2/reduced", rank, size)
         if generation == 2 and rank == 0:
             endpoint.fail(PeerLost("rank 1 is lost", rank=1))
         if generation == 2:
@@ -196,7 +196,7 @@ def _generation(store: Store, generation: int, rank: int, size: int, *, ranks: i
         return type(error).__name__
     finally:
         leave()
-        leave()  # a second call does nothing
+        leave()  # the second time does nothing
         assert not dist.is_initialized()
 
 

@@ -1,4 +1,4 @@
-"""An ordinary DistributedDataParallel script with our backend's name; it prints one line of JSON."""
+"""A usual DistributedDataParallel script, but for the backend's name. It prints one line of JSON."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Run a function as the ranks of a group, each in its own process."""
+"""Run a function as the ranks of a group, each in a process of its own."""
 
 import faulthandler
 import json
@@ -13,28 +13,28 @@ from typing import Any
 
 from tests import forks
 
-_SECONDS = 220  # the longest time of a run; then each process prints its stacks
-_PATIENCE = 60.0  # timeout of operations, longer than a busy machine keeps ranks waiting
+_SECONDS = 220  # for a whole run; after that each process prints where it hangs
+_PATIENCE = 60.0  # seconds, enough for ranks on a busy machine
 
-Body = Callable[[int, int], Any]  # called with the rank and the number of ranks; its result must be JSON
+Body = Callable[[int, int], Any]  # takes the rank and the number of ranks; returns what JSON can hold
 
 
 class RankFailed(AssertionError):
-    """A rank has raised, hung or died; the text has all exit codes and stacks."""
+    """A rank has raised, hung or died. The text says how each rank ended."""
 
 
 def run(body: Body, size: int, folder: Path, *, backend: str = "fedring", timeout: float = _PATIENCE) -> list[Any]:
-    """Run `body` on each rank; return the results by rank.
+    """Run `body` on each rank, and return what it returned there.
 
     Args:
-        body: a function of a module, or a partial of one.
-        size: the number of ranks.
-        folder: for files of the ranks.
-        backend: of the default group, which `body` finds initialised; empty for no group.
-        timeout: of the group's operations, in seconds.
+        body: A module's function, or a partial of one. It finds the default group ready, unless `backend` is empty.
+        size: The number of ranks.
+        folder: Where the ranks meet, and write results and errors.
+        backend: The backend of the default group; "" = there is no default group.
+        timeout: The default group's timeout, in seconds.
 
     Raises:
-        RankFailed: if a rank has raised, hung or died.
+        RankFailed: A rank has raised, hung or died.
     """
     folder.mkdir(parents=True, exist_ok=True)
     codes = forks.call_all(
@@ -48,10 +48,10 @@ def run(body: Body, size: int, folder: Path, *, backend: str = "fedring", timeou
 
 
 def error_of(body: Callable[[], Any]) -> dict[str, Any]:
-    """Return the error that `body` raises as JSON: its kind, its text, and the rank that it names."""
+    """Run `body`, and return the error that it raises as JSON: its kind, its text, and the rank that it names."""
     try:
         body()
-    except Exception as error:  # noqa: BLE001  # the test decides which errors are right
+    except Exception as error:  # noqa: BLE001  # the test checks whatever it is
         return {"kind": type(error).__name__, "text": str(error), "rank": getattr(error, "rank", None)}
     return {"kind": "", "text": "", "rank": None}
 
@@ -66,20 +66,20 @@ def _rank(body: Body, rank: int, size: int, folder: Path, *, backend: str, timeo
         warnings.simplefilter("error")
         warnings.filterwarnings(
             "ignore", ".torch.distributed.* deprecated", FutureWarning
-        )  # torch warns of functions that we test
+        )  # torch's, of what is tested
         torch.set_num_threads(1)
         try:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("FEDRING_RING_LOST_AFTER_SECONDS", str(_PATIENCE))
             failed = error_of(partial(_enter, backend, rank, size, folder, timeout)) if backend else {"kind": ""}
-            # A slow rank may get the error of a faster one while it still enters the group.
+            # A rank that is still entering notices a failure that a faster one has caused by then.
             result = failed if failed["kind"] else body(rank, size)
             _leave_together(rank, size, folder)
             (folder / f"{rank}.json").write_text(json.dumps(result))
         except BaseException:  # noqa: BLE001  # the test prints it
             traceback.print_exc(file=errors)
             errors.flush()
-            os._exit(1)  # at once, so that the other ranks notice, and nothing waits for them
+            os._exit(1)  # at once: the other ranks notice it, and nothing here waits for them
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -92,19 +92,19 @@ def _enter(backend: str, rank: int, size: int, folder: Path, timeout: float) -> 
 
 
 def _leave_together(rank: int, size: int, folder: Path) -> None:
-    """Leave the group when all ranks have finished, so that a failure reaches all ranks before one of them leaves."""
+    """Leave the group when all ranks do, so that no rank leaves before a failure has reached it."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
     ends = FileStore(str(folder / "ends"), size)
-    ends.set(str(rank), "finished")
+    ends.set(str(rank), "arrived")
     if dist.is_initialized():
         ends.wait([str(other) for other in range(size)], timedelta(seconds=_PATIENCE))
         dist.destroy_process_group()
 
 
 def sum_of_ones(rank: int, size: int, *, init_method: str) -> float:
-    """Sum one from each rank over a group that is made with `init_method`."""
+    """Add ones over the ranks that meet at `init_method`, and return the sum."""
     import torch
     import torch.distributed as dist
 

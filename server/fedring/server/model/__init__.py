@@ -1,4 +1,6 @@
-"""From accepted updates to the next model: rules that compute it tile by tile, model files, deltas, evaluation.
+"""From accepted updates to the next model, and from models to those who download them.
 
-It reads and writes blobs through `fedring.server.state`. It knows nothing of rounds, sessions or gRPC.
+Updates are combined by an aggregation rule, tile by tile, and a server optimizer or an encoding may follow. The room
+also holds the format of model files, the versions that are kept, and the server's own evaluation. It reads and writes
+blobs through `fedring.server.state`. It knows nothing of rounds, sessions or gRPC calls.
 """

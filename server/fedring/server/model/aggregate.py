@@ -1,8 +1,8 @@
 """From a base model and the accepted updates to the blobs of the next model.
 
-The law: the result depends on the base, the plan and the set of updates only, byte
-for byte. FedAvg takes the memory of a few tiles and of the buffers, whatever the
-number of clients and of parameters; an optimizer or a delta takes a few models.
+The law: the result depends on the base, the plan and the set of updates only, byte for byte. Federated averaging takes
+the memory of a few tiles and of the buffers, whatever the number of clients and of parameters. A server optimizer or
+an encoded delta takes a few models.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -17,36 +17,37 @@ from fedring.codec import encode_buffers
 from fedring.codec.encoding import BUFFERS, Encoding
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema, Vectors
+from fedring.server.model.contributions import ClientVector, Contribution, open_vectors, values_at_a_time
 from fedring.server.model.downlink import delta_step
-from fedring.server.model.mean import (
-    Contribution,
-    mean_delta,
-    moved_buffers,
-    moved_parameters,
-    open_sources,
-    step_of,
-    whole_numbers,
-)
+from fedring.server.model.mean import Mean
 from fedring.server.model.modelfile import LoadedModel, ModelReader, ModelWriter
 from fedring.server.model.optimizer import ServerOptimizer
-from fedring.server.model.walk import cut, gather, in_order, tiles
-from fedring.server.state.blobs import Blobs, Partial
+from fedring.server.model.rule import FirstWalk, Rule, Scalars, Tile
+from fedring.server.model.walk import Span, cut, gather, in_order, tiles
 from fedring.server.state.checked import read_checked
+from fedring.server.state.interfaces import Blobs, Partial
 from fedring.server.state.rows import PacketSpec, Vector, lay_out
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 _Base = ModelReader | LoadedModel
 
+_INTEGERS = ("int", "uint", "bool")
+"""How the dtypes begin whose buffers are rounded to whole numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What follows the mean; nothing is FedAvg. The blobs are those of the base's row, empty at first."""
+    """How the next model is made. The default is federated averaging.
 
-    optimizer: ServerOptimizer | None = None
-    optimizer_blob: str = ""
-    encoding: Encoding | None = None  # of the delta that clients may fetch in the place of the model
-    residual_blob: str = ""
+    The blobs are those that the base model's row names; they are empty for a first model.
+    """
+
+    rule: Rule = field(default_factory=Mean)  # combines the updates into one delta
+    optimizer: ServerOptimizer | None = None  # steps by that delta; without one it is added to the base
+    optimizer_blob: str = ""  # the optimizer's state
+    encoding: Encoding | None = None  # of the delta that clients may fetch instead of the model
+    residual_blob: str = ""  # what the encoding left out in the round before
     metadata: Mapping[str, str] = field(default_factory=dict)  # of the model file, for people
 
 
@@ -80,72 +81,148 @@ def aggregate(
     *,
     check: Callable[[], object] = lambda: None,
 ) -> NewModel:
-    """Make the next model and seal it. One at a time for each `blobs`.
+    """Make the next model and seal it. Only one call at a time may use the same `blobs`.
 
     Args:
-        base: the model that the round began with; it and the contributions are read once, from front to back.
+        base: the model that the round began with. It and the contributions are read from front to back, once; twice
+            if the plan's rule has a first walk.
         contributions: the accepted updates, in any order.
-        blobs: where the new model goes, and what the plan names comes from.
-        executor: computes several ranges at a time.
-        plan: what follows the mean.
-        check: called when everything has been read and before anything is sealed; raises if it was damaged.
+        blobs: takes the new model, and holds the blobs that the plan names.
+        executor: computes several tiles at a time.
+        plan: how the model is made.
+        check: called when everything has been read and before anything is sealed; it raises if what was read is
+            damaged.
+
+    Returns:
+        The sealed blobs of the model. No row names them yet.
 
     Raises:
-        CodecError: if the result leaves its format; as every error, it leaves nothing of the new model.
+        CodecError: if a value of the result does not fit its format ("non_finite"), or an update is damaged.
+        OptimizerError: if the optimizer's state cannot be used.
+        StorageError: if something cannot be read or kept.
+        ValueError: if there are no contributions, or two of one client.
+
+    After an error nothing of the new model is left in `blobs`.
     """
     if not contributions:
         raise ValueError("no contributions")
     length = base.schema.num_parameters
-    sources = open_sources(contributions, "parameters", length)
-    # Each range is read whole before the next one begins, so that the readers see their bytes in order.
-    spans = cut(0, length, step_of(decoder for source in sources for decoder in source.decoders))
-    # What takes the whole vectors anyway reads them first, and once.
+    clients = open_vectors(contributions, "parameters", length)
+    # Each tile is read whole before the next one begins, so that the readers see their bytes in order.
+    spans = list(cut(0, length, values_at_a_time(decoder for client in clients for decoder in client.decoders)))
+    # An optimizer and an encoding take the whole vectors, so those are read at once, and once only.
     start: _Base = LoadedModel(base.schema, base.vectors()) if plan.optimizer or plan.encoding else base
 
+    def tile(low: int, high: int) -> Tile:
+        return Tile(low, high, start.parameters(low, high), clients)
+
+    first_walk = plan.rule.first_walk
+    scalars = _walk_first(first_walk, tile, clients, spans, executor) if first_walk else {}
+
     def delta(low: int, high: int) -> Float32:
-        return mean_delta(start.parameters(low, high), sources, low, high).astype(np.float32)
+        return plan.rule.combine(tile(low, high), scalars).astype(np.float32)
 
-    def moved(low: int, high: int) -> Float32:
-        tile = start.parameters(low, high)
-        return moved_parameters(tile, mean_delta(tile, sources, low, high))
+    def parameters(low: int, high: int) -> Float32:
+        part = tile(low, high)
+        return next_parameters(part.base, plan.rule.combine(part, scalars))
 
-    buffers = _mean_buffers(start, contributions)
+    buffers = _next_buffers(start, contributions, plan.rule, scalars)
     if plan.optimizer is None:
-        draft = _Draft(buffers, in_order(executor, moved, spans))
+        draft = _Draft(buffers, in_order(executor, parameters, spans))
     else:
-        mean = gather(in_order(executor, delta, spans), np.empty(length, np.float32))
-        draft = _optimized(start, mean, buffers, blobs, plan)
+        combined = gather(in_order(executor, delta, spans), np.empty(length, np.float32))
+        draft = _optimized(start, combined, buffers, blobs, plan)
     if plan.encoding is not None:
         draft = _encoded(start, draft, blobs, plan)
     return _seal(draft, base.schema, blobs, plan.metadata, check)
 
 
 def store_model(schema: Schema, vectors: Vectors, blobs: Blobs, metadata: Mapping[str, str]) -> NewModel:
-    """These values are a sealed model: the first one."""
-    return _seal(_Draft(vectors.buffers, _cut(vectors.parameters)), schema, blobs, metadata, lambda: None)
+    """Seal a model that is in memory, such as the first one.
+
+    Args:
+        schema: what the model consists of.
+        vectors: its values.
+        blobs: takes the model file.
+        metadata: goes into the model file, for people.
+
+    Raises:
+        CodecError: if the schema does not fit into a model file.
+        StorageError: if the file cannot be kept; then nothing is left of it.
+    """
+    return _seal(_Draft(vectors.buffers, _tiles_of(vectors.parameters)), schema, blobs, metadata, lambda: None)
 
 
-def _mean_buffers(base: _Base, contributions: Sequence[Contribution]) -> Float64:
+def next_parameters(base: NDArray[np.floating], delta: Float64) -> Float32:
+    """Return base + delta, rounded once, [n]. Overwrites `delta`.
+
+    Raises:
+        CodecError: "non_finite", if a value does not fit into float32.
+    """
+    delta += base
+    with np.errstate(over="ignore"):
+        moved = delta.astype(np.float32)
+    if not np.isfinite(moved).all():
+        raise CodecError("non_finite", "a parameter of the next model does not fit into float32")
+    return moved
+
+
+def next_buffers(base: NDArray[np.floating], delta: Float64, whole: NDArray[np.bool_]) -> Float64:
+    """Return base + delta, [n], rounded to the nearest whole number where `whole`, [n], is true.
+
+    Raises:
+        CodecError: "non_finite", if a value does not fit into float64.
+    """
+    moved = base + delta
+    np.rint(moved, out=moved, where=whole)
+    if not np.isfinite(moved).all():
+        raise CodecError("non_finite", "a buffer of the next model does not fit into float64")
+    return moved
+
+
+def whole_numbers(schema: Schema, start: int, stop: int) -> NDArray[np.bool_]:
+    """Return which of the buffers from `start` to `stop` belong to integer tensors, [stop - start]."""
+    whole = np.zeros(stop - start, np.bool_)
+    for entry, span in schema.spans("buffer"):
+        if entry.dtype.startswith(_INTEGERS):
+            whole[max(span.start - start, 0) : max(span.stop - start, 0)] = True
+    return whole
+
+
+def _walk_first(
+    walk: FirstWalk,
+    tile: Callable[[int, int], Tile],
+    clients: Sequence[ClientVector],
+    spans: Sequence[Span],
+    executor: Executor,
+) -> Scalars:
+    total: Float64 | None = None
+    for part in in_order(executor, lambda low, high: walk.measure(tile(low, high)), spans):
+        total = part if total is None else total + part
+    return {} if total is None else walk.scalars(clients, total)
+
+
+def _next_buffers(base: _Base, contributions: Sequence[Contribution], rule: Rule, scalars: Scalars) -> Float64:
     length = base.schema.num_buffers
     out = np.empty(length, np.float64)
-    sources = open_sources(contributions, "buffers", length)
+    clients = open_vectors(contributions, "buffers", length)
     for start, stop in tiles(length):
-        tile = base.buffers(start, stop)
-        if sources:
-            delta = mean_delta(tile, sources, start, stop)
-            tile = moved_buffers(tile, delta, whole_numbers(base.schema, start, stop))
-        out[start:stop] = tile
+        part = base.buffers(start, stop)
+        if clients:
+            delta = rule.combine(Tile(start, stop, part, clients), scalars)
+            part = next_buffers(part, delta, whole_numbers(base.schema, start, stop))
+        out[start:stop] = part
     return out
 
 
-def _optimized(base: _Base, mean: Float32, buffers: Float64, blobs: Blobs, plan: Plan) -> _Draft:
+def _optimized(base: _Base, delta: Float32, buffers: Float64, blobs: Blobs, plan: Plan) -> _Draft:
     if plan.optimizer is None:
         raise ValueError("no optimizer")
     state = read_checked(blobs, plan.optimizer_blob) if plan.optimizer_blob else b""
-    parameters, state = plan.optimizer.step(base.vectors().parameters, mean, state)
+    parameters, state = plan.optimizer.step(base.vectors().parameters, delta, state)
     if not np.isfinite(parameters).all():
-        raise CodecError("non_finite", "the server optimizer's step leaves float32")
-    return _Draft(buffers, _cut(parameters), extras={"optimizer_blob": state})
+        raise CodecError("non_finite", "the server optimizer's step does not fit into float32")
+    return _Draft(buffers, _tiles_of(parameters), extras={"optimizer_blob": state})
 
 
 def _encoded(base: _Base, draft: _Draft, blobs: Blobs, plan: Plan) -> _Draft:
@@ -153,8 +230,8 @@ def _encoded(base: _Base, draft: _Draft, blobs: Blobs, plan: Plan) -> _Draft:
         raise ValueError("no encoding")
     before = base.vectors()
     target = gather(draft.parameters, np.empty_like(before.parameters))
-    owed = np.frombuffer(read_checked(blobs, plan.residual_blob), "<f4") if plan.residual_blob else None
-    step = delta_step(before.parameters, target, owed, plan.encoding)
+    residual = np.frombuffer(read_checked(blobs, plan.residual_blob), "<f4") if plan.residual_blob else None
+    step = delta_step(before.parameters, target, residual, plan.encoding)
     change = draft.buffers - before.buffers
     payloads: list[tuple[Vector, str, bytes]] = [
         ("parameters", plan.encoding.name, step.payload),
@@ -166,8 +243,8 @@ def _encoded(base: _Base, draft: _Draft, blobs: Blobs, plan: Plan) -> _Draft:
         "residual_blob": step.residual.astype("<f4").tobytes(),
     }
     packets = lay_out([(vector, "delta", name, len(payload)) for vector, name, payload in present])
-    # before + change, not draft.buffers: it is what a client computes
-    return _Draft(before.buffers + change, _cut(step.model), packets, draft.extras | extras)
+    # Not draft.buffers: the sum is what a client computes, and it may differ in the last bit.
+    return _Draft(before.buffers + change, _tiles_of(step.model), packets, draft.extras | extras)
 
 
 def _seal(
@@ -197,5 +274,5 @@ def _begin(blobs: Blobs, name: str, undo: ExitStack) -> Partial:
     return partial
 
 
-def _cut(vector: Float32) -> Generator[Float32, None, None]:
+def _tiles_of(vector: Float32) -> Generator[Float32, None, None]:
     return (vector[start:stop] for start, stop in tiles(len(vector)))

@@ -1,7 +1,7 @@
-"""The step from one model to the next as a compressed delta, with error feedback on the server.
+"""The delta from one model to the next in a lossy encoding, with error feedback on the server.
 
-The law: model + residual' == target + residual, up to the rounding of the residual.
-What the encoding loses in this step is added to the next one.
+The law: model + residual' == target + residual, up to the rounding of the residual. What the encoding leaves out of one
+delta is added to the next one (Seide et al. 2014).
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from fedring.codec.encoding import Encoding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A step as it is sent, and where it leads."""
+    """A delta as it is sent, and the model that it leads to."""
 
     payload: bytes
     model: NDArray[np.float32]  # [n], what every client has after it
-    residual: NDArray[np.float32]  # [n], what is still owed
+    residual: NDArray[np.float32]  # [n], what the encoding left out
 
 
 def delta_step(
@@ -28,7 +28,20 @@ def delta_step(
     residual: NDArray[np.float32] | None,
     encoding: Encoding,
 ) -> Step:
-    """The step from `base` towards `target` plus what is owed, all [n]; the model is `apply_delta` of the payload."""
+    """Encode the delta from `base` to `target` plus `residual`.
+
+    Args:
+        base: the parameters that clients hold, [n].
+        target: the parameters of the next model before encoding, [n].
+        residual: what the encoding left out of the deltas before, [n]; None if there is nothing.
+        encoding: of the delta.
+
+    Returns:
+        The delta's payload; the next model, which is `apply_delta` of it; and the new residual.
+
+    Raises:
+        CodecError: if the delta cannot be encoded.
+    """
     wanted = target.astype(np.float64)
     if residual is not None:
         wanted += residual
@@ -39,5 +52,5 @@ def delta_step(
 
 
 def apply_delta(base: NDArray[np.float32], delta: NDArray[np.float32]) -> NDArray[np.float32]:
-    """One float32 addition per value, [n]: what a client does, bit for bit, with a decoded delta."""
+    """Return base + delta, [n], with one float32 addition for each value: bit for bit what a client computes."""
     return np.add(base, delta, dtype=np.float32)

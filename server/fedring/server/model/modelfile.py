@@ -2,9 +2,9 @@
 
     header length u64 | header JSON, padded to 8 bytes | buffers f64 | parameters f32
 
-Both vectors are laid out as in the schema, so that their ranges are plain reads.
-The buffers come first, as they need the larger alignment. Parameters are stored as
-F32 and buffers as F64, whatever the dtypes in the schema, which lies in the metadata.
+Both vectors are laid out as in the schema, so that a range of them is one read. The buffers come first, because they
+need the larger alignment. Parameters are stored as F32 and buffers as F64, whatever their dtypes in the schema, which
+lies in the metadata.
 """
 
 import json
@@ -22,11 +22,11 @@ from fedring.codec.digest import Digest
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema, Vectors, parse_schema
 from fedring.server.model.walk import gather, tiles
-from fedring.server.state.blobs import Partial
+from fedring.server.state.interfaces import Partial
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
-_MAX_HEADER = 100_000_000  # as the safetensors library has it
+_MAX_HEADER = 100_000_000  # the limit of the safetensors library
 _METADATA = "__metadata__"
 
 
@@ -37,24 +37,38 @@ class _Bytes(Protocol):
 
 
 def model_file_header(schema: Schema, metadata: Mapping[str, str]) -> bytes:
-    """The bytes before the buffers."""
+    """Return the bytes of a model file that precede the buffers.
+
+    Args:
+        schema: what the model consists of.
+        metadata: goes into the file, for people.
+
+    Raises:
+        CodecError: "bad_schema", if two tensors have one name, or there are too many.
+    """
     own = {"format": "pt", "schema": schema.json.decode(), "schema_hash": schema.hash.hex()}
     rows: dict[str, Any] = {_METADATA: {**metadata, **own}} | _tensors(schema)
     if len(rows) != len(schema.entries) + 1:
-        raise CodecError("bad_schema", f"two tensors have one name, or one is named {_METADATA}")
+        raise CodecError("bad_schema", f"two tensors have the same name, or one is named {_METADATA}")
     text = json.dumps(rows, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > _MAX_HEADER:
-        raise CodecError("bad_schema", "too many tensors for one file")
+        raise CodecError(
+            "bad_schema", f"the header would take {len(text)} bytes, more than {_MAX_HEADER}: use fewer tensors"
+        )
     return _LENGTH.pack(len(text)) + text
 
 
 class ModelWriter:
-    """Writes a model into an empty partial, tile after tile: all buffers, then all parameters."""
+    """Writes a model into an empty partial, tile after tile: all buffers, then all parameters.
+
+    Raises:
+        CodecError: "bad_schema", if the schema does not fit into a model file.
+    """
 
     def __init__(self, partial: Partial, schema: Schema, metadata: Mapping[str, str]) -> None:
         if partial.size:
-            raise ValueError(f"partial {partial.name} is not empty")
+            raise ValueError(f"the partial is not empty: it holds {partial.size} bytes")
         header = model_file_header(schema, metadata)
         self._partial = partial
         self._buffers_start = len(header)
@@ -64,11 +78,11 @@ class ModelWriter:
         partial.write(header)
 
     def write_buffers(self, tile: NDArray[np.float64]) -> None:
-        """The next buffers, [n]."""
+        """Write the next buffers, [n]."""
         self._write(_little(tile, "<f8"), self._parameters_start)
 
     def write_parameters(self, tile: NDArray[np.float32]) -> None:
-        """The next parameters, [n]."""
+        """Write the next parameters, [n]."""
         if self._partial.size < self._parameters_start:
             raise ValueError("buffers are missing")
         data = _little(tile, "<f4")
@@ -76,10 +90,12 @@ class ModelWriter:
         self._digest.update(data)
 
     def finish(self) -> str:
-        """The model's name (Vectors.digest), once all is written."""
+        """Return the model's digest (Vectors.digest) when all values have been written."""
         if self._partial.size != self._end:
             raise ValueError(f"{self._end - self._partial.size} bytes are missing")
-        for start, stop in tiles(self._parameters_start - self._buffers_start):  # the digest wants them last
+        for start, stop in tiles(
+            self._parameters_start - self._buffers_start
+        ):  # the digest covers them after the parameters
             self._digest.update(self._partial.read(self._buffers_start + start, stop - start))
         return self._digest.name
 
@@ -91,7 +107,11 @@ class ModelWriter:
 
 @dataclass(frozen=True)
 class ModelReader:
-    """A model file, read by range; CodecError("bad_model") if it is not one."""
+    """A model file, which is read by range.
+
+    All attributes and methods raise CodecError ("bad_model") if it is not a model file, and StorageError if it cannot
+    be read.
+    """
 
     blob: _Bytes
 
@@ -102,19 +122,19 @@ class ModelReader:
         metadata = rows.pop(_METADATA, {})
         schema = parse_schema(str(metadata.get("schema", "")).encode())
         if rows != _tensors(schema) or self._start + _data_bytes(schema) != self.blob.size:
-            raise CodecError("bad_model", "the file is not as its schema says")
+            raise CodecError("bad_model", "the tensors in the file are not those of its schema")
         return schema
 
     def parameters(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Parameters start to stop, [stop - start], read-only."""
+        """Return the parameters from `start` to `stop`, [stop - start], read-only."""
         return np.frombuffer(self.parameter_bytes(4 * start, 4 * (stop - start)), "<f4")
 
     def buffers(self, start: int, stop: int) -> NDArray[np.float64]:
-        """Buffers start to stop, [stop - start], read-only."""
+        """Return the buffers from `start` to `stop`, [stop - start], read-only."""
         return np.frombuffer(self.buffer_bytes(8 * start, 8 * (stop - start)), "<f8")
 
     def vectors(self) -> Vectors:
-        """All values, as arrays that can be written to."""
+        """Return all values in new arrays."""
         schema = self.schema
         # The buffers come first in the file, which is read from front to back.
         buffers = gather(starmap(self.buffers, tiles(schema.num_buffers)), np.empty(schema.num_buffers, np.float64))
@@ -122,11 +142,11 @@ class ModelReader:
         return Vectors(gather(starmap(self.parameters, tiles(count)), np.empty(count, np.float32)), buffers)
 
     def parameter_bytes(self, offset: int, size: int) -> bytes:
-        """A range of the parameters as they are sent: float32, little endian."""
+        """Return `size` bytes at `offset` of the parameters as they are sent: float32, little endian."""
         return self._range(self._start + self._middle, offset, size, 4 * self.schema.num_parameters)
 
     def buffer_bytes(self, offset: int, size: int) -> bytes:
-        """A range of the buffers as they are sent: float64, little endian."""
+        """Return `size` bytes at `offset` of the buffers as they are sent: float64, little endian."""
         return self._range(self._start, offset, size, self._middle)
 
     @cached_property
@@ -149,21 +169,21 @@ class ModelReader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model in memory, read as a ModelReader is."""
+    """A model in memory, which is read like a ModelReader."""
 
     schema: Schema
     values: Vectors
 
     def parameters(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Parameters start to stop, [stop - start]."""
+        """Return the parameters from `start` to `stop`, [stop - start], not to be written to."""
         return self.values.parameters[start:stop]
 
     def buffers(self, start: int, stop: int) -> NDArray[np.float64]:
-        """Buffers start to stop, [stop - start]."""
+        """Return the buffers from `start` to `stop`, [stop - start], not to be written to."""
         return self.values.buffers[start:stop]
 
     def vectors(self) -> Vectors:
-        """The values themselves: not to be written to."""
+        """Return the values themselves, not to be written to."""
         return self.values
 
 

@@ -1,7 +1,7 @@
 """Server optimizers: torch.optim on the pseudo-gradient (Reddi et al. 2021, algorithm 2).
 
-The clients' mean delta, negated, is the gradient of one flat parameter. That is the
-same as stepping tensor by tensor only for optimizers that treat each value by itself.
+The combined delta of the clients, negated, is the gradient of one flat parameter. This equals stepping tensor by tensor
+only for optimizers that treat each value by itself.
 """
 
 import inspect
@@ -20,18 +20,26 @@ from safetensors import SafetensorError
 ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
-"""Classes of torch.optim that treat each value by itself, and that every supported torch has."""
+"""The classes of torch.optim that treat each value by itself, and that every supported version of torch has."""
 
 _NOT_FOR_USERS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "maximize"})
 
 
 class OptimizerError(ValueError):
-    """The optimizer, its arguments or its state cannot be used."""
+    """The optimizer, its arguments or its saved state cannot be used."""
 
 
 @dataclass(frozen=True)
 class ServerOptimizer:
-    """A class of torch.optim and its arguments, checked."""
+    """A class of torch.optim and its arguments.
+
+    Attributes:
+        name: one of ELEMENTWISE.
+        args: keyword arguments, numbers or lists of numbers.
+
+    Raises:
+        OptimizerError: if the class is not one of those, or does not take these arguments.
+    """
 
     name: str
     args: Mapping[str, Any]
@@ -54,10 +62,19 @@ class ServerOptimizer:
     def step(
         self, base: NDArray[np.float32], delta: NDArray[np.float32], state: bytes
     ) -> tuple[NDArray[np.float32], bytes]:
-        """The new model, [n], and the state to give to the next step.
+        """Step once.
 
-        `base` and the clients' mean `delta` are [n]. It is a first step if the state is empty or
-        that of another optimizer, of other arguments, or of a model of another size.
+        Args:
+            base: the parameters before the step, [n].
+            delta: the combined delta of the clients, [n].
+            state: what the step before has returned. The optimizer starts anew if it is empty, or belongs to another
+                optimizer, to other arguments, or to a model of another size.
+
+        Returns:
+            The parameters after the step, [n], and the state for the next one.
+
+        Raises:
+            OptimizerError: if `state` is damaged, or the optimizer keeps something that cannot be saved.
         """
         parameter = torch.from_numpy(base.copy())
         optimizer = self._make(parameter)
@@ -72,14 +89,14 @@ class ServerOptimizer:
         args = {key: tuple(value) if isinstance(value, list) else value for key, value in self.args.items()}
         optimizer = getattr(torch.optim, self.name)([parameter.requires_grad_()], **args)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"torch.optim.{self.name} is no optimizer")
+            raise TypeError(f"torch.optim.{self.name} is not an optimizer")
         return optimizer
 
     def _save(self, optimizer: torch.optim.Optimizer) -> bytes:
         state = optimizer.state_dict()["state"].get(0, {})
-        tensors = {key: value for key, value in state.items() if value is not None}  # SGD's absent momentum
+        tensors = {key: value for key, value in state.items() if value is not None}  # SGD without momentum keeps None
         if odd := [key for key, value in tensors.items() if not isinstance(value, torch.Tensor)]:
-            raise OptimizerError(f"{self.name} keeps {', '.join(odd)}, which is no tensor")
+            raise OptimizerError(f"{self.name} keeps {', '.join(odd)}, which is not a tensor")
         return safetensors.torch.save(tensors, {"optimizer": self._identity})
 
     @property

@@ -1,4 +1,4 @@
-"""The server's own evaluation of a model, on the whole test set of its job."""
+"""The server's own evaluation of models, on the whole test set of a job."""
 
 import logging
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from torch import nn
 from fedring.data import DataError
 from fedring.server.config import ServerConfig
 from fedring.server.model.modelfile import ModelReader
-from fedring.server.state.blobs import Blobs
 from fedring.server.state.checked import CheckedReader
+from fedring.server.state.interfaces import Blobs
 from fedring.server.state.rows import ModelRow
 from fedring.train.device import pick_device
 from fedring.train.evaluation import Counts, evaluate
@@ -31,14 +31,18 @@ class _Loaded:
 
 
 class TestSet:
-    """Keeps the model and the samples of one job loaded; not for the event loop."""
+    """Evaluates models. It keeps the model and the samples of one job in memory; not for the event loop."""
 
     def __init__(self, blobs: Blobs, config: ServerConfig) -> None:
         self._blobs, self._config = blobs, config
         self._loaded: _Loaded | None = None
 
     def evaluate(self, row: ModelRow, job: Job) -> Counts | None:
-        """The counts of the model on the test samples; None, with a line in the log, if that fails."""
+        """Evaluate a version on the job's test samples.
+
+        Returns:
+            The counts; None, with a line in the log, if that fails: the user's code may raise anything.
+        """
         try:
             loaded = self.load(job)
             with self._blobs.reader(row.blob) as blob:
@@ -47,16 +51,21 @@ class TestSet:
                 write_vectors(loaded.model, reader.schema, reader.vectors())
                 checked.check()
             counts = evaluate(loaded.model, loaded.samples, loss=loaded.loss, device=pick_device("auto"))
-        except Exception:  # the user's model and loss may raise anything, and the round has its model already
-            log.exception("model %d was not evaluated here", row.version)
+        except Exception:  # the user's model and loss may raise anything, and the round has published
+            log.exception("the server could not evaluate model %d", row.version)
             return None
         if not isfinite(counts.loss_sum):
-            log.error("model %d has no score here: its loss is %g", row.version, counts.loss_sum)
+            log.error("the server's evaluation of model %d is not used: its loss is %g", row.version, counts.loss_sum)
             return None
         return counts
 
     def load(self, job: Job) -> _Loaded:
-        """What the job is evaluated with; SeamError or DataError if it cannot be had."""
+        """Load what a job is evaluated with, unless it is loaded already.
+
+        Raises:
+            SeamError: if the model, the data or the loss cannot be imported.
+            DataError: if the data cannot be loaded.
+        """
         if self._loaded is None or self._loaded.job != job:
             self._loaded = self._load(job)
         return self._loaded

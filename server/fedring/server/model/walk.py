@@ -1,4 +1,4 @@
-"""The walk over a long vector: tile by tile, several at work, all in order."""
+"""The walk over a long vector: tile by tile, several tiles at a time, with the results in order."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -13,25 +13,26 @@ T = TypeVar("T")
 Span = tuple[int, int]
 
 AHEAD = 4
-"""Tiles that are at work, or done and not yet taken: the bound of a walk's memory."""
+"""Tiles that are being computed, or computed and not yet taken. It bounds the memory of a walk."""
 
 
 def tiles(length: int) -> Iterator[Span]:
-    """The ranges (start, stop) of at most TILE entries that make up 0..length."""
+    """Yield the ranges (start, stop) of at most TILE entries that cover 0 to `length`."""
     return cut(0, length, TILE)
 
 
 def cut(start: int, stop: int, step: int) -> Iterator[Span]:
-    """The ranges of at most `step` entries that make up start..stop."""
+    """Yield the ranges of at most `step` entries that cover `start` to `stop`."""
     for low in range(start, stop, step):
         yield low, min(low + step, stop)
 
 
 def in_order(executor: Executor, function: Callable[[int, int], T], spans: Iterable[Span]) -> Generator[T, None, None]:
-    """function(start, stop) for each span, in order, AHEAD at a time on the executor.
+    """Yield function(start, stop) of each span, in the order of the spans.
 
-    A span that no thread has begun when its turn comes is computed here, so that
-    a walk that itself runs on a busy executor ends all the same.
+    The executor computes up to AHEAD of them at a time. A span that no thread has begun when its turn comes is computed
+    by the caller's thread, so that a walk which itself runs on a busy executor ends nevertheless. A walk that is closed
+    early waits for the computations that have begun.
     """
     pending: deque[tuple[Span, Future[T]]] = deque()
     try:
@@ -43,11 +44,11 @@ def in_order(executor: Executor, function: Callable[[int, int], T], spans: Itera
             yield _take(function, *pending.popleft())
     finally:
         started = [future for _, future in pending if not future.cancel()]
-        wait(started)  # they read what the caller is about to close
+        wait(started)  # they read files that the caller is about to close
 
 
 def gather(parts: Iterable[NDArray[Any]], out: NDArray[Any]) -> NDArray[Any]:
-    """`out`, filled with the parts, one after the other."""
+    """Fill `out` with the parts, one after the other, and return it."""
     start = 0
     for part in parts:
         out[start : start + len(part)] = part

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedring.daemon.config import ConfigError, check_keys, explain, merge
-from fedring.rpc.errors import BadRequest, ClientIsHere, NoSuchClient, NoSuchJob, OtherJob, UnknownRound
+from fedring.rpc.errors import BadRequest, ClientInUse, NoSuchClient, NoSuchJob, OtherJob, UnknownRound
 from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.parts import Parts
 from fedring.server.round.report import event_message, job_message, model_message, round_message
@@ -138,9 +138,9 @@ class ControlService(rpc.ControlServiceServicer):
         if name not in counts:
             raise NoSuchClient(f"no update of {printable(name[:128])!r} was ever accepted: see `flctl clients`")
         if self._sessions.get(name) is not None:
-            raise ClientIsHere(f"{name} is in session: stop its fl-client first")
+            raise ClientInUse(f"{name} is in session: stop its fl-client first")
         if open_ is not None and name in open_.accepted:
-            raise ClientIsHere(f"an update of {name} is in round {open_.row.round}: wait until the round has ended")
+            raise ClientInUse(f"an update of {name} is in round {open_.row.round}: wait until the round has ended")
         await self._facts.db(self._facts.forget_client, name)
         text = f"{name} was forgotten, with {counts[name]} updates"
         self._journal.write("client_forgotten", text, client_id=name)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from fedring.daemon.notify import sd_notify
 from fedring.rpc.health import Health
 from fedring.server.parts import Parts
-from fedring.server.state.blobs import StorageError
+from fedring.server.state.failures import StorageError
 
 _TRIAL_SECONDS = 1.0
 _LONGEST_SECONDS = 30.0

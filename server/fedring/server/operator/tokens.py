@@ -12,12 +12,11 @@ from fedring.daemon.config import ConfigError
 from fedring.rpc.errors import BadRequest, FedringError, NoSuchToken, Unauthenticated
 from fedring.rpc.identity import NAME, Identity, Role
 from fedring.server.round.sessions import Sessions
-from fedring.server.state.blobs import StorageError
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import StorageError
+from fedring.server.state.identity import add_token_offline
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import TokenRow
-from fedring.server.state.store import SqlStore
-from fedring.server.state.swap import refuse_pending
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 
@@ -54,16 +53,9 @@ def new_token(role: str, name: str, valid_seconds: int) -> tuple[TokenRow, str]:
 
 def create_offline(state_dir: Path, role: str, name: str, valid_seconds: int) -> tuple[TokenRow, str]:
     """Make a token in the state folder of a server, which may be running; ConfigError if there is no such folder."""
-    if not state_dir.is_dir():
-        raise ConfigError(f"there is no folder {state_dir}: give the server's state_dir")
-    refuse_pending(state_dir)
     row, token = new_token(role, name, valid_seconds)
     try:
-        store = SqlStore(f"sqlite:///{state_dir / 'facts.sqlite'}")
-        try:
-            store.add_token(row)
-        finally:
-            store.close()
+        add_token_offline(state_dir, row)
     except StorageError as error:
         raise ConfigError(f"state_dir {state_dir} cannot be used: {error}") from error
     return row, token

@@ -13,8 +13,8 @@ from fedring.rpc.errors import NoSuchJob
 from fedring.server.round.metrics import Metrics
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
-from fedring.server.state.blobs import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.journal import Journal, printable
 from fedring.server.state.rows import JobRow, RoundRow
 from fedring.train.errors import SeamError

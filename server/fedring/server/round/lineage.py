@@ -4,12 +4,13 @@ import time
 from typing import Any
 
 from fedring.server.config import ServerConfig
-from fedring.server.model.models import Models, files_of
+from fedring.server.model.models import Models
 from fedring.server.model.testset import TestSet
+from fedring.server.model.versions import files_of
 from fedring.server.round.events import Phase
 from fedring.server.round.open_round import OpenRound
-from fedring.server.state.blobs import StorageError, StorageFailed
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
 from fedring.train.job import Job
 
@@ -27,15 +28,15 @@ async def base_of(facts: Facts, models: Models, latest: ModelRow | None, job: Jo
         wanted = await facts.db(facts.store.model, spec.start)
         if wanted is None:
             raise StorageError("unknown_model", f"start = {spec.start}: no such version is kept (`flctl models list`)")
-        models.remember(wanted)  # a model that was damaged when the server started is not known yet
-        await facts.heavy(models.check_fits, wanted, spec)
+        models.versions.remember(wanted)  # a model that was damaged when the server started is not known yet
+        await facts.heavy(models.maker.check_fits, wanted, spec)
         return wanted
-    if latest is not None and models.fits(latest, spec):
+    if latest is not None and models.maker.is_known_to_fit(latest, spec):
         return latest
-    model = await facts.heavy(models.fitting, latest, spec, await facts.db(facts.store.next_version))
+    model = await facts.heavy(models.maker.first, spec, latest, await facts.db(facts.store.next_version))
     if model is not latest:
         await facts.db(facts.store.publish, model)
-        models.remember(model)
+        models.versions.remember(model)
     return model
 
 
@@ -54,7 +55,7 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
     """
     updates = [open_.accepted[client] for client in sorted(open_.accepted)]
     version = await facts.db(facts.store.next_version)
-    model = await facts.heavy(models.next, open_.base, updates, open_.job, open_.row.round, version)
+    model = await facts.heavy(models.maker.next, open_.base, updates, open_.job, open_.row.round, version)
     ended = open_.ended(Phase.PUBLISHED, model_version=model.version)
     try:
         await facts.db(facts.store.publish, model, ended)
@@ -84,4 +85,4 @@ async def prune(facts: Facts, models: Models, config: ServerConfig, open_: OpenR
     if await facts.db(facts.prune, config.keep_models, config.keep_update_rounds, config.keep_rounds):
         kept = await facts.db(facts.store.models, config.keep_models)
         base = {open_.base.version} if open_ else set()
-        models.forget({row.version for row in kept} | base)
+        models.versions.forget({row.version for row in kept} | base)

@@ -4,7 +4,6 @@ A metric is counted where something happens, or read when Prometheus asks.
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,7 +19,7 @@ from fedring.codec.errors import CodecError
 from fedring.daemon.metrics import Registry
 from fedring.daemon.tracing import start_span, traceparent_of
 from fedring.rpc.errors import FedringError
-from fedring.rpc.metrics import Calls
+from fedring.rpc.metrics import CallMetrics
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Presence, Round, State
 from fedring.server.round.guard_metrics import GuardMetrics
@@ -68,7 +67,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = Registry()
         files = (federation_pb2, rendezvous_pb2, control_pb2, health_pb2, reflection_pb2)
-        self.calls = Calls("server", registry, [file.DESCRIPTOR for file in files])
+        self.calls = CallMetrics("server", registry, [file.DESCRIPTOR for file in files])
         self.guard = GuardMetrics()
         registry.register(self.guard)
         self._began = 0.0  # the training of the round in progress, monotonic
@@ -140,8 +139,8 @@ class Metrics:
         self._queue.set_function(lambda: facts.waiting)
         self._fsync.set_function(lambda: facts.commit_seconds)
         self._failing.set_function(lambda: bool(facts.storage.fault))
-        self._disk_free.set_function(partial(_disk, facts, "f_bavail"))
-        self._disk_size.set_function(partial(_disk, facts, "f_blocks"))
+        self._disk_free.set_function(partial(_disk, facts, "free"))
+        self._disk_size.set_function(partial(_disk, facts, "total"))
 
     def moved(self, before: Round | None, after: Round | None, now: float) -> None:
         """Count a change of the round in progress.
@@ -221,12 +220,9 @@ def _clients(state: Callable[[], State], name: str) -> int:
 
 
 def _disk(facts: Facts, field: str) -> float:
-    """Return one of statvfs's counts of blocks in bytes, for the state folder; NaN if the folder cannot be asked."""
-    try:
-        disk = os.statvfs(facts.blobs.root)
-    except OSError:
-        return nan
-    return float(getattr(disk, field) * disk.f_frsize)
+    """Return a field of the state folder's DiskSpace; NaN if it cannot be found out."""
+    space = facts.blobs.disk_space()
+    return float(getattr(space, field)) if space else nan
 
 
 class RoundTrace:

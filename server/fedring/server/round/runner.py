@@ -14,7 +14,6 @@ from math import inf
 from fedring.codec import CodecError
 from fedring.server.config import ServerConfig
 from fedring.server.group import machine as gr
-from fedring.server.model.damage import DamagedModel, DamagedUpdates
 from fedring.server.model.models import Models
 from fedring.server.model.optimizer import OptimizerError
 from fedring.server.model.testset import TestSet
@@ -45,8 +44,8 @@ from fedring.server.round.plan import group_rules, round_command, rules_of
 from fedring.server.round.progress import Progress, why_abandoned
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.sessions import Sessions
-from fedring.server.state.blobs import StorageError, StorageFailed
 from fedring.server.state.facts import Facts
+from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed
 from fedring.server.state.journal import Journal
 from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.train.job import Job
@@ -99,7 +98,7 @@ class RoundRunner:
             rounds.latest = base
         if spec.evaluate_on_server:
             await facts.heavy(self._test_set.load, spec)
-        small = self._models.small(base, spec)  # before there is a row: it may fail, and be tried again
+        small = self._models.downloads.small(base, spec)  # before there is a row: it may fail, and be tried again
         wanted = RoundRow(0, job.job_id, job_round, Phase.WAITING, time.time(), base_version=base.version)
         row = await facts.db(facts.store.create_round, wanted)
         self._begin(row, spec, base, small)
@@ -115,8 +114,8 @@ class RoundRunner:
         base = await facts.db(facts.store.model, row.base_version)
         if base is None:
             raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, now gone")
-        self._models.remember(base)
-        small = self._models.small(base, spec)
+        self._models.versions.remember(base)
+        small = self._models.downloads.small(base, spec)
         rules = rules_of(spec, grace=self._config.lost_after_seconds)
         seconds = rd.seconds(rules, Phase(row.phase))
         elapsed = 0.0 if row.seconds_left is None else max(0.0, seconds - row.seconds_left)
@@ -248,7 +247,7 @@ class RoundRunner:
         """Tell everybody of the new model, which is durable, and let clients evaluate it."""
         rounds = self._rounds
         open_.row, rounds.latest = ended, model
-        self._models.remember(model)
+        self._models.versions.remember(model)
         evaluators = [s.client_id for s in self._sessions if s.matched] if open_.job.evaluate else []
         rounds.handle(Published(frozenset(evaluators)))
         self._end_training(open_)

@@ -10,8 +10,8 @@ from fedring.rpc.chunks import CHUNK_BYTES, chunks
 from fedring.rpc.errors import BadRequest
 from fedring.rpc.streams import METER, write
 from fedring.server.config import ServerConfig
-from fedring.server.model.damage import DamagedModel
 from fedring.server.parts import Parts
+from fedring.server.state.failures import DamagedModel
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1 import federation_pb2_grpc as rpc
 
@@ -50,16 +50,16 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
             DamagedModel: if it is damaged; a round that starts from it has been ended.
         """
         try:
-            with self._parts.models.offer(request) as offer:
-                start, total = _start_of(request, offer.header), offer.header.total_bytes
-                yield pb.ModelBlob(header=offer.header)
-                for offset, message in chunks(offer.read, start=start, total=total):
+            with self._parts.models.downloads.open(request) as download:
+                start, total = _start_of(request, download.header), download.header.total_bytes
+                yield pb.ModelBlob(header=download.header)
+                for offset, message in chunks(download.read, start=start, total=total):
                     if offset + CHUNK_BYTES >= total:
                         # What was read from the start of the payload is digested already; reading the rest takes long.
                         if start:
-                            await self._parts.facts.work(offer.prove)
+                            await self._parts.facts.work(download.check)
                         else:
-                            offer.prove()
+                            download.check()
                     yield message
         except DamagedModel as error:
             await self._parts.runner.damaged(error)

@@ -10,8 +10,8 @@ import grpc
 from grpc import aio
 
 from fedring.codec.errors import CodecError
-from fedring.rpc.boundary import sound_message
-from fedring.rpc.chunks import Piece, part_parser, serialize
+from fedring.rpc.boundary import require_message
+from fedring.rpc.chunks import ReceivedChunk, part_parser, serialize
 from fedring.rpc.errors import (
     BadRequest,
     FedringError,
@@ -19,12 +19,13 @@ from fedring.rpc.errors import (
     Overloaded,
     UnknownRound,
 )
-from fedring.rpc.streams import METER, Paced, write
+from fedring.rpc.streams import METER, TimedStream, write
 from fedring.server.config import ServerConfig
 from fedring.server.parts import Parts
 from fedring.server.round.sessions import Session
-from fedring.server.state.blobs import FilePartial, MemoryPartial, StorageError
-from fedring.server.update.acceptance import Partial
+from fedring.server.state.blobs import MemoryPartial
+from fedring.server.state.failures import StorageError
+from fedring.server.state.interfaces import Partial
 from fedring.server.update.admission import check_payload
 from fedring.server.update.upload import (
     Accept,
@@ -88,11 +89,11 @@ class ClientUpdateService:
         self._uploads: dict[str, asyncio.Task[Any]] = {}
 
     async def PushUpdate(
-        self, request_iterator: AsyncIterator[pb.ClientUpdate | Piece], context: Any
+        self, request_iterator: AsyncIterator[pb.ClientUpdate | ReceivedChunk], context: Any
     ) -> AsyncIterator[pb.UpdateReply]:
         session = self._sessions.of(context)
         with self._counted(session, 0) as count:
-            messages = Paced(request_iterator, self._config.no_progress_seconds)
+            messages = TimedStream(request_iterator, self._config.no_progress_seconds)
             first = await anext(messages, None)
             if not isinstance(first, pb.ClientUpdate) or not first.HasField("offer"):
                 raise BadRequest("the first message must be an offer")
@@ -127,7 +128,7 @@ class ClientUpdateService:
                 raise Gone("the session was closed")
             session.hear()
             with self._counted(session, seen):
-                update = sound_message(request)
+                update = require_message(request)
                 async with aclosing(self._push(session, Offered(update.offer, update.payload))) as replies:
                     reply = await anext(replies)
             await write(context, reply.accepted, self._config.no_progress_seconds)
@@ -155,7 +156,7 @@ class ClientUpdateService:
             count()
 
     async def _push(
-        self, session: Session, offered: Event, messages: AsyncIterator[pb.ClientUpdate | Piece] | None = None
+        self, session: Session, offered: Event, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk] | None = None
     ) -> AsyncGenerator[pb.UpdateReply, None]:
         """Perform what an upload asks for until it is done, and yield what the client is to be told.
 
@@ -190,7 +191,7 @@ class ClientUpdateService:
                 case AskRound(run_id, number):
                     open_ = self._rounds.deliverable(run_id, number, client)
                     call.run_id, call.round = run_id, number
-                    schema = self._models.schema_of(open_.base)
+                    schema = self._models.versions.schema_of(open_.base)
                     return Terms(open_.base.digest, open_.command.max_update_bytes, schema)
                 case Open():
                     return Opened(await self._open(client, effect, call, stack))
@@ -249,7 +250,7 @@ class ClientUpdateService:
         if message is None:
             return Ended()
         self._rounds.deliverable(call.run_id, call.round, client)  # an upload does not outlive its round
-        chunk = message if isinstance(message, Piece) else message.chunk
+        chunk = message if isinstance(message, ReceivedChunk) else message.chunk
         return Chunk(chunk.offset, chunk.data)
 
     async def _write(self, partial: Partial, data: bytes | memoryview) -> None:
@@ -278,7 +279,7 @@ class ClientUpdateService:
         return Admitted(norm, time.time(), partial.read(0, partial.size) if small else b"")
 
     def _discard(self, call: "_Call") -> None:
-        if isinstance(call.partial, FilePartial):
+        if not isinstance(call.partial, MemoryPartial):
             self._facts.blobs.abort(call.partial)
 
     @asynccontextmanager
@@ -302,7 +303,7 @@ class ClientUpdateService:
 class _Call:
     """What one call keeps of its upload."""
 
-    def __init__(self, messages: AsyncIterator[pb.ClientUpdate | Piece] | None) -> None:
+    def __init__(self, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk] | None) -> None:
         self.messages = messages
         self.partial: Partial = MemoryPartial()
         self.undo = ExitStack()  # closes the partial

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedring.codec.errors import CodecError
 from fedring.rpc.errors import BadRequest, Gone, Unavailable, UnknownRound, refusal_in
-from fedring.rpc.streams import Paced, write
+from fedring.rpc.streams import TimedStream, write
 from fedring.server.config import ServerConfig
 from fedring.server.group import machine as gr
 from fedring.server.parts import Parts
@@ -34,7 +34,7 @@ class RendezvousService(rpc.RendezvousServiceServicer):
     ) -> None:
         session = self._sessions.of(context)
         client, replaced = session.client_id, asyncio.Event()
-        first = await anext(Paced(request_iterator, self._config.lost_after_seconds), None)
+        first = await anext(TimedStream(request_iterator, self._config.lost_after_seconds), None)
         round_ = self._enter(client, first)
         if older := self._streams.get(client):
             older.set()

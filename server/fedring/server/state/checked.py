@@ -1,47 +1,30 @@
-"""Blobs that are proven to be what their names say, by the very bytes that were used.
+"""Reading blobs with a check that the bytes which were used have the digest that the blob is named by.
 
-A blob is named by the digest of its bytes, so damage on the disk can be noticed whenever it is read. A
-CheckedReader digests what passes through it and compares at the end: whoever publishes or sends what was read
-does so after `check`, never before.
+A blob is named by the digest of its bytes, so damage on the disk can be noticed whenever it is read. A CheckedReader
+digests what passes through it, and compares at the end. Its user must not publish or send what was read before `check`
+has returned.
 """
 
 from collections.abc import Callable, Iterable
 from threading import Lock
 
-from grpc import StatusCode
-
 from fedring.codec.digest import Digest, is_called
-from fedring.rpc.errors import FedringError
-from fedring.server.state.blobs import Blobs, StorageError, StorageFailed
+from fedring.server.state.failures import DamagedBlob, StorageError, StorageFailed
+from fedring.server.state.interfaces import Blobs
 
 _STEP = 1 << 20  # bytes that are read at a time for the digest alone
 _AHEAD = 4  # ranges by which one thread may be ahead of another
-_ROOM = 32 << 20  # bytes that may wait for those before them, in all readers of one walk
-
-
-class DamagedBlob(StorageError, FedringError):
-    """Bytes are not those that their digest was taken of.
-
-    Attributes:
-        digest: their name, which is the blob's if they are one.
-        what: what is wrong with them, a clause for people.
-    """
-
-    status = StatusCode.DATA_LOSS
-
-    def __init__(self, digest: str, what: str, text: str = "") -> None:
-        super().__init__("damaged_blob", text or f"blobs/{digest} {what}")
-        self.digest, self.what = digest, what
+_ROOM = 32 << 20  # bytes that may wait for earlier bytes, in all readers of one walk
 
 
 class Room:
-    """How many bytes all readers of one walk may hold back until those before them have come."""
+    """A limit, shared by all readers of one walk, on the bytes that wait until earlier bytes have been read."""
 
     def __init__(self, size: int = _ROOM) -> None:
         self._left, self._lock = size, Lock()
 
     def take(self, size: int) -> bool:
-        """Return whether there was room for `size` bytes; if so, they are counted until `give`."""
+        """Count `size` bytes until `give` if they fit; return whether they do."""
         with self._lock:
             if size > self._left:
                 return False
@@ -49,23 +32,23 @@ class Room:
             return True
 
     def give(self, size: int) -> None:
-        """Let go of `size` bytes."""
+        """Stop counting `size` bytes."""
         with self._lock:
             self._left += size
 
 
 class CheckedReader:
-    """Reads a blob by range and digests it on the way.
+    """Reads a blob by range, and digests it on the way.
 
-    Ranges that follow each other cost one pass over the bytes, also if several threads take turns. What was read out
-    of order, twice, or not at all, `check` reads once more: it never trusts bytes that were digested before they were
-    used.
+    If the ranges follow each other, the bytes are read once, also if several threads take turns. What was read out of
+    order, twice, or not at all is read again by `check`, because bytes that were digested before they were used cannot
+    be trusted.
 
     Args:
         read: returns `size` bytes at `offset`; safe from any number of threads.
         size: the blob's length in bytes.
         digest: the blob's name.
-        room: what the readers of one walk share.
+        room: the limit that the readers of one walk share.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, digest: str, room: Room | None = None) -> None:
@@ -73,12 +56,12 @@ class CheckedReader:
         self._read, self._room = read, room or Room()
         self._hash = Digest(like=digest)
         self._digested = 0  # bytes from the start
-        self._early: dict[int, bytes] = {}  # ranges that wait for those before them, by offset
-        self._twice = False  # something was used that had been digested before
+        self._early: dict[int, bytes] = {}  # ranges that wait for earlier ones, by offset
+        self._twice = False  # something was used after it had been digested
         self._lock = Lock()
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return the `size` bytes at `offset`, from any thread."""
+        """Return `size` bytes at `offset`; called from any number of threads."""
         data = self._read(offset, size)
         with self._lock:
             if offset == self._digested:
@@ -90,10 +73,11 @@ class CheckedReader:
         return data
 
     def check(self) -> None:
-        """Return if the whole blob is what its name says.
+        """Return if the whole blob has the digest that it is named by.
 
         Raises:
-            DamagedBlob: if it is not, or cannot be read to its end.
+            DamagedBlob: if it has not, or cannot be read to its end.
+            StorageFailed: if it cannot be read now.
         """
         with self._lock:
             self._forget_early()
@@ -121,7 +105,7 @@ class CheckedReader:
 
 
 def find_damage(readers: Iterable[CheckedReader]) -> list[DamagedBlob]:
-    """Return what `check` says of those readers whose blob is damaged."""
+    """Check all readers, and return the error of each blob that is damaged."""
     found = []
     for reader in readers:
         try:
@@ -135,7 +119,8 @@ def read_checked(blobs: Blobs, digest: str) -> bytes:
     """Return all bytes of a blob.
 
     Raises:
-        DamagedBlob: if they are not what its name says, or if it is missing.
+        DamagedBlob: if they do not have the digest that it is named by, or if it is missing.
+        StorageFailed: if it cannot be read now.
     """
     try:
         with blobs.reader(digest) as blob:
@@ -148,12 +133,12 @@ def read_checked(blobs: Blobs, digest: str) -> bytes:
 
 
 def changed(digest: str) -> DamagedBlob:
-    """Return the error of a blob whose bytes are others."""
+    """Return the error of a blob whose bytes do not have the digest that it is named by."""
     return DamagedBlob(digest, "does not hold what was written to it")
 
 
 def unreadable(digest: str, error: StorageError) -> StorageError:
-    """Return the error of a blob that cannot be read: `error` itself if another attempt may go well."""
+    """Return the error of a blob that cannot be read: `error` itself if a later attempt may succeed."""
     if isinstance(error, StorageFailed | DamagedBlob):
         return error
     known = {"missing_blob": "is missing", "truncated": "has been cut short"}

@@ -1,4 +1,4 @@
-"""The connection to the server's database: opened, checked, created or migrated."""
+"""The connection to the server's database, which is opened, checked, and created or migrated."""
 
 import re
 import sqlite3
@@ -25,7 +25,7 @@ from sqlalchemy import (
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
-from fedring.server.state.blobs import FsyncFailed, StorageError, StorageFailed
+from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.tables import METADATA, clients, meta, models, rounds, tokens, updates
 
 Migration = Callable[[Connection], None]
@@ -44,7 +44,7 @@ def _add_seconds_left(connection: Connection) -> None:
 
 
 def _add_names(connection: Connection) -> None:
-    """Name updates and the bases of models, as protocol 2 does: an update of before by its payload's digest."""
+    """Name updates and the bases of models, as protocol 2 does; older updates are named by their payloads' digests."""
     for column in (updates.c.epoch, clients.c.last_epoch, clients.c.last_round):
         _add_column(connection, column, "NOT NULL DEFAULT 0")
     for column in (updates.c.name, clients.c.last_name, models.c.base_digest):
@@ -56,32 +56,48 @@ def _add_names(connection: Connection) -> None:
 
 
 def _add_column(connection: Connection, column: Column[Any], constraint: str = "") -> None:
-    """Add the column to its table, if the table has not been made with it."""
+    """Add the column to its table, unless the table was created with it."""
     if column.name not in {found["name"] for found in inspect(connection).get_columns(column.table.name)}:
         kind = column.type.compile(connection.dialect)
         connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {column.name} {kind} {constraint}")
 
 
 MIGRATIONS: tuple[Migration, ...] = (_add_tokens, _add_clients, _add_seconds_left, _add_names)
-"""Number i takes a database from schema version i + 1 to i + 2."""
+"""Number i migrates a database from schema version i + 1 to i + 2."""
+
+EPOCH = "epoch"
+"""The name of the epoch in the table `meta`."""
 
 _VERSION = "schema_version"
-_EPOCH = re.compile("[0-9]{1,18}")  # what fits into a column of the database, and into a message, with room above
+_EPOCH = re.compile("[0-9]{1,18}")  # it fits into a column of the database and into a message, and can still grow
 _BUSY_MILLISECONDS = 10_000
-_PAGE_BYTES = 1 << 14  # in smaller ones, a small update of 40 KB would take two writes for each 4 KiB
+_PAGE_BYTES = 1 << 14  # with pages of 4 KiB, a small update of 40 KB would take two writes for each page
 _FSYNC_ERRORS = ("SQLITE_IOERR_FSYNC", "SQLITE_IOERR_DIR_FSYNC")
 
 
 UNREADABLE = (DBAPIError, JSONDecodeError, UnicodeDecodeError)
-"""What an engine raises: the last two for values that are not what was written."""
+"""What an engine raises; the last two for values that are not what was written."""
 
 
 class StoreError(StorageError):
-    """The database cannot be used, or does not allow this: newer_state, corrupt, no_backup, database."""
+    """The database cannot be used, or does not allow a change.
+
+    Its reasons are "newer_state", "corrupt", "no_backup" and "database".
+    """
 
 
 def open_database(url: str, migrations: Sequence[Migration] = MIGRATIONS) -> Engine:
-    """An engine on a database of this program's schema version; StoreError("newer_state") if it is ahead."""
+    """Open a database. It is created if it is empty, and migrated after a backup if it has an older schema.
+
+    Args:
+        url: where it is, as SQLAlchemy writes it.
+        migrations: the steps from schema version 1 to the newest.
+
+    Raises:
+        StoreError: "newer_state" if a newer version has written it, "corrupt" if it is damaged, "no_backup" if it
+            cannot be copied before it is migrated.
+        StorageFailed: if the disk is full or failed.
+    """
     engine = _engine(url)
     try:
         with engine.begin() as connection:
@@ -103,8 +119,16 @@ def open_database(url: str, migrations: Sequence[Migration] = MIGRATIONS) -> Eng
 
 
 def backup(engine: Engine, path: Path) -> None:
-    """`path`, which must not exist, is a whole and compact copy of the SQLite database, taken while it is in use."""
-    raw = engine.raw_connection()  # VACUUM wants no transaction
+    """Write a complete and compact copy of an SQLite database that may be in use.
+
+    Args:
+        engine: the database.
+        path: the copy, which must not exist.
+
+    Raises:
+        StoreError: "no_backup", if that fails.
+    """
+    raw = engine.raw_connection()  # VACUUM cannot run in a transaction
     try:
         raw.cursor().execute("VACUUM INTO ?", (str(path),))
     except sqlite3.Error as error:
@@ -114,27 +138,27 @@ def backup(engine: Engine, path: Path) -> None:
 
 
 def epoch_in(found: Mapping[str, str]) -> int:
-    """Return the epoch of the rounds, 0 before the first restore.
+    """Return the epoch of the rounds; 0 before the first restore.
 
     Args:
         found: the table `meta`.
 
     Raises:
-        StoreError: "corrupt", if it is no number that was ever written there.
+        StoreError: "corrupt", if it is not a number that could have been written there.
     """
-    text = found.get("epoch", "0")
+    text = found.get(EPOCH, "0")
     if not isinstance(text, str) or not _EPOCH.fullmatch(text):
         raise StoreError("corrupt", f"the database is damaged (its epoch is {str(text)[:30]!r}): restore a backup")
     return int(text)
 
 
 def translate(error: Exception) -> StorageError | FsyncFailed:
-    """What the daemon should make of a failure of the database."""
+    """Return the error that stands for an exception of SQLAlchemy."""
     return meaning_of(error.orig if isinstance(error, DBAPIError) else error)
 
 
 def meaning_of(error: BaseException | None) -> StorageError | FsyncFailed:
-    """What the daemon should make of an error of the database's driver."""
+    """Return the error that stands for an exception of the database's driver."""
     if isinstance(error, JSONDecodeError | UnicodeDecodeError):
         return StoreError("corrupt", f"the database is damaged ({error}): restore a backup")
     name = getattr(error, "sqlite_errorname", "")
@@ -157,14 +181,14 @@ def _engine(url: str) -> Engine:
 
 
 def _configure(connection: sqlite3.Connection, _record: object) -> None:
-    connection.isolation_level = None  # we begin transactions ourselves: sqlite3 would leave reads outside
+    connection.isolation_level = None  # `_begin` begins transactions: sqlite3 would leave reads outside of them
     for pragma in (
-        f"page_size = {_PAGE_BYTES}",  # of a database that is yet to be made
+        f"page_size = {_PAGE_BYTES}",  # it takes effect in a new database only
         f"busy_timeout = {_BUSY_MILLISECONDS}",
         "journal_mode = WAL",
         "synchronous = FULL",  # with NORMAL a power loss may undo a commit
         "foreign_keys = ON",
-        "secure_delete = OFF",  # Debian's SQLite would write zeros over all that old updates leave
+        "secure_delete = OFF",  # Debian's SQLite would overwrite removed updates with zeros
     ):
         connection.execute(f"PRAGMA {pragma}").close()
 
@@ -174,9 +198,9 @@ def _begin(connection: Connection) -> None:
 
 
 def _check_integrity(engine: Engine) -> None:
-    """Return if SQLite finds its own structures sound; it keeps no digests of what is in the rows."""
+    """Return if SQLite finds its own structures sound. It has no digests of what is in the rows."""
     if engine.dialect.name == "sqlite":
-        raw = engine.raw_connection()  # without a transaction: it may take long, and who reads so blocks nobody
+        raw = engine.raw_connection()  # without a transaction, which would block others for as long as this takes
         try:
             ((found,),) = raw.cursor().execute("PRAGMA integrity_check(1)")
         except sqlite3.Error as error:
@@ -196,7 +220,7 @@ def _migrate(engine: Engine, found: int, migrations: Sequence[Migration]) -> Non
     if (file := engine.url.database) and engine.dialect.name == "sqlite":
         target = Path(f"{file}.v{found}.bak")
         with suppress(FileNotFoundError):
-            target.unlink()  # of an attempt that was broken off
+            target.unlink()  # left by an attempt that was interrupted
         backup(engine, target)
     with engine.begin() as connection:
         for migration in migrations[found - 1 :]:

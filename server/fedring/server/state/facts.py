@@ -1,4 +1,4 @@
-"""Store and blobs, from the event loop: each kind of work in the threads that may do it."""
+"""Store and blobs as the event loop uses them: each kind of work runs in the threads that may do it."""
 
 import asyncio
 import logging
@@ -8,10 +8,10 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
-from fedring.server.state.blobs import FileBlobs, FilePartial, MemoryPartial, StorageError, StorageFailed
-from fedring.server.state.interfaces import Acceptance, Pruned, Store
+from fedring.server.state.blobs import MemoryPartial
+from fedring.server.state.failures import StorageError, StorageFailed
+from fedring.server.state.interfaces import Acceptance, Blobs, Partial, Pruned, Store
 from fedring.server.state.rows import EventRow, LastAccepted, UpdateRow
-from fedring.server.state.storage import Storage
 
 log = logging.getLogger(__name__)
 
@@ -19,50 +19,112 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Facts:
-    """The state directory. `db` runs in the store's one thread, `heavy` in one of its own, `work` in a small pool."""
+class Storage:
+    """Whether the state folder can be written to. It belongs to one event loop.
 
-    def __init__(self, store: Store, blobs: FileBlobs, *, threads: int) -> None:
+    It works until something could not be kept. Then it fails until a trial has succeeded.
+
+    Attributes:
+        fault: why it fails; empty while it works.
+        since: when it began to fail, monotonic seconds.
+        works: set while it works.
+        fails: set while it fails.
+    """
+
+    def __init__(self) -> None:
+        self.fault = ""
+        self.since = 0.0
+        self.works, self.fails = asyncio.Event(), asyncio.Event()
+        self.works.set()
+
+    def fail(self, why: str) -> None:
+        """Note that something could not be kept."""
+        if not self.fault:
+            self.since = time.monotonic()
+        self.fault = why
+        self.works.clear()
+        self.fails.set()
+
+    def mend(self) -> None:
+        """Note that a trial has succeeded."""
+        self.fault = ""
+        self.fails.clear()
+        self.works.set()
+
+    async def works_or(self, event: asyncio.Event) -> None:
+        """Return when the storage works, or when `event` is set."""
+        waits = [asyncio.ensure_future(each.wait()) for each in (self.works, event)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+class Facts:
+    """The state of a server, and the threads that work with it.
+
+    `db` runs in the store's only thread, `heavy` in a thread of its own, `work` in a small pool. Methods without
+    `async` run in one of those threads. The storage is noted to fail if any of them raises StorageFailed.
+
+    Attributes:
+        store: the rows.
+        blobs: the files.
+        storage: whether the two can be written to.
+        pool: the threads of `work`.
+        waiting: pieces of work that threads are doing, or that wait for a thread.
+        commit_seconds: how long the newest commit of updates took.
+        last_accepted: each client's newest accepted update, in memory, so that clients can join while the disk is slow.
+    """
+
+    def __init__(self, store: Store, blobs: Blobs, *, threads: int) -> None:
         self.store, self.blobs = store, blobs
         self.storage = Storage()
-        self.waiting = 0  # pieces of work that threads do, or that wait for one
-        self.commit_seconds = 0.0  # that the newest commit of updates took
+        self.waiting = 0
+        self.commit_seconds = 0.0
         self.last_accepted = store.last_accepted()
-        """The newest accepted update of each client: at hand also while the disk is slow, for whoever joins."""
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="work")
         self._db = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._heavy = ThreadPoolExecutor(1, thread_name_prefix="heavy")
 
     async def db(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `function`, a transaction, returns."""
+        """Call `function`, a transaction, in the store's thread, and return what it returns."""
         return await self._run(self._db, lambda: function(*args, **kwargs))
 
     async def heavy(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `function`, which may take seconds and use the pool, returns."""
+        """Call `function`, which may take seconds and may use the pool, and return what it returns."""
         return await self._run(self._heavy, lambda: function(*args, **kwargs))
 
     async def work(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `function`, one piece of computing or file access, returns."""
+        """Call `function`, one computation or file access, in the pool, and return what it returns."""
         return await self._run(self.pool, lambda: function(*args, **kwargs))
 
     async def keep(self, attempt: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `attempt` returns, once the storage works: one that fails is made again when it does."""
+        """Call `attempt` when the storage works, once more whenever the storage fails, and return what it returns."""
         while True:
             await self.storage.works.wait()
             try:
                 return await attempt(*args, **kwargs)
             except StorageFailed as error:
-                self.storage.fail(str(error))  # the next attempt waits
+                self.storage.fail(str(error))  # so that the next attempt waits
 
     async def probe(self, size: int) -> None:
-        """Return if the storage takes `size` more bytes and a transaction; StorageFailed if not."""
+        """Return if `size` more bytes and a transaction can be kept.
+
+        Raises:
+            StorageFailed: if not.
+        """
         await self.work(self.blobs.probe, size)
         await self.db(self.store.probe)
 
-    def commit_updates(self, batch: list[tuple[FilePartial | MemoryPartial, UpdateRow]]) -> list[Acceptance]:
-        """What became of each update: the files are sealed first, then all rows are committed at once."""
+    def commit_updates(self, batch: Sequence[tuple[Partial, UpdateRow]]) -> list[Acceptance]:
+        """Seal the updates' files, then commit all rows in one transaction; return what became of each update.
+
+        Args:
+            batch: each update's payload and row. A MemoryPartial is not sealed, because its payload lies in the row.
+        """
         began = time.monotonic()
-        self.blobs.seal_many([partial for partial, _ in batch if isinstance(partial, FilePartial)])
+        self.blobs.seal_many([partial for partial, _ in batch if not isinstance(partial, MemoryPartial)])
         outcomes = self.store.accept_updates([row for _, row in batch])
         self.commit_seconds = time.monotonic() - began
         for (_, row), outcome in zip(batch, outcomes, strict=True):
@@ -72,39 +134,42 @@ class Facts:
         return outcomes
 
     def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int) -> bool:
-        """Whether anything old was let go. Rows and blobs go in one call of `db`: nothing is sealed in between."""
+        """Remove what is old, as Store.prune does, with its blobs; return whether there was anything.
+
+        Rows and blobs are removed in one call of `db`, so that nothing is sealed in between.
+        """
         return self._delete(self.store.prune(keep_models, keep_update_rounds, keep_rounds))
 
     def drop_updates(self, number: int, clients: Sequence[str]) -> None:
-        """Forget the clients' accepted updates of the round, and their bytes."""
+        """Remove the clients' accepted updates of a round, with their blobs."""
         self._delete(self.store.drop_updates(number, clients))
         self.last_accepted = self.store.last_accepted()
 
     def forget_client(self, client_id: str) -> int:
-        """Forget the client, and its updates in rounds that have ended; returns how many rows that were."""
+        """Remove a client as Store.forget_client does, with its blobs; return the number of removed rows."""
         forgotten = self.store.forget_client(client_id)
         self._delete(forgotten)
         self.last_accepted = self.store.last_accepted()
         return forgotten.rows
 
     def discard(self, digests: Sequence[str]) -> None:
-        """Remove those of the blobs, just sealed, that no row names."""
+        """Remove those of the just sealed blobs that no row names. Empty names are ignored."""
         for digest in set(filter(None, digests)) - self.store.named_blobs():
             self.blobs.delete(digest)
 
     def drop_models(self, versions: Sequence[int]) -> None:
-        """Forget the models, and their files."""
+        """Remove models with their blobs."""
         self._delete(self.store.drop_models(versions))
 
     async def save_events(self, rows: list[EventRow]) -> None:
-        """Keep the events; that they cannot be kept is logged."""
+        """Keep events. If that fails, a line in the log says so."""
         try:
             await self.db(self.store.append_events, rows)
         except StorageError as error:
             log.error("%d events were not stored: %s", len(rows), error)
 
     def close(self) -> None:
-        """End the threads, then let go of the store and the blobs."""
+        """End the threads, then release the store and the blobs."""
         for pool in (self._heavy, self.pool, self._db):
             pool.shutdown()
         self.store.close()
@@ -121,7 +186,8 @@ class Facts:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            while not future.done():  # it may use what the caller is about to close, however often that is cancelled
+            # The function may use what the caller is about to close, so wait for it, however often this is cancelled.
+            while not future.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([future])
             raise

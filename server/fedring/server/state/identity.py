@@ -1,10 +1,9 @@
-"""Proof that a database and a folder of blobs are parts of one state.
+"""Opening a state folder, with proof that its database and its blobs belong together.
 
 A random id lies in the database and, as `blobs/state_id`, beside the blobs. Without it, a database that was lost or
 exchanged would name none of the blobs, and all of them would be swept.
 """
 
-import os
 import re
 import sqlite3
 import uuid
@@ -12,54 +11,85 @@ from contextlib import closing
 from pathlib import Path
 
 from fedring.codec.digest import is_name
-from fedring.server.state.blobs import FileBlobs, StorageError
+from fedring.daemon.config import ConfigError
+from fedring.server.state.backup.exchange import refuse_pending
+from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.database import meaning_of
+from fedring.server.state.failures import StorageError
+from fedring.server.state.files import BLOBS, FACTS, STATE_ID, database_url, write_durably
+from fedring.server.state.rows import TokenRow
 from fedring.server.state.store import SqlStore
-from fedring.server.state.swap import FACTS, STATE_ID, refuse_pending
 
-_ID, _DRAFT = STATE_ID, "state_id.new"
+_DRAFT = f"{STATE_ID}.new"
 _HEX = re.compile(r"[0-9a-f]{32}")
-_WAY = "Restore a backup (flctl restore), or give the server an empty folder. Nothing was changed."
+_ADVICE = "Restore a backup (flctl restore), or give the server an empty folder. Nothing was changed."
 
 
 def open_state(folder: Path, *, adopt: bool = True) -> tuple[SqlStore, FileBlobs]:
-    """Open the database and the blobs of the state in `folder`, or begin one there.
+    """Open the database and the blobs of a state folder, or create them in an empty one.
 
-    A state from before there were ids is given one, if `adopt`.
+    Args:
+        folder: the state folder, which the caller has locked (StateLock).
+        adopt: give an id to a state that has none: a new one, or one of an older version.
 
     Raises:
-        StorageError: "wrong_state" if one of the two is missing or of another state; then nothing was changed. Else
-            what the database or the disk has to say.
-        ConfigError: if a restore into the folder was broken off.
+        StorageError: "wrong_state" if one of the two is missing or belongs to another state; nothing was changed then.
+            Another reason if the database or the disk cannot be used.
+        ConfigError: if a restore into the folder was interrupted.
     """
     refuse_pending(folder)
-    blobs = folder / "blobs"
+    blobs = folder / BLOBS
     version, stored = _peek(folder / FACTS)
-    beside, draft = read_id(blobs / _ID), _read_draft(blobs / _DRAFT)
+    beside, draft = read_id(blobs / STATE_ID), _read_draft(blobs / _DRAFT)
     if not version and (beside or holds_blobs(blobs)):
-        raise StorageError("wrong_state", f"{FACTS} is missing or empty, but blobs/ holds a state. {_WAY}")
+        raise StorageError("wrong_state", f"{FACTS} is missing or empty, but {BLOBS}/ holds a state. {_ADVICE}")
     if stored != beside and not (stored == draft and not beside):
-        what = f"{FACTS} and blobs/ are of different states" if beside else "blobs/ is missing or of another state"
-        raise StorageError("wrong_state", f"{what}. {_WAY}")
+        what = f"{FACTS} and {BLOBS}/ belong to different states"
+        if not beside:
+            what = f"{BLOBS}/ is missing or belongs to another state"
+        raise StorageError("wrong_state", f"{what}. {_ADVICE}")
     files = FileBlobs(folder)
-    store = SqlStore(f"sqlite:///{folder / FACTS}")
+    store = SqlStore(database_url(folder))
     if adopt and not beside:
-        # First the draft, which alone means nothing, then the database: a start that is killed anywhere is repeated.
+        # The draft comes first, which means nothing by itself, then the database. A start that is killed in between
+        # is simply repeated.
         if not stored:
-            if version and holds_blobs(blobs) and not store.named_blobs():  # a new database where one was lost
+            # If the database names none of the blobs, it is a new one, and the old one was lost.
+            if version and holds_blobs(blobs) and not store.named_blobs():
                 store.close()
-                raise StorageError("wrong_state", f"{FACTS} names none of the files in blobs/. {_WAY}")
+                raise StorageError("wrong_state", f"{FACTS} names none of the files in {BLOBS}/. {_ADVICE}")
             draft = uuid.uuid4().hex
-            _write(blobs / _DRAFT, draft)
+            write_durably(blobs / _DRAFT, f"{draft}\n".encode())
             files.sync()
             store.set_state_id(draft)
-        (blobs / _DRAFT).replace(blobs / _ID)
+        (blobs / _DRAFT).replace(blobs / STATE_ID)
         files.sync()
     return store, files
 
 
+def add_token_offline(folder: Path, row: TokenRow) -> None:
+    """Add a token to the state of a server, which may be running.
+
+    Raises:
+        ConfigError: if there is no such folder, or a restore into it was interrupted.
+        StorageError: if the database cannot be used.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}: give the server's state_dir")
+    refuse_pending(folder)
+    store = SqlStore(database_url(folder))
+    try:
+        store.add_token(row)
+    finally:
+        store.close()
+
+
 def read_id(path: Path) -> str:
-    """Return the id in the file; empty if there is none."""
+    """Return the id in a file; empty if there is no file.
+
+    Raises:
+        StorageError: "wrong_state", if the file cannot be read or holds no id.
+    """
     try:
         text = path.read_text().strip()
     except FileNotFoundError:
@@ -67,36 +97,29 @@ def read_id(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise StorageError("wrong_state", f"{path} cannot be read: {error}") from error
     if not _HEX.fullmatch(text):
-        raise StorageError("wrong_state", f"{path} holds no id. {_WAY}")
+        raise StorageError("wrong_state", f"{path} holds no id. {_ADVICE}")
     return text
 
 
 def _read_draft(path: Path) -> str:
-    """The id in the draft; empty if there is none, or one that was not written to its end."""
+    """Return the id in the draft; empty if there is no draft, or an incomplete one."""
     text = path.read_text(errors="replace").strip() if path.exists() else ""
     return text if _HEX.fullmatch(text) else ""
 
 
 def holds_blobs(blobs: Path) -> bool:
-    """Return whether there is any blob in the folder, which may be missing."""
+    """Return whether there is a blob in the folder, which need not exist."""
     return blobs.is_dir() and any(is_name(path.name) for path in blobs.iterdir())
 
 
 def _peek(facts: Path) -> tuple[int, str]:
-    """The database's schema version, 0 if there is no database, and its state id, empty if it has none."""
+    """Return the database's schema version, 0 if there is no database, and its state id, empty if it has none."""
     if not facts.exists():
         return 0, ""
     try:
         with closing(sqlite3.connect(f"{facts.absolute().as_uri()}?mode=rw", uri=True)) as connection:
             version = int(connection.execute("PRAGMA user_version").fetchone()[0])
             row = connection.execute("SELECT value FROM meta WHERE name = 'state_id'").fetchone() if version else None
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter has the words of the former
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the second is raised for damaged error messages
         raise meaning_of(error) from error
     return version, str(row[0]) if row else ""
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())

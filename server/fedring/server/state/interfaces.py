@@ -1,6 +1,11 @@
-"""What a store of facts does, whatever keeps them: SqlStore says what each method promises."""
+"""What the server asks of a store of facts and of a store of blobs, whatever implements them.
 
-from collections.abc import Sequence
+`fedring.server.state.store.SqlStore` and `fedring.server.state.blobs.FileBlobs` implement the two. The suites in
+tests/unit/test_store.py and tests/unit/test_blobs.py check that an implementation keeps these promises.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -16,67 +21,379 @@ from fedring.server.state.rows import (
     UpdateRow,
 )
 
+KEEP_EVENTS = 10_000
+"""How many of the newest events a store keeps: clients come and go, even while no round ends."""
+
 
 class Acceptance(StrEnum):
     """What became of an update."""
 
     NEW = "accepted"
     ALREADY = "already_accepted"  # the same update was accepted before
-    OTHER = "already_accepted_other"  # refused: another update was
+    OTHER = "already_accepted_other"  # refused: another update of the client was accepted for the round
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What a retention run removed: so many rows, and the blobs that no row names any more."""
+    """What was removed from a store."""
 
     rows: int
-    blobs: frozenset[str]
+    blobs: frozenset[str]  # the names of the blobs that no row names any more
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSpace:
+    """The space of the file system that holds the blobs, in bytes."""
+
+    total: int
+    free: int  # for this process; a file system may reserve some for root
 
 
 class Store(Protocol):
-    """Where facts are kept."""
+    """The facts of a run: jobs, rounds, accepted updates, models, evaluations, events, tokens.
+
+    Each method is one transaction. When a method that changes something returns, the change is durable; when it raises,
+    nothing was changed. All methods are called from one thread. A row must not name a blob that has not been sealed.
+
+    Every method raises StorageFailed if the disk is full or failed, FsyncFailed if a sync failed, and another
+    StorageError if the database is damaged ("corrupt") or does not allow the change ("database").
+    """
 
     @property
-    def run_id(self) -> str: ...
+    def run_id(self) -> str:
+        """The id of the run, which was drawn when the database was created."""
+        ...
+
     @property
-    def epoch(self) -> int: ...
-    def create_job(self, job: JobRow) -> JobRow: ...
-    def set_job_state(self, job_id: int, state: str, reason: str = "") -> None: ...
-    def job(self, job_id: int) -> JobRow | None: ...
-    def jobs(self, limit: int = 100) -> list[JobRow]: ...
-    def next_queued_job(self) -> JobRow | None: ...
-    def running_job(self) -> JobRow | None: ...
-    def job_rounds_ended(self, job_id: int) -> int: ...
-    def create_round(self, row: RoundRow) -> RoundRow: ...
-    def update_round(self, row: RoundRow) -> None: ...
-    def save_seconds_left(self, number: int, phase: str, seconds: float) -> None: ...
-    def round(self, number: int) -> RoundRow | None: ...
-    def rounds(self, limit: int = 100, job_id: int = 0, below: int = 0) -> list[RoundRow]: ...
-    def open_round(self) -> RoundRow | None: ...
-    def end_orphans(self) -> None: ...
-    def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]: ...
-    def accepted_name(self, number: int, client_id: str) -> str: ...
-    def last_accepted(self) -> dict[str, LastAccepted]: ...
-    def forget_client(self, client_id: str) -> Pruned: ...
-    def updates_of(self, number: int) -> list[UpdateRow]: ...
-    def update_counts(self) -> dict[str, int]: ...
-    def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None: ...
-    def model(self, version: int) -> ModelRow | None: ...
-    def models(self, limit: int = 100) -> list[ModelRow]: ...
-    def add_evaluation(self, row: EvaluationRow) -> None: ...
-    def evaluations(self, version: int) -> list[EvaluationRow]: ...
-    def evaluation_sum(self, version: int) -> EvaluationRow | None: ...
-    def append_events(self, rows: Sequence[EventRow]) -> None: ...
-    def events_after(self, event_id: int, limit: int = 1000) -> list[EventRow]: ...
-    def last_events(self, limit: int) -> list[EventRow]: ...
-    def last_event_id(self) -> int: ...
-    def add_token(self, row: TokenRow) -> None: ...
-    def tokens(self) -> list[TokenRow]: ...
-    def revoke_token(self, token_id: str, at: float) -> None: ...
-    def drop_updates(self, number: int, clients: Sequence[str]) -> Pruned: ...
-    def next_version(self) -> int: ...
-    def drop_models(self, versions: Sequence[int]) -> Pruned: ...
-    def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int) -> Pruned: ...
-    def named_blobs(self) -> set[str]: ...
-    def probe(self) -> None: ...
-    def close(self) -> None: ...
+    def epoch(self) -> int:
+        """The epoch of the rounds: 0 until the state is restored from a backup, and greater after each restore."""
+        ...
+
+    def create_job(self, job: JobRow) -> JobRow:
+        """Add a job, and return it with its new id. The given `job_id` is ignored.
+
+        If there is a job with the same idempotency key, that job is returned and nothing is added.
+        """
+        ...
+
+    def set_job_state(self, job_id: int, state: str, reason: str = "") -> None:
+        """Change the state of a job, and the reason for it."""
+        ...
+
+    def job(self, job_id: int) -> JobRow | None:
+        """Return a job; None if there is none with that id."""
+        ...
+
+    def jobs(self, limit: int = 100) -> list[JobRow]:
+        """Return the newest jobs, newest first."""
+        ...
+
+    def next_queued_job(self) -> JobRow | None:
+        """Return the oldest job that is queued."""
+        ...
+
+    def running_job(self) -> JobRow | None:
+        """Return the job that is running, or was when the server stopped."""
+        ...
+
+    def job_rounds_ended(self, job_id: int) -> int:
+        """Return how many rounds of a job have ended, published or abandoned, including those that were pruned."""
+        ...
+
+    def create_round(self, row: RoundRow) -> RoundRow:
+        """Add a round, and return it with its new number, which is above the numbers of all rounds there ever were."""
+        ...
+
+    def update_round(self, row: RoundRow) -> None:
+        """Replace the row of a round."""
+        ...
+
+    def save_seconds_left(self, number: int, phase: str, seconds: float) -> None:
+        """Note how long a round may stay in its phase; nothing changes if the round is in another phase by now."""
+        ...
+
+    def round(self, number: int) -> RoundRow | None:
+        """Return a round; None if it is not kept."""
+        ...
+
+    def rounds(self, limit: int = 100, job_id: int = 0, below: int = 0) -> list[RoundRow]:
+        """Return the newest rounds, newest first. `job_id` and `below`, a number, select some unless they are 0."""
+        ...
+
+    def open_round(self) -> RoundRow | None:
+        """Return the newest round that has not ended, where a restarted server continues."""
+        ...
+
+    def end_orphans(self) -> None:
+        """Abandon the open rounds of jobs that are not running, with the reason "job_ended"."""
+        ...
+
+    def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
+        """Accept updates, all in one transaction, and return what became of each, in order.
+
+        At most one update of a client is accepted for a round. If an update is repeated, or another one comes, also
+        within `rows`, the first one stays.
+
+        Raises:
+            StorageError: "database", if there is no such round; then none of the updates was accepted.
+        """
+        ...
+
+    def accepted_name(self, number: int, client_id: str) -> str:
+        """Return the name of the client's accepted update in a round; empty if none is known.
+
+        Of the updates that were pruned, only the newest of each client is known.
+        """
+        ...
+
+    def last_accepted(self) -> dict[str, LastAccepted]:
+        """Return each client's newest accepted update, kept or pruned, by client id."""
+        ...
+
+    def forget_client(self, client_id: str) -> Pruned:
+        """Remove a client's evaluations, its updates in rounds that have ended, and what is known of pruned ones."""
+        ...
+
+    def updates_of(self, number: int) -> list[UpdateRow]:
+        """Return a round's accepted updates in client-id order."""
+        ...
+
+    def update_counts(self) -> dict[str, int]:
+        """Return how many updates of each client were accepted, kept or pruned, by client id."""
+        ...
+
+    def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None:
+        """Add the newest model and, in the same transaction, end the round that made it and count it in its job.
+
+        Args:
+            model: the model. Its blobs are sealed.
+            ended: the round's row as it is after its end; None for a model that no round made.
+
+        Raises:
+            StorageError: "database", if there is a model of that version.
+        """
+        ...
+
+    def model(self, version: int) -> ModelRow | None:
+        """Return a model; None if it is not kept."""
+        ...
+
+    def models(self, limit: int = 100) -> list[ModelRow]:
+        """Return the newest models, newest first."""
+        ...
+
+    def next_version(self) -> int:
+        """Return the version of the next model, which is above all versions that a client can have seen."""
+        ...
+
+    def add_evaluation(self, row: EvaluationRow) -> None:
+        """Keep an evaluation. It replaces an earlier one of the same client and model."""
+        ...
+
+    def evaluations(self, version: int) -> list[EvaluationRow]:
+        """Return all evaluations of a model: the server's first, then the clients' in client-id order."""
+        ...
+
+    def evaluation_sum(self, version: int) -> EvaluationRow | None:
+        """Return the sum of the clients' evaluations of a model; None if there are none."""
+        ...
+
+    def append_events(self, rows: Sequence[EventRow]) -> None:
+        """Add events, whose ids are above all before, and remove the oldest if there are more than KEEP_EVENTS."""
+        ...
+
+    def events_after(self, event_id: int, limit: int = 1000) -> list[EventRow]:
+        """Return the events with greater ids, oldest first."""
+        ...
+
+    def last_events(self, limit: int) -> list[EventRow]:
+        """Return the newest events, oldest first."""
+        ...
+
+    def last_event_id(self) -> int:
+        """Return the id of the newest event; 0 if there is none."""
+        ...
+
+    def add_token(self, row: TokenRow) -> None:
+        """Add a token."""
+        ...
+
+    def tokens(self) -> list[TokenRow]:
+        """Return all tokens, oldest first."""
+        ...
+
+    def revoke_token(self, token_id: str, at: float) -> None:
+        """Note when a token was revoked. A token that was revoked before keeps its time."""
+        ...
+
+    def drop_updates(self, number: int, clients: Sequence[str]) -> Pruned:
+        """Remove the clients' updates of a round, as if they had never been accepted."""
+        ...
+
+    def drop_models(self, versions: Sequence[int]) -> Pruned:
+        """Remove models. Their versions are not used again, because clients may hold these models."""
+        ...
+
+    def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int) -> Pruned:
+        """Remove what is old. Open rounds, their updates and the models that they start from always stay.
+
+        Of each client, the number of its updates and the newest one's name stay known. Of all models but the newest,
+        the blobs that only the next aggregation reads are released: the residual and the optimizer's state.
+
+        Args:
+            keep_models: how many of the newest models stay, at least one.
+            keep_update_rounds: of how many of the newest ended rounds the updates stay.
+            keep_rounds: how many of the newest ended rounds stay, at least `keep_update_rounds`.
+        """
+        ...
+
+    def named_blobs(self) -> set[str]:
+        """Return the names of all blobs that a row names."""
+        ...
+
+    def probe(self) -> None:
+        """Write something durably without changing anything; raises if the store cannot be written to."""
+        ...
+
+    def close(self) -> None:
+        """Release the database. No other method may be called afterwards."""
+        ...
+
+
+class Partial(Protocol):
+    """Bytes that are still being written, at their end only; used by one thread at a time."""
+
+    @property
+    def size(self) -> int:
+        """The number of bytes so far."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """The name of the bytes so far (`fedring.codec.digest`)."""
+        ...
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes, which are not durable yet.
+
+        Raises:
+            StorageFailed: if the disk is full or failed. `size` and `digest` then tell how much was written.
+        """
+        ...
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes at `offset`; raise StorageError ("truncated") if there are fewer."""
+        ...
+
+    def close(self) -> None:
+        """Release the partial. Its bytes stay, and can be opened again by the partial's name."""
+        ...
+
+
+class BlobReader(AbstractContextManager["BlobReader"], Protocol):
+    """An open blob, which can be read until it is closed, even if it is deleted meanwhile. A context manager."""
+
+    @property
+    def size(self) -> int:
+        """The length of the blob in bytes."""
+        ...
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes at `offset`; called from any number of threads.
+
+        Raises:
+            StorageError: "truncated" if there are fewer, "unreadable" if the disk cannot read them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the blob."""
+        ...
+
+
+class Blobs(Protocol):
+    """Bytes that are named by their digest, and partials: bytes that are still being written.
+
+    A sealed blob is complete, durable and has the digest that it is named by, so a row may name it. A blob that no row
+    names is garbage, which `sweep` removes.
+    """
+
+    def open_partial(self, name: str, *, fresh: bool = False) -> Partial:
+        """Open a partial to append to.
+
+        It holds what an interrupted upload has written. After a power loss its end may be wrong; its digest tells.
+
+        Args:
+            name: 1 to 200 characters of A-Z a-z 0-9 . _ -, not beginning with a dot.
+            fresh: discard what the partial holds.
+
+        Raises:
+            StorageError: "partial_busy", if it is open already.
+            StorageFailed: if the disk is full or failed.
+            ValueError: if the name is no such name.
+        """
+        ...
+
+    def seal_many(self, partials: Sequence[Partial]) -> list[str]:
+        """Close partials, make them durable blobs, and return the blobs' names, in order.
+
+        When it returns, rows may name the blobs.
+
+        Raises:
+            StorageFailed: if the disk failed. No row may name any of them. The partials can be opened again.
+            FsyncFailed: if a sync failed.
+            TypeError: if a partial was not opened here.
+        """
+        ...
+
+    def abort(self, partial: Partial) -> None:
+        """Close a partial, and remove it with its bytes."""
+        ...
+
+    def reader(self, digest: str) -> BlobReader:
+        """Open a blob.
+
+        Raises:
+            StorageError: "missing_blob", if there is none of that name.
+            StorageFailed: if it cannot be opened now.
+        """
+        ...
+
+    def range_reader(self, digest: str) -> Callable[[int, int], bytes]:
+        """Return a function that reads `size` bytes at `offset` of a blob.
+
+        It holds no file open between two calls, because a round may read thousands of blobs. Each call raises as
+        `reader` and `BlobReader.read` do.
+        """
+        ...
+
+    def delete(self, digest: str) -> None:
+        """Remove a blob if it is there. Readers that are open can still read it."""
+        ...
+
+    def partials(self) -> list[str]:
+        """Return the names of all partials, open or not, in order."""
+        ...
+
+    def drop_partials(self, prefix: str) -> None:
+        """Remove all partials whose names begin with `prefix`. Those that are open can be written to, to no effect."""
+        ...
+
+    def sweep(self, keep: Collection[str], keep_partials: Collection[str] = ()) -> int:
+        """Remove all blobs and closed partials but those to keep, and return how many were removed.
+
+        It must not run between `seal_many` and the commit of the rows that name the blobs.
+        """
+        ...
+
+    def probe(self, size: int) -> None:
+        """Return if `size` more bytes can be kept now; raise StorageFailed if not."""
+        ...
+
+    def disk_space(self) -> DiskSpace | None:
+        """Return the space of the disk; None if it cannot be found out now."""
+        ...
+
+    def close(self) -> None:
+        """Release the folder. No other method may be called afterwards."""
+        ...

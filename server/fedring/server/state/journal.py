@@ -1,4 +1,4 @@
-"""What happened, for operators: kept in the store, and told at once to whoever watches."""
+"""Events for operators, which are kept in the store and sent to watchers at once."""
 
 import asyncio
 import logging
@@ -14,9 +14,9 @@ from fedring.v1 import control_pb2 as pb
 log = logging.getLogger(__name__)
 
 RECENT = 4096
-"""Events that a late watcher can still be told."""
+"""How many of the newest events are in memory, so that watchers can still read them."""
 
-_GATHER_SECONDS = 0.2  # in which events share a commit
+_GATHER_SECONDS = 0.2  # events of this time share a commit
 _LEVELS = {
     "update_accepted": logging.DEBUG,
     "update_refused": logging.WARNING,
@@ -25,21 +25,25 @@ _LEVELS = {
     "storage_failed": logging.ERROR,
     "blob_damaged": logging.ERROR,
 }
-_TRANSIENT = frozenset({"update_accepted", "round_waits"})  # the updates' own rows say it; soon of no interest
+# These events are not stored: the first is in the updates' rows, the second is soon of no interest.
+_TRANSIENT = frozenset({"update_accepted", "round_waits"})
 
 
 def rfc3339(seconds: float | None) -> str:
-    """A wall-clock time for people and programs, UTC; empty for none."""
+    """Format seconds since 1970 as a UTC time; return an empty string for 0 or None."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds") if seconds else ""
 
 
 def printable(text: str) -> str:
-    """`text` without what could break a log or a terminal: part of it comes from clients."""
+    """Replace what could break a log or a terminal by spaces. Parts of the text come from clients."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 class Journal:
-    """Events in order, with ids that rise, also across restarts: microseconds since 1970, or one above the last."""
+    """The events of a server, in order.
+
+    Their ids increase, also across restarts: an id is the time in microseconds since 1970, or one above the last id.
+    """
 
     def __init__(self) -> None:
         self._last_id = 0
@@ -49,13 +53,16 @@ class Journal:
         self._to_save = asyncio.Event()
 
     def begin(self, last_id: int) -> None:
-        """All ids from now on are above `last_id`, also if the clock was set back."""
+        """Make all ids from now on greater than `last_id`, even if the clock was set back."""
         self._last_id = max(self._last_id, last_id)
 
     def write(
         self, kind: str, text: str, *, job_id: int = 0, client_id: str = "", state: pb.Round | None = None
     ) -> None:
-        """Log the event, tell it to all watchers, and queue it for the store."""
+        """Log an event, send it to all watchers, and queue it for the store.
+
+        A watcher that has not read its last RECENT events is dropped.
+        """
         number = state.round if state else 0
         at = time.time()
         text = printable(text)
@@ -92,22 +99,29 @@ class Journal:
         return self._last_id
 
     def recent(self, after: int = 0) -> list[pb.Event]:
-        """The events above the id `after` that are remembered here, oldest first."""
+        """Return the events in memory with ids above `after`, oldest first."""
         return [event for event in self._recent if event.id > after]
 
     @property
     def oldest(self) -> int:
-        """The id of the oldest event that is remembered here; older ones are in the store."""
+        """The id of the oldest event in memory. Older events are in the store."""
         return self._recent[0].id if self._recent else self._last_id + 1
 
     def follow(self, after: int) -> AsyncIterator[pb.Event]:
-        """Every event after the id `after`, as far as it is remembered, and all from this call on; 0 = only those."""
+        """Watch events: those in memory with ids above `after`, then all that are written from this call on.
+
+        Args:
+            after: an event's id; 0 for new events only.
+
+        Raises:
+            Overloaded: in the iteration, if the watcher reads too slowly.
+        """
         queue: asyncio.Queue[pb.Event | None] = asyncio.Queue(RECENT)
         known = [event for event in self._recent if after and event.id > after]
         self._watchers.add(queue)
-        return self._told(known, queue)
+        return self._watch(known, queue)
 
-    async def _told(self, known: list[pb.Event], queue: asyncio.Queue[pb.Event | None]) -> AsyncIterator[pb.Event]:
+    async def _watch(self, known: list[pb.Event], queue: asyncio.Queue[pb.Event | None]) -> AsyncIterator[pb.Event]:
         try:
             for event in known:
                 yield event
@@ -115,23 +129,23 @@ class Journal:
                 if (news := await queue.get()) is None:
                     return
                 yield news
-            raise Overloaded("the watcher reads too slowly")
+            raise Overloaded(f"the watcher reads too slowly: {RECENT} events wait for it; watch again")
         finally:
             self._watchers.discard(queue)
 
     def close(self) -> None:
-        """No more is told to watchers; those that read have been told everything."""
+        """End all watchers' iterations, after the events that were written before."""
         for queue in self._watchers:
             if not queue.full():
                 queue.put_nowait(None)
 
     def unsaved(self) -> list[EventRow]:
-        """What was not stored yet, which the caller stores."""
+        """Return the events that have not been stored yet; the caller stores them."""
         rows, self._unsaved = self._unsaved, []
         return rows
 
     async def save(self, append: Callable[[list[EventRow]], Awaitable[None]]) -> None:
-        """Keep storing what was written, in batches, until cancelled: a round's updates wait for each commit."""
+        """Store what was written, until cancelled: in batches, because accepting updates waits for each commit."""
         while True:
             await self._to_save.wait()
             await asyncio.sleep(_GATHER_SECONDS)

@@ -1,7 +1,7 @@
 """What the database knows of each client beyond the updates that it keeps: how many there were, and the newest.
 
-An update is kept for some rounds only. A client that was killed just after its update was accepted, and comes back
-much later, still learns that it was: of each client the newest accepted update stays known until the client is
+An update is kept for some rounds only. A client that was killed just after its update was accepted, and returns much
+later, must still learn that it was accepted. So each client's newest accepted update stays known until the client is
 forgotten.
 """
 
@@ -20,7 +20,7 @@ _PRUNED_LAST = select(*_LAST).where(clients.c.last_name != "")
 
 
 def update_counts(connection: Connection) -> Counter[str]:
-    """Return how many updates of each client were accepted, kept or not."""
+    """Return how many updates of each client were accepted, kept or pruned."""
     return _counted(connection, _PRUNED) + _counted(connection, _KEPT)
 
 
@@ -32,14 +32,14 @@ def accepted_name(connection: Connection, number: int, client_id: str) -> str:
 
 
 def last_accepted(connection: Connection) -> dict[str, LastAccepted]:
-    """Return the newest accepted update of each client of which one is known, kept or not."""
+    """Return each client's newest accepted update, kept or pruned, by client id."""
     kept = _ACCEPTED.add_columns(updates.c.client_id)
     pruned = _PRUNED_LAST.add_columns(clients.c.client_id)
     return _newest(connection, kept, pruned)
 
 
 def forget(connection: Connection, client_id: str) -> int:
-    """Forget the client, its evaluations and its updates in rounds that have ended; return the number of rows."""
+    """Remove a client, its evaluations and its updates in rounds that have ended; return the number of removed rows."""
     ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
     theirs = (updates.c.client_id == client_id) & updates.c.round.in_(ended)
     removed = connection.execute(delete(updates).where(theirs)).rowcount
@@ -49,7 +49,7 @@ def forget(connection: Connection, client_id: str) -> int:
 
 
 def remember(connection: Connection, old: ColumnElement[bool]) -> None:
-    """Note of clients how many of their updates are pruned, and the newest; before those with `old` are deleted."""
+    """Note how many updates each client loses, and its newest, before the updates that match `old` are deleted."""
     pruned = _counted(connection, _KEPT.where(old))
     if not pruned:
         return
@@ -74,7 +74,7 @@ def remember(connection: Connection, old: ColumnElement[bool]) -> None:
 
 
 def _newest(connection: Connection, *queries: Select[int, int, str, str]) -> dict[str, LastAccepted]:
-    """The newest of what the queries find of each client: epoch, round, name, client."""
+    """Return each client's newest update among the rows (epoch, round, name, client) of all queries."""
     newest: dict[str, LastAccepted] = {}
     for query in queries:
         for epoch, number, name, client in connection.execute(query):

@@ -1,6 +1,6 @@
 """The facts that fl-server keeps, as values.
 
-Digests are names (fedring.codec.digest); times are wall clock, for people.
+Digests are names (`fedring.codec.digest`). Times are wall-clock seconds since 1970, for people.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ Kind = Literal["weights", "delta"]
 
 @dataclass(frozen=True, slots=True)
 class PacketSpec:
-    """One encoded vector; packets of the same vector add up."""
+    """One encoded vector in a payload. Packets of the same vector add up."""
 
     vector: Vector
     kind: Kind
@@ -26,43 +26,43 @@ class PacketSpec:
 class JobRow:
     """A job. `state` is queued, running, completed, failed or stopped."""
 
-    job_id: int  # 0 = to be given by the store
+    job_id: int  # 0 before the store has assigned it
     name: str
     spec: dict[str, Any]
     rounds: int
     created_at: float
     state: str = "queued"
     reason: str = ""
-    rounds_done: int = 0  # published rounds
+    rounds_done: int = 0  # of which a model was published
     idempotency_key: str | None = None  # unique
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """A round of a job; open until `ended_at` is set."""
+    """A round of a job. It is open until `ended_at` is set."""
 
-    round: int  # 0 = to be given by the store
+    round: int  # 0 before the store has assigned it
     job_id: int
     job_round: int
     phase: str
     started_at: float
     base_version: int = 0
-    model_version: int = 0  # that it published; 0 = none
+    model_version: int = 0  # the model that it published; 0 = none
     reason: str = ""
     selected: tuple[str, ...] = ()
     ended_at: float | None = None
     stats: dict[str, Any] = field(default_factory=dict)
-    seconds_left: float | None = None  # until its phase ends, should the server be killed; None = all of them
+    seconds_left: float | None = None  # until its phase ends, if the server is killed; None = the whole phase
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRow:
-    """An accepted update: one per round and client."""
+    """An accepted update. There is one for each round and client."""
 
     round: int
     client_id: str
     digest: str  # of the payload
-    name: str  # the update's: of its header and its payload's digest
+    name: str  # of the update: the digest of its header and of its payload's digest
     packets: tuple[PacketSpec, ...]
     num_samples: int
     total_bytes: int
@@ -70,14 +70,14 @@ class UpdateRow:
     norm: float
     accepted_at: float
     metrics: dict[str, float] = field(default_factory=dict)
-    blob: str = ""  # the payload's blob, or, for a small one, empty:
-    payload: bytes = b""  # it lies in the row, which costs one sync for many instead of one each
-    epoch: int = 0  # in which it was accepted; its header may name another one, of before a restore
+    blob: str = ""  # the payload's blob; empty for a small payload
+    payload: bytes = b""  # a small payload: in the row it needs no sync of its own
+    epoch: int = 0  # in which it was accepted; its header may name one from before a restore
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class LastAccepted:
-    """The newest update of a client that was accepted. The order is that of acceptance, also across restores."""
+    """A client's newest accepted update. The order is that of acceptance, also across restores."""
 
     epoch: int
     round: int
@@ -86,27 +86,27 @@ class LastAccepted:
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A published model; an empty blob name means that there is no such blob."""
+    """A published model. An empty blob name means that there is no such blob."""
 
     version: int
-    round: int  # that published it; 0 = the initial model
+    round: int  # the round that published it; 0 for the first model
     digest: str  # of the model (Vectors.digest)
     blob: str  # the model file
     schema_hash: str
     parameters: int  # number of values
     bytes: int  # of the model file
     created_at: float
-    base_version: int = 0  # that the delta is added to; 0 = none
-    base_digest: str = ""  # the digest of that model
+    base_version: int = 0  # the model that the delta is added to; 0 = none
+    base_digest: str = ""  # of that model
     delta_blob: str = ""
     delta_packets: tuple[PacketSpec, ...] = ()
-    residual_blob: str = ""  # what the delta left out
+    residual_blob: str = ""  # what the encoded delta left out
     optimizer_blob: str = ""  # the server optimizer's state
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:
-    """One client's, or with an empty client_id the server's, evaluation of a model."""
+    """A client's evaluation of a model; the server's own has an empty client_id."""
 
     round: int
     version: int
@@ -120,7 +120,7 @@ class EvaluationRow:
 class EventRow:
     """Something that an operator may want to read."""
 
-    id: int  # unique and rising
+    id: int  # unique and increasing
     at: float
     kind: str
     text: str
@@ -131,7 +131,7 @@ class EventRow:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """A bearer token, but for its secret."""
+    """A bearer token without its secret."""
 
     token_id: str
     digest: str  # SHA-256 of the secret
@@ -143,7 +143,7 @@ class TokenRow:
 
 
 def lay_out(packets: Iterable[tuple[Vector, Kind, str, int]]) -> tuple[PacketSpec, ...]:
-    """The packets (vector, kind, encoding, bytes), one after the other."""
+    """Lay packets (vector, kind, encoding, bytes) out in a payload, one after the other."""
     specs: list[PacketSpec] = []
     offset = 0
     for vector, kind, encoding, size in packets:

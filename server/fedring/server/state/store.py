@@ -1,8 +1,4 @@
-"""The facts of a run: jobs, rounds, accepted updates, models, evaluations, events.
-
-Every method is one transaction and returns when it is durable. All are called
-from one thread. A row never names a blob that is not on disk: seal first.
-"""
+"""The facts of a run in a database that SQLAlchemy knows."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +25,7 @@ from sqlalchemy import (
 from fedring.daemon.crash import crashpoint
 from fedring.server.state import known
 from fedring.server.state.database import UNREADABLE, backup, epoch_in, open_database, translate
-from fedring.server.state.interfaces import Acceptance, Pruned
+from fedring.server.state.interfaces import KEEP_EVENTS, Acceptance, Pruned
 from fedring.server.state.rows import (
     EvaluationRow,
     EventRow,
@@ -45,42 +41,46 @@ from fedring.server.state.tables import evaluations, events, jobs, meta, models,
 Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow, TokenRow)
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
 _BLOB_COLUMNS = (updates.c.blob, models.c.blob, models.c.delta_blob, models.c.residual_blob, models.c.optimizer_blob)
-# Of pairs (round, client) SQLite would read the whole table.
+# Two conditions, because SQLite would read the whole table for pairs (round, client).
 _KNOWN = select(updates.c.round, updates.c.client_id, updates.c.name).where(
     updates.c.round.in_(bindparam("rounds", expanding=True)),
     updates.c.client_id.in_(bindparam("clients", expanding=True)),
 )
 _DROPPED = "highest_dropped_model"
 
-KEEP_EVENTS = 10_000
-"""Newest events that are kept: clients come and go, also while no round ends."""
-
 
 class SqlStore:
-    """Facts in a database that SQLAlchemy knows: "sqlite:///path", "sqlite://" for memory."""
+    """The Store that the server uses; Store says what each method promises.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        url: the database: "sqlite:///path", or "sqlite://" for one in memory.
+        keep_events: how many of the newest events are kept.
+
+    Raises:
+        StoreError: "newer_state" if a newer version has written the database, "corrupt" if it is damaged.
+    """
+
+    def __init__(self, url: str, *, keep_events: int = KEEP_EVENTS) -> None:
         self._engine = open_database(url)
+        self._keep_events = keep_events
         with self._transaction() as connection:
             found = dict(connection.execute(select(meta.c.name, meta.c.value)).all())
         self.run_id = found["run_id"]
         self.epoch = epoch_in(found)
 
     def set_state_id(self, state_id: str) -> None:
-        """Keep the id that also lies beside the blobs; once."""
+        """Keep the id that also lies beside the blobs. It may be called once for each database."""
         with self._transaction() as connection:
             connection.execute(insert(meta), {"name": "state_id", "value": state_id})
 
     def close(self) -> None:
-        """Let go of the database."""
         self._engine.dispose()
 
     def backup(self, path: Path) -> None:
-        """`path`, which must not exist, is a copy of the whole database."""
+        """Copy the whole database to `path`, which must not exist."""
         backup(self._engine, path)
 
     def create_job(self, job: JobRow) -> JobRow:
-        """The job with its new id; or the one that was made with the same idempotency key before."""
         with self._transaction() as connection:
             if job.idempotency_key is not None:
                 query = select(jobs).where(jobs.c.idempotency_key == job.idempotency_key)
@@ -89,66 +89,53 @@ class SqlStore:
             return _insert(connection, jobs, job, "job_id")
 
     def set_job_state(self, job_id: int, state: str, reason: str = "") -> None:
-        """The job is in `state`, because of `reason`."""
         with self._transaction() as connection:
             connection.execute(update(jobs).where(jobs.c.job_id == job_id).values(state=state, reason=reason))
 
     def job(self, job_id: int) -> JobRow | None:
-        """The job, if there is one."""
         return self._first(select(jobs).where(jobs.c.job_id == job_id), JobRow)
 
     def jobs(self, limit: int = 100) -> list[JobRow]:
-        """The newest jobs, newest first."""
         return self._list(select(jobs).order_by(jobs.c.job_id.desc()).limit(limit), JobRow)
 
     def next_queued_job(self) -> JobRow | None:
-        """The oldest job that waits for its turn."""
         return self._first(select(jobs).where(jobs.c.state == "queued").order_by(jobs.c.job_id), JobRow)
 
     def running_job(self) -> JobRow | None:
-        """The job that runs, or that ran when the server stopped."""
         return self._first(select(jobs).where(jobs.c.state == "running").order_by(jobs.c.job_id), JobRow)
 
     def job_rounds_ended(self, job_id: int) -> int:
-        """How many rounds of the job have ended, published or abandoned, kept or not."""
         ended = (rounds.c.job_id == job_id) & rounds.c.ended_at.is_not(None)
         with self._transaction() as connection:
             return connection.execute(select(func.max(rounds.c.job_round)).where(ended)).scalar() or 0
 
     def create_round(self, row: RoundRow) -> RoundRow:
-        """The round with its new number, above all numbers before."""
         with self._transaction() as connection:
             return _insert(connection, rounds, row, "round")
 
     def update_round(self, row: RoundRow) -> None:
-        """The round is as `row` says."""
         with self._transaction() as connection:
             _replace_round(connection, row)
 
     def save_seconds_left(self, number: int, phase: str, seconds: float) -> None:
-        """The round, if it is in that phase, may stay in it for so long from now on."""
         this = (rounds.c.round == number) & (rounds.c.phase == phase)
         with self._transaction() as connection:
             connection.execute(update(rounds).where(this).values(seconds_left=seconds))
 
     def round(self, number: int) -> RoundRow | None:
-        """The round, if there is one."""
         return self._first(select(rounds).where(rounds.c.round == number), RoundRow)
 
     def rounds(self, limit: int = 100, job_id: int = 0, below: int = 0) -> list[RoundRow]:
-        """The newest rounds of the job, or with 0 of all, newest first; only those below a number, if it is not 0."""
         query = select(rounds).order_by(rounds.c.round.desc()).limit(limit)
         if below:
             query = query.where(rounds.c.round < below)
         return self._list(query.where(rounds.c.job_id == job_id) if job_id else query, RoundRow)
 
     def open_round(self) -> RoundRow | None:
-        """The newest round that has not ended: where a restarted server goes on."""
         query = select(rounds).where(rounds.c.ended_at.is_(None)).order_by(rounds.c.round.desc())
         return self._first(query, RoundRow)
 
     def end_orphans(self) -> None:
-        """No round is open but those of the running job."""
         running = select(jobs.c.job_id).where(jobs.c.state == "running")
         orphans = rounds.c.ended_at.is_(None) & rounds.c.job_id.not_in(running.scalar_subquery())
         ended = {"phase": "abandoned", "reason": "job_ended", "ended_at": time.time()}
@@ -156,7 +143,6 @@ class SqlStore:
             connection.execute(update(rounds).where(orphans).values(ended))
 
     def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
-        """What became of each update; the new ones are durable, all in one transaction."""
         if not rows:
             return []
         with self._transaction() as connection:
@@ -179,36 +165,27 @@ class SqlStore:
         return outcome
 
     def accepted_name(self, number: int, client_id: str) -> str:
-        """The name of the client's accepted update in the round, also if it is not kept; empty if none is known.
-
-        Of those that are not kept, the client's newest is known.
-        """
         with self._transaction() as connection:
             return known.accepted_name(connection, number, client_id)
 
     def last_accepted(self) -> dict[str, LastAccepted]:
-        """The newest accepted update of each client of which one is known, kept or not."""
         with self._transaction() as connection:
             return known.last_accepted(connection)
 
     def forget_client(self, client_id: str) -> Pruned:
-        """Forget the client, its evaluations and its updates in rounds that have ended."""
         with self._transaction() as connection:
             before = _named(connection)
             removed = known.forget(connection, client_id)
             return Pruned(removed, frozenset(before - _named(connection)))
 
     def updates_of(self, number: int) -> list[UpdateRow]:
-        """The round's accepted updates in client-id order."""
         return self._list(select(updates).where(updates.c.round == number).order_by(updates.c.client_id), UpdateRow)
 
     def update_counts(self) -> dict[str, int]:
-        """How many updates of each client were accepted in this run, whether they are kept or not."""
         with self._transaction() as connection:
             return known.update_counts(connection)
 
     def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None:
-        """The model is the newest, and the round that made it has ended and counts in its job, at once."""
         with self._transaction() as connection:
             connection.execute(insert(models), _values(model))
             if ended is not None:
@@ -219,27 +196,22 @@ class SqlStore:
         crashpoint("after_publish_commit")
 
     def model(self, version: int) -> ModelRow | None:
-        """The model, if it is kept."""
         return self._first(select(models).where(models.c.version == version), ModelRow)
 
     def models(self, limit: int = 100) -> list[ModelRow]:
-        """The newest models, newest first."""
         return self._list(select(models).order_by(models.c.version.desc()).limit(limit), ModelRow)
 
     def add_evaluation(self, row: EvaluationRow) -> None:
-        """The evaluation is kept, in the place of an earlier one of the same client and model."""
         same = (evaluations.c.version == row.version) & (evaluations.c.client_id == row.client_id)
         with self._transaction() as connection:
             connection.execute(delete(evaluations).where(same))
             connection.execute(insert(evaluations), _values(row))
 
     def evaluations(self, version: int) -> list[EvaluationRow]:
-        """All evaluations of the model, the server's first, then in client-id order."""
         query = select(evaluations).where(evaluations.c.version == version).order_by(evaluations.c.client_id)
         return self._list(query, EvaluationRow)
 
     def evaluation_sum(self, version: int) -> EvaluationRow | None:
-        """The clients' evaluations of the model, added up; None without any."""
         rows = [row for row in self.evaluations(version) if row.client_id]
         if not rows:
             return None
@@ -247,44 +219,36 @@ class SqlStore:
         return EvaluationRow(rows[0].round, version, "", correct, total, fsum(row.loss_sum for row in rows))
 
     def append_events(self, rows: Sequence[EventRow]) -> None:
-        """The events are kept, and of all before them the newest."""
         if rows:
             with self._transaction() as connection:
                 connection.execute(insert(events), [_values(row) for row in rows])
                 newest = select(events.c.id).order_by(events.c.id.desc())
-                first_of_old = newest.offset(KEEP_EVENTS).limit(1).scalar_subquery()
+                first_of_old = newest.offset(self._keep_events).limit(1).scalar_subquery()
                 connection.execute(delete(events).where(events.c.id <= first_of_old))
 
     def events_after(self, event_id: int, limit: int = 1000) -> list[EventRow]:
-        """The events after that id, oldest first."""
         return self._list(select(events).where(events.c.id > event_id).order_by(events.c.id).limit(limit), EventRow)
 
     def last_events(self, limit: int) -> list[EventRow]:
-        """The newest events, oldest first."""
         return self._list(select(events).order_by(events.c.id.desc()).limit(limit), EventRow)[::-1]
 
     def last_event_id(self) -> int:
-        """The id of the newest event, 0 without any."""
         with self._transaction() as connection:
             return connection.execute(select(func.max(events.c.id))).scalar() or 0
 
     def add_token(self, row: TokenRow) -> None:
-        """The token is known."""
         with self._transaction() as connection:
             connection.execute(insert(tokens), _values(row))
 
     def tokens(self) -> list[TokenRow]:
-        """All tokens, oldest first."""
         return self._list(select(tokens).order_by(tokens.c.created_at, tokens.c.token_id), TokenRow)
 
     def revoke_token(self, token_id: str, at: float) -> None:
-        """The token is revoked, if it was not before."""
         mine = (tokens.c.token_id == token_id) & tokens.c.revoked_at.is_(None)
         with self._transaction() as connection:
             connection.execute(update(tokens).where(mine).values(revoked_at=at))
 
     def drop_updates(self, number: int, clients: Sequence[str]) -> Pruned:
-        """Forget the clients' updates of the round, as if they had never been accepted."""
         with self._transaction() as connection:
             before = _named(connection)
             theirs = (updates.c.round == number) & updates.c.client_id.in_(clients)
@@ -292,13 +256,11 @@ class SqlStore:
             return Pruned(removed, frozenset(before - _named(connection)))
 
     def next_version(self) -> int:
-        """The number of the next model: above all that clients can ever have seen."""
         with self._transaction() as connection:
             dropped = connection.execute(select(meta.c.value).where(meta.c.name == _DROPPED)).scalar() or 0
             return max(connection.execute(select(func.max(models.c.version))).scalar() or 0, int(dropped)) + 1
 
     def drop_models(self, versions: Sequence[int]) -> Pruned:
-        """Forget the models, but for their numbers: clients may hold them."""
         highest = self.next_version() - 1
         with self._transaction() as connection:
             before = _named(connection)
@@ -309,14 +271,10 @@ class SqlStore:
             return Pruned(removed, frozenset(before - _named(connection)))
 
     def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int) -> Pruned:
-        """Only the newest models, the newest ended rounds, and the updates of open and of the newest ended ones stay.
-
-        Of all models but the newest, what only the next aggregation needs is let go, too.
-        """
         newest = select(models.c.version).order_by(models.c.version.desc())
         ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
         kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
-        held = rounds.c.round.in_(select(updates.c.round))  # few of all the rounds there ever were
+        held = rounds.c.round.in_(select(updates.c.round))  # only few rounds still hold updates
         old_rounds = ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery()))
         with self._transaction() as connection:
             before = _named(connection)
@@ -338,12 +296,10 @@ class SqlStore:
             return Pruned(removed, frozenset(before - _named(connection)))
 
     def named_blobs(self) -> set[str]:
-        """Every blob that a row names."""
         with self._transaction() as connection:
             return _named(connection)
 
     def probe(self) -> None:
-        """Something was written and is durable, though nothing has changed."""
         with self._transaction() as connection:
             connection.execute(update(meta).values(value=meta.c.value))
 

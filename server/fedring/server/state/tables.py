@@ -1,4 +1,4 @@
-"""The tables behind the rows: a column per field, of the same name."""
+"""The tables that hold the rows. Each field of a row has a column of the same name."""
 
 import json
 from typing import Any

@@ -17,7 +17,7 @@ from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.rpc.contract import MAX_FIGURE, MAX_HEADER_BYTES
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay
-from fedring.server.model.mean import open_packet, step_of
+from fedring.server.model.contributions import open_packet, values_at_a_time
 from fedring.server.model.walk import cut, tiles
 from fedring.server.state.rows import Kind, PacketSpec, Vector, lay_out
 from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
@@ -131,7 +131,7 @@ def check_payload(reader: Reader, packets: Sequence[PacketSpec], schema: Schema)
             if np.abs(decoder.decode(start, stop)).max() > MAX_BUFFER:
                 raise CodecError("out_of_range", f"a buffer beyond {MAX_BUFFER}")
     decoders = _open(reader, packets, "parameters", schema.num_parameters)
-    spans = cut(0, schema.num_parameters, step_of(decoders))
+    spans = cut(0, schema.num_parameters, values_at_a_time(decoders))
     norm = sqrt(sum(_square(decoders, start, stop) for start, stop in spans))
     if norm > MAX_NORM:
         raise CodecError("out_of_range", f"a norm of {norm:.3g}, beyond {MAX_NORM:g}")

@@ -1,4 +1,4 @@
-// The page: it listens to the server's stream, keeps what it was told, and shows what has changed.
+// The page: it listens to the server's stream, keeps the newest state, and shows what has changed.
 
 import { showCharts } from "./charts.js";
 import { at, fill, h } from "./dom.js";
@@ -7,11 +7,11 @@ import { showGroup } from "./group.js";
 import { presentJob, showNow, showTiles } from "./now.js";
 import { showClients, showEvents, showModels, showRounds } from "./tables.js";
 
-const SILENCE = 12_000; // milliseconds, in which the server would have said something
+const SILENCE = 12_000; // milliseconds; without a message for so long, the connection counts as lost
 const state = {}; // the parts of api/state
-const shown = { job: 0, known: null, rounds: new Map() }; // the job whose rounds are shown; `job` 0 = the present one
+const shown = { job: 0, known: null, rounds: new Map() }; // job: the chosen job, 0 = the present one; known: the job that `rounds` belongs to
 
-// ---- what is shown
+// The parts of the page
 
 const chosenId = () => shown.job || presentJob(state)?.job_id || 0;
 const chosenJob = () => state.jobs?.find((job) => job.job_id === chosenId());
@@ -40,7 +40,7 @@ function showJobs() {
   const options = [["0", jobs.length ? "the present one" : "none yet"],
                    ...jobs.map((job) => [String(job.job_id), `${job.job_id} · ${job.name} · ${job.state}`])];
   const said = JSON.stringify(options);
-  if (select.dataset.said !== said) { // an open list stays open
+  if (select.dataset.said !== said) { // a list that the user has opened must stay open
     select.dataset.said = said;
     fill(select, options.map(([value, text]) => h("option", { value }, text)));
     select.value = String(shown.job);
@@ -57,7 +57,7 @@ function showHistory(drawn = true) {
   showCharts(rounds, job);
 }
 
-// ---- the rounds of the chosen job
+// The rounds of the chosen job
 
 let fetching = false;
 let again = false;
@@ -71,7 +71,7 @@ async function refreshRounds() {
   }
   if (!job) return showHistory();
   fetching = true;
-  // The newest known round may have been evaluated since.
+  // The newest known round is fetched again: it may have been evaluated since.
   const after = Math.max(0, ...shown.rounds.keys()) - 1;
   try {
     const response = await fetch(`api/rounds?job=${job}&after=${Math.max(0, after)}`);
@@ -83,7 +83,7 @@ async function refreshRounds() {
       showHistory();
     } else again = true;
   } catch {
-    // The stream says when the connection is back, and with it the rounds are asked for again.
+    // When the stream is connected again, it sends everything, and the rounds are fetched again.
   }
   fetching = false;
   if (again) {
@@ -92,11 +92,11 @@ async function refreshRounds() {
   }
 }
 
-// ---- the connection
+// The connection
 
 let stream = null;
-let asked = 0; // when the stream was opened, or last said something
-let heard = 0; // when it last said something
+let asked = 0; // when the stream was opened or last received a message, whichever is later
+let heard = 0; // when the stream last received a message
 let retry = 1000;
 let timer = 0;
 
@@ -109,7 +109,7 @@ function connect() {
   stream.onmessage = (message) => {
     alive();
     const parts = JSON.parse(message.data);
-    if (parts.server && parts.server.run_id !== state.server?.run_id) shown.known = null; // another server
+    if (parts.server && parts.server.run_id !== state.server?.run_id) shown.known = null; // the page is connected to another server
     Object.assign(state, parts);
     show(new Set(Object.keys(parts)));
   };
@@ -155,13 +155,13 @@ at("job").addEventListener("change", (event) => {
   shown.job = Number(event.target.value);
   refreshRounds();
 });
-// Nobody looks at a hidden page: the server need not tell it anything.
+// A hidden page needs no messages, so it closes the stream.
 document.addEventListener("visibilitychange", () => (document.hidden ? pause() : connect()));
 window.addEventListener("online", connect);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => showHistory());
 setInterval(() => {
   if (stream && Date.now() - asked > SILENCE) lose();
-  if (stream && state.waits_for) showNow(state); // the time that is left
+  if (stream && state.waits_for) showNow(state); // it shows how much time is left
   showServer();
 }, 1000);
 connect();

@@ -1,4 +1,4 @@
-// Curves and bars, by plotly.
+// Curves and bars, drawn by plotly.
 
 import { at, empty, fill, h } from "./dom.js";
 import { bytes } from "./format.js";
@@ -6,7 +6,7 @@ import { bytes } from "./format.js";
 const ENCODINGS = ["uniform", "packed", "fp32", "int8", "fp32_sparse", "sq8", "fp16", "bf16", "none"];
 const CONFIG = { displayModeBar: false, responsive: true };
 
-// The script is large: the page does not wait for it.
+// The script is large, so the page does not wait for it.
 export const plotly = new Promise((resolve, reject) => {
   const script = document.createElement("script");
   script.src = "plotly.min.js";
@@ -14,7 +14,7 @@ export const plotly = new Promise((resolve, reject) => {
   script.onerror = () => reject(new Error("plotly did not load"));
   document.head.append(script);
 });
-plotly.catch(() => {}); // whoever draws says so
+plotly.catch(() => {}); // the function that draws shows the error
 
 export async function showCharts(rounds, job) {
   const published = rounds.filter((round) => round.phase === "published");
@@ -41,7 +41,7 @@ function curves(rounds, key, format) {
   return traces.filter((trace) => trace.x.length);
 }
 
-// What each kind of traffic is called, and how many bytes of it a round moved.
+// The kinds of traffic: the name of each, and a function from a round to its bytes.
 function traffic(rounds, job) {
   const used = new Set(rounds.flatMap((round) => Object.keys(round.upload_by_encoding)));
   const kinds = ENCODINGS.filter((name) => used.has(name)).map((name) => ({

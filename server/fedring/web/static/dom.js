@@ -1,10 +1,10 @@
-// Elements made of data. Text stays text: nothing here, or anywhere on the page, reads markup.
+// Elements made from data. Text stays text: no code of the page parses markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 function build(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {
-    if (name === "style") Object.assign(element.style, value); // the policy allows no attribute
+    if (name === "style") Object.assign(element.style, value); // the content security policy forbids the attribute
     else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value != null) element.setAttribute(name, value);
   }
@@ -16,7 +16,7 @@ export const h = (tag, attributes, ...children) => build(document.createElement(
 export const s = (tag, attributes, ...children) => build(document.createElementNS(SVG, tag), attributes, children);
 export const at = (id) => document.getElementById(id);
 
-// `element` holds these children and no others; where it scrolls, it stays where it was.
+// Replace the children of `element`, and keep its scroll position.
 export function fill(element, ...children) {
   const { scrollTop, scrollLeft } = element;
   element.replaceChildren(...children.flat(Infinity).filter((child) => child != null && child !== false));
@@ -26,7 +26,7 @@ export function fill(element, ...children) {
 
 export const empty = (...children) => h("p", { class: "empty" }, ...children);
 
-// A table of rows of cells; a column is [title, class].
+// A table with rows of cells. A column is [title, class].
 export function table(caption, columns, rows) {
   const head = columns.map(([title, kind]) => h("th", { scope: "col", class: kind }, title));
   const body = rows.map((cells) =>
@@ -35,7 +35,7 @@ export function table(caption, columns, rows) {
   return h("table", {}, h("caption", { class: "unseen" }, caption), h("thead", {}, h("tr", {}, head)), h("tbody", {}, body));
 }
 
-// A share as a bar, said aloud by `label`.
+// A share as a bar. Screen readers read `label`.
 export const bar = (share, label) =>
   h("div", { class: "bar", role: "progressbar", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": 100,
              "aria-valuenow": Math.round(100 * share) },

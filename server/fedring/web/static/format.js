@@ -1,6 +1,6 @@
-// Figures for people.
+// Numbers, times and sizes as text.
 
-let ahead = 0; // of this computer's clock is the server's, in milliseconds
+let ahead = 0; // milliseconds by which the server's clock is ahead of this computer's clock
 
 export function setClock(date) {
   const told = Date.parse(date ?? "");
@@ -32,7 +32,7 @@ export function duration(seconds) {
   return longDuration(seconds);
 }
 
-// In steps that change at most once a second.
+// A duration whose text changes at most once per second.
 export function longDuration(seconds) {
   const whole = Math.max(0, Math.round(seconds));
   if (whole < 60) return `${whole} s`;

@@ -12,7 +12,7 @@ export function showGroup(group) {
   if (!group) return;
   const title = group.mode === "pipeline" ? "Pipeline" : "Ring";
   at("group-title").textContent = `${title} of ${plural(group.members.length || group.target, "worker")}`;
-  // Before a group is formed, those that gather are shown where its members will be.
+  // Before a group has formed, the gathering workers are shown in the places of its members.
   const workers = group.members.length ? group.members : group.others;
   const drawn = group.mode === "pipeline" ? stages(workers, group) : ring(workers, group);
   fill(at("group-body"), facts(group), h("div", { class: "drawing" }, drawn), legend(workers), list(workers));
@@ -58,7 +58,7 @@ function ring(workers, group) {
   return svg(`0 0 420 284`, group, `a ring of ${workers.length} workers`, wires, nodes);
 }
 
-// The wire from one worker to the next, clockwise, with a tip in its middle.
+// The line from one worker to the next, clockwise, with an arrowhead in its middle.
 function arc(from, total, { x, y, radius, size }) {
   const gap = (size + 3) / radius;
   const step = (2 * Math.PI) / total;
@@ -75,7 +75,7 @@ function arc(from, total, { x, y, radius, size }) {
   ];
 }
 
-// One row a replica; with several stages a worker, these go round and round.
+// One row per replica. If a worker holds several stages, they are dealt out in turns.
 function stages(workers, group) {
   const [wide, high, gap, line] = [104, 64, 38, 84];
   const inRow = Math.ceil(workers.length / group.replicas);
@@ -96,7 +96,7 @@ function stages(workers, group) {
   return drawing;
 }
 
-// Activations go one way, gradients the other.
+// Two arrows between neighbours: activations go one way, gradients the other.
 const wire = (x, y, gap) => [
   s("path", { class: "wire", d: `M ${x + 3} ${y + 34} H ${x + gap - 9}` }),
   s("path", { class: "tip", d: `M ${x + gap - 13} ${y + 29} L ${x + gap - 2} ${y + 34} L ${x + gap - 13} ${y + 39} Z` }),

@@ -1,4 +1,4 @@
-// What happens at this moment: the job, the phase of its round, and whom it waits for.
+// The present state: the job, the phase of its round, and the clients that it waits for.
 
 import { at, bar, fill, h, empty } from "./dom.js";
 import { bytes, count, duration, longDuration, number, percent, plural, secondsUntil } from "./format.js";
@@ -13,7 +13,7 @@ const KINDS = { running: "busy", completed: "good", failed: "bad", published: "g
 
 export const badge = (word, kind = KINDS[word] ?? "") => h("span", { class: `badge ${kind}` }, word);
 
-// The job that matters most: the running one, else that of the last round, else the newest.
+// The job to show: the running job, otherwise the job of the last round, otherwise the newest job.
 export function presentJob(state) {
   const jobs = state.jobs ?? [];
   return jobs.find((job) => job.state === "running")

@@ -1,0 +1,141 @@
+"""A worker's rendezvous with the others of its group: a stream to the server for one round."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from grpc import StatusCode, aio
+
+from fedring.client.errors import FederationClosed
+from fedring.client.session.backoff import Backoff
+from fedring.client.session.connection import stray_cancellation
+from fedring.client.session.link import ServerLink
+from fedring.rpc.errors import FedringError, Unavailable, UnknownRound, reason_of, status_of
+from fedring.v1 import federation_pb2
+from fedring.v1 import rendezvous_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.2  # between checks of whether the round is over
+_FINAL = {StatusCode.INVALID_ARGUMENT, StatusCode.PERMISSION_DENIED, StatusCode.UNIMPLEMENTED}
+
+
+class RendezvousStream:
+    """The newest message of the server, and a way to answer; used within `with`, by the user's thread.
+
+    A stream that is lost is opened again. The server then treats this client as a new worker.
+
+    Args:
+        link: The session to the server.
+        command: Names the round.
+    """
+
+    def __init__(self, link: ServerLink, command: federation_pb2.TrainCmd) -> None:
+        self._link = link
+        self._enter = pb.Enter(run_id=command.run_id, round=command.round)
+        self._news = threading.Condition()
+        self._newest = pb.GroupMessage()  # empty while there is no stream
+        self._call: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self.on_news: Callable[[pb.GroupMessage], None] = lambda news: None
+        """Called with each message when it is received, on the session's thread; it must not block."""
+
+    def __enter__(self) -> Self:
+        self._link.call(self._start)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with suppress(FederationClosed):  # If so, the stream has ended with the connection.
+            self._link.call(self._stop)
+
+    @property
+    def newest(self) -> pb.GroupMessage:
+        """The newest message of the server; empty while there is no stream."""
+        return self._newest
+
+    def wait(self, wanted: Callable[[pb.GroupMessage], bool], look: Callable[[], None]) -> pb.GroupMessage:
+        """Wait until the newest message is a wanted one, and return it.
+
+        Args:
+            wanted: Says whether a message is wanted; may raise.
+            look: Is called several times a second while waiting; may raise.
+        """
+        while True:
+            look()
+            with self._news:
+                if self._news.wait_for(lambda: wanted(self._newest), _LOOK_SECONDS):
+                    return self._newest
+
+    def tell(self, message: pb.WorkerMessage) -> None:
+        """Send a message to the server. It is dropped while there is no stream: the server asks again later."""
+        self._link.call(lambda: self._write(message))
+
+    async def _start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def _stop(self) -> None:
+        if self._task:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        """Follow one stream after the other until the server has nothing more to say."""
+        backoff = Backoff()
+        while self._newest.WhichOneof("message") != "ended":
+            session_id = self._link.connection.session.session_id
+            try:
+                with stray_cancellation():
+                    await self._follow(backoff)
+            except aio.UsageError:  # The channel was closed.
+                return
+            except (aio.AioRpcError, FedringError) as error:
+                await self._judge(error, session_id)
+            await asyncio.sleep(backoff.next())
+
+    async def _judge(self, error: aio.AioRpcError | FedringError, session_id: str) -> None:
+        """Deal with a lost stream: note that the round is over, or wait until another try makes sense."""
+        status, reason = status_of(error), reason_of(error)
+        if reason == UnknownRound.reason or status in _FINAL:
+            self._take(pb.GroupMessage(ended=pb.Ended(reason=reason)))
+            return
+        log.warning("the rendezvous of round %d is interrupted: %s", self._enter.round, reason)
+        self._take(pb.GroupMessage())
+        if status in (StatusCode.UNAUTHENTICATED, StatusCode.ABORTED):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(5):
+                    await self._link.connection.wait_for_new_session(session_id)
+
+    async def _follow(self, backoff: Backoff) -> None:
+        """Follow one stream to its end."""
+        connection = self._link.connection
+        call = self._call = connection.rendezvous.Form(metadata=connection.metadata)
+        try:
+            await self._write(pb.WorkerMessage(enter=self._enter))
+            async for message in call:
+                backoff.reset()
+                if message.WhichOneof("message") == "prepare":
+                    self._enter.generation = max(self._enter.generation, message.prepare.generation)
+                if message.WhichOneof("message") == "ended" and message.ended.reason == "too_late":
+                    self._take(pb.GroupMessage())
+                    return  # As a new worker it may still get into a group.
+                self._take(message)
+            if self._newest.WhichOneof("message") != "ended":
+                raise Unavailable("the server closed the rendezvous")
+        finally:
+            self._call = None
+            call.cancel()
+
+    def _take(self, message: pb.GroupMessage) -> None:
+        with self._news:
+            self._newest = message
+            self._news.notify_all()
+        self.on_news(message)
+
+    async def _write(self, message: pb.WorkerMessage) -> None:
+        if self._call is not None:
+            with suppress(aio.AioRpcError, asyncio.InvalidStateError):  # Whoever reads the stream learns why.
+                await self._call.write(message)

@@ -1,0 +1,271 @@
+"""The session: join, follow the Watch stream, send heartbeats, and join again after every loss."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from math import inf
+from typing import Any
+
+from grpc import StatusCode, aio
+
+from fedring.client.errors import Refused
+from fedring.client.session.backoff import Backoff
+from fedring.client.session.connection import CALL_SECONDS, Connection, is_doubtful, stray_cancellation
+from fedring.client.session.inbox import WorkInbox
+from fedring.daemon.exits import Exit
+from fedring.rpc.errors import (
+    FedringError,
+    IdInUse,
+    Superseded,
+    Unavailable,
+    UnknownRound,
+    reason_of,
+    retry_seconds_of,
+    status_of,
+)
+from fedring.rpc.health import Health
+from fedring.rpc.streams import TimedStream
+from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+Lost = aio.AioRpcError | FedringError
+
+
+class ClientSession:
+    """Keeps the client in touch with its server and fills its inbox; owned by ServerLink, runs on its event loop.
+
+    Args:
+        connection: Over which it joins and watches.
+        health: Is set to serving while the session is established.
+        evaluates: Whether the client evaluates models; if not, orders to do so are answered at once, with no counts.
+        tell: Is called with one sentence for each new state of the session.
+    """
+
+    def __init__(self, connection: Connection, health: Health, *, evaluates: bool, tell: Callable[[str], None]) -> None:
+        self.inbox = WorkInbox()
+        self._connection = connection
+        self._health = health
+        self._evaluates = evaluates
+        self._tell = tell
+        self._state = ""
+        self._matched = False  # whether the server has answered on the current Watch stream
+        self._in_use_since: float | None = None  # since then every Join was refused: another session has this id
+        self._activity: pb.Activity.ValueType = pb.ACTIVITY_UNSPECIFIED
+        self._progress = 0.0
+        self._failures: list[pb.Failure] = []
+        self._wake = asyncio.Event()
+        self._sent = asyncio.Condition()  # is notified after each heartbeat
+        self._call: Any = None  # the newest Watch stream
+
+    def begin(self, activity: "pb.Activity.ValueType") -> None:
+        """Set the activity that heartbeats report. Any thread may call this."""
+        self._activity, self._progress = activity, 0.0
+
+    def advance(self, share: float) -> None:
+        """Set the share of the activity that is done, 0 to 1. Any thread may call this."""
+        self._progress = share
+
+    async def run(self) -> None:
+        """Keep up a session for ever.
+
+        Raises:
+            Refused: If the server will never give this client a session again.
+        """
+        backoff, wait = Backoff(), False
+        while True:
+            lost: Lost | None
+            try:
+                with stray_cancellation():
+                    session = await self._connection.join(wait=wait)
+                    lost = await self._watch(session)
+            except (aio.AioRpcError, FedringError) as error:
+                lost = error
+            if self._matched:
+                backoff.reset()
+            self._matched = False
+            await self._health.set(serving=False)
+            wait = lost is not None and _unreachable(lost)
+            left = self._seconds_left(lost)
+            self._say(*self._explain(lost))
+            if lost is not None and is_doubtful(lost):
+                await self._connection.reconnect()
+            with suppress(Unavailable), stray_cancellation():
+                await asyncio.sleep(min(backoff.next(), left))
+
+    async def report_evaluation(self, report: pb.EvaluationReport) -> None:
+        """Send the result of an evaluation once. Errors are logged; the server may have closed the evaluation."""
+        try:
+            with stray_cancellation():
+                await self._connection.commands.ReportEvaluation(
+                    report, metadata=self._connection.metadata, timeout=CALL_SECONDS
+                )
+        except (aio.AioRpcError, FedringError) as error:
+            level = logging.INFO if status_of(error) is UnknownRound.status else logging.WARNING
+            log.log(level, "the server did not take the evaluation of round %d: %s", report.round, reason_of(error))
+            if is_doubtful(error):
+                await self._connection.reconnect()
+
+    async def report_failure(self, failure: pb.Failure) -> None:
+        """Report with the next heartbeat, which is sent at once, that this client has failed in a round."""
+        if self.inbox.current and self.inbox.current.command.round == failure.round:
+            self.inbox.current.failure = failure
+        self._failures.append(failure)
+        self._wake.set()
+
+    async def flush(self, seconds: float) -> None:
+        """Wait until the server has read all failures, for at most that many seconds, and close the stream."""
+        with suppress(TimeoutError, aio.AioRpcError, asyncio.InvalidStateError):
+            async with asyncio.timeout(seconds):
+                async with self._sent:
+                    await self._sent.wait_for(lambda: not self._failures)
+                if self._call is not None:  # Cancelling the stream could lose what was written last.
+                    await self._call.done_writing()
+                    await self._call.code()
+
+    async def _watch(self, session: pb.JoinReply) -> Lost | None:
+        """Follow one Watch stream to its end.
+
+        Returns:
+            The error that ended it; None if the server closed it.
+
+        Raises:
+            Refused: If another session has replaced this one.
+        """
+        call = self._call = self._connection.commands.Watch(metadata=self._connection.metadata)
+        lost: Lost | None = None
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._send_heartbeats(call, session))]
+            try:
+                async for event in TimedStream(aiter(call), session.lost_after_seconds):
+                    await self._health.set(serving=True)
+                    if answer := self._handle(event):
+                        tasks.append(group.create_task(self.report_evaluation(answer)))
+                    if self._connection.session_refused:
+                        break
+            except (aio.AioRpcError, FedringError) as error:
+                lost = error
+            finally:
+                call.cancel()
+                for task in tasks:
+                    task.cancel()
+        if _is(lost, Superseded):
+            raise Refused(
+                f"another process has joined as {self._connection.client_id!r}, with the same certificate or token, or "
+                "a copy of this state_dir: give each client an id and a state_dir of its own",
+                Exit.CONFIG,
+            )
+        return lost
+
+    def _seconds_left(self, lost: Lost | None) -> float:
+        """Return for how many more seconds to keep trying: for ever, unless another session has this client's id.
+
+        Raises:
+            Refused: If another session has had the id for as long as the server said to keep trying.
+        """
+        if not (isinstance(lost, aio.AioRpcError) and _is(lost, IdInUse)):
+            self._in_use_since = None
+            return inf
+        now = time.monotonic()
+        if self._in_use_since is None:
+            self._in_use_since = now
+        left = self._in_use_since + retry_seconds_of(lost) - now
+        if left > 0:
+            return left
+        raise Refused(
+            f"another process has joined fl-server at {self._connection.address} as {self._connection.client_id!r}: "
+            "give each client an id of its own (client_id); or, if this client's state_dir was lost, start it again "
+            "when that session has ended",
+            Exit.CONFIG,
+        )
+
+    async def _send_heartbeats(self, call: Any, session: pb.JoinReply) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(session.lost_after_seconds):
+                    report = self._report()
+                    await call.write(report)
+                    if report.HasField("failure"):
+                        del self._failures[0]
+                    async with self._sent:
+                        self._sent.notify_all()
+            except (aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+                return  # Whoever reads the stream learns the reason.
+            if not self._failures:
+                await self._pause(session.heartbeat_seconds)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait until there is something to report, or until no call has succeeded for `seconds`."""
+        began = time.monotonic()
+        while (left := max(began, self._connection.last_success) + seconds - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._wake.wait()
+                return
+
+    def _report(self) -> pb.WatchRequest:
+        return pb.WatchRequest(
+            matched=self._matched,
+            activity=self._activity,
+            progress=self._progress,
+            failure=self._failures[0] if self._failures else None,
+        )
+
+    def _handle(self, event: pb.ServerEvent) -> pb.EvaluationReport | None:
+        """Act on an event, and return a report if it must be answered at once."""
+        match event.WhichOneof("event"):
+            case "heartbeat" if not self._matched:
+                self._matched = True
+                self._wake.set()
+                self._say("watching", f"in session with fl-server at {self._connection.address}")
+            case "train":
+                assignment = self.inbox.train(event.train, self._connection.last_accepted)
+                if assignment.failure:  # The server was restarted and has forgotten it.
+                    self._failures.append(assignment.failure)
+                    self._wake.set()
+            case "evaluate" if self._evaluates:
+                self.inbox.evaluate(event.evaluate)
+            case "evaluate":
+                order = event.evaluate
+                return pb.EvaluationReport(round=order.round, model_digest=order.model_digest)
+            case "round_ended":
+                self.inbox.end(event.round_ended.round, event.round_ended.reason)
+        return None
+
+    def _explain(self, lost: Lost | None) -> tuple[str, str]:
+        """Return the new state and a sentence for it."""
+        address = self._connection.address
+        if lost is None or isinstance(lost, Unavailable):
+            return "closed", f"fl-server at {address} closed the session; joining again"
+        if isinstance(lost, FedringError):
+            return "silent", f"fl-server at {address} does not answer ({lost}); joining again"
+        if _unreachable(lost):
+            return "unreachable", f"cannot reach fl-server at {address}; still trying: {lost.details()}"
+        if _is(lost, IdInUse):
+            name, seconds = self._connection.client_id, retry_seconds_of(lost)
+            return "in_use", f"fl-server at {address} has another session of {name!r}; trying for {seconds:g} s"
+        if status_of(lost) is StatusCode.UNIMPLEMENTED:
+            return "no_server", f"the program at {address} is not fl-server: check `server`; still trying"
+        sentence = f"fl-server at {address} answered {reason_of(lost)}; still trying: {lost.details()}"
+        return status_of(lost).name, sentence
+
+    def _say(self, state: str, sentence: str) -> None:
+        """Log and tell a change of state, once, however many attempts follow."""
+        if state != self._state:
+            self._state = state
+            log.log(logging.INFO if state == "watching" else logging.WARNING, "%s", sentence, extra={"state": state})
+            self._tell(sentence)
+
+
+def _is(lost: Lost | None, kind: type[FedringError]) -> bool:
+    return isinstance(lost, aio.AioRpcError) and reason_of(lost) == kind.reason
+
+
+def _unreachable(lost: Lost) -> bool:
+    return isinstance(lost, aio.AioRpcError) and status_of(lost) in (
+        StatusCode.UNAVAILABLE,
+        StatusCode.DEADLINE_EXCEEDED,
+    )

@@ -1,0 +1,56 @@
+"""Checks at start-up: what is wrong with a configuration, before the first round."""
+
+import logging
+from collections.abc import Iterator
+
+from fedring.client.config import ClientConfig
+from fedring.client.trainer import NAMES, trusted_by
+from fedring.daemon.checks import Check, check_data_root, check_writable, refuse_failed
+from fedring.rpc.channel import encrypts, is_loopback
+from fedring.rpc.tls import check_tls, read_token
+from fedring.train.job import Job
+from fedring.train.name_checks import check_data, check_device, check_name
+
+log = logging.getLogger(__name__)
+
+
+def check(config: ClientConfig) -> None:
+    """Check that a client with this configuration can start.
+
+    Raises:
+        ConfigError: If it cannot; the message is one sentence.
+    """
+    refuse_failed([check_writable("state_dir", config.state_dir)])
+    check_tls(config.tls)
+    if config.token_file:
+        read_token(config.token_file)
+    refuse_failed(check_names(config))
+
+
+def check_names(config: ClientConfig, job: Job | None = None) -> Iterator[Check]:
+    """Check the folder of the data, the device, and the functions that the configuration or the job names.
+
+    Args:
+        config: The configuration. Its names take precedence over those of the job.
+        job: The job; None = check the configuration alone.
+
+    Yields:
+        The result of each check.
+    """
+    yield from check_data_root(config.data_root)
+    yield check_device(config.device)
+    trusted = trusted_by(config)
+    for part in NAMES:
+        name = getattr(config, part) or getattr(job, part, "")
+        if name and part == "data":
+            yield check_data(part, name, trusted, root=config.data_root)
+        elif name:
+            yield check_name(part, name, trusted)
+
+
+def warn_of_insecurity(config: ClientConfig) -> None:
+    """Log a warning for everything that `insecure = true` exposes."""
+    if not (is_loopback(config.server) or encrypts(config.server, config.tls)):
+        log.warning("insecure: others on the network can read and change the traffic to and from %s", config.server)
+    if not (is_loopback(config.peer_listen) or config.tls.mutual):
+        log.warning("insecure: anybody who can reach %s can take part in data-parallel training", config.peer_listen)

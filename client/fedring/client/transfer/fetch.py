@@ -1,0 +1,155 @@
+"""Fetches models: each one once, resuming after losses, and as a difference from the previous version if possible."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from grpc import StatusCode, aio
+
+from fedring.client.errors import BadModel, RoundOver
+from fedring.client.session.backoff import Backoff
+from fedring.client.session.connection import Connection, is_doubtful, stray_cancellation
+from fedring.client.transfer.download import Download, HeldModel
+from fedring.codec import Schema
+from fedring.rpc.chunks import ReceivedChunk
+from fedring.rpc.errors import FedringError, Unavailable, reason_of, status_of
+from fedring.rpc.streams import TimedStream
+from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_AGAIN = {
+    StatusCode.UNAVAILABLE,
+    StatusCode.DEADLINE_EXCEEDED,
+    StatusCode.RESOURCE_EXHAUSTED,
+    StatusCode.CANCELLED,
+    StatusCode.UNKNOWN,
+    StatusCode.INTERNAL,
+}
+_REJOIN = {StatusCode.UNAUTHENTICATED, StatusCode.ABORTED}
+_AS_ASKED = {StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT, StatusCode.UNIMPLEMENTED}
+"""Also what a request is refused with that was damaged on its way, so that it is tried again."""
+
+_MOST_REFUSALS = 3
+"""How often a download may be refused as above. The last refusal counts."""
+
+
+class ModelFetcher:
+    """Fetches models and holds the newest one.
+
+    Args:
+        connection: To the server.
+        tell: Is called with the share of a download that was received, 0 to 1.
+    """
+
+    def __init__(self, connection: Connection, tell: Callable[[float], None]) -> None:
+        self._connection = connection
+        self._tell = tell
+        self._held: HeldModel | None = None
+
+    def at_hand(self, command: pb.TrainCmd | pb.EvaluateCmd, schema: Schema) -> HeldModel | None:
+        """Return a command's model if it is held already or came with the command, else None.
+
+        Any thread may call this, while nothing is being fetched.
+
+        Args:
+            command: The command, which names the model and may carry it.
+            schema: The schema that the model must have.
+
+        Raises:
+            WrongModel: If the model that came with the command has another schema.
+        """
+        digest, held = command.model_digest, self._held
+        if held and (held.digest, held.schema.hash) == (digest, schema.hash):
+            return held
+        if isinstance(command, pb.EvaluateCmd) or not command.HasField("model"):
+            return None
+        try:
+            download = Download(digest, schema, None)
+            download.begin(command.model.header)
+            download.add(pb.Chunk(data=command.model.payload))
+            self._held = download.finish()
+            self._connection.metrics.download_bytes.inc(download.received)
+        except BadModel as error:
+            log.warning(
+                "model %d, which came with its command, is not valid (%s); fetching it", command.model_version, error
+            )
+            return None
+        return self._held
+
+    async def fetch(self, digest: str, schema: Schema, ended: Callable[[], str]) -> HeldModel:
+        """Fetch a model from the server.
+
+        Args:
+            digest: The name of the model.
+            schema: The schema that it must have.
+            ended: Returns why the model is no longer wanted; empty while it is.
+
+        Raises:
+            RoundOver: If the model is no longer wanted, or the server refuses to send it.
+            BadModel: If what the server sent was invalid twice.
+            WrongModel: If the model has another schema.
+        """
+        held = self._held
+        if held and held.schema.hash != schema.hash:
+            held = self._held = None
+        try:
+            self._held = await self._download(Download(digest, schema, held), ended)
+        except BadModel as error:
+            log.warning("model %s is not valid as received (%s); fetching it again, in full", digest, error)
+            self._held = await self._download(Download(digest, schema, None), ended)
+        return self._held
+
+    async def _download(self, download: Download, ended: Callable[[], str]) -> HeldModel:
+        backoff, refusals = Backoff(), 0
+        while not download.complete:
+            session_id = self._connection.session.session_id
+            try:
+                with stray_cancellation():
+                    await self._stream(download, ended)
+                continue
+            except (aio.AioRpcError, FedringError) as error:
+                status = status_of(error)
+                refusals += status in _AS_ASKED
+                if status not in _AGAIN | _REJOIN | _AS_ASKED or refusals >= _MOST_REFUSALS:
+                    raise RoundOver(ended() or reason_of(error), str(error)) from error
+                if is_doubtful(error):
+                    await self._connection.reconnect()
+            if why := ended():
+                raise RoundOver(why)
+            with suppress(Unavailable), stray_cancellation():
+                if status in _REJOIN:
+                    await self._rejoin(session_id, ended)
+                await asyncio.sleep(backoff.next())
+        if download.is_small:
+            return download.finish()
+        return await asyncio.to_thread(download.finish)
+
+    async def _stream(self, download: Download, ended: Callable[[], str]) -> None:
+        """Make one call, and add to the download what it brings."""
+        session = self._connection.session
+        call = self._connection.fetch_model(download.request, metadata=self._connection.metadata)
+        try:
+            async for part in TimedStream(aiter(call), session.no_progress_seconds):
+                if isinstance(part, pb.ModelBlob) and part.HasField("header"):
+                    download.begin(part.header)
+                else:
+                    chunk = part if isinstance(part, ReceivedChunk) else part.chunk
+                    download.add(chunk)
+                    self._connection.metrics.download_bytes.inc(len(chunk.data))
+                    self._tell(download.share)
+                if why := ended():
+                    raise RoundOver(why)
+        finally:
+            call.cancel()
+        if not download.complete:
+            raise Unavailable("the stream ended before the model did")
+
+    async def _rejoin(self, session_id: str, ended: Callable[[], str]) -> None:
+        while not ended():
+            try:
+                async with asyncio.timeout(1):
+                    return await self._connection.wait_for_new_session(session_id)
+            except TimeoutError:
+                continue

@@ -1,0 +1,295 @@
+"""The spool: what outlives the process, namely the residual and an update that is not accepted yet.
+
+    residual.safetensors    what past updates left out; only an accepted update changes it, and the file names that one
+    update                  magic "SP" | version u8 | leaves u8 | length u32 | UpdateOffer | payload; there is no update
+                            if the first eight bytes are zeros or the file is empty
+    update.residual         what this update leaves out, if `leaves` is 1; if it is 0, the update takes along everything
+                            that past updates left out
+
+An update is spooled before its first byte is sent. When it is accepted, its residual replaces the old one, and then the
+update is dropped; when it is refused, the update is dropped and the old residual stays. The process may be killed
+between any two of these steps, and while it writes a file: the first eight bytes of an update are written last.
+
+The file `update` is overwritten in place, and keeps its size when its update is accepted. If it were emptied then and
+written anew later, the file system would write it to the disk at once, which takes five times the processor's time.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from fedring.codec.digest import Digest, update_name
+from fedring.daemon.crash import crashpoint
+from fedring.rpc.chunks import CHUNK_BYTES
+from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_KEY = "residual"
+Residual = NDArray[np.float32]  # [num_parameters]
+
+_PREFIX = struct.Struct("<2sBBI")
+_MAGIC, _VERSION = b"SP", 2
+_NONE = bytes(_PREFIX.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Spooled:
+    """A finished update on disk."""
+
+    offer: pb.UpdateOffer
+    header: pb.UpdateHeader  # the one in the offer
+    leaves: bool  # whether its encoding leaves something out
+    path: Path  # of the file
+    start: int  # offset of the payload in the file, in bytes
+    parts: Sequence[
+        bytes | memoryview
+    ] = ()  # the payload, in order, if this process made it; else it is read from disk
+
+    @contextlib.contextmanager
+    def reader(self) -> Iterator[Callable[[int, int], bytes | memoryview]]:
+        """Provide a function of (offset, size) that returns that part of the payload."""
+        if self.parts:
+            yield self._part
+            return
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield lambda offset, size: os.pread(fd, size, self.start + offset)
+        finally:
+            os.close(fd)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the update is undamaged. This reads the whole payload."""
+        if not _name_matches(self.offer):
+            return False
+        digest = Digest(like=self.offer.payload_digest)
+        with self.reader() as read:
+            for offset in range(0, self.header.total_bytes, CHUNK_BYTES):
+                digest.update(read(offset, min(CHUNK_BYTES, self.header.total_bytes - offset)))
+        return digest.name == self.offer.payload_digest
+
+    def _part(self, offset: int, size: int) -> bytes | memoryview:
+        found: list[memoryview] = []
+        for part in self.parts:
+            if size and offset < len(part):
+                found.append(memoryview(part)[offset : offset + size])
+                size -= len(found[-1])
+            offset = max(0, offset - len(part))
+        return found[0] if len(found) == 1 else b"".join(found)
+
+
+class Spool:
+    """The spool in one state folder, which the caller has locked. It belongs to the user's thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._residual_file = folder / "residual.safetensors"
+        self._update_file = folder / "update"
+        self._left_file = folder / "update.residual"
+        self._empty = False  # whether it certainly holds no update
+        self._left = True  # whether the file of what the update leaves out may exist
+        self._cached: tuple[str, bytes, Residual | None] | None = None  # run, schema hash, residual
+        self._noted: pb.LastAccepted | None = None  # the accepted update that left the cached residual, if it is known
+
+    @property
+    def size(self) -> int:
+        """The bytes of the update that is not accepted yet; 0 if there is none. Any thread may ask."""
+        try:
+            with self._update_file.open("rb") as file:
+                return os.fstat(file.fileno()).st_size if any(file.read(_PREFIX.size)) else 0
+        except OSError:
+            return 0
+
+    def residual(self, run_id: str, schema_hash: bytes, last: pb.LastAccepted) -> Residual | None:
+        """Return the residual for the next update; a residual that does not belong to it is dropped.
+
+        Args:
+            run_id: The run of the next update.
+            schema_hash: The schema of the next update.
+            last: The newest update of this client that the server has accepted. If the residual was left by an older
+                one, it was sent in the meantime, and is dropped. If it was left by a newer one, the server has been
+                restored, and the residual stays.
+
+        Returns:
+            What past updates left out, [num_parameters] float32; None if they left out nothing.
+        """
+        if self._cached is None or self._cached[:2] != (run_id, schema_hash):
+            self._cached = (run_id, schema_hash, self._load(run_id, schema_hash))
+        if self._cached[2] is not None and self._was_sent_since(last):
+            self._residual_file.unlink(missing_ok=True)
+            self._cached = (run_id, schema_hash, None)
+        return self._cached[2]
+
+    def pending(self) -> Spooled | None:
+        """Return the update that is not accepted yet, if there is one; a damaged one is dropped."""
+        if self._empty:
+            return None
+        try:
+            with self._update_file.open("rb") as file:
+                prefix = file.read(_PREFIX.size)
+                if not any(prefix):
+                    return None
+                magic, version, leaves, length = _PREFIX.unpack(prefix)
+                if magic != _MAGIC or version not in (1, _VERSION):
+                    raise struct.error
+                head = file.read(length)
+                offer = pb.UpdateOffer.FromString(head) if version == _VERSION else _offer_of_version_1(head, file)
+                if version == _VERSION and not _name_matches(offer):  # The server could not be asked about it.
+                    raise struct.error
+                header = pb.UpdateHeader.FromString(offer.header)
+                start = _PREFIX.size + length
+                if start + header.total_bytes == os.fstat(file.fileno()).st_size:
+                    return Spooled(offer, header, bool(leaves), self._update_file, start)
+        except FileNotFoundError:
+            return None
+        except (OSError, struct.error, DecodeError):
+            pass  # It was being written when the process was killed, or the disk has damaged it.
+        log.warning("dropped a spooled update that is damaged or incomplete")
+        self.drop()
+        return None
+
+    def write(self, offer: pb.UpdateOffer, parts: Sequence[bytes | memoryview], residual: Residual | None) -> Spooled:
+        """Write an update to disk, in the place of any other. It is not synced: it need not survive a power loss.
+
+        Args:
+            offer: The header and the names of the update.
+            parts: The payload, in order.
+            residual: What the update leaves out, [num_parameters]; None = nothing.
+        """
+        header = pb.UpdateHeader.FromString(offer.header)
+        if residual is not None:
+            self.drop()  # The old update must never be found together with the new residual.
+            self._left = True
+            noted = {"epoch": str(header.epoch), "round": str(header.round), "name": offer.name}
+            metadata = {"run": header.run_id, "schema": header.schema_hash.hex(), **noted}
+            save_file({_KEY: residual}, self._left_file, metadata)
+            crashpoint("client_residual_spooled")
+        self._empty = False
+        head = offer.SerializeToString()
+        prefix = _PREFIX.pack(_MAGIC, _VERSION, residual is not None, len(head))
+        fd = os.open(self._update_file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            _write_all(fd, [_NONE, head, *parts])
+            end = os.lseek(fd, 0, os.SEEK_CUR)
+            if os.fstat(fd).st_size != end:
+                os.truncate(fd, end)
+            os.pwrite(fd, prefix, 0)
+        finally:
+            os.close(fd)
+        crashpoint("client_update_spooled")
+        return Spooled(offer, header, residual is not None, self._update_file, len(prefix) + len(head), parts)
+
+    def accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
+        """Note that the server has accepted the update: drop it, and make what it left out the residual.
+
+        The residual is synced, so that this also holds after a power loss.
+
+        Args:
+            spooled: The update.
+            residual: What it left out, if the caller has it; this saves reading it from the disk later.
+        """
+        crashpoint("client_accepted")
+        if not spooled.leaves:
+            known_absent = self._cached is not None and self._cached[2] is None
+            if not known_absent and self._residual_file.exists():
+                self._residual_file.unlink()
+                _sync(self.folder)
+                self._cached = None
+        elif self._left_file.exists():  # If not, it became the residual before the process was killed.
+            _sync(self._left_file)
+            self._left_file.rename(self._residual_file)
+            _sync(self.folder)
+            crashpoint("client_residual_placed")
+            key = (spooled.header.run_id, spooled.header.schema_hash)
+            self._cached = None if residual is None else (*key, residual)
+            header = spooled.header
+            self._noted = pb.LastAccepted(epoch=header.epoch, round=header.round, name=spooled.offer.name)
+        self.drop()
+        crashpoint("client_noted")
+
+    def drop(self) -> None:
+        """Drop the update, if there is one. The residual stays as it was before."""
+        if self._empty:
+            return
+        with contextlib.suppress(FileNotFoundError), self._update_file.open("r+b", buffering=0) as file:
+            file.write(_NONE)
+        if self._left:
+            self._left_file.unlink(missing_ok=True)
+        self._empty, self._left = True, False
+
+    def _was_sent_since(self, last: pb.LastAccepted) -> bool:
+        """Return whether the server has accepted a newer update than the one that left the residual, or another one."""
+        noted = self._noted
+        if noted is None or last.name in ("", noted.name) or (noted.epoch, noted.round) > (last.epoch, last.round):
+            return False
+        log.warning(
+            "dropped the residual of round %d: an update of round %d was accepted since", noted.round, last.round
+        )
+        return True
+
+    def _load(self, run_id: str, schema_hash: bytes) -> Residual | None:
+        if not self._residual_file.exists():
+            return None
+        try:
+            with safe_open(self._residual_file, framework="numpy") as file:
+                metadata = file.metadata() or {}
+                if (metadata.get("run"), metadata.get("schema")) == (run_id, schema_hash.hex()):
+                    residual: Residual = file.get_tensor(_KEY)
+                    self._noted = _noted_in(metadata)
+                    return residual
+                why = "another run" if metadata.get("run") != run_id else "another model"
+        except SafetensorError as error:
+            why = f"a damaged file ({error})"
+        log.info("dropped the residual of %s", why)
+        self._residual_file.unlink()
+        return None
+
+
+def _offer_of_version_1(header: bytes, payload: BufferedReader) -> pb.UpdateOffer:
+    """Return an offer for an update of protocol 1. Servers may know it by its SHA-256, but accept it no more."""
+    name = hashlib.file_digest(payload, "sha256").hexdigest()
+    return pb.UpdateOffer(header=header, payload_digest=name, name=name)
+
+
+def _name_matches(offer: pb.UpdateOffer) -> bool:
+    return update_name(offer.header, offer.payload_digest) == offer.name
+
+
+def _noted_in(metadata: Mapping[str, str]) -> pb.LastAccepted | None:
+    """Return the update that left a residual; None if the file was written before residuals named it."""
+    try:
+        epoch, round_ = int(metadata["epoch"]), int(metadata["round"])
+        return pb.LastAccepted(epoch=epoch, round=round_, name=metadata["name"])
+    except (KeyError, ValueError):
+        return None
+
+
+def _write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
+    views = [memoryview(part) for part in parts]
+    while views:
+        written = os.writev(fd, views)
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if views:
+            views[0] = views[0][written:]
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

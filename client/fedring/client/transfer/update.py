@@ -1,0 +1,140 @@
+"""Makes an update of a trained model: pure functions of arrays."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.client.transfer.download import HeldModel
+from fedring.codec import BUFFERS, CodecError, Encoding, Vectors, encode_buffers
+from fedring.codec.dense import dense_header
+from fedring.codec.digest import name_of, update_name
+from fedring.compress.feedback import compress
+from fedring.rpc.contract import MAX_FIGURE
+from fedring.train.bounds import MAX_SECONDS
+from fedring.v1 import federation_pb2 as pb
+
+MAX_METRICS = 32
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingReport:
+    """What the training reports along with the model; ValueError if a figure is out of range."""
+
+    samples: int  # that were trained on, at least 1
+    train_seconds: float = 0.0  # 0 to 30 days
+    metrics: Mapping[str, float] = field(default_factory=dict)  # at most MAX_METRICS, by name
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"samples is {self.samples}: it must be at least 1")
+        for name in self.metrics:
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"{name!r} cannot name a metric: use 1 to 128 of A-Z a-z 0-9 . _ -")
+        if not 0 <= self.train_seconds <= MAX_SECONDS:
+            raise ValueError(f"train_seconds is {self.train_seconds:g}: it must be 0 to {MAX_SECONDS} (30 days)")
+        if len(self.metrics) > MAX_METRICS:
+            raise ValueError(f"there are {len(self.metrics)} metrics: there may be at most {MAX_METRICS}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """A finished update, and the residual that it leaves behind."""
+
+    offer: pb.UpdateOffer  # the header as bytes, and the names of the payload and of the update
+    parts: Sequence[bytes | memoryview]  # of the payload, in order
+    residual: NDArray[np.float32] | None  # [num_parameters]; None = it leaves nothing out
+
+
+def make_update(
+    command: pb.TrainCmd,
+    client_id: str,
+    base: HeldModel,
+    trained: Vectors,
+    training: TrainingReport,
+    residual: NDArray[np.float32] | None,
+) -> Update:
+    """Make the update that leads from `base` to `trained`, plus the residual.
+
+    Args:
+        command: The command that is answered; names the encoding.
+        client_id: The client that sends the update.
+        base: The model that the training began with.
+        trained: The values that it ended with. Its parameters are overwritten.
+        training: What the training reports.
+        residual: What past updates left out, [num_parameters]; None = nothing.
+
+    Raises:
+        CodecError: With the reason "non_finite", if a value is not finite.
+    """
+    delta = np.subtract(trained.parameters, base.vectors.parameters, out=trained.parameters)
+    parts, left_out = _encode(delta, residual, encoding_of(command.encoding))
+    packets = [pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding=command.encoding.name)]
+    packets[0].bytes = sum(map(len, parts))
+    if trained.buffers.size:
+        parts.append(encode_buffers(trained.buffers))
+        packets.append(pb.Packet(vector=pb.VECTOR_BUFFERS, kind=pb.KIND_WEIGHTS, encoding=BUFFERS))
+        packets[1].bytes = len(parts[-1])
+    for packet in packets:
+        packet.num_samples = training.samples
+    header = pb.UpdateHeader(
+        run_id=command.run_id,
+        epoch=command.epoch,
+        round=command.round,
+        client_id=client_id,
+        base_digest=base.digest,
+        schema_hash=command.schema_hash,
+        packets=packets,
+        total_bytes=sum(map(len, parts)),
+        train_seconds=training.train_seconds,
+        metrics=sendable_metrics(training.metrics),
+    )
+    sent, digest = header.SerializeToString(), name_of(*parts)
+    offer = pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
+    return Update(offer, parts, left_out)
+
+
+def sendable_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics without those for which a server would refuse an update.
+
+    Args:
+        metrics: Figures of a training, by name.
+
+    Returns:
+        Those that are numbers with a magnitude of at most MAX_FIGURE.
+    """
+    return {name: value for name, value in metrics.items() if abs(value) <= MAX_FIGURE}
+
+
+def encoding_of(message: pb.Encoding) -> Encoding:
+    """Return the encoding that a command names, with defaults for the parameters that it leaves out.
+
+    Raises:
+        CodecError: If there is no such encoding, or a parameter is out of range.
+    """
+    default = Encoding(message.name)
+    return Encoding(
+        message.name,
+        message.chunk or default.chunk,
+        message.keep_ratio or default.keep_ratio,
+        message.step or default.step,
+    )
+
+
+def _encode(
+    delta: NDArray[np.float32], residual: NDArray[np.float32] | None, encoding: Encoding
+) -> tuple[list[bytes | memoryview], NDArray[np.float32] | None]:
+    """Return the payload of `delta` [D] plus `residual` [D], in parts, and the new residual. `delta` is overwritten."""
+    if encoding.name != "fp32":
+        compressed = compress(delta, residual, encoding)
+        return [compressed.payload], compressed.residual
+    # The vector is part of the payload as it is. To join it to its header would copy 100 MB for 25 million parameters.
+    if residual is not None:
+        delta += residual
+    if not np.isfinite(delta).all():
+        raise CodecError("non_finite")
+    stored = np.ascontiguousarray(delta, "<f4")
+    return [dense_header("fp32", delta.size), stored.data.cast("B")], None

@@ -1,0 +1,207 @@
+"""Uploads one spooled update until the server has accepted or refused it."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from grpc import StatusCode, aio
+
+from fedring.client.errors import RoundOver, UpdateRefused
+from fedring.client.session.backoff import Backoff
+from fedring.client.session.connection import Connection, is_doubtful, stray_cancellation
+from fedring.client.transfer.spool import Spooled
+from fedring.rpc.chunks import CHUNK_BYTES, chunks
+from fedring.rpc.contract import SMALL_BYTES
+from fedring.rpc.errors import FedringError, Stalled, TooLarge, Unavailable, UnknownRound, reason_of, status_of
+from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_FINAL = {
+    StatusCode.INVALID_ARGUMENT,
+    StatusCode.NOT_FOUND,
+    StatusCode.ALREADY_EXISTS,
+    StatusCode.PERMISSION_DENIED,
+    StatusCode.OUT_OF_RANGE,
+}
+
+MOST_TRIES = 3
+"""How often one update is sent if its bytes are damaged on the way."""
+
+DAMAGE_REASONS = {
+    "digest_mismatch",
+    "damaged",
+    "bad_chunk",
+    "bad_request",
+    "truncated",
+    "unknown_method",
+    "unimplemented",
+}
+"""The reasons for which a server refuses an upload, or the beginning of one, only if bytes were damaged on the way."""
+
+
+class Undecided(RoundOver):
+    """The deadline passed before the server said whether it has accepted the update."""
+
+
+class GivenUp(RoundOver):
+    """The client stopped sending, because the round had ended for it; the server has not refused the update."""
+
+
+class DamagedSpool(UpdateRefused):
+    """The update was damaged on the disk before the server had it, so it is lost."""
+
+    def __init__(self) -> None:
+        super().__init__("damaged_spool", "the update was damaged while it waited to be sent")
+
+
+class Upload:
+    """The upload of one update, used once.
+
+    Args:
+        connection: To the server.
+        spooled: The update.
+        ended: Returns why the update is no longer wanted; empty while it is.
+        tell: Is called with the share of the payload that was sent, 0 to 1.
+    """
+
+    def __init__(
+        self, connection: Connection, spooled: Spooled, ended: Callable[[], str], tell: Callable[[float], None]
+    ) -> None:
+        self._connection = connection
+        self._spooled = spooled
+        self._ended = ended
+        self._tell = tell
+
+    async def run(self, deadline: float) -> None:
+        """Send the update, as often as it takes, until the server has accepted it.
+
+        When the update is no longer wanted, it is not sent any more. The server is still asked about it, because it may
+        have accepted it in a call whose answer was lost.
+
+        Args:
+            deadline: Until when to try, in monotonic seconds.
+
+        Raises:
+            UpdateRefused: If the server refuses the update for good; DamagedSpool if it was damaged on the disk.
+            Undecided: If the deadline has passed.
+            GivenUp: If the update is no longer wanted and the server does not have all of it.
+            RoundOver: If the server says that the round takes no updates.
+        """
+        backoff, tries = Backoff(), 0
+        small = self._spooled.header.total_bytes <= SMALL_BYTES and not self._ended()
+        while True:
+            session_id = self._connection.session.session_id
+            try:
+                with stray_cancellation():
+                    return await (self._push_small() if small else self._push())
+            except (aio.AioRpcError, FedringError) as error:
+                rejoin = self._judge(error)
+                damaged = reason_of(error) in DAMAGE_REASONS
+                if damaged:
+                    tries += 1
+                    await self._check(error, tries)
+                if is_doubtful(error) or (damaged and tries == MOST_TRIES - 1):
+                    await self._connection.reconnect()
+            small = False  # From now on the server is asked first, because it may have the update already.
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    if rejoin:
+                        await self._connection.wait_for_new_session(session_id)
+                    await asyncio.sleep(backoff.next())
+            except TimeoutError as error:
+                raise Undecided(
+                    "deadline", "the deadline passed before the server said whether it has the update"
+                ) from error
+
+    def _judge(self, error: aio.AioRpcError | FedringError) -> bool:
+        """Raise if the server has refused the update for good; else return whether a new session is needed first."""
+        if isinstance(error, FedringError):
+            return False
+        status, reason, detail = status_of(error), reason_of(error), _detail_of(error)
+        if status is UnknownRound.status:
+            raise RoundOver(self._ended() or reason, detail) from error
+        if reason in DAMAGE_REASONS:
+            return False
+        if status in _FINAL or reason == TooLarge.reason:
+            raise UpdateRefused(reason, detail) from error
+        return status in (StatusCode.UNAUTHENTICATED, StatusCode.ABORTED)
+
+    async def _check(self, error: aio.AioRpcError | FedringError, tries: int) -> None:
+        """Allow another try after `tries` in which bytes were damaged on the way.
+
+        The second try is in chunks, the third over a new connection.
+
+        Raises:
+            UpdateRefused: If this was the third try.
+            DamagedSpool: If the update is damaged on the disk.
+        """
+        if not await asyncio.to_thread(lambda: self._spooled.is_sound):
+            raise DamagedSpool from error
+        if tries >= MOST_TRIES:
+            raise UpdateRefused(reason_of(error), f"{_detail_of(error)} (after {tries} tries)") from error
+        log.warning("the update of round %d is sent again: %s", self._spooled.header.round, _detail_of(error))
+
+    async def _push_small(self) -> None:
+        """Send everything in one message."""
+        header, connection = self._spooled.header, self._connection
+        with self._spooled.reader() as read:
+            update = pb.SmallUpdate(offer=self._spooled.offer, payload=bytes(read(0, header.total_bytes)))
+        seconds = connection.session.no_progress_seconds
+        async with connection.small_updates() as call:
+            await _write(call, update, seconds)
+            await _read(call, pb.Accepted, seconds)
+        connection.last_success = time.monotonic()
+        connection.metrics.upload_bytes.inc(header.total_bytes)
+
+    async def _push(self) -> None:
+        """Offer the update, and send the chunks that the server does not have."""
+        header, seconds = self._spooled.header, self._connection.session.no_progress_seconds
+        call = self._connection.push_update(metadata=self._connection.metadata)
+        try:
+            await _write(call, pb.ClientUpdate(offer=self._spooled.offer), seconds)
+            reply = await _read(call, pb.UpdateReply, seconds)
+            if reply.WhichOneof("reply") == "accepted":
+                return
+            with self._spooled.reader() as read:
+                for offset, message in chunks(read, start=reply.resume_offset, total=header.total_bytes):
+                    if why := self._ended():
+                        raise GivenUp(why)
+                    await _write(call, message, seconds)
+                    self._connection.metrics.upload_bytes.inc(min(CHUNK_BYTES, header.total_bytes - offset))
+                    self._tell(offset / header.total_bytes)
+            await call.done_writing()
+            reply = await _read(call, pb.UpdateReply, seconds)
+            if reply.WhichOneof("reply") != "accepted":
+                raise Unavailable("the server did not accept the update after its last byte")
+        finally:
+            call.cancel()
+
+
+def _detail_of(error: aio.AioRpcError | FedringError) -> str:
+    return (error.details() or "") if isinstance(error, aio.AioRpcError) else str(error)
+
+
+async def _write(call: Any, message: pb.ClientUpdate | pb.SmallUpdate | bytes, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await call.write(message)
+    except TimeoutError as error:
+        raise Stalled(f"the server read nothing for {seconds:g} s") from error
+    except asyncio.InvalidStateError:  # The call has ended; reading tells why.
+        await _read(call, pb.UpdateReply, seconds)
+
+
+async def _read(call: Any, kind: type[T], seconds: float) -> T:
+    try:
+        async with asyncio.timeout(seconds):
+            reply = await call.read()
+    except TimeoutError as error:
+        raise Stalled(f"the server did not answer for {seconds:g} s") from error
+    if not isinstance(reply, kind):
+        raise Unavailable("the server ended the call without an answer")
+    return reply

@@ -1,0 +1,75 @@
+"""TLS handshakes that explain to people why a connection fails; gRPC only repeats the words of its TLS library."""
+
+import socket
+import ssl
+from dataclasses import dataclass
+
+from fedring.rpc.channel import encrypts
+from fedring.rpc.tls import Tls
+
+_WRONG_NAME = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Why a connection fails, and what to do about it."""
+
+    found: str
+    advice: str
+
+
+def shown_at(address: str, timeout_seconds: float) -> bytes:
+    """Return the certificate, in DER, that a server at the address shows, or empty bytes if it shows none."""
+    try:
+        return _handshake(address, _trusting_all(), timeout_seconds)
+    except OSError:
+        return b""
+
+
+def diagnose(address: str, tls: Tls, timeout_seconds: float) -> Diagnosis:
+    """Find out by a handshake why a daemon with the certificates `tls` cannot use the server at an address."""
+    encrypted = encrypts(address, tls)
+    context = ssl.create_default_context(cafile=tls.ca) if encrypted else _trusting_all()
+    try:
+        _handshake(address, context, timeout_seconds)
+    except ssl.SSLCertVerificationError as error:
+        reason = error.verify_message.rstrip(".")
+        if error.verify_code in _WRONG_NAME:
+            advice = "use a name that the server's certificate has, or issue one for this name: flctl certs issue"
+        else:
+            advice = "set tls.ca to the ca.crt of the authority that signed the server's certificate"
+        return Diagnosis(f"{address} shows a certificate that is not trusted: {reason}", advice)
+    except (ssl.SSLError, ConnectionResetError, BrokenPipeError):
+        if not encrypted:
+            return Diagnosis(f"what listens at {address} is no fl-server", "correct the address")
+        return Diagnosis(f"{address} does not use TLS", "set tls.cert and tls.key of fl-server, or correct the address")
+    except OSError as error:
+        advice = "start fl-server, or correct the address; if there is a firewall in between, open the port"
+        return Diagnosis(f"{address} is unreachable: {error.strerror or error}", advice)
+    if not encrypted:
+        return Diagnosis(f"{address} uses TLS", "set tls.ca, and tls.cert with tls.key if the server asks for them")
+    what = f"the certificate in {tls.cert}" if tls.cert else "a caller without a certificate"
+    advice = "set tls.cert and tls.key to a certificate that the server's authority has signed: flctl certs issue"
+    return Diagnosis(f"{address} does not accept {what}", advice)
+
+
+def _handshake(address: str, context: ssl.SSLContext, timeout_seconds: float) -> bytes:
+    """Return the certificate of the server.
+
+    No client certificate is sent: with TLS 1.3 a server checks it only after the handshake.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    context.set_alpn_protocols(["h2"])
+    with (
+        socket.create_connection((host, int(port)), timeout_seconds) as plain,
+        context.wrap_socket(plain, server_hostname=host) as encrypted,
+    ):
+        return encrypted.getpeercert(binary_form=True) or b""
+
+
+def _trusting_all() -> ssl.SSLContext:
+    """Return a context that trusts every server, which is safe since nothing is sent to it."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context

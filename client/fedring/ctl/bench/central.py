@@ -1,0 +1,52 @@
+"""Training on all data in one place: the accuracy that federated training is measured against."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedring.train.job import Job
+
+_TRUSTED = ("fedring", "torchvision")
+
+
+def train_centrally(
+    job: Job, clients: int, *, data_root: Path | None, show: Callable[[int, float], None]
+) -> dict[str, Any]:
+    """Train the job's model on as many samples a round as all clients of the job see together.
+
+    Args:
+        job: The job that the clients run.
+        clients: Number of clients.
+        data_root: Folder of the data sets.
+        show: Called after each round with its number and the accuracy on the test samples, from 0 to 1.
+
+    Returns:
+        `accuracy` of the last round, `accuracies` of all, and `train_seconds`, the time without evaluation.
+    """
+    from fedring.train import Plan  # imports torch
+    from fedring.train.batches import size_of
+    from fedring.train.device import pick_device
+    from fedring.train.evaluation import evaluate
+    from fedring.train.loop import train
+    from fedring.train.seam import build_model, resolve
+
+    device = pick_device("auto")
+    split = resolve(job.data, _TRUSTED)(data_root, False)
+    loss, optimizer = (resolve(name, _TRUSTED) for name in (job.loss, job.optimizer))
+    model = build_model(job.model, job.model_args, job.seed, _TRUSTED)
+    accuracies: list[float] = []
+    seconds = 0.0
+    for number in range(1, job.rounds + 1):
+        plan = Plan(
+            epochs=job.epochs,
+            batch_size=job.batch_size,
+            lr=job.lr,
+            momentum=job.momentum,
+            subset_size=min(clients * job.subset_size, size_of(split.train)),
+            seed=job.seed + number,
+        )
+        seconds += train(model, split.train, plan, loss=loss, optimizer_factory=optimizer, device=device).seconds
+        counts = evaluate(model, split.test, loss=loss, device=device)
+        accuracies.append(counts.correct / counts.total)
+        show(number, accuracies[-1])
+    return {"accuracy": accuracies[-1], "accuracies": accuracies, "train_seconds": seconds}

@@ -1,0 +1,94 @@
+"""flctl evaluate: measure a model on test samples of this machine."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedring.ctl.access import connect
+from fedring.ctl.bench.presets import DataRootOption
+from fedring.ctl.failure import Failure
+from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
+from fedring.ctl.output import Output, number, percent, print_json, print_table
+from fedring.daemon.exits import Exit
+
+
+def evaluate(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A .safetensors file, or the version number of a model to fetch; 0 = the newest."
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="The function that builds the network, as module:attribute.")],
+    data: Annotated[str, typer.Option(help="The function that returns the samples, as module:attribute.")],
+    model_args: Annotated[
+        str, typer.Option(metavar="JSON", help="Keyword arguments of the function in --model.")
+    ] = "{}",
+    loss: Annotated[
+        str, typer.Option(help="The loss (outputs, labels) -> scalar, as module:attribute.")
+    ] = "fedring.train.losses:cross_entropy",
+    data_root: DataRootOption = None,
+    device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:N.")] = "auto",
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Evaluate a model on the test samples of a data set, on this machine, without clients."""
+    try:
+        arguments = json.loads(model_args)
+    except ValueError as error:
+        raise Failure(f"--model-args {model_args!r} is not JSON: {error}", Exit.USAGE) from error
+    names = {"model": model, "data": data, "loss": loss}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(source)
+        if source.isdecimal() and not path.exists():
+            path = Path(folder) / "model.safetensors"
+            with connect(server) as control:
+                control.export_model(int(source), path)
+        counts = evaluate_file(path, names, arguments, data_root=data_root, device=device)
+    accuracy, mean_loss = counts["correct"] / counts["total"], counts["loss_sum"] / counts["total"]
+    if output is Output.JSON:
+        return print_json({"accuracy": accuracy, "loss": mean_loss, **counts})
+    row = (percent(accuracy), number(mean_loss), f"{counts['correct']:,} of {counts['total']:,}")
+    print_table(source, ("accuracy>", "loss>", "correct>"), [row])
+
+
+def evaluate_file(
+    path: Path, names: dict[str, str], model_args: dict[str, Any], *, data_root: Path | None, device: str
+) -> dict[str, Any]:
+    """Evaluate the model in a file.
+
+    Args:
+        path: The .safetensors file.
+        names: What to import, as module:attribute, by the keys `model`, `data` and `loss`.
+        model_args: Keyword arguments of the model's function.
+        data_root: Folder of the data sets.
+        device: Where to compute.
+
+    Returns:
+        `correct` and `total` samples, and `loss_sum`, the sum of their losses.
+
+    Raises:
+        Failure: A name cannot be imported, or the model, the file and the samples do not fit together.
+    """
+    # torch takes seconds to import, so only this verb waits for it.
+    from fedring.data import DataError
+    from fedring.train.device import pick_device
+    from fedring.train.errors import SeamError
+    from fedring.train.evaluation import evaluate as count
+    from fedring.train.files import load_model
+    from fedring.train.seam import build_model, resolve
+
+    # The operator has named these modules on the command line, so they are trusted.
+    trusted = sorted({"fedring", "torchvision", *(name.partition(":")[0] for name in names.values())})
+    try:
+        network = load_model(path, build_model(names["model"], model_args, 0, trusted))
+        samples = resolve(names["data"], trusted)(data_root, False)
+        counts = count(network, samples.test, loss=resolve(names["loss"], trusted), device=pick_device(device))
+    except (SeamError, DataError) as error:
+        raise Failure(str(error).rstrip("."), Exit.CONFIG) from error
+    if not counts.total:
+        raise Failure(f"{names['data']} has no test samples: name a data set that has some with --data")
+    return {"correct": counts.correct, "total": counts.total, "loss_sum": counts.loss_sum}

@@ -1,0 +1,104 @@
+"""flctl pipeline memory: measure the memory of each stage of a model in one step with random data."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from fedring.ctl.bench.pipeline_schedules import VersionsOption
+from fedring.ctl.failure import Failure
+from fedring.ctl.options import OutputOption
+from fedring.ctl.output import Output, print_json, print_table, size
+from fedring.daemon.exits import Exit
+from fedring.schedules.schedule import NAMES, Versions
+
+
+def memory(
+    model: Annotated[
+        str, typer.Argument(help="The model, as module:attribute or torchvision:NAME.")
+    ] = "torchvision:resnet18",
+    model_args: Annotated[str, typer.Option(metavar="JSON", help="Keyword arguments of the function MODEL.")] = "{}",
+    stages: Annotated[str, typer.Option(help="Numbers of stages to try, separated by commas.")] = "1,2,4",
+    shape: Annotated[str, typer.Option(help="Shape of one input, its sizes separated by x.")] = "3x64x64",
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 32,
+    micro_batches: Annotated[int, typer.Option("--micro-batches", "-m", min=1, help="Micro-batches of a batch.")] = 8,
+    schedule: Annotated[str, typer.Option(help=f"One of {', '.join(NAMES)}.")] = "1f1b",
+    stages_per_worker: Annotated[int, typer.Option(min=1, help="Stages of each worker in interleaved_1f1b.")] = 1,
+    versions: VersionsOption = Versions.STASHED,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Keep the inputs of stages, and compute their activations again.")
+    ] = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Print the bytes of each worker: parameters, their older versions, Adam's state, and activations at the peak."""
+    if batch_size < micro_batches:
+        raise Failure(
+            f"--batch-size {batch_size} is less than --micro-batches {micro_batches}: "
+            "a micro-batch needs at least one sample",
+            Exit.USAGE,
+        )
+    table = {
+        "schedule": schedule,
+        "micro_batches": micro_batches,
+        "recompute": recompute,
+        "stages_per_worker": stages_per_worker,
+        "versions": versions.value,
+    }
+    dimensions = [batch_size, *_numbers("--shape", shape, "x")]
+    rows = []
+    for count in _numbers("--stages", stages, ","):
+        rows += _measure(model, model_args, {**table, "stages": count}, dimensions)
+    if output is Output.JSON:
+        return print_json({"model": model, "batch_size": batch_size, **table, "rows": rows})
+    cells = [
+        (_names(row, stages_per_worker), *(size(row[key]) for key in _SIZES), str(row["in_flight"])) for row in rows
+    ]
+    print_table(
+        f"{model}: bytes of each stage", ("stage", *(f"{key}>" for key in _SIZES), "micro-batches kept>"), cells
+    )
+
+
+_SIZES = ("parameters", "stashed", "optimizer", "activations")
+
+
+def _names(row: dict[str, Any], each: int) -> str:
+    """Return a label such as "0, 2 of 4": the stages of one worker, and the number of all."""
+    mine = range(row["stage"], row["stages"], row["stages"] // each)
+    return f"{', '.join(map(str, mine))} of {row['stages']}"
+
+
+def _numbers(option: str, text: str, separator: str) -> list[int]:
+    parts = text.split(separator)
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise Failure(f"{option} {text!r} must be whole numbers above 0, separated by {separator!r}", Exit.USAGE)
+    return [int(part) for part in parts]
+
+
+def _measure(name: str, args: str, table: dict[str, Any], shape: Sequence[int]) -> list[dict[str, Any]]:
+    """Return one row of bytes for each worker."""
+    import torch  # takes seconds to import, so only this verb waits for it
+    from pydantic import ValidationError
+
+    from fedring.pipeline.memory import measure
+    from fedring.train.errors import SeamError
+    from fedring.train.pipeline_table import Pipeline
+    from fedring.train.seam import build_model
+    from fedring.workers.cutting import count_layers, cut_model
+
+    try:
+        pipeline, trusted = Pipeline.model_validate(table), [name.partition(":")[0]]
+        model = build_model(name, json.loads(args), 0, trusted)
+        cut = cut_model(model, pipeline, count_layers(model, pipeline, lambda: torch.randn(*shape)), trusted)
+    except ValidationError as error:
+        raise Failure(error.errors()[0]["msg"], Exit.USAGE) from error
+    except (SeamError, ValueError) as error:
+        raise Failure(str(error), Exit.USAGE) from error
+    kept = measure(
+        cut,
+        pipeline.schedule_of(table["micro_batches"]),
+        (torch.randn(*shape), torch.zeros(shape[0])),
+        loss=lambda outputs, _: outputs.square().mean(),
+        recompute=pipeline.recompute,
+    )
+    return [{"stages": len(cut), "stage": first, **one._asdict()} for first, one in enumerate(kept)]

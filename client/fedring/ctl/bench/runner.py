@@ -1,0 +1,151 @@
+"""What all benchmarks share: daemons for one measurement, jobs, turns, and the output of results.
+
+`flctl demo`, `flctl bench` and the scripts in `tests/bench` use this module, so that a figure means the same wherever
+it was measured.
+"""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fedring.ctl.control import Control
+from fedring.ctl.failure import Failure
+from fedring.ctl.fleet import Fleet
+from fedring.ctl.operate.event_display import Show
+from fedring.ctl.output import Output, print_json, stderr_console
+from fedring.daemon.exits import Exit
+from fedring.rpc.channel import open_sync_channel
+from fedring.rpc.tls import PLAINTEXT, Tls
+from fedring.v1 import control_pb2 as pb
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_T = TypeVar("_T")
+
+
+@contextmanager
+def running_fleet(
+    directory: Path,
+    server: Mapping[str, Any],
+    clients: Sequence[Mapping[str, Any]],
+    *,
+    env: Mapping[str, str] | None = None,
+    operator: Tls = PLAINTEXT,
+) -> Iterator[tuple[Fleet, Control]]:
+    """Start a server and clients on this host, and stop them when the `with` block ends, also by SIGTERM or SIGHUP.
+
+    Args:
+        directory: Folder of the daemons' state and logs.
+        server: Configuration keys of the server.
+        clients: Configuration keys of each client.
+        env: Environment variables of all daemons.
+        operator: Certificates with which the control port is called.
+    """
+    with (
+        _ended_by_signals(),
+        Fleet(directory, server, clients, env=env) as fleet,
+        Control(fleet.control, channel=open_sync_channel(fleet.control, operator)) as control,
+    ):
+        yield fleet, control
+
+
+def run_job(fleet: Fleet, control: Control, job: Mapping[str, Any], show: Show | None = None) -> list[pb.Round]:
+    """Run a job to its end, and return its rounds, oldest first.
+
+    Args:
+        fleet: The daemons that run the job.
+        control: A connection to the fleet's server.
+        job: Keys of the job.
+        show: Called with each event of the job.
+
+    Raises:
+        Failure: The job did not complete, or a daemon ended before it.
+    """
+    try:
+        events = control.events()
+        fleet.on_death(events.cancel)
+        job_id = control.start_job(job).job_id
+        for event in control.follow_job(job_id, events, patience_seconds=0):
+            if show:
+                show(event)
+    except Failure as failure:
+        raise fleet.failure() or failure from failure
+    ended = control.job(job_id)
+    if ended.state != "completed":
+        reason = f": {ended.reason}" if ended.reason else ""
+        raise Failure(f"the job {ended.state}{reason}; see the logs in {fleet.directory / 'logs'}")
+    return sorted(control.rounds(job_id=job_id, limit=ended.rounds), key=lambda round_: round_.round)
+
+
+def alternate(ways: Mapping[str, Callable[[], _T]], turns: int, *, warm_up: int = 0) -> dict[str, list[_T]]:
+    """Call every way once a turn, so that other load on the machine affects all of them alike.
+
+    Args:
+        ways: The functions to compare, by name. Each returns what it has measured.
+        turns: Turns whose results are returned.
+        warm_up: Turns before those, whose results are dropped.
+
+    Returns:
+        What each way returned, by its name, in the order of the turns.
+    """
+    results: dict[str, list[_T]] = {name: [] for name in ways}
+    for turn in range(warm_up + turns):
+        for name, measure in ways.items():
+            result = measure()
+            if turn >= warm_up:
+                results[name].append(result)
+    return results
+
+
+def time_call(action: Callable[[], object]) -> float:
+    """Return the seconds that one call takes."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def unique_names(option: str, words: Iterable[str]) -> list[str]:
+    """Return the names of what an option compares, without spaces and empty words.
+
+    Raises:
+        Failure: There is no name, or one is given twice.
+    """
+    names = [word.strip() for word in words if word.strip()]
+    if not names or len(set(names)) != len(names):
+        raise Failure(f"{option} needs names, each once, separated by commas", Exit.USAGE)
+    return names
+
+
+def present(
+    results: Mapping[str, Any],
+    path: Path,
+    output: Output,
+    *,
+    plot: Callable[[Mapping[str, Any], Path], None],
+    print_results: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Write the results to the JSON file `path`, with plots beside it, and print them as `output` says."""
+    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    plot(results, path.parent)
+    if output is Output.JSON:
+        return print_json(results)
+    print_results(results)
+    stderr_console().print(f"{path.name}, the plots and the files of every run are in {path.parent}")
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, so that daemons are stopped."""
+
+    def unwind(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    old = {number: signal.signal(number, unwind) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

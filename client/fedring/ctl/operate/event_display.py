@@ -1,0 +1,99 @@
+"""A job's events while it runs: as a progress bar, as lines for people, or as JSON lines for programs."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TextIO
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fedring.ctl.operate import round_figures
+from fedring.ctl.output import Output, percent, size, stderr_console, to_dict
+from fedring.v1 import control_pb2 as pb
+
+Show = Callable[[pb.Event], None]
+_ENDS_OF_ROUNDS = ("round_published", "round_abandoned")
+
+
+def display(output: Output, *, rounds: int, label: str) -> AbstractContextManager[Show]:
+    """Return the display of a verb whose output is the job itself.
+
+    JSON lines on stdout if `output` asks for them, a bar on stderr if that is a terminal, else plain lines on stdout.
+
+    Args:
+        output: How the verb prints.
+        rounds: Rounds of the job.
+        label: Title of the bar.
+
+    Returns:
+        A context manager; its value is called with each event.
+    """
+    if output is Output.JSON:
+        return _lines(json_line, sys.stdout)
+    return _bar(rounds, label) if sys.stderr.isatty() else _lines(plain_line, sys.stdout)
+
+
+def progress_on_stderr(*, rounds: int, label: str) -> AbstractContextManager[Show]:
+    """Return the display of a verb whose stdout is for something else: a bar, or a line for each round."""
+    return _bar(rounds, label) if sys.stderr.isatty() else _lines(_round_line, sys.stderr)
+
+
+def json_line(event: pb.Event) -> str:
+    """Return the event as one JSON object."""
+    return json.dumps(to_dict(event))
+
+
+def plain_line(event: pb.Event) -> str:
+    """Return the event as one line for people."""
+    return f"{event.at} {event.text or event.kind}".strip()
+
+
+def _round_line(event: pb.Event) -> str:
+    """Return a line for an event that ends something, and an empty string for others."""
+    if event.kind in ("round_evaluated", "round_abandoned", "job_ended", "client_lost", "group_lost", "update_refused"):
+        return plain_line(event)
+    return ""
+
+
+@contextmanager
+def _bar(rounds: int, label: str) -> Iterator[Show]:
+    """Show a progress bar on stderr, with accuracy and bytes per client."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[summary]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=stderr_console()) as progress:
+        task = progress.add_task(label, total=rounds, summary="waiting for clients")
+        ended: set[int] = set()
+
+        def show(event: pb.Event) -> None:
+            if event.kind in _ENDS_OF_ROUNDS:
+                ended.add(event.round)
+            if event.HasField("state"):
+                summary = event.text if event.kind == "round_waits" else _summary(event.state)
+                progress.update(task, completed=len(ended), summary=summary)
+
+        yield show
+
+
+def _summary(state: pb.Round) -> str:
+    parts = [f"{state.phase}, {state.delivered} of {state.selected} updates"]
+    if state.eval_total:
+        parts = [f"accuracy {percent(round_figures.accuracy(state))}"]
+    if state.clients:
+        up, down = round_figures.upload_per_client(state), round_figures.download_per_client(state)
+        parts.append(f"↑ {size(up)} ↓ {size(down)} per client")
+    return "  ".join(parts)
+
+
+@contextmanager
+def _lines(line: Callable[[pb.Event], str], stream: TextIO) -> Iterator[Show]:
+    def show(event: pb.Event) -> None:
+        if text := line(event):
+            print(text, file=stream, flush=True)
+
+    yield show

@@ -1,0 +1,137 @@
+"""flctl start-round, run and stop: start jobs on fl-server, follow them, and end them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from fedring.ctl.access import connect
+from fedring.ctl.control import Control, Events
+from fedring.ctl.failure import Failure
+from fedring.ctl.operate.event_display import display
+from fedring.ctl.options import DEFAULT_SERVER, KeyOption, OutputOption, ServerOption
+from fedring.ctl.output import Output, percent, print_json, to_dict
+from fedring.daemon.config import ConfigError, check_keys, explain, merge, parse_overrides, read_document
+from fedring.daemon.exits import Exit
+from fedring.train.job import Job
+from fedring.v1 import control_pb2 as pb
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the job, such as epochs=2 or lr=0.1.")
+]
+Start = Callable[[Control], pb.StartReply]
+
+
+def start_round(
+    overrides: Overrides = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Show the progress of the round, and return when it has ended.")
+    ] = False,
+    key: KeyOption = "",
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Start one round of the server's default job, with the keys that you give."""
+    job = job_of(None, overrides or [])
+    if job.get("rounds", 1) != 1:
+        raise Failure(
+            f"start-round runs one round, not {job['rounds']}: leave rounds out, or give a file to `flctl run`",
+            Exit.USAGE,
+        )
+    _start(server, lambda control: control.start_round(job, key=key), wait=wait, output=output)
+
+
+def run(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job, as a .toml or .json file.")],
+    overrides: Overrides = None,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Show the progress of the job, and return when it has ended.")
+    ] = True,
+    key: KeyOption = "",
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Queue a job, and show its progress. The job goes on if you interrupt flctl."""
+    job = job_of(job_file, overrides or [])
+    _start(server, lambda control: control.start_job(job, key=key), wait=wait, output=output)
+
+
+def stop(
+    round_only: Annotated[bool, typer.Option("--round", help="End only the round; its job goes on.")] = False,
+    job: Annotated[int, typer.Option("--job", metavar="ID", min=0, help="The job to stop; 0 = the job that runs.")] = 0,
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Stop a job with its round, or only the round in progress."""
+    if round_only and job:
+        raise Failure("--round ends the round in progress, of whichever job: leave --job out", Exit.USAGE)
+    with connect(server) as control:
+        reply = control.stop_round() if round_only else control.stop_job(job)
+    if output is Output.JSON:
+        print_json(to_dict(reply))
+    elif round_only:
+        print(f"round {reply.round} of job {reply.job_id} ended" if reply.round else "no round was open")
+    else:
+        print(f"job {reply.job_id} stopped" + (f", and its round {reply.round}" if reply.round else ""))
+
+
+def job_of(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of the job that a file and `key=value` arguments name together.
+
+    Args:
+        path: The file, if there is one.
+        overrides: The arguments, which take precedence over the file.
+
+    Raises:
+        ConfigError: The file is wrong.
+        Failure: An argument is wrong.
+    """
+    table = read_document(path) if path else {}
+    if path:
+        _check(table, where=str(path))
+    try:
+        given = parse_overrides(overrides)
+        _check(given, where="the command line")
+    except ConfigError as error:
+        raise Failure(f"{error}", Exit.USAGE) from error
+    return merge(table, given)
+
+
+def _check(table: Mapping[str, Any], *, where: str) -> None:
+    check_keys(Job, table, where=where)
+    try:
+        Job.model_validate(table)
+    except ValidationError as error:
+        # Whether several keys fit together depends on the server's defaults, too, so the server checks that.
+        if any(row["loc"] for row in error.errors()):
+            raise ConfigError(explain(error, dict.fromkeys(table, where), Job)) from error
+
+
+def _start(server: str, start: Start, *, wait: bool, output: Output) -> None:
+    with connect(server) as control:
+        events = control.events() if wait else None
+        reply = start(control)
+        if events is not None:
+            _follow(control, reply, events, output)
+        elif output is Output.JSON:
+            print_json(to_dict(reply))
+        else:
+            print(f"job {reply.job_id} {'was started before with this key' if reply.already else 'queued'}")
+
+
+def _follow(control: Control, reply: pb.StartReply, events: Events, output: Output) -> None:
+    job_id = reply.job_id
+    job = control.job(job_id)
+    # A job that an earlier call has started with the same key may have ended before the events began.
+    followed = control.follow_job(job_id, None if reply.already else events)
+    with display(output, rounds=job.rounds, label=f"job {job_id}") as show:
+        for event in followed:
+            show(event)
+    job = control.job(job_id)
+    if job.state != "completed":
+        raise Failure(f"job {job_id} {job.state}{': ' + job.reason if job.reason else ''}")
+    if output is Output.TABLE:
+        accuracies = [model.accuracy for model in control.models(limit=1) if model.HasField("accuracy")]
+        print(f"job {job_id} completed: {job.rounds_done} rounds, accuracy {percent(next(iter(accuracies), None))}")

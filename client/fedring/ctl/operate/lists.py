@@ -1,0 +1,216 @@
+"""flctl status, clients, rounds and models: show what fl-server knows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedring.ctl.access import connect
+from fedring.ctl.control import Control
+from fedring.ctl.failure import Failure
+from fedring.ctl.operate import round_figures
+from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption, check_out_file
+from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, to_dict
+from fedring.daemon.exits import Exit
+from fedring.v1 import control_pb2 as pb
+from fedring.v1 import federation_pb2 as fb
+
+ROUND_COLUMNS = (
+    "round>",
+    "job>",
+    "phase",
+    "clients>",
+    "accuracy>",
+    "loss>",
+    "time>",
+    "upload/client>",
+    "download/client>",
+    "reason",
+)
+
+
+def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
+    """Show what fl-server does now: its job, its round, its clients and its model."""
+    with connect(server) as control:
+        now = control.status()
+    if output is Output.JSON:
+        return print_json(to_dict(now))
+    job = f"{now.job.job_id} {now.job.name}, {now.job.rounds_done} of {now.job.rounds} rounds done"
+    rows = [
+        ("server", f"{now.version}, run {now.run_id}, up {duration(now.uptime_seconds)}"),
+        ("job", job if now.HasField("job") else "none is running"),
+        ("queued", f"{now.jobs_queued} jobs"),
+        ("round", _round_sentence(now.round) if now.HasField("round") else "none yet"),
+        ("clients", f"{now.clients_watching} in session"),
+        ("model", f"version {now.model_version}" if now.model_version else "none yet"),
+        ("refused", ", ".join(f"{count} {reason}" for reason, count in sorted(now.refused.items()) if count) or "none"),
+    ]
+    print_table(f"fl-server at {server}", ("what", "now"), rows)
+
+
+def clients(
+    context: typer.Context,
+    limit: LimitOption = 100,
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """List the clients, and what each of them does."""
+    if verb := context.invoked_subcommand:
+        for name in context.params:
+            # Compared by its name, since typer may bring its own copy of click.
+            if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+                raise Failure(
+                    f"--{name.replace('_', '-')} belongs behind {verb}: see flctl clients {verb} --help", Exit.USAGE
+                )
+        return
+    with connect(server) as control:
+        known = control.clients(limit=limit)
+    if output is Output.JSON:
+        return print_json({"clients": [to_dict(client) | {"activity": activity(client.activity)} for client in known]})
+    rows = [
+        (
+            client.client_id,
+            client.state,
+            activity(client.activity),
+            percent(client.progress) if client.activity else "-",
+            str(client.updates),
+            client.last_seen_at,
+            client.address,
+            client.software,
+        )
+        for client in known
+    ]
+    columns = ("client", "state", "does", "progress>", "updates>", "last seen", "address", "software")
+    print_table(f"{len(rows)} clients", columns, rows)
+
+
+def forget(
+    client_id: Annotated[str, typer.Argument(metavar="ID", help="The client's client_id; it must not be in session.")],
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Forget a client that will not come back, with its updates and its evaluations.
+
+    If it does come back, the server cannot tell it whether its last update was accepted.
+    """
+    with connect(server) as control:
+        forgotten = control.forget_client(client_id)
+    if output is Output.JSON:
+        return print_json(to_dict(forgotten))
+    print(f"{forgotten.client_id} is forgotten, with {forgotten.updates} updates")
+
+
+def rounds(
+    round_id: Annotated[int, typer.Argument(metavar="[ID]", min=0, help="Show only this round, with its clients.")] = 0,
+    limit: LimitOption = 20,
+    job: Annotated[int, typer.Option("--job", metavar="ID", min=0, help="List only rounds of this job.")] = 0,
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """List the rounds, newest first, or show one round with the times and bytes of each client."""
+    with connect(server) as control:
+        if round_id:
+            return _show_round(_find_round(control, round_id), output)
+        known = control.rounds(limit=limit, job_id=job)
+    if output is Output.JSON:
+        return print_json(to_dict(pb.RoundList(rounds=known)))
+    print_table(f"{len(known)} rounds", ROUND_COLUMNS, [round_row(round_) for round_ in known])
+
+
+def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
+    """List the model versions that the server keeps, newest first."""
+    with connect(server) as control:
+        known = control.models(limit=limit)
+    if output is Output.JSON:
+        return print_json(to_dict(pb.ModelList(models=known)))
+    rows = [
+        (
+            str(model.version),
+            str(model.round),
+            percent(model.accuracy if model.HasField("accuracy") else None),
+            f"{model.parameters:,}",
+            size(model.bytes),
+            model.digest.removeprefix("blake3-")[:12],
+            model.created_at,
+        )
+        for model in known
+    ]
+    columns = ("version>", "round>", "accuracy>", "parameters>", "size>", "digest", "created")
+    print_table(f"{len(rows)} models", columns, rows)
+
+
+def export_model(
+    version: Annotated[int, typer.Argument(min=0, help="The version number; 0 = the newest version.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="The .safetensors file to write; its folder must exist.")
+    ],
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Write a model version to a safetensors file, in the dtypes of the model."""
+    check_out_file(out)
+    with connect(server) as control:
+        header = control.export_model(version, out)
+    written = out.stat().st_size
+    if output is Output.JSON:
+        row = {"version": header.version, "digest": header.model_digest, "file": str(out), "bytes": written}
+        return print_json(row)
+    print(f"version {header.version}, {size(written)}, is in {out}")
+
+
+def round_row(round_: pb.Round) -> Sequence[str]:
+    """Return the cells of a round, one for each of ROUND_COLUMNS."""
+    return (
+        str(round_.round),
+        str(round_.job_id),
+        round_.phase,
+        f"{round_.delivered}/{round_.selected}",
+        percent(round_figures.accuracy(round_)),
+        number(round_figures.loss(round_)),
+        duration(round_.seconds),
+        size(round_figures.upload_per_client(round_)),
+        size(round_figures.download_per_client(round_)),
+        round_.reason,
+    )
+
+
+def activity(value: int) -> str:
+    """Return what a client does, as a word."""
+    names = {int(number): name.removeprefix("ACTIVITY_").lower() for name, number in fb.Activity.items()}
+    return names.get(value, str(value)) if value else "idle"
+
+
+def _find_round(control: Control, round_id: int) -> pb.Round:
+    for round_ in control.rounds(number=round_id):
+        return round_
+    raise Failure(f"fl-server at {control.address} has no round {round_id}: see `flctl rounds`", Exit.USAGE)
+
+
+def _show_round(round_: pb.Round, output: Output) -> None:
+    if output is Output.JSON:
+        return print_json(to_dict(round_))
+    print_table(f"round {round_.round}", ROUND_COLUMNS, [round_row(round_)])
+    rows = [
+        (
+            client.client_id,
+            f"{client.num_samples:,}",
+            client.encoding,
+            duration(client.train_seconds),
+            duration(client.download_seconds),
+            duration(client.upload_seconds),
+            size(client.download_bytes),
+            size(client.upload_bytes),
+        )
+        for client in round_.clients
+    ]
+    missing = [(name, *["-"] * 7) for name in round_.missing]
+    columns = ("client", "samples>", "encoding", "training>", "download>", "upload>", "received>", "sent>")
+    print_table(f"{len(rows)} delivered, {len(missing)} missing", columns, [*rows, *missing])
+
+
+def _round_sentence(round_: pb.Round) -> str:
+    sentence = f"{round_.round} {round_.phase}, {round_.delivered} of {round_.selected} clients in"
+    if round_.eval_total:
+        sentence += f", accuracy {percent(round_figures.accuracy(round_))}"
+    return sentence + (f", {round_.reason}" if round_.reason else "")

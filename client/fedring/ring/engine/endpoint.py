@@ -1,0 +1,360 @@
+"""A worker's place in a generation: one port that all peers dial, and a link to each peer that it sends to."""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from fedring.ring.engine.group import EarlyFrames, Group
+from fedring.ring.errors import BY_REASON, BadFrame, CollectiveTimeout, Overrun, PeerLost, RingError
+from fedring.ring.options import RingOptions
+from fedring.ring.transport.channels import Pulse, advertised, dial, is_on_this_host
+from fedring.ring.transport.frames import Frame
+from fedring.ring.transport.interface import Outgoing, Traffic, Transport, Wait
+from fedring.ring.transport.listener import Listener, Members, PeerService
+from fedring.ring.transport.local import LocalTransport
+from fedring.ring.transport.receiver import Receiver
+from fedring.ring.transport.stream import GrpcStream
+from fedring.v1 import peer_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 2.0
+"""How long an endpoint that closes waits for its last frames to a peer that may be gone."""
+LEAVE_SECONDS = 30.0
+"""How long it waits for them to a peer that was connected, over a slow line. A dead peer is noticed sooner."""
+
+_MAX_DETAIL = 1000  # bytes of an error's text that are passed on
+_TICK = 0.2  # seconds between looks at deadlines
+_SWITCH = 0.0005  # seconds
+
+
+class Endpoint:
+    """A worker's links to its peers, in one generation.
+
+    It listens at once; `address` is what peers dial. The first error ends it, on every rank: `failure`. The caller that
+    makes it closes it.
+
+    Args:
+        options: The worker's options; None = the defaults and the environment.
+        generation: Tells the frames of this generation from those of earlier ones.
+
+    Raises:
+        RingError: The port is taken, or a file of the TLS options cannot be read.
+    """
+
+    def __init__(self, options: RingOptions | None = None, *, generation: int = 0) -> None:
+        self.options = options or RingOptions()
+        self.generation = generation
+        self.failure: RingError | None = None
+        self.traffic = Traffic()
+        # Threads that move frames must not wait 5 ms, Python's default, for a thread that computes.
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH))
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._links: dict[str, Transport] = {}
+        self._groups: dict[int, Group] = {}
+        self._ranks: dict[str, int] = {}  # of all peers, in the first group that has them; for errors
+        self._early: EarlyFrames[int, str] = EarlyFrames(self.options.max_early_bytes)  # by the group's id, from a peer
+        self._connected: set[str] = set()  # peers whose stream to this worker is open
+        self._left: set[str] = set()
+        self._closed = threading.Event()
+        self.members = Members(members_only=self.options.tls_members_only)
+        service = PeerService(
+            self.options, generation=generation, members=self.members, traffic=self.traffic, serve=self._serve
+        )
+        self._listener = Listener(self.options, service.exchange, service.pulse)
+        self.address = advertised(self.options, self._listener.port)
+        self._listener.start()
+        self._watch = threading.Thread(target=self._watch_deadlines, name="ring-deadlines", daemon=True)
+        self._watch.start()
+
+    @property
+    def links(self) -> Mapping[str, Transport]:
+        """The links to peers, by address."""
+        return MappingProxyType(self._links)
+
+    def group(self, name: str, *, rank: int, members: Sequence[str]) -> Group:
+        """Enter a group, and connect to the ranks before and after this one.
+
+        Args:
+            name: The group's name, equal on all ranks.
+            rank: This worker's rank in the group.
+            members: The addresses of all ranks, of which `members[rank]` is this endpoint's.
+
+        Raises:
+            RingError: The address is another one, the name's id is that of another group, or the option
+                tls_members_only is set and the members' identities are not known.
+        """
+        if not self.members.known:
+            raise RingError("tls_members_only needs a rendezvous that names the members' identities")
+        if members[rank] != self.address:
+            raise RingError(f"rank {rank} is {members[rank]}, and this is {self.address}", rank=rank)
+        group = Group(
+            self,
+            name,
+            rank=rank,
+            members=members,
+            generation=self.generation,
+            max_early_bytes=self.options.max_early_bytes,
+        )
+        with self._lock:
+            if group.id in self._groups:
+                raise RingError(
+                    f"frames cannot tell the group {name!r} from {self._groups[group.id].name!r}: rename one of them"
+                )
+            self._ranks = {peer: index for index, peer in enumerate(members)} | self._ranks
+            self._groups[group.id] = group
+            for peer in set(members) - {self.address}:
+                self.traffic.waits.setdefault(self._ranks[peer], Wait())
+            early = self._early.take(group.id)
+            connected = self._connected.intersection(members)
+        for peer, frame in early:
+            if group.has_member(peer):
+                group.arrived(peer, frame)
+        for peer in {members[(rank + 1) % len(members)], members[rank - 1], *connected} - {self.address}:
+            self._link(peer)
+        return group
+
+    def wait_until_matched(self, group: Group, *, timeout: float) -> None:
+        """Wait until both neighbours have opened their streams to this worker.
+
+        Raises:
+            PeerLost: One has not come within `timeout` seconds; the error says why, if that can be found out.
+            RingError: The generation has failed.
+        """
+        wanted = {group.members[(group.rank + 1) % group.size], group.members[group.rank - 1]} - {self.address}
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None or wanted <= self._connected, timeout)
+            if self.failure:
+                raise self.failure
+            missing = min(wanted - self._connected, key=group.members.index, default="")
+        if missing:
+            link = self._link(missing)
+            obstacle = link.obstacle() if link else ""
+            rank = self._ranks[missing]
+            detail = f"rank {rank} did not come within {timeout:g} s" + (f" ({obstacle})" if obstacle else "")
+            error = PeerLost(detail, rank=rank)
+            self.fail(error)
+            raise error
+
+    def send(self, peer: str, frame: Outgoing) -> None:
+        """Send a frame to the peer, after those before it. A peer that is gone ends the generation."""
+        if peer in self._left:
+            self.fail(PeerLost(f"{self._name(peer)} has left, and there is more for it", rank=self._ranks.get(peer)))
+        elif link := self._link(peer):
+            link.send(frame)
+            if link.is_closed:
+                self._lost(peer, "its stream has ended")
+
+    def has_left(self, peer: str) -> bool:
+        """Return whether the peer has left in order, so that nothing more will come from it."""
+        return peer in self._left
+
+    def waited(self, peer: str, seconds: float) -> None:
+        """Count a wait of an operation for the peer to begin."""
+        with self._lock:
+            rank = self._ranks[peer]
+            before = self.traffic.waits[rank]
+            self.traffic.waits[rank] = Wait(before.times + 1, before.seconds + seconds)
+
+    def exchanged(self, seconds: float) -> None:
+        """Count an exchange of gradients that has ended."""
+        with self._lock:
+            self.traffic.exchanges += 1
+            self.traffic.exchange_seconds += seconds
+
+    def fail(self, error: RingError) -> None:
+        """End the generation: every operation of this worker raises the error, and every peer gets it once."""
+        with self._changed:
+            if self.failure or self._closed.is_set():
+                return
+            self.failure = error
+            groups, links = list(self._groups.values()), list(self._links.values())
+            self._changed.notify_all()
+        log.warning("generation %d has failed: %s", self.generation, error)
+        for link in links:
+            link.give_up(Outgoing(self._abort_head(error), str(error).encode()[:_MAX_DETAIL]))
+        for group in groups:
+            group.failed(error)
+
+    def forget(self, group: Group) -> None:
+        """Leave a group."""
+        with self._lock:
+            self._groups.pop(group.id, None)
+
+    def close(self) -> None:
+        """Leave all peers in order, and release everything. Never hang, whatever has failed before."""
+        with self._changed:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            # A peer that is connected takes its last frames. After a failure nothing is worth a wait.
+            patience = {
+                peer: FLUSH_SECONDS if self.failure or peer not in self._connected else LEAVE_SECONDS
+                for peer in self._links
+            }
+            self.failure = self.failure or RingError("this worker has left the group")
+            self._changed.notify_all()
+        self.members.close()
+        for link in self._links.values():
+            link.leave(self._head(pb.FRAME_KIND_LEAVING))
+        begin = time.monotonic()
+        for peer, link in self._links.items():
+            link.wait_until_closed(max(0.0, begin + patience[peer] - time.monotonic()))
+        for link in self._links.values():
+            link.close()
+        self._listener.close()
+        for group in list(self._groups.values()):
+            group.failed(self.failure)
+        self._watch.join()
+
+    def _link(self, peer: str) -> Transport | None:
+        """Return the link to a peer, which is opened if there is none; None once this endpoint is closed."""
+        with self._lock:
+            link = self._links.get(peer)
+            if link is None and not self._closed.is_set():
+                name = self.members.name_of(peer)
+                channel = dial(peer, self.options, name=name)
+                pulse_channel = dial(peer, self.options, pulse=True, name=name)
+                transport = LocalTransport if self._is_local(peer) else GrpcStream
+                link = self._links[peer] = transport(
+                    channel,
+                    Pulse(pulse_channel, ended=lambda detail: self._stopped(peer, detail)),
+                    me=self.address,
+                    checksum=self.options.frame_checksum,
+                    traffic=self.traffic,
+                    ended=lambda detail: self._lost(peer, f"cannot be reached ({detail})"),
+                )
+                link.open(self._head(pb.FRAME_KIND_HELLO))
+            return link
+
+    def _is_local(self, peer: str) -> bool:
+        """Return whether the link to the peer may take the local transport. It carries no checksums."""
+        return self.options.local_transport and not self.options.frame_checksum and is_on_this_host(peer)
+
+    def _serve(self, peer: str, receiver: Receiver) -> None:
+        """Handle the frames of one peer until it leaves, or is lost."""
+        greeted = False
+        try:
+            for frame in receiver.frames():
+                if not greeted:
+                    self._greet(peer)
+                    greeted = True
+                if frame.head.memory and self._is_local(peer) and not self._is_stranger(peer):
+                    self._open_offer(peer, frame.head, receiver)
+                if frame.head.kind == pb.FRAME_KIND_LEAVING:
+                    self._peer_left(peer)
+                    return
+                self._arrived(peer, frame)
+        except BadFrame as error:
+            self._blame(peer, error)
+        else:
+            self._lost(peer, "its stream broke" if receiver.broke else "its stream ended")
+
+    def _open_offer(self, peer: str, hello: pb.Head, receiver: Receiver) -> None:
+        if receiver.open_offer(hello) and (link := self._link(peer)):
+            link.send(Outgoing(self._head(pb.FRAME_KIND_MAPPED)))
+
+    def _arrived(self, peer: str, frame: Frame) -> None:
+        head = frame.head
+        if self._is_stranger(peer) and head.kind != pb.FRAME_KIND_DATA:
+            return
+        if head.kind == pb.FRAME_KIND_ABORT:
+            kind = BY_REASON.get(head.reason, RingError)
+            detail = bytes(frame.payload[:_MAX_DETAIL]).decode(errors="replace")
+            self.fail(kind(detail, rank=head.rank - 1 if head.rank else None))
+        elif head.kind == pb.FRAME_KIND_MAPPED:
+            if link := self._link(peer):
+                link.peer_mapped(self._head(pb.FRAME_KIND_MOVED))
+        elif head.kind == pb.FRAME_KIND_DATA:
+            with self._lock:
+                group = self._groups.get(head.group)
+                if group is None:
+                    self._keep(peer, frame)
+                    return
+            if not group.has_member(peer):
+                raise BadFrame(f"{self._name(peer)} sends to the group {group.name}, in which it is not")
+            group.arrived(peer, frame)
+
+    def _keep(self, peer: str, frame: Frame) -> None:
+        """Keep a frame of a group that may be entered later. The caller holds the lock."""
+        if not self._early.keep(frame.head.group, peer, frame):
+            limit = self.options.max_early_bytes
+            self.fail(
+                Overrun(
+                    f"more than max_early_bytes={limit} have come for groups that this worker has not entered; the "
+                    f"last came from {self._name(peer)}"
+                )
+            )
+
+    def _greet(self, peer: str) -> None:
+        """Note that the peer's stream is open, and open ours to it, so that each notices the other's end."""
+        with self._changed:
+            self._connected.add(peer)
+            self._changed.notify_all()
+        if not self._is_stranger(peer):
+            self._link(peer)
+
+    def _peer_left(self, peer: str) -> None:
+        with self._lock:
+            self._left.add(peer)
+            groups = [group for group in self._groups.values() if group.has_member(peer)]
+        for group in groups:
+            group.left(peer)
+
+    def _lost(self, peer: str, detail: str) -> None:
+        """End the generation since the stream from or to a peer has ended, unless nobody needs it any more."""
+        link = self._links.get(peer)
+        if self._closed.is_set() or (peer in self._left and (link is None or not link.has_unsent())):
+            return
+        if self._is_stranger(peer):
+            self._left.add(peer)  # if it is in a group later, operations that wait for it fail
+            return
+        self.fail(PeerLost(f"{self._name(peer)} is lost: {detail}", rank=self._ranks.get(peer)))
+
+    def _stopped(self, peer: str, detail: str) -> None:
+        """End the generation since the peer's pulse has stopped. What is on its way to the peer will not arrive."""
+        self._lost(peer, f"it does not answer ({detail})")
+        with self._lock:
+            link = self._links.get(peer)
+        if link is not None:
+            link.cut()
+
+    def _blame(self, peer: str, error: BadFrame) -> None:
+        """End the generation with a member's fault. The fault of a peer outside of all groups ends only its stream."""
+        if self._is_stranger(peer):
+            self.traffic.dropped_frames += 1
+            log.warning("the stream of %s, which is in no group here, was cut: %s", peer, error)
+        else:
+            self.fail(BadFrame(f"{self._name(peer)}: {error}", rank=self._ranks.get(peer)))
+
+    def _is_stranger(self, peer: str) -> bool:
+        """Return whether the peer is in no group. Until there is a group, every peer of the generation is believed."""
+        return bool(self._ranks) and peer not in self._ranks
+
+    def _name(self, peer: str) -> str:
+        return f"rank {self._ranks[peer]}" if peer in self._ranks else peer
+
+    def _head(self, kind: "pb.FrameKind.ValueType") -> pb.Head:
+        return pb.Head(kind=kind, generation=self.generation)
+
+    def _abort_head(self, error: RingError) -> pb.Head:
+        head = self._head(pb.FRAME_KIND_ABORT)
+        head.reason = error.reason
+        head.rank = 0 if error.rank is None else error.rank + 1
+        return head
+
+    def _watch_deadlines(self) -> None:
+        while not self._closed.wait(_TICK):
+            now = time.monotonic()
+            with self._lock:
+                groups = list(self._groups.values())
+            for group in groups:
+                if operation := group.overdue(now):
+                    rank = operation.waiting_for
+                    late = f"rank {rank} sent nothing" if rank is not None else "peers took nothing"
+                    limit = f"within the timeout of {operation.timeout:g} s"
+                    self.fail(CollectiveTimeout(f"{late} for {operation.what} {limit}", rank=rank))

@@ -1,0 +1,279 @@
+"""Ranks that run collectives together: which operation a frame belongs to, and which peer is which rank."""
+
+import itertools
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+from fedring.ring.engine import collectives
+from fedring.ring.engine.operation import MAX_KEY, Kind, Operation, next_key
+from fedring.ring.engine.program import Program, Send
+from fedring.ring.errors import CollectiveTimeout, Overrun, RingError
+from fedring.ring.transport.frames import Frame
+from fedring.ring.transport.interface import Outgoing
+from fedring.v1 import peer_pb2 as pb
+
+_LATER = 5.0  # seconds by which rank 0 of a monitored barrier is overdue later than it waits, as it raises itself
+
+Key = TypeVar("Key")
+Sender = TypeVar("Sender")
+
+
+class EarlyFrames(Generic[Key, Sender]):
+    """Frames of operations or groups that do not exist yet, each with its sender, by the key that will ask for them.
+
+    It has no lock.
+
+    Args:
+        limit: The most bytes that they may take together.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._frames: dict[Key, list[tuple[Sender, Frame]]] = {}
+        self._bytes = 0
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._frames
+
+    def keep(self, key: Key, sender: Sender, frame: Frame) -> bool:
+        """Keep a frame. Return whether all frames together are within the limit."""
+        self._frames.setdefault(key, []).append((sender, frame))
+        self._bytes += frame.cost
+        return self._bytes <= self._limit
+
+    def take(self, key: Key) -> list[tuple[Sender, Frame]]:
+        """Remove and return the frames of a key, in the order in which they came."""
+        frames = self._frames.pop(key, [])
+        self._bytes -= sum(frame.cost for _, frame in frames)
+        return frames
+
+
+class Links(Protocol):
+    """What a group needs of the worker's endpoint."""
+
+    failure: RingError | None
+
+    def send(self, peer: str, frame: Outgoing) -> None:
+        """Send a frame to the peer, after those before it."""
+
+    def fail(self, error: RingError) -> None:
+        """End the generation."""
+
+    def has_left(self, peer: str) -> bool:
+        """Return whether the peer has left in order, so that nothing more will come from it."""
+        ...
+
+    def waited(self, peer: str, seconds: float) -> None:
+        """Count a wait of an operation for the peer to begin."""
+
+    def exchanged(self, seconds: float) -> None:
+        """Count an exchange of gradients that has ended."""
+
+
+class Group:
+    """One rank's side of a group.
+
+    Args:
+        links: The worker's links to its peers.
+        name: The group's name, equal on all ranks.
+        rank: This worker's rank in the group.
+        members: The addresses of all ranks; `members[rank]` is this worker's.
+        generation: The generation that all frames carry.
+        max_early_bytes: The most bytes that are kept for operations that have not started here.
+    """
+
+    def __init__(
+        self, links: Links, name: str, *, rank: int, members: Sequence[str], generation: int, max_early_bytes: int
+    ) -> None:
+        self.name, self.rank, self.size = name, rank, len(members)
+        self.members = list(members)
+        self.id = group_id(name)
+        self._links = links
+        self._ranks = {peer: index for index, peer in enumerate(members)}
+        self._generation = generation
+        self._max_early = max_early_bytes
+        self._lock = threading.Lock()
+        self._running: dict[str, Operation] = {}
+        self._early: EarlyFrames[str, int] = EarlyFrames(max_early_bytes)  # by the operation's key, from a rank
+        self._counter = itertools.count()
+        self._arrival = threading.Condition(self._lock)
+
+    def start(
+        self, what: str, program: Program, *, kind: Kind = Kind.OTHER, timeout: float, key: str = ""
+    ) -> Operation:
+        """Start an operation.
+
+        Args:
+            what: What the operation is, with dtype and lengths; equal on all ranks.
+            program: This rank's program.
+            kind: What the operation is for.
+            timeout: Seconds that it may take.
+            key: Names the operation, equal on all ranks; "" = the next one in the order in which this rank starts them.
+
+        Raises:
+            RingError: The key is longer than MAX_KEY.
+        """
+        key = key or next_key(self._next_number)
+        if len(key) > MAX_KEY:
+            raise RingError(f"the key {key!r} has {len(key)} characters; a frame's head has room for {MAX_KEY}")
+        operation = Operation(self, key, what, program, kind=kind, timeout=timeout)
+        with self._lock:
+            self._running[key] = operation
+            early = self._early.take(key)
+        if self._links.failure:  # after the operation is registered, so that a failure from now on finds it
+            operation.fail(self._links.failure)
+        else:
+            operation.begin(early)
+        return operation
+
+    def arrived(self, peer: str, frame: Frame) -> None:
+        """Give a frame to its operation, or keep it until the operation starts."""
+        source, key = self._ranks[peer], frame.head.key
+        fits = True
+        with self._lock:
+            operation = self._running.get(key)
+            if operation is None:
+                fits = self._early.keep(key, source, frame)
+                self._arrival.notify_all()
+        if operation is not None:
+            operation.arrived(source, frame)
+        if not fits:
+            self._links.fail(
+                Overrun(
+                    f"more than max_early_bytes={self._max_early} have come for operations that rank {self.rank} has "
+                    f"not started; the other ranks are too far ahead of it"
+                )
+            )
+
+    def wait_for_any(self, keys: dict[str, int], timeout: float) -> str:
+        """Wait until a frame of an operation that has not started here has come.
+
+        Args:
+            keys: The keys of the operations, each with the rank that sends it.
+            timeout: Seconds to wait.
+
+        Returns:
+            The first key for which a frame has come, or "" if none has come in time. After a failure, or if all of the
+            ranks have left, the first key: the operation that is started with it raises the reason.
+        """
+
+        def found() -> str:
+            if self._links.failure or all(map(self.has_left, keys.values())):
+                return next(iter(keys))
+            return next((key for key in keys if key in self._early), "")
+
+        with self._lock:
+            self._arrival.wait_for(lambda: bool(found()), timeout)
+            return found()
+
+    def has_member(self, peer: str) -> bool:
+        """Return whether the peer is a rank of this group."""
+        return peer in self._ranks
+
+    def send(self, operation: Operation, send: Send) -> None:
+        """Send an operation's bytes to a rank."""
+        head = pb.Head(
+            kind=pb.FRAME_KIND_DATA,
+            group=self.id,
+            generation=self._generation,
+            key=operation.key,
+            signature=operation.signature,
+            tag=send.tag,
+            part=send.part,
+        )
+        self._links.send(self.members[send.to], Outgoing(head, send.data, operation.sent))
+
+    def ended(self, operation: Operation) -> None:
+        """Forget an operation, and count it if it has exchanged gradients."""
+        with self._lock:
+            self._running.pop(operation.key, None)
+        if operation.error is None and operation.kind is Kind.GRADIENTS:
+            self._links.exchanged(time.monotonic() - operation.began)
+
+    def waited(self, rank: int, seconds: float) -> None:
+        """Count a wait of an operation for the rank to begin."""
+        self._links.waited(self.members[rank], seconds)
+
+    def fail(self, error: RingError) -> None:
+        """End the generation."""
+        self._links.fail(error)
+
+    def failed(self, error: RingError) -> None:
+        """End every running operation with the error, since the generation has ended."""
+        for operation in self._operations():
+            operation.fail(error)
+        with self._lock:
+            self._arrival.notify_all()
+
+    def left(self, peer: str) -> None:
+        """Tell every running operation that nothing more comes from the peer."""
+        for operation in self._operations():
+            operation.left(self._ranks[peer])
+        with self._lock:
+            self._arrival.notify_all()
+
+    def has_left(self, rank: int) -> bool:
+        """Return whether nothing more will come from the rank."""
+        return self._links.has_left(self.members[rank])
+
+    def overdue(self, now: float) -> Operation | None:
+        """Return an operation whose time is up, if there is one."""
+        return next((operation for operation in self._operations() if operation.is_overdue(now)), None)
+
+    def monitored_barrier(self, seconds: float, *, name_all: bool) -> None:
+        """Wait until all ranks have reached the barrier. Errors have the words of torch's monitored_barrier.
+
+        Args:
+            seconds: How long rank 0 waits for the others.
+            name_all: Whether rank 0 names all ranks that are missing, and not only the first.
+
+        Raises:
+            CollectiveTimeout: A rank has not come in time. As every RingError it ends the generation, on every rank.
+            RingError: The generation has ended for another reason.
+        """
+        leads = self.rank == 0
+        program = collectives.monitored_barrier(self.rank, self.size)
+        operation = self.start("monitored_barrier", program, timeout=seconds + _LATER * leads)
+        try:
+            passed = operation.wait(seconds if leads else None)
+        except RingError as error:
+            self.fail(error)  # if nothing has failed before
+            raise self._barrier_error(error) from error
+        if not passed:
+            missing = self._missing(operation, seconds, name_all=name_all)
+            self.fail(missing)
+            raise missing
+
+    def _missing(self, operation: Operation, seconds: float, *, name_all: bool) -> CollectiveTimeout:
+        """Return rank 0's error if ranks are missing at a monitored barrier."""
+        first = operation.waiting_for
+        after = f"monitoredBarrier after {1000 * seconds:.0f} ms"
+        if first is None or seconds <= 0:
+            return CollectiveTimeout(f"Rank 0 timed out in {after}", rank=0)
+        missing = operation.without_frames(range(first, self.size)) if name_all else [first]
+        names = f"Ranks {', '.join(map(str, missing))}" if name_all else f"Rank {first}"
+        return CollectiveTimeout(f"{names} failed to pass {after}", rank=first)
+
+    def _barrier_error(self, error: RingError) -> RingError:
+        """Return the error of a monitored barrier as this rank sees it."""
+        if self.rank:
+            reached = f"Rank {self.rank} successfully reached monitoredBarrier, but received errors while waiting for"
+            return type(error)(f"{reached} send/recv from rank 0: {error}", rank=error.rank)
+        if error.rank:
+            return type(error)(f"Rank {error.rank} failed to pass monitoredBarrier: {error}", rank=error.rank)
+        return error
+
+    def _operations(self) -> list[Operation]:
+        with self._lock:
+            return list(self._running.values())
+
+    def _next_number(self) -> int:
+        return next(self._counter)
+
+
+def group_id(name: str) -> int:
+    """Return the number that stands for a group's name in frames."""
+    return zlib.crc32(name.encode())

@@ -1,0 +1,251 @@
+"""A running collective: its kind, its key, and the lock and the clock around its program."""
+
+import hashlib
+import itertools
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import Protocol
+
+from fedring.ring.engine.program import Program, Receive, Send, Stepper
+from fedring.ring.errors import PeerLost, RingError
+from fedring.ring.transport.frames import Frame
+
+MAX_KEY = 64  # characters, which a frame's head can carry
+GRACE_SECONDS = 1.0
+"""How much later an operation is overdue if it waits for a rank that may itself wait for another."""
+
+_MAX_PATH = 44  # characters of a key's path
+
+_local = threading.local()
+
+
+class Kind(Enum):
+    """What an operation is for, as far as the counters of a worker tell operations apart."""
+
+    GRADIENTS = auto()  # an exchange of gradients: an all-reduce, or an allgather of compressed gradients
+    OTHER = auto()
+
+
+class Scope:
+    """Names the operations that the callback of a future starts.
+
+    Ranks must call one operation by one name. To count calls works as long as every rank makes them in one order, and
+    callbacks of futures do not: a hook such as PowerSGD starts the next collective in the callback of the one before,
+    and which bucket's callback runs first differs between ranks. So an operation that a callback starts is named by
+    what caused it: the operation whose callback it is, the callback's place, and the operation's place in the callback.
+    """
+
+    def __init__(self, path: str) -> None:
+        # A long chain of callbacks has a long path, and frames have little room. The hash of the path names it as well.
+        self._path = path if len(path) <= _MAX_PATH else hashlib.sha256(path.encode()).hexdigest()[:32]
+        self._operations = itertools.count()
+        self._callbacks = itertools.count()
+
+    def next_operation(self) -> str:
+        """Return the key of the next operation that the callback starts."""
+        return f"{self._path}.{next(self._operations)}"
+
+    def next_callback(self) -> "Scope":
+        """Return the scope of the next callback on the same future."""
+        return Scope(f"{self._path}/{next(self._callbacks)}")
+
+
+@contextmanager
+def inside(scope: Scope) -> Iterator[None]:
+    """Have `scope` name the operations that this thread starts in the block."""
+    outer = getattr(_local, "scope", None)
+    _local.scope = scope
+    try:
+        yield
+    finally:
+        _local.scope = outer
+
+
+def next_key(count: Callable[[], int]) -> str:
+    """Return the key of an operation that starts on this thread now; outside of callbacks, what `count` returns."""
+    scope: Scope | None = getattr(_local, "scope", None)
+    return scope.next_operation() if scope else str(count())
+
+
+class Carrier(Protocol):
+    """What an operation needs of its group."""
+
+    def send(self, operation: "Operation", send: Send) -> None:
+        """Send the bytes; call `operation.sent()` once they are copied."""
+
+    def ended(self, operation: "Operation") -> None:
+        """Forget the operation."""
+
+    def waited(self, rank: int, seconds: float) -> None:
+        """Count a wait for the rank to begin."""
+
+    def fail(self, error: RingError) -> None:
+        """End the generation."""
+
+    def has_left(self, rank: int) -> bool:
+        """Return whether nothing more will come from the rank."""
+        ...
+
+
+class Operation:
+    """Runs its program on whatever thread brings what the program waits for.
+
+    Args:
+        carrier: Sends what the program sends, and hears of the end. key: Names the operation, equal on all ranks. what:
+        What the operation is, with dtype and lengths, equal on all ranks. Its CRC-32 is sent in every frame, so the
+            text is part of the protocol.
+        program: This rank's program.
+        kind: What the operation is for.
+        timeout: Seconds that it may take.
+    """
+
+    def __init__(
+        self, carrier: Carrier, key: str, what: str, program: Program, *, kind: Kind = Kind.OTHER, timeout: float
+    ) -> None:
+        self.key, self.what, self.kind = key, what, kind
+        self.signature = zlib.crc32(what.encode())
+        self.timeout = timeout
+        self.began = time.monotonic()
+        self.deadline = self.began + timeout
+        self.error: RingError | None = None
+        self._carrier = carrier
+        self._lock = threading.Lock()
+        self._stepper = Stepper(program, what=what, key=key, signature=self.signature)
+        self._idle_since = 0.0  # when it began to wait for a rank that may not have begun; 0 = it does not
+        self._count = threading.Lock()
+        self._unsent = 1  # the program itself counts as one, until it ends
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, with or without an error."""
+        return self._done.is_set()
+
+    @property
+    def waiting_for(self) -> int | None:
+        """The rank that it waits for."""
+        waiting = self._stepper.waiting
+        return waiting.source if waiting else None
+
+    def without_frames(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of `ranks` that have sent nothing that the program has not taken yet."""
+        with self._lock:
+            return self._stepper.without_frames(ranks)
+
+    def is_overdue(self, now: float) -> bool:
+        """Return whether its time is up. It has GRACE_SECONDS more while a rank that it waits for may wait itself."""
+        waiting = self._stepper.waiting
+        return now > self.deadline + (GRACE_SECONDS if waiting is not None and not waiting.is_first else 0.0)
+
+    def begin(self, early: Sequence[tuple[int, Frame]] = ()) -> None:
+        """Run the program as far as it can, with the frames that came before it began, each with its source."""
+        self._run(early, begins=True)
+
+    def arrived(self, source: int, frame: Frame) -> None:
+        """Give the program a frame, and run it as far as it can."""
+        self._run([(source, frame)])
+
+    def left(self, rank: int) -> None:
+        """End the generation if the program waits for `rank`, from which nothing more comes."""
+        with self._lock:
+            waits = self._stepper.waiting is not None and self._stepper.waiting.source == rank and not self.done
+        if waits:
+            self._carrier.fail(self._lost(rank))
+
+    def sent(self) -> None:
+        """Count that one of the program's sends has been copied, or that the program has ended."""
+        with self._count:
+            self._unsent -= 1
+            last = self._unsent == 0
+        if last:
+            self._end(None)
+
+    def fail(self, error: RingError) -> None:
+        """End it with an error, unless it has ended."""
+        self._end(error)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end, at most `timeout` seconds. Return whether it has ended.
+
+        Raises:
+            RingError: What it ended with, of the same class.
+        """
+        if not self._done.wait(timeout):
+            return False
+        if self.error:
+            with self._lock:
+                pass  # a step that was under way when it failed is over: nothing writes to the tensors any more
+            raise type(self.error)(str(self.error), rank=self.error.rank) from self.error
+        return True
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, at the end, on the thread that brings it. The callback must not wait."""
+        with self._count:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def _run(self, frames: Sequence[tuple[int, Frame]], *, begins: bool = False) -> None:
+        """Give the program frames, and run it as far as it can. Errors end the generation, without the lock."""
+        with self._lock:
+            error = self._keep_and_advance(frames, begins=begins)
+        if error:
+            self._carrier.fail(error)
+
+    def _keep_and_advance(self, frames: Sequence[tuple[int, Frame]], *, begins: bool) -> RingError | None:
+        try:
+            for source, frame in frames:
+                self._stepper.keep(source, frame)
+            if begins or self._stepper.has_what_it_waits_for:
+                self._advance()
+        except RingError as error:
+            return error
+        except Exception as error:  # noqa: BLE001  # nobody else would notice: this is one of gRPC's threads
+            return RingError(f"{self.what} failed: {error!r}")
+        return None
+
+    def _advance(self) -> None:
+        """Run the program until it waits or ends. The caller holds the lock."""
+        stepper = self._stepper
+        while not self.done:  # its end may be a failure, after which the tensors are the caller's again
+            if (waiting := stepper.waiting) is not None:
+                if not stepper.has_what_it_waits_for:
+                    self._begin_to_wait(waiting)
+                    return
+                if self._idle_since:
+                    self._carrier.waited(waiting.source, time.monotonic() - self._idle_since)
+                    self._idle_since = 0.0
+            send = stepper.step()
+            if stepper.ended:
+                self.sent()
+                return
+            if send is not None:
+                with self._count:
+                    self._unsent += 1
+                self._carrier.send(self, send)
+
+    def _begin_to_wait(self, waiting: Receive) -> None:
+        if waiting.is_first:
+            self._idle_since = time.monotonic()
+        if self._carrier.has_left(waiting.source):
+            raise self._lost(waiting.source)
+
+    def _lost(self, rank: int) -> PeerLost:
+        return PeerLost(f"rank {rank} has left, and {self.what} waits for it", rank=rank)
+
+    def _end(self, error: RingError | None) -> None:
+        with self._count:
+            if self._done.is_set():
+                return
+            self.error = error
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        self._carrier.ended(self)
+        for callback in callbacks:
+            callback()

@@ -1,0 +1,117 @@
+"""Programs, of which collectives are made, and the stepper that runs one. No locks, no I/O.
+
+A program is a generator that says what it sends and what it waits for, and never how. It yields `Send`s, which never
+wait, and `Receive`s, each of which is answered with the bytes that came. So an algorithm reads from top to bottom, runs
+on whatever thread brings the data, and is tested without a network. Between a `Send` and the moment its bytes are
+copied the memory behind it must not change: a program sends a copy of what it may overwrite before the receiver can
+have answered.
+"""
+
+from collections.abc import Generator, Iterable
+from typing import NamedTuple
+
+from fedring.ring.errors import BadFrame, Mismatch
+from fedring.ring.transport.frames import Bytes, Frame
+
+
+class Send(NamedTuple):
+    """Give `data`, at most MAX_PAYLOAD bytes, to a rank."""
+
+    to: int
+    data: Bytes
+    tag: int = 0
+    part: int = 0
+
+
+class Receive(NamedTuple):
+    """Wait for what a rank sent with the same tag and part."""
+
+    source: int
+    size: int  # exact number of bytes; -1 = any
+    tag: int = 0
+    part: int = 0
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """What names the bytes within the operation."""
+        return self.source, self.tag, self.part
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the source may not have begun. A source that has sent before may itself wait for others."""
+        return self.tag == 0 and self.part == 0
+
+
+Program = Generator[Send | Receive, memoryview, None]
+
+
+class Stepper:
+    """Runs one program of one rank as far as the frames that have come allow. The caller holds a lock around it.
+
+    Args:
+        program: The program, which has not begun.
+        what: What the operation is, equal on all ranks; for errors.
+        key: The operation's key; for errors.
+        signature: What every frame of the operation must carry.
+    """
+
+    def __init__(self, program: Program, *, what: str, key: str, signature: int) -> None:
+        self.waiting: Receive | None = None  # what the program waits for
+        self.ended = False
+        self._program = program
+        self._what, self._key, self._signature = what, key, signature
+        self._inbox: dict[tuple[int, int, int], memoryview] = {}
+
+    @property
+    def has_what_it_waits_for(self) -> bool:
+        """Whether the program waits for something, and that is there."""
+        return self.waiting is not None and self.waiting.place in self._inbox
+
+    def keep(self, source: int, frame: Frame) -> None:
+        """Keep a frame until the program asks for it.
+
+        Raises:
+            Mismatch: The source runs another operation.
+            BadFrame: The source has sent this part before.
+        """
+        head = frame.head
+        place = (source, head.tag, head.part)
+        if head.signature != self._signature:
+            raise Mismatch(f"rank {source} runs another operation than {self._what} (key {self._key})", rank=source)
+        if place in self._inbox:
+            raise BadFrame(f"rank {source} sent part {head.part} of step {head.tag} of {self._what} twice", rank=source)
+        self._inbox[place] = frame.payload
+
+    def step(self) -> Send | None:
+        """Run the program until it sends, waits or ends. What it waits for must be there.
+
+        Returns:
+            What to send now, or None: the program waits, or has ended.
+
+        Raises:
+            Mismatch: What the program waited for is of another size.
+        """
+        answer: memoryview | None = None  # a generator takes None first, and after a Send
+        if (waited := self.waiting) is not None:
+            answer = self._inbox.pop(waited.place)
+            if 0 <= waited.size != len(answer):
+                raise Mismatch(
+                    f"rank {waited.source} sent {len(answer)} bytes where {self._what} has {waited.size} "
+                    f"(key {self._key})",
+                    rank=waited.source,
+                )
+            self.waiting = None
+        try:
+            step = self._program.send(answer)  # type: ignore[arg-type]  # None first, see above
+        except StopIteration:
+            self.ended = True
+            return None
+        if isinstance(step, Send):
+            return step
+        self.waiting = step
+        return None
+
+    def without_frames(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of `ranks` that have sent nothing that the program has not taken yet."""
+        senders = {source for source, _, _ in self._inbox}
+        return [rank for rank in ranks if rank not in senders]

@@ -1,0 +1,117 @@
+"""Reductions of bytes that hold numbers: what collectives do to the parts that arrive. No I/O."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedring.ring.errors import NotSupported
+
+_NUMPY: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "avg": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+_TORCH: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+_HALF = (torch.float16, torch.bfloat16)  # numpy has no bfloat16, and is slow with float16
+_DTYPES: dict[torch.dtype, Any] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.bool: np.bool_,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """An operator on values of one dtype.
+
+    Attributes:
+        op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
+        dtype: The values' dtype in memory.
+        wire: A half dtype in which float32 values are sent; they are added as float32. None = as they are.
+
+    Raises:
+        NotSupported: The operator does not exist for the dtype.
+    """
+
+    op: str
+    dtype: torch.dtype
+    wire: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        floating = self.dtype.is_floating_point
+        if self.op not in _NUMPY or (self.dtype not in _DTYPES and self.dtype not in _HALF):
+            raise NotSupported(f"there is no {self.op} of {self.dtype} over the ring")
+        if (self.op == "avg" and not floating) or (self.op in ("band", "bor", "bxor") and floating):
+            raise NotSupported(f"there is no {self.op} of {self.dtype}")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value in memory."""
+        return self.dtype.itemsize
+
+    @property
+    def wire_itemsize(self) -> int:
+        """Bytes of a value on the wire."""
+        return (self.wire or self.dtype).itemsize
+
+    def combine(self, target: memoryview, data: memoryview) -> None:
+        """Reduce `data` (bytes of the wire's dtype) into `target` (bytes of dtype): target = op(target, data)."""
+        if self.wire is None and self.dtype not in _HALF:
+            kind = _DTYPES[self.dtype]
+            values = np.frombuffer(target, kind)
+            with np.errstate(all="ignore"):
+                _NUMPY[self.op](values, np.frombuffer(data, kind), out=values)
+            return
+        into = _in_place(target, self.dtype)
+        _TORCH[self.op](into, _tensor(data, self.wire or self.dtype).to(self.dtype), out=into)
+
+    def finish(self, target: memoryview, size: int) -> None:
+        """Make `target`, a sum of `size` ranks, the mean if that is wanted, and round it to what the wire can carry."""
+        if self.op == "avg":
+            _in_place(target, self.dtype).div_(size)
+        if self.wire is not None:
+            values = _in_place(target, self.dtype)
+            values.copy_(values.to(self.wire))
+
+    def outgoing(self, source: memoryview) -> bytes | memoryview:
+        """Return `source` (bytes of dtype) as it is sent."""
+        if self.wire is None:
+            return source
+        return _in_place(source, self.dtype).to(self.wire).view(torch.uint8).numpy().data
+
+    def store(self, target: memoryview, data: memoryview) -> None:
+        """Copy the values of `data` (bytes of the wire's dtype) to `target` (bytes of dtype)."""
+        if self.wire is None:
+            target[:] = data
+        else:
+            _in_place(target, self.dtype).copy_(_tensor(data, self.wire))
+
+
+def _in_place(memory: memoryview, dtype: torch.dtype) -> Tensor:
+    """Return the values in `memory`, which share it. There may be none, which torch.frombuffer refuses."""
+    return torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
+
+
+def _tensor(data: memoryview, dtype: torch.dtype) -> Tensor:
+    """Return a copy of the values in read-only `data`: torch has no read-only tensors."""
+    return _in_place(memoryview(bytearray(data)), dtype)

@@ -1,0 +1,144 @@
+"""A rank of a group as torch.distributed wants to know it: its names, its timeout, its beginning and end."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from fedring.ring.engine.operation import Kind
+from fedring.ring.engine.program import Program
+from fedring.ring.errors import RingError
+from fedring.ring.options import RingOptions
+from fedring.ring.torch.tensors import seconds_of
+from fedring.ring.torch.work import RingWork, together
+from fedring.ring.torch.world import World
+
+_WIRE = {"same": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+_ProcessGroup: Any = dist.ProcessGroup  # its stub declares overloads that no method written in Python can match
+
+
+class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
+    """A rank of a group.
+
+    Args:
+        world: The world whose ranks form the group.
+        store: The store that torch made the group with.
+        ranks: The group's ranks in the world; their places in it are their ranks in the group.
+        name: The group's name, equal on all ranks.
+        timeout: How long a collective may take, by default.
+
+    Attributes:
+        ring: This rank's side of the group, of which torch knows nothing.
+        place: This rank in the group, and the number of ranks.
+        wire: The dtype in which allreduces send float32 values; None = as they are.
+    """
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def __init__(self, world: World, store: Store, ranks: Sequence[int], *, name: str, timeout: timedelta) -> None:
+        self.world = world
+        self.ring = world.enter(name, ranks)
+        super().__init__(self.ring.rank, self.ring.size)
+        self.place = self.ring.rank, self.ring.size
+        self.wire: torch.dtype | None = None
+        self._store = store
+        self._name, self._description = name, "undefined"
+        self._timeout = timeout
+        self._coalesced: list[RingWork] | None = None
+
+    def use_options(self, options: RingOptions) -> None:
+        """Follow those of the options that each group may have for itself."""
+        self.wire = _WIRE[options.wire_dtype]
+
+    def getBackendName(self) -> str:  # torch's C++ code asks for it
+        """Return the backend's name, which DDP logs."""
+        return "fedring"
+
+    name = _get_backend_name = getBackendName
+
+    @property
+    def group_name(self) -> str:
+        """The group's name, equal on all ranks."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the user calls the group."""
+        return self._description
+
+    def get_group_store(self) -> Store:
+        """Return the store that torch made the group with."""
+        return self._store
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def _get_backend(self, device: torch.device) -> Self:
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long collectives that start from now on may take."""
+        self._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Leave the group; with the last group of a world, leave the peers in order."""
+        self.world.leave(self.ring)
+
+    def abort(self) -> None:
+        """Fail the generation on every rank, and leave the group."""
+        self.ring.fail(RingError(f"rank {self.ring.rank} has aborted the group"))
+        self.shutdown()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> RingWork:
+        works, self._coalesced = self._coalesced or [], None
+        return together(self.ring, works)
+
+    def seconds(self, opts: Any = None, timeout: timedelta | None = None) -> float:
+        """Return how long a collective may take, in seconds, given torch's arguments."""
+        return seconds_of(opts, timeout, self._timeout)
+
+    def start(
+        self,
+        what: str,
+        program: Program,
+        *,
+        results: list[Tensor],
+        seconds: float,
+        finish: Callable[[], None] | None = None,
+        kind: Kind = Kind.OTHER,
+    ) -> RingWork:
+        """Start a program, and return its work.
+
+        Args:
+            what: What the operation is, equal on all ranks; part of the protocol.
+            program: This rank's program.
+            results: The tensors that hold what came.
+            seconds: How long the operation may take.
+            finish: Called once after it.
+            kind: What the operation is for.
+        """
+        operation = self.ring.start(what, program, kind=kind, timeout=seconds)
+        return self.coalesced(RingWork(self.ring, [operation], results, finish=finish))
+
+    def coalesced(self, work: RingWork) -> RingWork:
+        """Return `work`, and have a block that coalesces wait for it."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def check_count(self, what: str, tensors: Sequence[Any]) -> None:
+        """Raise ValueError unless there is one for each rank."""
+        if len(tensors) != self.ring.size:
+            raise ValueError(f"there are {len(tensors)} {what} for {self.ring.size} ranks")

@@ -1,0 +1,215 @@
+"""Messages of tensors from rank to rank, and of bytes from every rank to every rank."""
+
+import itertools
+import threading
+import zlib
+from collections import Counter
+from datetime import timedelta
+
+from torch import Tensor
+
+from fedring.ring.engine import collectives
+from fedring.ring.engine.group import Group
+from fedring.ring.engine.operation import Kind, Operation
+from fedring.ring.engine.program import Program, Receive, Send
+from fedring.ring.errors import CollectiveTimeout
+from fedring.ring.torch.tensors import Staged
+from fedring.ring.torch.work import RingFuture, RingWork, deferred
+from fedring.ring.transport.frames import Frame
+from fedring.v1 import peer_pb2 as pb
+
+
+class Messages:
+    """A rank's messages: the n-th that one rank sends to another with a tag is the n-th that the other receives.
+
+    They have keys of their own, since not all ranks take part in them.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._sent: Counter[tuple[int, int]] = Counter()  # by rank and tag
+        self._received: Counter[tuple[int, int]] = Counter()
+        self._lock = threading.Lock()
+
+    def send(self, staged: Staged, to: int, tag: int, *, timeout: float) -> Operation:
+        """Start to send values to a rank."""
+        with self._lock:
+            key = _key(self.group.rank, to, tag, self._sent[to, tag])
+            self._sent[to, tag] += 1
+        data = staged.data
+        program = collectives.send(to, data) if len(data) else _send_nothing(to)
+        if to == self.group.rank:
+            self._deliver_here(_what(staged), program, key)
+            key, program = f"{key}!", _no_program()
+        return self.group.start(_what(staged), program, timeout=timeout, key=key)
+
+    def receive(self, staged: Staged, source: int, tag: int, *, timeout: float) -> Operation:
+        """Start to receive the next message with the tag from a rank, into `staged`."""
+        with self._lock:
+            key = _key(source, self.group.rank, tag, self._received[source, tag])
+            self._received[source, tag] += 1
+        return self._receive(staged, source, key, timeout=timeout)
+
+    def receive_any(self, staged: Staged, tag: int, *, patience: float, timeout: float) -> tuple[int, Operation] | None:
+        """Start to receive the message with the tag that comes first from any other rank.
+
+        Args:
+            staged: What the message is received into.
+            tag: The tag.
+            patience: Seconds to wait until a message begins to come.
+            timeout: Seconds that the operation may take after that.
+
+        Returns:
+            The rank that sends it and the operation that receives it, or None if no message has begun to come.
+        """
+        me = self.group.rank
+        others = [rank for rank in range(self.group.size) if rank != me]
+        while True:
+            with self._lock:
+                sources = {_key(rank, me, tag, self._received[rank, tag]): rank for rank in others}
+            key = self.group.wait_for_any(sources, patience)
+            if not key:
+                return None
+            source = sources[key]
+            with self._lock:
+                if key != _key(source, me, tag, self._received[source, tag]):
+                    continue  # another thread has taken it
+                self._received[source, tag] += 1
+            return source, self._receive(staged, source, key, timeout=timeout)
+
+    def _receive(self, staged: Staged, source: int, key: str, *, timeout: float) -> Operation:
+        data = staged.data
+        program = collectives.receive(source, data) if len(data) else _receive_nothing(source)
+        return self.group.start(_what(staged), program, timeout=timeout, key=key)
+
+    def _deliver_here(self, what: str, program: Program, key: str) -> None:
+        """Give this rank the frames that a program sends to it."""
+        me = self.group.rank
+        for step in program:
+            if isinstance(step, Send):
+                head = pb.Head(key=key, signature=zlib.crc32(what.encode()), tag=step.tag, part=step.part)
+                self.group.arrived(self.group.members[me], Frame(head, memoryview(bytes(step.data))))
+
+
+class ReceiveFromAny(RingWork):
+    """The receipt of a message from whichever rank. Which one is decided when somebody waits for it."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, messages: Messages, staged: Staged, tag: int, *, tensors: list[Tensor], timeout: float) -> None:
+        super().__init__(messages.group, [], list(tensors), finish=staged.store)
+        self._messages, self._staged, self._tag = messages, staged, tag
+        self._timeout = timeout
+        self._matching = threading.Lock()
+        self._source = -1
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until a message has come; 0 = as long as the group's timeout says. Return True.
+
+        Raises:
+            CollectiveTimeout: No rank has sent one in time. That ends the generation.
+            RingError: What the generation ended with.
+        """
+        seconds = timeout.total_seconds() or self._timeout
+        if not self._matched(seconds):
+            raise self.failed(CollectiveTimeout(f"no rank has sent a message with tag {self._tag} in {seconds:g} s"))
+        return super().wait(timeout)
+
+    def is_completed(self) -> bool:
+        """Return whether a message has come, or none will."""
+        return self._matched(0) and super().is_completed()
+
+    def source_rank(self) -> int:
+        """Return the rank in the group whose message came."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> RingFuture:
+        """Return a future of the tensors."""
+        with self._lock:
+            if self._future is None:
+                self._future, complete = deferred(f"any{next(self._numbers)}", self._value)
+                complete()
+            return self._future
+
+    def _matched(self, patience: float) -> bool:
+        with self._matching:
+            if not self.operations:
+                found = self._messages.receive_any(self._staged, self._tag, patience=patience, timeout=self._timeout)
+                if found is not None:
+                    self._source, operation = found
+                    self.operations = [operation]
+            return bool(self.operations)
+
+
+class BytesGather:
+    """Every rank's message on its way to every rank, while the caller does something else.
+
+    `wait` and `collect` are separate, so that waiting can be measured alone.
+    """
+
+    def __init__(self, work: RingWork, messages: list[memoryview]) -> None:
+        self._work = work
+        self._messages = messages
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait until all messages have come; None = as long as the group's timeout says.
+
+        Raises:
+            RingError: What kept them from coming.
+        """
+        self._work.wait(timedelta(seconds=timeout_seconds or 0))
+
+    def collect(self) -> list[memoryview]:
+        """Return the messages in the order of ranks, once all have come."""
+        self.wait()
+        return self._messages
+
+    @property
+    def future(self) -> RingFuture:
+        """A future of the messages in the order of ranks."""
+        return self._work.get_future()
+
+
+def gather_bytes(group: Group, payload: bytes | memoryview, *, limit: int, timeout: float) -> BytesGather:
+    """Start to send a message to every rank, and to receive every other rank's.
+
+    Args:
+        group: The group.
+        payload: This rank's message.
+        limit: The most bytes of a message, equal on all ranks.
+        timeout: Seconds that it may take.
+
+    Raises:
+        ValueError: The message is larger than the limit.
+    """
+    mine = memoryview(payload).cast("B")
+    if len(mine) > limit:
+        raise ValueError(f"a message of {len(mine)} bytes is larger than the limit of {limit}")
+    messages = [memoryview(b"")] * group.size
+    messages[group.rank] = mine
+    program = collectives.allgather_bytes(group.rank, group.size, messages, limit)
+    what = f"allgather of at most {limit} bytes"
+    operation = group.start(what, program, kind=Kind.GRADIENTS, timeout=timeout)
+    return BytesGather(RingWork(group, [operation], messages), messages)
+
+
+def _what(staged: Staged) -> str:
+    return f"message {staged.dtype} [{staged.flat.numel()}]"
+
+
+def _key(source: int, to: int, tag: int, number: int) -> str:
+    return f"{source}>{to}#{tag}.{number}"
+
+
+def _no_program() -> Program:
+    yield from ()
+
+
+def _send_nothing(to: int) -> Program:
+    yield Send(to, b"")
+
+
+def _receive_nothing(source: int) -> Program:
+    yield Receive(source, 0)

@@ -1,0 +1,280 @@
+"""The collectives of torch.distributed, over the ring.
+
+Each method starts a collective and returns a work for it; the tensors hold the result once the work has ended. torch
+calls some of them by two names, with a tensor or a list, and with options or plain arguments: all forms are accepted.
+In torch 2.13 a subclass of ProcessGroup that a backend's creator returns becomes the group.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from fedring.ring.engine import collectives
+from fedring.ring.engine.operation import Kind
+from fedring.ring.engine.program import Program
+from fedring.ring.engine.reduction import Reduction
+from fedring.ring.torch.member import Member
+from fedring.ring.torch.messages import BytesGather, Messages, ReceiveFromAny, gather_bytes
+from fedring.ring.torch.tensors import (
+    SparseSum,
+    Staged,
+    as_bytes,
+    as_list,
+    check_size,
+    fill,
+    in_host_memory,
+    only,
+    only_list,
+    op_name,
+    plain,
+    root_of,
+    split,
+    storing,
+)
+from fedring.ring.torch.work import RingWork, together
+from fedring.ring.torch.world import World
+
+Timeout = timedelta | None
+
+
+class RingProcessGroup(Member):
+    """The group that `torch.distributed.init_process_group("fedring", ...)` makes."""
+
+    def __init__(self, world: World, store: Store, ranks: Sequence[int], *, name: str, timeout: timedelta) -> None:
+        super().__init__(world, store, ranks, name=name, timeout=timeout)
+        self._messages = Messages(self.ring)
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
+        """Reduce the tensors over all ranks, in place."""
+        given = as_list(tensors)
+        if given[0].layout is torch.sparse_coo:
+            return self._allreduce_sparse(only(given), op_name(opts), self.seconds(opts, timeout))
+        staged = Staged(given)
+        wire = self.wire if staged.dtype == torch.float32 else None
+        reduction = Reduction(op_name(opts), staged.dtype, wire)
+        program = self._or_barrier(collectives.allreduce(*self.place, staged.data, reduction), staged)
+        what = f"allreduce {_text(reduction, staged)}"
+        return self.start(
+            what,
+            program,
+            results=given,
+            seconds=self.seconds(opts, timeout),
+            finish=storing([staged]),
+            kind=Kind.GRADIENTS,
+        )
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Timeout = None) -> RingWork:
+        """Reduce the tensors over all ranks, into the root's. Those of other ranks stay as they are."""
+        given, root = as_list(tensors), root_of(opts)
+        is_root = self.ring.rank == root
+        staged = Staged(given, copy=not is_root)
+        reduction = Reduction(op_name(opts if op is None else op), staged.dtype)
+        if self.ring.size == 1:
+            program = collectives.allreduce(*self.place, staged.data, reduction)
+        else:
+            program = self._or_barrier(collectives.reduce(*self.place, staged.data, reduction, root), staged)
+        finish = storing([staged]) if is_root else None
+        what = f"reduce {_text(reduction, staged)} to {root}"
+        return self.start(what, program, results=given, seconds=self.seconds(opts, timeout), finish=finish)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
+        """Copy the root's tensors to all ranks' tensors."""
+        given, root = as_list(tensors), root_of(opts)
+        staged = Staged(given)
+        program = self._or_barrier(collectives.broadcast(*self.place, staged.data, root), staged)
+        finish = None if self.ring.rank == root else storing([staged])
+        what = f"broadcast {_shape(staged)} from {root}"
+        return self.start(what, program, results=given, seconds=self.seconds(opts, timeout), finish=finish)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
+        """Gather all ranks' inputs: `outputs[r]` becomes rank r's. Lengths may differ, and all ranks must know them."""
+        into, mine = only_list(outputs), only(inputs)
+        self.check_count("outputs", into)
+        staged = [Staged([output]) for output in into]
+        fill(staged[self.ring.rank].flat, mine)
+        program = collectives.allgather(*self.place, [one.data for one in staged])
+        what = f"allgather {staged[0].dtype} {[one.flat.numel() for one in staged]}"
+        return self.start(what, program, results=into, seconds=self.seconds(opts, timeout), finish=storing(staged))
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> RingWork:
+        """Gather all ranks' inputs in `output`, one after another."""
+        staged, count = Staged([output]), plain(input).numel()
+        if staged.flat.numel() != count * self.ring.size:
+            raise ValueError(f"{self.ring.size} inputs of {count} values do not fill {staged.flat.numel()} values")
+        chunks = torch.split(staged.flat, [count] * self.ring.size)
+        fill(chunks[self.ring.rank], input)
+        program = collectives.allgather(*self.place, [as_bytes(chunk) for chunk in chunks])
+        what = f"allgather {staged.dtype} {[count] * self.ring.size}"
+        return self.start(what, program, results=[output], seconds=self.seconds(opts), finish=storing([staged]))
+
+    _allgather_base = all_gather_single
+
+    def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> RingWork:
+        """Gather all ranks' inputs: `output_lists[r][i]` becomes rank r's input i."""
+        columns = [list(column) for column in zip(*output_lists, strict=True)]
+        pairs = zip(columns, inputs, strict=True)
+        return together(self.ring, [self.allgather([into], [mine], opts) for into, mine in pairs])
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
+        """Gather all ranks' inputs in the outputs, each as in `all_gather_single`."""
+        pairs = zip(outputs, inputs, strict=True)
+        return together(self.ring, [self.all_gather_single(into, mine, opts) for into, mine in pairs])
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
+        """Gather all ranks' inputs on the root: its `outputs[r]` becomes rank r's input."""
+        root = root_of(opts)
+        mine = in_host_memory(plain(only(inputs)))
+        into = only_list(outputs) if self.ring.rank == root else []
+        staged = [Staged([output]) for output in into]
+        if self.ring.rank == root:
+            self.check_count("outputs", into)
+            check_size(staged[root].flat, mine)
+        program = collectives.gather(self.ring.rank, [one.data for one in staged], as_bytes(mine), root)
+        what = f"gather {mine.dtype} to {root}"
+        return self.start(what, program, results=into, seconds=self.seconds(opts, timeout), finish=storing(staged))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
+        """Scatter the root's inputs: the output becomes its `inputs[rank]`."""
+        root, into = root_of(opts), only(outputs)
+        staged = Staged([into])
+        mine = [in_host_memory(plain(one)) for one in only_list(inputs)] if self.ring.rank == root else []
+        if self.ring.rank == root:
+            self.check_count("inputs", mine)
+            check_size(staged.flat, mine[root])
+        program = collectives.scatter(self.ring.rank, [as_bytes(one) for one in mine], staged.data, root)
+        what = f"scatter {staged.dtype} from {root}"
+        return self.start(what, program, results=[into], seconds=self.seconds(opts, timeout), finish=storing([staged]))
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
+        """Reduce all ranks' `inputs[rank]` into the output. Lengths may differ between ranks."""
+        each = only_list(inputs)
+        self.check_count("inputs", each)
+        sizes = [plain(one).numel() for one in each]
+        return self._reduce_scatter(only(outputs), each, sizes, opts=opts, timeout=timeout)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> RingWork:
+        """Reduce all ranks' inputs, and store this rank's part in the output."""
+        sizes = [plain(output).numel()] * self.ring.size
+        if sum(sizes) != plain(input).numel():
+            raise ValueError(f"{plain(input).numel()} values are not {self.ring.size} times {sizes[0]} values")
+        return self._reduce_scatter(output, [input], sizes, opts=opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
+        """Reduce all ranks' inputs, and store this rank's parts in the outputs, each as in `reduce_scatter_single`."""
+        pairs = zip(outputs, inputs, strict=True)
+        return together(self.ring, [self.reduce_scatter_single(into, mine, opts) for into, mine in pairs])
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
+        """Exchange tensors: `outputs[r]` becomes rank r's `inputs[rank]`."""
+        self.check_count("outputs", outputs)
+        self.check_count("inputs", inputs)
+        staged = [Staged([output]) for output in outputs]
+        into = [one.flat for one in staged]
+        program = self._all_to_all(into, [in_host_memory(plain(one)) for one in inputs])
+        what, seconds = f"all_to_all {into[0].dtype}", self.seconds(opts, timeout)
+        return self.start(what, program, results=list(outputs), seconds=seconds, finish=storing(staged))
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+    ) -> RingWork:
+        """Exchange parts along the first dimension: part r of `output` becomes this rank's part of rank r's `input`."""
+        staged, mine = Staged([output]), plain(input)
+        into = split(staged.flat, plain(output), output_sizes, self.ring.size)
+        program = self._all_to_all(into, split(in_host_memory(mine), mine, input_sizes, self.ring.size))
+        what = f"all_to_all {staged.dtype}"
+        return self.start(what, program, results=[output], seconds=self.seconds(opts), finish=storing([staged]))
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None, timeout: Timeout = None) -> RingWork:
+        """Return a work that ends once all ranks have reached the barrier."""
+        return self.start("barrier", collectives.barrier(*self.place), results=[], seconds=self.seconds(opts, timeout))
+
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks have reached the barrier.
+
+        Raises:
+            CollectiveTimeout: Rank 0's error names the first rank that has not come in time, or all of them.
+        """
+        seconds = self.seconds() if timeout is None else timeout.total_seconds()
+        self.ring.monitored_barrier(seconds, name_all=wait_all_ranks)
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> RingWork:
+        """Send the tensor to a rank."""
+        operation = self._messages.send(Staged([only(tensors)]), dst, tag, timeout=self.seconds())
+        return self.coalesced(RingWork(self.ring, [operation], list(tensors)))
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> RingWork:
+        """Receive the tensor from a rank."""
+        staged = Staged([only(tensors)])
+        operation = self._messages.receive(staged, src, tag, timeout=self.seconds())
+        return self.coalesced(RingWork(self.ring, [operation], list(tensors), finish=storing([staged])))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> RingWork:
+        """Receive the tensor from any rank. Which one is decided when somebody waits for it."""
+        staged = Staged([only(tensors)])
+        return self.coalesced(ReceiveFromAny(self._messages, staged, tag, tensors=tensors, timeout=self.seconds()))
+
+    def allgather_bytes(self, payload: bytes | memoryview, *, limit: int = 1 << 30) -> BytesGather:
+        """Send `payload`, of at most `limit` bytes, to every rank, and receive every other rank's."""
+        return gather_bytes(self.ring, payload, limit=limit, timeout=self.seconds())
+
+    def _allreduce_sparse(self, tensor: Tensor, op: str, seconds: float) -> RingWork:
+        rank, size = self.place
+        total = SparseSum(tensor, op, rank=rank, size=size)
+        program = collectives.allgather_bytes(rank, size, total.messages, total.limit)
+        return self.start(
+            total.what, program, results=[tensor], seconds=seconds, finish=total.store, kind=Kind.GRADIENTS
+        )
+
+    def _reduce_scatter(
+        self, output: Tensor, inputs: list[Tensor], sizes: list[int], *, opts: Any, timeout: Timeout = None
+    ) -> RingWork:
+        staged = Staged(inputs, copy=True)  # the algorithm overwrites it
+        cuts = [0, *accumulate(sizes)]
+        into, rank = plain(output), self.ring.rank
+        part = staged.flat[cuts[rank] : cuts[rank + 1]]
+        check_size(part, into)
+        reduction = Reduction(op_name(opts), staged.dtype)
+        if self.ring.size == 1:
+            program = collectives.allreduce(*self.place, staged.data, reduction)
+        else:
+            program = collectives.reduce_scatter(*self.place, staged.data, reduction, cuts)
+
+        def store() -> None:
+            into.copy_(part.view(into.shape))
+
+        program = self._or_barrier(program, staged)
+        what = f"reduce_scatter {_text(reduction, staged)} at {cuts}"
+        return self.start(what, program, results=[output], seconds=self.seconds(opts, timeout), finish=store)
+
+    def _all_to_all(self, into: Sequence[Tensor], parts: Sequence[Tensor]) -> Program:
+        rank = self.ring.rank
+        check_size(into[rank], parts[rank])
+        return collectives.all_to_all(*self.place, [as_bytes(one) for one in into], [as_bytes(one) for one in parts])
+
+    def _or_barrier(self, program: Program, staged: Staged) -> Program:
+        """Return the program, or, without values, a barrier, which still notices ranks that run something else."""
+        return program if staged.flat.numel() else collectives.barrier(*self.place)
+
+
+def _text(reduction: Reduction, staged: Staged) -> str:
+    wire = f" as {reduction.wire}" if reduction.wire else ""
+    return f"{reduction.op} {_shape(staged)}{wire}"
+
+
+def _shape(staged: Staged) -> str:
+    return f"{staged.dtype} [{staged.flat.numel()}]"

@@ -1,0 +1,297 @@
+"""What torch.distributed hands out for a collective that runs: works, and futures whose callbacks may start
+collectives.
+
+Callbacks run on threads of a pool that grows, never on the thread that attaches them. So a callback that waits for
+another collective keeps nobody waiting, and ranks may attach theirs in different orders. Each callback runs in a scope,
+so that what it starts has one name on all ranks, also in chains of `then` (see `engine.operation.Scope`).
+"""
+
+import copy
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.futures import Future
+
+from fedring.ring.engine.group import Group
+from fedring.ring.engine.operation import Operation, Scope, inside
+from fedring.ring.errors import CollectiveTimeout, RingError
+
+log = logging.getLogger(__name__)
+
+_SPARE_SECONDS = 10.0  # after so long without work a thread of the pool ends
+
+
+class RingWork(dist.Work):
+    """Operations that end together.
+
+    Args:
+        group: The group in which they run.
+        operations: The operations.
+        results: What `result` returns: the tensors that hold what came.
+        finish: Called once after all have ended, by the first caller that asks: it stores what came in the tensors.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        operations: Sequence[Operation],
+        results: list[Any],
+        *,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.operations = operations
+        self._group = group
+        self._results = results
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._future: RingFuture | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until it has ended; 0 = as long as the operations may take. Return True.
+
+        Raises:
+            CollectiveTimeout: It has not ended within the timeout. That ends the generation.
+            RingError: What it ended with.
+        """
+        seconds = timeout.total_seconds()
+        for operation in self.operations:
+            if not operation.wait(seconds if seconds > 0 else None):
+                what = f"{operation.what} has not ended within the timeout of {seconds:g} s"
+                raise self.failed(CollectiveTimeout(what, rank=operation.waiting_for))
+        self.synchronize()
+        return True
+
+    def failed(self, error: RingError) -> RingError:
+        """End the generation with an error, and return the error."""
+        self._group.fail(error)
+        return error
+
+    def synchronize(self) -> None:
+        """Store what came in the tensors, if that has not been done."""
+        if self._finish is None:
+            return
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, with or without an error."""
+        if not all(operation.done for operation in self.operations):
+            return False
+        if self.exception() is None:
+            self.synchronize()
+        return True
+
+    def is_success(self) -> bool:
+        """Return whether it has ended without an error."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> RingError | None:
+        """Return the error that it ended with, if there is one."""
+        return next((operation.error for operation in self.operations if operation.error), None)
+
+    def result(self) -> list[Any]:
+        """Return the tensors that hold what came."""
+        return self._results
+
+    def get_future(self) -> "RingFuture":
+        """Return a future of the result."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future, complete = deferred(self.operations[0].key, self._value)
+        _when_all_done(self.operations, complete)
+        return self._future
+
+    def _value(self) -> list[Any]:
+        self.wait()
+        return self._results
+
+
+def together(group: Group, works: Sequence[RingWork]) -> RingWork:
+    """Return one work for several."""
+
+    def finish() -> None:
+        for work in works:
+            work.synchronize()
+
+    operations = [operation for work in works for operation in work.operations]
+    return RingWork(group, operations, [result for work in works for result in work.result()], finish=finish)
+
+
+class Failure:
+    """Stands in a future where a value would be, and raises an error as soon as it is used.
+
+    torch gives Python no way to fail a future.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def copied_error(self) -> BaseException:
+        """Return a copy of the error, to be raised.
+
+        A raised error holds, by its traceback, the frames of those who wait, and in them DDP with its hooks. If the
+        future held that error, and they the future, that would be a circle through C++ that nothing collects.
+        """
+        try:
+            error = copy.copy(self.error)
+        except TypeError:  # its class takes other arguments than it keeps
+            return self.error
+        error.__cause__ = self.error
+        return error
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise self.copied_error()
+
+    def __str__(self) -> str:  # DDP calls it when a hook's result is not a tensor
+        raise self.copied_error()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # DDP calls it when it looks for tensors in a result
+        raise self.copied_error()
+
+
+class RingFuture(Future[Any]):
+    """A future of what a function returns or raises, whose callbacks run in `scope`."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()
+        self._scope = scope
+
+    def complete(self, function: Callable[[], Any]) -> None:
+        """End the future with what `function` returns or raises."""
+        try:
+            result = function()
+        except BaseException as error:  # noqa: BLE001  # raised again for those who wait
+            result = Failure(error)
+        self.set_result(result)
+
+    def then(self, callback: Callable[[Any], Any]) -> "RingFuture":
+        """Return a future of what `callback` returns or raises. It is called with this future once that has ended."""
+        scope = self._scope.next_callback()
+        after = RingFuture(scope)
+
+        def call() -> Any:
+            with inside(scope):
+                return callback(self)
+
+        self._attach(lambda: after.complete(call))
+        return after
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call `callback` with this future once that has ended. What it raises is logged."""
+        scope = self._scope.next_callback()
+
+        def call() -> None:
+            try:
+                with inside(scope):
+                    callback(self)
+            except Exception:  # nobody waits for what it returns
+                log.exception("a callback has failed")
+
+        self._attach(call)
+
+    def wait(self) -> Any:
+        """Wait for the value. Raise what the future ended with, if that is an error."""
+        return _value(super().wait())
+
+    def value(self) -> Any:
+        """Return the value, which must be there. Raise what the future ended with, if that is an error."""
+        return _value(super().value())
+
+    def _attach(self, call: Callable[[], None]) -> None:
+        """Call `call` at the end, on another thread: if the future has ended, torch would call at once, on this one."""
+        attaching = threading.get_ident()
+
+        def ended(_: Any) -> None:
+            if threading.get_ident() == attaching:
+                _pool.run(call)
+            else:
+                call()
+
+        super().add_done_callback(ended)
+        attaching = 0
+
+
+def deferred(path: str, function: Callable[[], Any]) -> tuple[RingFuture, Callable[[], None]]:
+    """Return a future of what `function` returns or raises, and what has it called on a thread of the pool.
+
+    Args:
+        path: The key of the operation that the future belongs to.
+        function: Called once.
+    """
+    future = RingFuture(Scope(path))
+    return future, lambda: _pool.run(lambda: future.complete(function))
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, Failure):
+        raise value.copied_error()
+    return value
+
+
+def _when_all_done(operations: Sequence[Operation], callback: Callable[[], None]) -> None:
+    """Call `callback` once, when the last of the operations has ended."""
+    if len(operations) == 1:
+        operations[0].when_done(callback)
+        return
+    left, lock = len(operations), threading.Lock()
+
+    def one_done() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            callback()
+
+    for operation in operations:
+        operation.when_done(one_done)
+
+
+class _Pool:
+    """Threads that grow in number whenever all are busy."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._spare = 0  # threads that wait for work, less the tasks that wait for a thread
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Run a task on a thread that begins with it at once."""
+        with self._lock:
+            grow = self._spare == 0
+            if not grow:
+                self._spare -= 1
+        self._tasks.put(task)
+        if grow:
+            threading.Thread(target=self._work, name="ring-callbacks", daemon=True).start()
+
+    def _work(self) -> None:
+        while (task := self._next()) is not None:
+            try:
+                task()
+            except Exception:  # a thread that ended here would leave its place in the pool empty
+                log.exception("a callback has failed")
+            with self._lock:
+                self._spare += 1
+
+    def _next(self) -> Callable[[], None] | None:
+        while True:
+            try:
+                return self._tasks.get(timeout=_SPARE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self._spare > 0:
+                        self._spare -= 1
+                        return None
+
+
+_pool = _Pool()

@@ -1,0 +1,191 @@
+"""The epochs of one round with DistributedDataParallel: all members of a process group train one model together."""
+
+import inspect
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from fedring.train.batches import cut, fetch, size_of
+from fedring.train.data_parallel_table import DataParallel
+from fedring.train.errors import TrainError
+from fedring.train.loop import Loss, seeded
+from fedring.train.plan import Plan
+from fedring.train.tally import Tally
+from fedring.workers.replica import Replica, all_equal, share_buffers
+from fedring.workers.shards import World, epoch_order, shares
+from fedring.workers.training import Diverged, Watcher, means_over_workers, worker_seed
+from fedring.workers.usage import Hook, Usage
+
+log = logging.getLogger(__name__)
+
+_CHECKS_PER_EPOCH = 100  # how often an epoch checks that the loss is finite, and reports its progress
+_WINDOW = 50  # steps between two lines of usage in the log
+
+_BUFFERS_KEY = next(  # torch 2.13 has renamed the argument, and warns of the old name
+    key
+    for key in ("forward_sync_buffers", "broadcast_buffers")
+    if key in inspect.signature(DistributedDataParallel.__init__).parameters
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DataParallelSetup:
+    """What a group trains and how; the samples, the plan and the table are equal on all members."""
+
+    samples: Dataset[Any]
+    plan: Plan
+    table: DataParallel
+    loss: Loss
+    device: torch.device
+    total_epochs: int  # of the job
+    first_epoch: int = 0  # the number of the round's first epoch within the job, from 0
+
+
+@dataclass(slots=True, eq=False)
+class DataParallelTraining:
+    """One member's part in a round; the replica's progress says where it starts and how far it has come."""
+
+    replica: Replica
+    setup: DataParallelSetup
+    hook: Hook
+    watcher: Watcher = field(default_factory=Watcher)
+    usage: Usage = field(default_factory=Usage)
+    _logged: Usage = field(default_factory=Usage)
+
+    def run(self) -> dict[str, float]:
+        """Train the rest of the round, together with all other members.
+
+        Returns:
+            Loss and accuracy over the last epoch, as `means_over_workers` returns them.
+
+        Raises:
+            TrainError: With the reason diverged, if the loss is no longer finite.
+            Diverged: If the workers' parameters differ.
+        """
+        setup, progress = self.setup, self.replica.progress
+        world = World(dist.get_rank(), dist.get_world_size())
+        ddp = self._wrap()
+        tally = Tally(setup.device)
+        with seeded(worker_seed(setup.plan.seed, progress.steps), setup.device):
+            while progress.epoch < setup.plan.epochs:
+                self.hook.start_epoch(setup.first_epoch + progress.epoch)
+                tally.clear()
+                self._epoch(ddp, world, tally)
+                progress.epoch, progress.taken = progress.epoch + 1, 0
+        self.replica.optimizer.zero_grad()
+        return means_over_workers(tally)
+
+    def _wrap(self) -> DistributedDataParallel:
+        setup = self.setup
+        buffers: dict[str, Any] = {_BUFFERS_KEY: setup.table.buffers == "every_step"}
+        ddp = DistributedDataParallel(
+            self.replica.model.train(),
+            device_ids=[setup.device] if setup.device.type == "cuda" else None,
+            bucket_cap_mb=setup.table.bucket_mb,
+            find_unused_parameters=setup.table.find_unused_parameters,
+            init_sync=False,  # synchronize() has made the workers equal, including their optimizers
+            **buffers,
+        )
+        ddp.register_comm_hook(self.hook.state, self.hook.function)
+        return ddp
+
+    def _epoch(self, ddp: DistributedDataParallel, world: World, tally: Tally) -> None:
+        setup, progress = self.setup, self.replica.progress
+        plan, per_step = setup.plan, setup.plan.batch_size * setup.table.accumulation_steps
+        order = epoch_order(size_of(setup.samples), seed=plan.seed, epoch=progress.epoch, wanted=plan.subset_size)
+        steps = list(shares(order, progress.taken, world, per_step))
+        cuts = [cut(share.indices, plan.batch_size) for share in steps]
+        batches = fetch(setup.samples, [indices for step in cuts for indices in step], setup.device)
+        every = max(1, len(steps) // _CHECKS_PER_EPOCH)
+        for number, (share, step) in enumerate(zip(steps, cuts, strict=True), start=1):
+            self.watcher.check()
+            with self._measured(len(share.indices)):
+                self._step(ddp, [next(batches) for _ in step], tally)
+            progress.steps, progress.round_steps = progress.steps + 1, progress.round_steps + 1
+            progress.taken = share.taken
+            if number % every == 0 or number == len(steps):
+                self._report(tally, (progress.epoch + share.taken / len(order)) / plan.epochs)
+            self._after_step()
+
+    def _step(self, ddp: DistributedDataParallel, batches: list[tuple[Tensor, Tensor]], tally: Tally) -> None:
+        """Do one step of the optimizer, on the mean gradient of all workers' batches."""
+        optimizer = self.replica.optimizer
+        self._set_lr()
+        optimizer.zero_grad()
+        samples = sum(len(labels) for _, labels in batches)
+        for number, (inputs, labels) in enumerate(batches, start=1):
+            # Of several backward passes, only the last one sends gradients: the sum of all of them.
+            with nullcontext() if number == len(batches) else ddp.no_sync():
+                outputs: Tensor = ddp(inputs)
+                loss = self.setup.loss(outputs, labels)
+                (loss * (len(labels) / samples)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            tally.add(loss, outputs, labels)
+        self.hook.end_step()
+        if self.setup.table.clip is not None and self.setup.table.hook != "dgc":  # dgc clips before it sends
+            nn.utils.clip_grad_norm_(self.replica.model.parameters(), self.setup.table.clip)
+        optimizer.step()
+
+    @contextmanager
+    def _measured(self, samples: int) -> Iterator[None]:
+        """Add to the usage what the step within takes."""
+        began, sent, before = time.perf_counter(), self.watcher.bytes_sent(), self.hook.usage()
+        yield
+        seconds, bytes_sent = time.perf_counter() - began, self.watcher.bytes_sent() - sent
+        step = Usage(steps=1, samples=samples, seconds=seconds, bytes_sent=bytes_sent)
+        self.usage += step + (self.hook.usage() - before)
+
+    def _set_lr(self) -> None:
+        setup, progress = self.setup, self.replica.progress
+        size = setup.plan.subset_size or size_of(setup.samples)
+        done = setup.first_epoch + progress.epoch + progress.taken / max(size, 1)
+        factor = lr_factor(setup.table, done, setup.total_epochs)
+        for group in self.replica.optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+    def _report(self, tally: Tally, share: float) -> None:
+        if not math.isfinite(tally.loss_sum):
+            lr = self.setup.plan.lr
+            raise TrainError("diverged", f"The loss is not finite: use a learning rate below {lr:g}.")
+        self.watcher.progress(share)
+
+    def _after_step(self) -> None:
+        """Share buffers, compare parameters and log the usage, each if it is due after this step."""
+        table, steps = self.setup.table, self.replica.progress.steps
+        if isinstance(table.buffers, int) and steps % table.buffers == 0:
+            share_buffers(self.replica.model)
+        if table.hash_every and steps % table.hash_every == 0 and not all_equal(self.replica):
+            raise Diverged(f"the parameters of the workers differ after step {steps} of the job")
+        if steps % _WINDOW == 0:
+            window, self._logged = self.usage - self._logged, self.usage
+            log.info("step %d of the job", steps, extra={"step": steps, **window.metrics})
+
+
+def lr_factor(table: DataParallel, done: float, total: float) -> float:
+    """Return what the job's learning rate is multiplied by; it depends on samples, not on the number of workers.
+
+    Args:
+        table: Names the schedule: constant, step, or cosine (Loshchilov and Hutter 2017, eq. 5, without restarts and
+            with a minimum of 0). Before it, the factor rises from 0.001 to 1 over `lr_warmup_epochs`.
+        done: The epochs of the job that are done, with their fraction.
+        total: The epochs of the job.
+    """
+    warmup = table.lr_warmup_epochs
+    if done < warmup:
+        return max(done / warmup, 1e-3)
+    match table.lr_schedule:
+        case "cosine":
+            share = (done - warmup) / max(total - warmup, 1e-9)
+            return 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+        case "step":
+            return table.lr_gamma ** math.floor(done / table.lr_step_epochs)
+    return 1.0

@@ -1,0 +1,83 @@
+"""The table [data_parallel] of a job: how its clients train together as workers with equal models."""
+
+import re
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedring.train.bounds import MAX_COUNT, Count, NonNegative, Positive, PositiveCount, Text
+
+HOOKS = ("none", "fp16", "bf16", "int8", "topk", "powersgd", "batched_powersgd", "dgc")
+_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class DataParallel(BaseModel):
+    """All settings of data-parallel training. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hook: Text = Field(
+        "none",
+        description=f"how gradients are sent: {', '.join(HOOKS)}, or a communication hook as module:attribute",
+    )
+    ratio: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of the gradient's entries that dgc and topk send; none = 0.001 for dgc and 0.01 for topk",
+    )
+    warmup_epochs: Count = Field(1, description="epochs in which the share that dgc sends falls to ratio")
+    rank: PositiveCount = Field(1, description="rank of the factors that powersgd and batched_powersgd send")
+    start_iteration: int = Field(
+        10,
+        ge=2,
+        le=MAX_COUNT,
+        description="first steps of the job in which powersgd and batched_powersgd send whole gradients",
+    )
+    feedback: Literal["ef", "ef21", "none"] = Field(
+        "ef",
+        description="error feedback: what happens to the part of the gradient that int8, topk and powersgd leave out; "
+        "ef21 is for int8 and topk",
+    )
+    clip: Positive | None = Field(None, description="largest norm of the gradient; for dgc, see clip_norm")
+    clip_norm: Literal["tensor", "global"] = Field(
+        "tensor",
+        description="whether dgc clips the gradient of each tensor by its own norm, or by the norm of the whole "
+        "gradient; with global, it sends nothing during the backward pass",
+    )
+
+    bucket_mb: Positive = Field(25.0, le=4096, description="size of a bucket of gradients, in MiB")
+    accumulation_steps: PositiveCount = Field(
+        1, description="batches whose gradients a worker adds up before it sends them"
+    )
+    find_unused_parameters: bool = Field(False, description="allow steps in which some parameters are not used")
+    buffers: Literal["every_step", "before_evaluation"] | PositiveCount = Field(
+        "every_step",
+        description="when workers take over rank 0's buffers (BatchNorm): every_step, before_evaluation, or a number "
+        "of steps",
+    )
+
+    lr_schedule: Literal["constant", "cosine", "step"] = Field(
+        "constant", description="how the learning rate decreases over the job"
+    )
+    lr_warmup_epochs: NonNegative = Field(0.0, description="epochs in which the learning rate rises to lr")
+    lr_step_epochs: Positive = Field(10.0, description="epochs between two decreases of the learning rate (step)")
+    lr_gamma: float = Field(0.1, gt=0, le=1, description="factor of each decrease of the learning rate (step)")
+
+    replacement_seconds: float = Field(
+        10.0,
+        ge=0,
+        le=3600,
+        description="how long a group waits for a replacement before it continues with fewer workers",
+    )
+    hash_every: Count = Field(
+        100, description="steps between two comparisons of all workers' parameters; 0 = only at the end of a round"
+    )
+
+    @model_validator(mode="after")
+    def _known_hook(self) -> Self:
+        if self.hook not in HOOKS and not _NAME.fullmatch(self.hook):
+            raise ValueError(f"hook {self.hook!r} is none of {', '.join(HOOKS)}, and not of the form module:attribute")
+        if self.feedback == "ef21" and self.hook in ("powersgd", "batched_powersgd"):
+            raise ValueError(f"{self.hook} has the feedback ef, or none")
+        return self

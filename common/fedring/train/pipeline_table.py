@@ -1,0 +1,146 @@
+"""The table [pipeline] of a job: how its model is cut into stages, and how the clients train them."""
+
+import re
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedring.schedules.schedule import Schedule, Versions, make, pipedream
+from fedring.schedules.simulation import check
+from fedring.train.bounds import Count, Positive, PositiveCount, Text
+
+CREDITS = 4
+"""How many messages of one kind a stage may send before the receiver has taken the first of them."""
+
+MAX_CELLS = 1 << 16
+"""The largest product of stages and micro-batches: a schedule lists them all, and is simulated before a job starts."""
+
+_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class Pipeline(BaseModel):
+    """All settings of pipeline training. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    stages: int = Field(2, ge=1, le=256, description="number of parts that the model is cut into")
+    stages_per_worker: int = Field(
+        1, ge=1, le=64, description="number of stages that each worker has (interleaved_1f1b)"
+    )
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="number of parallel pipelines; each takes its own batches, and their gradients are averaged",
+    )
+    cut: Text | list[Count] | list[Text] = Field(
+        "parameters",
+        description="where the model is cut: evenly by parameters or by time; a list of the layers that begin stages, "
+        "without the first stage; a list of the number of layers of each stage; or module:attribute, which takes the "
+        "model and returns its stages",
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "pipedream"] = Field(
+        "1f1b", description="order of the forwards, backwards and updates"
+    )
+    micro_batches: PositiveCount | Literal["auto"] = Field(
+        4,
+        description="number of micro-batches in a batch; for pipedream, from one flush to the next; auto = the number "
+        f"that is fastest in the first steps; times stages, at most {MAX_CELLS:,}",
+    )
+    recompute: bool = Field(
+        False, description="keep inputs instead of activations, and repeat each forward before its backward"
+    )
+    update_interval: Count = Field(
+        0,
+        description="number of micro-batches in a batch (pipedream); 0 = 1, or the number of stages with the versions "
+        "macrobatch",
+    )
+    versions: Literal["stashed", "vertical", "macrobatch"] = Field(
+        "stashed", description="which weights a forward uses (pipedream)"
+    )
+    warmups: list[Count] = Field(
+        default_factory=list,
+        description="number of forwards of each stage before its first backward (pipedream); [] = as few as possible",
+    )
+    compute_dtype: Literal["float32", "float16", "bfloat16"] = Field(
+        "float32", description="dtype in which stages compute; the optimizer's parameters keep their own"
+    )
+    loss_scale: Positive = Field(
+        1.0, description="factor that the loss is multiplied by, and gradients are divided by (float16)"
+    )
+    checkpoint_every: Count = Field(
+        100, description="steps from one checkpoint to the next; 0 = only at the end of a round"
+    )
+    replacement_seconds: float = Field(
+        60.0, ge=0, le=3600, description="how long the other workers wait for a lost stage to come back or be replaced"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.stages % self.stages_per_worker:
+            raise ValueError(f"stages={self.stages} must be a multiple of stages_per_worker={self.stages_per_worker}")
+        if self.stages_per_worker > 1 and self.schedule != "interleaved_1f1b":
+            raise ValueError(
+                f"the schedule {self.schedule} has one stage per worker: set stages_per_worker=1 or "
+                "schedule=interleaved_1f1b"
+            )
+        if self.schedule != "pipedream" and (self.update_interval or self.warmups or self.versions != "stashed"):
+            raise ValueError("update_interval, versions and warmups belong to the schedule pipedream")
+        if self.schedule == "pipedream" and self.micro_batches == "auto":
+            raise ValueError("micro_batches=auto does not work with the schedule pipedream: set a number")
+        self._check_cut()
+        micro_batches = self.unit if self.micro_batches == "auto" else self.micro_batches
+        if self.stages * micro_batches > MAX_CELLS:
+            raise ValueError(
+                f"{self.stages} stages times {micro_batches} micro_batches are above MAX_CELLS = {MAX_CELLS}: use fewer"
+            )
+        check(self.schedule_of(micro_batches), credits=CREDITS)
+        return self
+
+    def _check_cut(self) -> None:
+        if isinstance(self.cut, str):
+            if self.cut not in ("parameters", "time") and not _NAME.fullmatch(self.cut):
+                raise ValueError(f"cut={self.cut!r} must be parameters, time, or of the form module:attribute")
+            return
+        counted = all(isinstance(one, int) for one in self.cut)
+        wanted = self.stages if counted and self.cut else self.stages - 1
+        if len(self.cut) != wanted:
+            raise ValueError(f"cut has {len(self.cut)} entries, but {self.stages} stages need {wanted}")
+
+    @property
+    def width(self) -> int:
+        """The number of workers of one pipeline."""
+        return self.stages // self.stages_per_worker
+
+    @property
+    def workers(self) -> int:
+        """The exact number of clients in a group."""
+        return self.width * self.replicas
+
+    @property
+    def unit(self) -> int:
+        """The number that micro-batches must be a multiple of."""
+        return self.width if self.schedule == "interleaved_1f1b" else 1
+
+    @property
+    def interval(self) -> int:
+        """The number of micro-batches in a batch; for synchronous schedules, all of a run (0 if it is "auto")."""
+        if self.schedule != "pipedream":
+            return 0 if self.micro_batches == "auto" else self.micro_batches
+        return self.update_interval or (self.stages if self.versions == "macrobatch" else 1)
+
+    def schedule_of(self, micro_batches: int) -> Schedule:
+        """Return what every worker of a pipeline does in a run of `micro_batches`.
+
+        Raises:
+            ScheduleError: If there is no such schedule for this number of stages and micro-batches.
+        """
+        if self.schedule != "pipedream":
+            return make(self.schedule, self.stages, micro_batches, workers=self.width)
+        return pipedream(
+            self.stages,
+            micro_batches,
+            warmups=self.warmups or None,
+            interval=self.interval,
+            versions=Versions(self.versions),
+        )

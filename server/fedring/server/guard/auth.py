@@ -1,0 +1,213 @@
+"""The interceptor that checks who calls, and whether they may. It goes after the Boundary."""
+
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from grpc import aio
+
+from fedring.rpc.errors import FedringError, IdInUse, NotAllowed, Unauthenticated
+from fedring.rpc.handlers import FACTORY, around, unknown_method
+from fedring.rpc.identity import IDENTITY, LOCAL, NOBODY, Identity, Role, certified
+from fedring.v1.federation_pb2 import JoinRequest
+
+REASONS = (
+    "no_identity",
+    "bad_token",
+    "expired_token",
+    "revoked_token",
+    "tokens_off",
+    "token_in_plaintext",
+    "two_identities",
+    "not_client",
+    "not_operator",
+    "other_client",
+    "other_session",
+    "wrong_client",
+    "id_in_use",
+)
+"""The reasons for which a call can be refused: stable words, in `fl-reason` and as labels of metrics."""
+
+_HANDSHAKE = "handshake"
+_MOST_PEERS = 1 << 16
+_CLIENTS = {"TrainCmdService", "ModelBlobService", "ClientUpdateService", "RendezvousService"}
+_OPERATORS = {"ControlService", "TokenService"}
+_ANYBODY = {"grpc.health.v1.Health"}
+_READS = ("Get", "List", "Watch")  # verbs that change nothing, so they are not written to the audit log
+
+
+class AuthCounts:
+    """Counts refusals by reason, TLS handshakes, and the connections on which a call came. Every reason starts at 0."""
+
+    def __init__(self) -> None:
+        self.refused: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+        self.handshakes = 0
+        self.connections = 0
+        self._peers: OrderedDict[str, None] = OrderedDict()  # the newest connections on which a call came
+
+    def begin_handshake(self) -> None:
+        """Note that somebody has connected to a port with TLS."""
+        self.handshakes += 1
+
+    def note_call(self, peer: str) -> None:
+        """Note a call on the connection from `peer`, whose handshake therefore succeeded."""
+        if peer not in self._peers:
+            self.connections += 1
+            self._peers[peer] = None
+            if len(self._peers) > _MOST_PEERS:
+                self._peers.popitem(last=False)
+
+    def counts(self) -> Mapping[str, int]:
+        """Return the number of refusals by reason.
+
+        gRPC does not report a handshake that fails, because of plaintext or of a certificate that is missing, wrong or
+        expired. So "handshake" counts the connections on which no call has come; that includes those that have only
+        just been opened.
+        """
+        return {_HANDSHAKE: max(0, self.handshakes - self.connections), **self.refused}
+
+
+class Audit(Protocol):
+    """Where operators' verbs and refused calls are recorded."""
+
+    def write(self, *, identity: str, peer: str, verb: str, result: str) -> None:
+        """Record one call.
+
+        Args:
+            identity: Who made it, as text.
+            peer: The address that it came from, as gRPC writes it.
+            verb: The path of its method.
+            result: "ok", "failed", or the reason for which it was refused.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PortPolicy:
+    """What a port demands of its callers."""
+
+    open: bool = False  # demands nothing: whoever reaches it counts as a local user
+    exposed: bool = False  # it takes calls from other hosts in plaintext
+    encrypted: bool = False
+    tokens: Callable[[str], Awaitable[Identity]] | None = None  # finds the identity of a token; None = takes no tokens
+
+    async def identify(self, context: Any) -> Identity:
+        """Return who makes the call of this context.
+
+        Raises:
+            Unauthenticated: If the caller shows neither a certificate that names an identity nor a valid token.
+            NotAllowed: If the caller shows two different identities.
+        """
+        bearer = _bearer(context)
+        if bearer is not None and self.exposed:
+            raise Unauthenticated(
+                "a token came in plaintext, so others may have read it: revoke it, and use TLS",
+                reason="token_in_plaintext",
+            )
+        if self.open:
+            return LOCAL
+        of_certificate = certified(context) if self.encrypted else None
+        of_token = await self._identity_of(bearer) if bearer is not None else None
+        if of_certificate and of_token and (of_certificate.role, of_certificate.name) != (of_token.role, of_token.name):
+            text = f"the certificate is {of_certificate}'s, but the token is {of_token}'s: use one identity"
+            raise NotAllowed(text, reason="two_identities")
+        identity = of_token or of_certificate
+        if identity is None:
+            raise Unauthenticated("show a certificate that names you, or a token")
+        return identity
+
+    async def _identity_of(self, bearer: str) -> Identity:
+        if self.tokens is None:
+            raise Unauthenticated(
+                "this server takes no tokens: set tokens = true in its configuration", reason="tokens_off"
+            )
+        return await self.tokens(bearer)
+
+
+@dataclass(eq=False)
+class Auth(aio.ServerInterceptor):
+    """Lets a call pass if its caller may make it; counts refusals, and writes refusals and verbs to the audit log.
+
+    A call that is refused reaches no handler.
+    """
+
+    policy: PortPolicy
+    audit: Audit
+    tally: AuthCounts = field(default_factory=AuthCounts)
+
+    async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
+        method = verb = handler_call_details.method
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            # Callers without permission must not learn which methods exist, nor write names of theirs into the log.
+            handler, verb = unknown_method(method), "an unknown method"
+        kind, _ = FACTORY[handler.request_streaming, handler.response_streaming]
+        call = getattr(handler, kind)
+        guarded = around(call, lambda request, context: self._watched(method, request, context, verb=verb))
+        return handler._replace(**{kind: guarded})
+
+    @asynccontextmanager
+    async def _watched(self, method: str, request: Any, context: Any, *, verb: str) -> AsyncIterator[Any]:
+        """Check the caller before the body runs, set IDENTITY for it, and record the result under `verb`."""
+        who, result, refused = NOBODY, "failed", False
+        if self.policy.encrypted:
+            self.tally.note_call(context.peer())
+        try:
+            if _service_of(method) not in _ANYBODY:
+                who = await self.policy.identify(context)
+                allow(who, method, request)
+                IDENTITY.set(who)
+            yield context
+            result = "ok"
+        except FedringError as error:
+            result = error.reason
+            refused = isinstance(error, Unauthenticated | NotAllowed | IdInUse)
+            if refused:
+                self.tally.refused[result] += 1
+            raise
+        finally:
+            if refused or _is_audited(verb):
+                self.audit.write(identity=str(who), peer=context.peer(), verb=verb, result=result)
+
+
+def allow(who: Identity, method: str, request: Any) -> None:
+    """Check that a caller may make a call.
+
+    Args:
+        who: The caller.
+        method: The path of the method, "/package.Service/Method".
+        request: The first message of the call; a JoinRequest is checked against the caller's name.
+
+    Raises:
+        NotAllowed: If the caller may not.
+    """
+    service = _service_of(method).rpartition(".")[2]
+    if service in _OPERATORS and not who.is_a(Role.OPERATOR):
+        raise NotAllowed(f"{who} is not an operator", reason="not_operator")
+    if service in _CLIENTS and not who.is_a(Role.CLIENT):
+        raise NotAllowed(f"{who} is not a client", reason="not_client")
+    if isinstance(request, JoinRequest) and not who.speaks_for(request.client_id):
+        raise NotAllowed(
+            f"{who} cannot join as {request.client_id!r}: set client_id = {who.name!r}", reason="other_client"
+        )
+
+
+def _is_audited(method: str) -> bool:
+    verb = method.rpartition("/")[2]
+    return _service_of(method).rpartition(".")[2] in _OPERATORS and not verb.startswith(_READS)
+
+
+def _service_of(method: str) -> str:
+    """Return the service in "/package.Service/Method"; empty if the path has no such form."""
+    return method.rpartition("/")[0].removeprefix("/")
+
+
+def _bearer(context: Any) -> str | None:
+    """Return the token that the caller shows; empty if the header holds none, None if there is no header."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization":
+            scheme, _, token = str(value).partition(" ")
+            return token.strip() if scheme.lower() == "bearer" else ""
+    return None

@@ -1,0 +1,77 @@
+"""How the server guards its two ports: certificates, tokens, and the audit log."""
+
+import logging
+import os
+from contextlib import ExitStack
+from stat import S_IRWXG, S_IRWXO
+
+from grpc import aio
+
+from fedring.daemon.config import ConfigError
+from fedring.rpc.channel import encrypts, is_loopback
+from fedring.rpc.tls import check_tls, server_credentials
+from fedring.server.config import ServerConfig
+from fedring.server.guard.audit import AuditLog
+from fedring.server.guard.auth import Auth, AuthCounts, PortPolicy
+from fedring.server.operator.tokens import Tokens
+from fedring.server.state.facts import Facts
+
+log = logging.getLogger(__name__)
+
+
+class Security:
+    """Guards the port for clients and the port for flctl, and counts what both refuse."""
+
+    def __init__(self, config: ServerConfig, facts: Facts, stack: ExitStack) -> None:
+        self._config = config
+        self.tokens = Tokens(facts)
+        self.tally = AuthCounts()
+        check_tls(config.tls)
+        warn_of_insecurity(config)
+        audit = AuditLog(config.state_dir / "audit.jsonl")
+        stack.callback(audit.close)
+        self.public = Auth(self._policy(config.listen, local=not config.tokens), audit, self.tally)
+        self.control = Auth(self._policy(config.control_listen, local=True), audit, self.tally)
+
+    def bind(self, server: aio.Server, address: str) -> str:
+        """Bind a server to an address. Returns the address with its port; ConfigError if that cannot be done."""
+        plain = not encrypts(address, self._config.tls)
+        others = os.umask(S_IRWXG | S_IRWXO)  # only its user may use a Unix socket
+        try:
+            if plain:
+                port = server.add_insecure_port(address)
+            else:
+                credentials = server_credentials(self._config.tls, self.tally.begin_handshake)
+                port = server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address}: is another program using it?") from error
+        finally:
+            os.umask(others)
+        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+    def _policy(self, address: str, *, local: bool) -> PortPolicy:
+        """Return what callers of a port must show; with `local`, nothing if they call from this host in plaintext."""
+        encrypted = encrypts(address, self._config.tls)
+        exposed = not encrypted and not is_loopback(address)
+        asks = self._config.tls.ca is not None or self._config.tokens
+        unix = address.startswith("unix:")
+        return PortPolicy(
+            open=unix or (not encrypted and local) or exposed or not asks,
+            exposed=exposed,
+            encrypted=encrypted,
+            tokens=self.tokens.identify if self._config.tokens else None,
+        )
+
+
+def warn_of_insecurity(config: ServerConfig) -> None:
+    """Warn in the log of what `insecure = true` leaves open."""
+    for address in (config.listen, config.control_listen):
+        if is_loopback(address):
+            continue
+        if not encrypts(address, config.tls):
+            log.warning(
+                "insecure: others can read and change the traffic to %s, and anybody can call: set tls.cert",
+                address,
+            )
+        elif not (config.tls.ca or config.tokens):
+            log.warning("insecure: anybody who reaches %s can call: set tls.ca, or tokens = true", address)

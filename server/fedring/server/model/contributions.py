@@ -1,0 +1,105 @@
+"""The updates of one round as the aggregation reads them: each client's values of one vector, range by range.
+
+Nothing is decoded before it is needed, so that a model of any size is aggregated in the memory of a few tiles.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.codec import TILE, Decoder, Reader, open_payload
+from fedring.codec.dense import DenseDecoder
+from fedring.codec.int8 import Int8Decoder
+from fedring.server.state.rows import Kind, PacketSpec, Vector
+
+_BLOCK = 1 << 17
+
+Values = NDArray[np.float32] | NDArray[np.float64]
+"""A range of the parameters (float32) or of the buffers (float64)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One client's accepted update."""
+
+    client_id: str
+    num_samples: int
+    packets: tuple[PacketSpec, ...]
+    reader: Reader  # of the payload; called from several threads
+
+
+@dataclass(frozen=True, slots=True)
+class ClientVector:
+    """One client's values of one vector: the sum of its packets, which are decoded range by range."""
+
+    client_id: str
+    num_samples: int
+    kind: Kind  # "delta", or "weights", from which the base must be subtracted
+    decoders: tuple[Decoder, ...]
+
+    def add_to(self, total: NDArray[np.float64], start: int, stop: int, weight: float) -> None:
+        """Add `weight` times the values from `start` to `stop`, as they were sent, to `total`, [stop - start]."""
+        for decoder in self.decoders:
+            decoder.add(start, stop, total, weight)
+
+    def delta(self, base: Values, start: int, stop: int) -> NDArray[np.float64]:
+        """Return the client's difference to `base`, which holds the same range, [stop - start]."""
+        values = np.zeros(stop - start, np.float64)
+        self.add_to(values, start, stop, 1.0)
+        if self.kind == "weights":
+            values -= base
+        return values
+
+
+def open_vectors(contributions: Sequence[Contribution], vector: Vector, length: int) -> list[ClientVector]:
+    """Open one vector of all updates that carry it.
+
+    Args:
+        contributions: the updates, in any order.
+        vector: the vector that is read.
+        length: the number of its values in the model.
+
+    Returns:
+        The clients' vectors in client-id order.
+
+    Raises:
+        ValueError: if a client contributes twice.
+        CodecError: if the header of a packet is damaged.
+    """
+    if len({contribution.client_id for contribution in contributions}) != len(contributions):
+        raise ValueError("a client contributes twice")
+    vectors = []
+    for contribution in sorted(contributions, key=lambda each: each.client_id):
+        packets = [packet for packet in contribution.packets if packet.vector == vector]
+        if packets:
+            decoders = tuple(open_packet(contribution.reader, packet, length) for packet in packets)
+            client, samples = contribution.client_id, contribution.num_samples
+            vectors.append(ClientVector(client, samples, packets[0].kind, decoders))
+    return vectors
+
+
+def open_packet(reader: Reader, packet: PacketSpec, length: int) -> Decoder:
+    """Return a decoder of one packet.
+
+    Args:
+        reader: reads the payload that the packet is a part of.
+        packet: where the packet lies, and how it is encoded.
+        length: the number of values in the vector.
+    """
+
+    def read(offset: int, size: int) -> bytes | memoryview:
+        return reader(packet.offset + offset, size)
+
+    return open_payload(read, packet.bytes, name=packet.encoding, length=length)
+
+
+def values_at_a_time(decoders: Iterable[Decoder]) -> int:
+    """Return how many values one step of a walk should cover, at most TILE.
+
+    Encodings that can be read at any place are read in blocks that stay in the processor's cache. The others decode a
+    whole segment, however little of it is wanted.
+    """
+    plain = all(isinstance(decoder, DenseDecoder | Int8Decoder) for decoder in decoders)
+    return _BLOCK if plain else TILE

@@ -1,0 +1,216 @@
+"""Downloads of models: in full, or as the deltas that lead to a model from one that the caller holds."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from fedring.codec.dense import dense_header
+from fedring.codec.digest import name_of
+from fedring.codec.encoding import BUFFERS
+from fedring.codec.errors import CodecError
+from fedring.rpc.contract import SMALL_BYTES
+from fedring.rpc.errors import Unavailable
+from fedring.server.model.modelfile import ModelReader
+from fedring.server.model.versions import Versions
+from fedring.server.state.checked import CheckedReader, changed, find_damage, unreadable
+from fedring.server.state.failures import DamagedBlob, StorageError
+from fedring.server.state.interfaces import Blobs
+from fedring.server.state.rows import ModelRow, PacketSpec
+from fedring.train.job import Job
+from fedring.v1 import federation_pb2 as pb
+
+MAX_DELTAS = 7
+"""Most deltas in one download: with their buffers they are 14 packets."""
+
+Piece = tuple[int, Callable[[int, int], bytes]]
+"""A number of bytes, and a function that reads `size` of them at `offset`."""
+
+
+@dataclass(slots=True)
+class Download:
+    """One download of a model. It holds files open: a context manager.
+
+    Attributes:
+        header: what is sent first.
+        pieces: what the payload consists of, in order.
+        files: what must be closed.
+        check: returns if no file was damaged, else raises DamagedModel, or Unavailable for a delta. It must be called
+            when everything has been read, and before the caller gets the last bytes. It may take long if the payload
+            was not read from its start: not for the event loop then.
+    """
+
+    header: pb.ModelHeader
+    pieces: Sequence[Piece]
+    files: ExitStack
+    check: Callable[[], None]
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes of the payload at `offset`.
+
+        Raises:
+            DamagedModel: if a file cannot be read to its end.
+            Unavailable: if the file of a delta cannot: the caller may ask again, and gets the model in full.
+            StorageFailed: if the disk failed.
+        """
+        parts = []
+        try:
+            for length, read in self.pieces:
+                if size and offset < length:
+                    parts.append(read(offset, min(size, length - offset)))
+                    size -= len(parts[-1])
+                offset = max(0, offset - length)
+        except StorageError:
+            self.check()  # raises an error that names the model
+            raise
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def __enter__(self) -> "Download":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.files.close()
+
+
+_Parts = tuple[list[pb.Packet], list[Piece], Callable[[], None]]
+
+
+class Downloads:
+    """Opens downloads of the available versions."""
+
+    def __init__(self, blobs: Blobs, run_id: str, versions: Versions) -> None:
+        self._blobs, self._run_id, self._versions = blobs, run_id, versions
+
+    def open(self, request: pb.FetchModelRequest) -> Download:
+        """Open a download of the wanted version: as deltas to the held one if that is shorter, else in full.
+
+        Raises:
+            UnknownModel: if the version is not kept.
+            DamagedModel: if its file is damaged.
+            Unavailable: if the file of a delta is damaged: the caller may ask again, and gets the model in full.
+            StorageFailed: if the disk failed.
+        """
+        row = self._versions.find(request.digest, request.version)
+        with ExitStack() as files:
+            deltas = self._deltas_between(request.held_digest, row)
+            packets, pieces, check = self._as_deltas(deltas, files) if deltas else self._in_full(row, files)
+            base = request.held_digest if deltas else ""
+            header = pb.ModelHeader(
+                run_id=self._run_id,
+                version=row.version,
+                schema_hash=bytes.fromhex(row.schema_hash),
+                schema=self._versions.schema_of(row).json,
+                packets=packets,
+                base_digest=base,
+                total_bytes=sum(length for length, _ in pieces),
+                payload_name=name_of(f"{row.digest} {base}".encode()),
+                model_digest=row.digest,
+            )
+            return Download(header, pieces, files.pop_all(), check)
+
+    def small(self, row: ModelRow, job: Job) -> pb.SmallModel | None:
+        """Return a version in one message; None if it is too large for that, or if the job sends deltas.
+
+        Raises:
+            DamagedModel: if its file is damaged.
+            StorageFailed: if the disk failed.
+        """
+        if job.delta_encoding or row.bytes > SMALL_BYTES:
+            return None
+        with self.open(pb.FetchModelRequest(version=row.version)) as download:
+            model = pb.SmallModel(header=download.header, payload=download.read(0, download.header.total_bytes))
+            download.check()
+        return model if model.ByteSize() <= SMALL_BYTES else None
+
+    def _deltas_between(self, held: str, row: ModelRow) -> list[ModelRow]:
+        """Return the versions whose deltas lead from `held` to `row`, oldest first.
+
+        It is empty if no deltas do, or if they are longer than the model.
+        """
+        rows: list[ModelRow] = []
+        size, at = 0, row
+        while held and held != at.digest and at.delta_blob and len(rows) < MAX_DELTAS:
+            rows.append(at)
+            size += sum(packet.bytes for packet in at.delta_packets)
+            if at.base_digest == held and size < row.bytes:
+                return rows[::-1]
+            before = self._versions.get(at.base_version)
+            if before is None:
+                break
+            at = before
+        return []
+
+    def _as_deltas(self, rows: Sequence[ModelRow], files: ExitStack) -> _Parts:
+        packets = [_packet(packet) for row in rows for packet in row.delta_packets]
+        readers = []
+        for row in rows:
+            try:
+                blob = files.enter_context(self._blobs.reader(row.delta_blob))
+            except StorageError as error:
+                raise self._without_delta(row, error) from error
+            readers.append(CheckedReader(blob.read, blob.size, row.delta_blob))
+
+        def check() -> None:
+            for row, reader in zip(rows, readers, strict=True):
+                for damage in find_damage([reader]):
+                    raise self._without_delta(row, damage)
+
+        return packets, [(reader.size, reader.read) for reader in readers], check
+
+    def _in_full(self, row: ModelRow, files: ExitStack) -> _Parts:
+        schema = self._versions.schema_of(row)
+        try:
+            reader = ModelReader(files.enter_context(self._blobs.reader(row.blob)))
+            if reader.schema.hash != schema.hash:
+                raise changed(row.blob)
+        except (CodecError, StorageError) as error:
+            raise self._versions.damage_of(row, error) from error
+        middle, end = 4 * schema.num_parameters, 4 * schema.num_parameters + 8 * schema.num_buffers
+
+        def values(offset: int, size: int) -> bytes:
+            """Read both vectors in the order in which they are sent, which is that of the model's digest."""
+            split = min(max(middle - offset, 0), size)
+            first = reader.parameter_bytes(offset, split) if split else b""
+            return first + reader.buffer_bytes(offset + split - middle, size - split) if split < size else first
+
+        checked = CheckedReader(values, end, row.digest)
+
+        def check() -> None:
+            for damage in find_damage([checked]):
+                raise self._versions.damage_of(row, DamagedBlob(row.blob, damage.what))
+
+        packets: list[pb.Packet] = []
+        pieces: list[Piece] = []
+        for vector, name, start, stop, width in (
+            (pb.VECTOR_PARAMETERS, "fp32", 0, middle, 4),
+            (pb.VECTOR_BUFFERS, BUFFERS, middle, end, 8),
+        ):
+            if start < stop:
+                head = dense_header(name, (stop - start) // width)
+                size = len(head) + stop - start
+                packets.append(pb.Packet(vector=vector, kind=pb.KIND_WEIGHTS, encoding=name, bytes=size))
+                pieces += [(len(head), _reader_of(head)), (stop - start, _shifted(checked.read, start))]
+        return packets, pieces, check
+
+    def _without_delta(self, row: ModelRow, error: StorageError) -> Exception:
+        """Send the version in full from now on; return the error of the caller that was to get its delta."""
+        damage = unreadable(row.delta_blob, error)
+        if not isinstance(damage, DamagedBlob):
+            return damage
+        self._versions.drop_delta(row)
+        return Unavailable(
+            f"the delta to model {row.version} is damaged: ask again, and the model is sent in full",
+            reason=damage.reason,
+        )
+
+
+def _reader_of(data: bytes) -> Callable[[int, int], bytes]:
+    return lambda offset, size: data[offset : offset + size]
+
+
+def _packet(packet: PacketSpec) -> pb.Packet:
+    vector = pb.VECTOR_PARAMETERS if packet.vector == "parameters" else pb.VECTOR_BUFFERS
+    return pb.Packet(vector=vector, kind=pb.KIND_DELTA, encoding=packet.encoding, bytes=packet.bytes)
+
+
+def _shifted(read: Callable[[int, int], bytes], start: int) -> Callable[[int, int], bytes]:
+    return lambda offset, size: read(start + offset, size)

@@ -1,0 +1,169 @@
+"""Making models: the first one of a job, and the next one from the updates of a round."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack
+
+from torch import nn
+
+from fedring.codec.errors import CodecError
+from fedring.codec.schema import Schema
+from fedring.server.config import ServerConfig
+from fedring.server.model.aggregate import NewModel, Plan, aggregate, store_model
+from fedring.server.model.contributions import Contribution
+from fedring.server.model.modelfile import ModelReader
+from fedring.server.model.optimizer import ServerOptimizer
+from fedring.server.model.versions import Versions
+from fedring.server.state.checked import CheckedReader, Room, find_damage
+from fedring.server.state.failures import DamagedBlob, DamagedUpdates, StorageError
+from fedring.server.state.interfaces import Blobs
+from fedring.server.state.rows import ModelRow, UpdateRow
+from fedring.train.errors import SeamError
+from fedring.train.files import load_model
+from fedring.train.job import Job
+from fedring.train.seam import build_model
+from fedring.train.state import read_vectors, schema_of
+
+
+class ModelMaker:
+    """Makes the models of a run, and seals their blobs. All methods but `is_known_to_fit` may take long.
+
+    Args:
+        blobs: takes the models.
+        executor: computes several tiles at a time.
+        config: names trusted code, and the first weights.
+        run_id: goes into the model files, for people.
+        versions: the versions that are available.
+    """
+
+    def __init__(self, blobs: Blobs, executor: Executor, config: ServerConfig, run_id: str, versions: Versions) -> None:
+        self._blobs, self._executor, self._config, self._run_id = blobs, executor, config, run_id
+        self._versions = versions
+        self._built: dict[str, Schema] = {}  # by what a job says about its model
+
+    def is_known_to_fit(self, row: ModelRow, job: Job) -> bool:
+        """Return whether a version is known to be of the job's kind, without building the job's model."""
+        built = self._built.get(_kind(job))
+        return built is not None and built.hash.hex() == row.schema_hash
+
+    def check_fits(self, row: ModelRow, job: Job) -> None:
+        """Return if a version is of the job's kind.
+
+        Raises:
+            SeamError: "wrong_schema" if it is not, another reason if the job's model cannot be built.
+        """
+        if self._build(job)[1].hash.hex() != row.schema_hash:
+            raise SeamError("wrong_schema", f"Version {row.version} is not a model of the job's kind: see `start`.")
+
+    def first(self, job: Job, latest: ModelRow | None, version: int) -> ModelRow:
+        """Return the model that a job starts from: `latest` if it is of the job's kind, else a new one.
+
+        Args:
+            job: the job.
+            latest: the newest version; None if there is none. Only then the configured first weights are used.
+            version: the version of a new model.
+
+        Raises:
+            SeamError: if the model cannot be built, or the first weights do not fit it.
+            StorageError: if the new model cannot be kept.
+        """
+        model, schema = self._build(job)
+        if latest is not None and schema.hash.hex() == latest.schema_hash:
+            return latest
+        if latest is None and self._config.init_path is not None:
+            load_model(self._config.init_path, model)
+        new = store_model(schema, read_vectors(model), self._blobs, {"run_id": self._run_id})
+        return _row(new, schema, version=version, number=0)
+
+    def next(self, base: ModelRow, updates: Sequence[UpdateRow], job: Job, number: int, version: int) -> ModelRow:
+        """Make the model that a round publishes.
+
+        Args:
+            base: the model that the round began with.
+            updates: the accepted updates, in any order.
+            job: says which optimizer and which encoding are used.
+            number: of the round.
+            version: of the new model.
+
+        Returns:
+            The row of the model, of which all blobs are sealed.
+
+        Raises:
+            DamagedModel: if a file of the base is damaged.
+            DamagedUpdates: if updates are damaged; without them it may succeed.
+            CodecError: if the model does not fit its format.
+            OptimizerError: if the optimizer cannot be used.
+            StorageError: if something cannot be read or kept.
+        """
+        chosen = job.server_optimizer
+        plan = Plan(
+            optimizer=ServerOptimizer(chosen.name, chosen.args) if chosen else None,
+            optimizer_blob=base.optimizer_blob,
+            encoding=job.delta_encoding,
+            residual_blob=base.residual_blob,
+            metadata={"run_id": self._run_id, "round": str(number)},
+        )
+        room = Room()
+        with ExitStack() as files:
+            try:
+                blob = files.enter_context(self._blobs.reader(base.blob))
+            except StorageError as error:
+                raise self._versions.damage_of(base, error) from error
+            checked = CheckedReader(blob.read, blob.size, base.blob, room)
+            payloads = [CheckedReader(self._payload(row), row.total_bytes, row.digest, room) for row in updates]
+
+            def check() -> None:
+                for damage in find_damage([checked]):
+                    raise self._versions.damage_of(base, damage)
+                pairs = zip(updates, payloads, strict=True)
+                if lost := [(row, damage.what) for row, payload in pairs for damage in find_damage([payload])]:
+                    raise DamagedUpdates(lost)
+
+            contributions = [
+                Contribution(row.client_id, row.num_samples, row.packets, payload.read)
+                for row, payload in zip(updates, payloads, strict=True)
+            ]
+            reader = ModelReader(checked)
+            try:
+                new = aggregate(reader, contributions, self._blobs, self._executor, plan, check=check)
+            except DamagedBlob as error:  # the residual or the optimizer's state
+                raise self._versions.damage_of(base, error) from error
+            except (CodecError, StorageError):
+                check()  # because damaged bytes can cause any of these errors
+                raise
+            return _row(new, reader.schema, version=version, number=number, base=base)
+
+    def _build(self, job: Job) -> tuple[nn.Module, Schema]:
+        model = build_model(job.model, job.model_args, job.seed, self._config.trusted)
+        schema = self._built[_kind(job)] = schema_of(model)
+        return model, schema
+
+    def _payload(self, row: UpdateRow) -> Callable[[int, int], bytes]:
+        if row.blob:
+            return self._blobs.range_reader(row.blob)
+        return lambda offset, size: row.payload[offset : offset + size]
+
+
+def _kind(job: Job) -> str:
+    return json.dumps([job.model, job.model_args])
+
+
+def _row(new: NewModel, schema: Schema, *, version: int, number: int, base: ModelRow | None = None) -> ModelRow:
+    return ModelRow(
+        version=version,
+        round=number,
+        digest=new.digest,
+        blob=new.blob,
+        schema_hash=schema.hash.hex(),
+        parameters=schema.num_parameters,
+        bytes=new.bytes,
+        created_at=time.time(),
+        base_version=base.version if base else 0,
+        base_digest=base.digest if base else "",
+        delta_blob=new.delta_blob,
+        delta_packets=new.delta_packets,
+        residual_blob=new.residual_blob,
+        optimizer_blob=new.optimizer_blob,
+    )

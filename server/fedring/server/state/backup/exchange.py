@@ -1,0 +1,160 @@
+"""The exchange of a whole state for another one, within its folder and by renames alone.
+
+    restoring/facts.sqlite      the new database; no server starts as long as it lies here
+    restoring/blobs/            the new blobs, with their state_id
+    restoring/replaced-TIME/    takes the old state, if there is one, and is then moved up into the state folder
+
+The law: a process that is killed between two renames leaves a complete state, or one that fl-server refuses to start
+on, and `finish`, called again, does the rest. The old database is moved before its log and before its blobs. The new
+database comes when all its blobs are there. blobs/state_id is never missing in between: without it, the folder would
+look as if no server had ever used it.
+"""
+
+import os
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fedring.daemon.config import ConfigError
+from fedring.daemon.crash import crashpoint
+from fedring.server.state.files import BLOBS, FACTS, PARTIAL, STATE_ID, sync, write_durably
+
+DRAFT = "restoring.partial"
+_STAGED, _ASIDE = "restoring", "replaced-"
+
+
+def is_pending(folder: Path) -> bool:
+    """Return whether an exchange in a state folder has begun and has not ended."""
+    return (folder / _STAGED / FACTS).exists()
+
+
+def refuse_pending(folder: Path) -> None:
+    """Return if no exchange is pending in a state folder.
+
+    Raises:
+        ConfigError: if one is.
+    """
+    if is_pending(folder):
+        raise ConfigError(
+            f"a restore into {folder} was interrupted: repeat flctl restore, which continues it. Nothing was changed."
+        )
+
+
+def is_occupied(folder: Path) -> bool:
+    """Return whether there is a state in a folder, or a part of one."""
+    blobs = folder / BLOBS
+    return bool(_facts_files(folder)) or (blobs.is_dir() and any(blobs.iterdir()))
+
+
+def make_draft(folder: Path) -> Path:
+    """Make the empty folder that takes the new state, and return it. What an earlier restore has left is removed."""
+    draft = folder / DRAFT
+    shutil.rmtree(draft, ignore_errors=True)
+    (draft / BLOBS).mkdir(mode=0o700, parents=True)
+    draft.chmod(0o700)
+    return draft
+
+
+def begin(folder: Path) -> None:
+    """Begin the exchange: from now on the draft, which is complete and durable, is the state that is to be there.
+
+    Raises:
+        ConfigError: if the old state's blobs lie on another file system, from where they cannot be renamed.
+        OSError: if the disk failed. Nothing was changed in both cases.
+    """
+    draft, staged, old = folder / DRAFT, folder / _STAGED, folder / BLOBS
+    if old.exists() and old.stat().st_dev != folder.stat().st_dev:
+        raise ConfigError(f"{old} is on another file system than {folder}: restore into a folder of its own")
+    if is_occupied(folder):
+        aside = draft / _new_name(folder)
+        (aside / BLOBS).mkdir(mode=0o700, parents=True)
+        aside.chmod(0o700)
+        if (old / STATE_ID).exists():
+            write_durably(aside / BLOBS / STATE_ID, (old / STATE_ID).read_bytes())
+        sync(aside / BLOBS)
+        sync(aside)
+    _adopt_all(draft, folder)
+    sync(draft)
+    shutil.rmtree(staged, ignore_errors=True)  # left by an exchange that lacked only its last step
+    crashpoint("restore_staged")
+    draft.rename(staged)
+    sync(folder)
+    crashpoint("restore_begun")
+
+
+def finish(folder: Path) -> Path | None:
+    """Do what is left of the pending exchange.
+
+    Returns:
+        The folder of the old state, if this call has moved it there.
+    """
+    staged, blobs, replaced = folder / _STAGED, folder / BLOBS, None
+    if not blobs.exists():
+        blobs.mkdir(mode=0o700)
+        _adopt(blobs, folder)
+        sync(folder)
+    if (new_id := staged / BLOBS / STATE_ID).exists():
+        new_id.replace(blobs / STATE_ID)
+        sync(blobs)
+    crashpoint("restore_id_placed")
+    for aside in staged.glob(f"{_ASIDE}*"):
+        _move_aside(folder, aside)
+        replaced = folder / aside.name
+        aside.rename(replaced)
+        sync(folder)
+        sync(staged)
+    crashpoint("restore_moved_aside")
+    for path in sorted((staged / BLOBS).iterdir()):
+        path.replace(blobs / path.name)
+        crashpoint("restore_blob_placed")
+    sync(blobs)
+    crashpoint("restore_blobs_placed")
+    (staged / FACTS).replace(folder / FACTS)
+    sync(folder)
+    crashpoint("restore_facts_placed")
+    shutil.rmtree(staged)
+    return replaced
+
+
+def _move_aside(folder: Path, aside: Path) -> None:
+    for path in _facts_files(folder):
+        path.rename(aside / path.name)
+        sync(aside)
+        sync(folder)
+        crashpoint("restore_facts_aside")
+    if (partial := folder / PARTIAL).exists():
+        partial.rename(aside / partial.name)
+    for path in sorted((folder / BLOBS).iterdir()):
+        if path.name != STATE_ID:
+            path.rename(aside / BLOBS / path.name)
+            crashpoint("restore_blob_aside")
+    for changed in (aside / BLOBS, aside, folder / BLOBS, folder):
+        sync(changed)
+
+
+def _new_name(folder: Path) -> str:
+    """Return a new name that tells the time."""
+    first = name = f"{_ASIDE}{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    number = 1
+    while (folder / name).exists():
+        number += 1
+        name = f"{first}-{number}"
+    return name
+
+
+def _facts_files(folder: Path) -> list[Path]:
+    """Return the database, then the files that SQLite keeps beside it."""
+    return [path for path in [folder / FACTS, *sorted(folder.glob(f"{FACTS}-*"))] if path.exists()]
+
+
+def _adopt_all(tree: Path, folder: Path) -> None:
+    for path in [tree, *tree.rglob("*")]:
+        _adopt(path, folder)
+    _adopt(folder / "lock", folder)  # which root may just have made
+
+
+def _adopt(path: Path, folder: Path) -> None:
+    """Give a path to the owner of the state folder, the server's user, if root restores."""
+    if os.geteuid() == 0:
+        owner = folder.stat()
+        os.chown(path, owner.st_uid, owner.st_gid)

@@ -1,0 +1,182 @@
+"""Making a backup the state of a server again.
+
+First the backup is copied into the state folder, beside what is there, and every byte of the copy is checked. Only then
+are the two exchanged (`fedring.server.state.backup.exchange`).
+"""
+
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedring.daemon.config import ConfigError
+from fedring.daemon.lock import StateInUse, StateLock
+from fedring.server.state.backup import exchange
+from fedring.server.state.backup.contents import (
+    MANIFEST,
+    BackupError,
+    Manifest,
+    NamedBlob,
+    Tell,
+    check_facts,
+    copy_blob,
+    digest_of,
+    open_copy,
+    parse_manifest,
+    read_contents,
+)
+from fedring.server.state.database import EPOCH, StoreError, epoch_in
+from fedring.server.state.files import BLOBS, FACTS, STATE_ID, create, make_durable, sync
+
+_ORIGIN = "restored_from"  # in the table `meta`: the manifest's digest of the database that was restored
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore did."""
+
+    manifest: Manifest  # what is in the state now
+    replaced: Path | None = None  # the folder of the old state; None if there was none
+    finished: bool = False  # True if only the rest of an interrupted restore was done
+
+
+def restore(backup: Path, state_dir: Path, *, replace: bool = False, tell: Tell = lambda done, total: None) -> Restored:
+    """Make a backup the state of a server. Its rounds are counted in a new epoch.
+
+    Args:
+        backup: a folder that `back_up` has made. It is only read.
+        state_dir: the state folder of a server that does not run. It is made if it does not exist.
+        replace: if there is a state already, move it to a folder `replaced-TIME` in `state_dir`.
+        tell: called with the number of bytes of blobs that have been copied, and the number of all bytes to copy.
+
+    Raises:
+        ConfigError: if `state_dir` is in use or holds a state, or if `backup` is not a backup that this program
+            understands.
+        BackupError: if the backup is damaged, or the disk failed. The old state is complete and in its place. But if
+            the disk failed during the exchange, the server does not start until the restore is repeated.
+    """
+    manifest = read_manifest(backup)
+    try:
+        with StateLock(state_dir):
+            return _restore(backup, manifest, state_dir, replace=replace, tell=tell)
+    except StateInUse as error:
+        holder = f"process {error.pid}" if error.pid else "another process"
+        raise ConfigError(f"state_dir {state_dir} is in use by {holder}: stop fl-server first") from error
+    except OSError as error:
+        way = ": repeat the restore when the disk works again" if exchange.is_pending(state_dir) else ""
+        raise BackupError(f"cannot restore into {state_dir}: {error.strerror or error}{way}") from error
+
+
+def read_manifest(backup: Path) -> Manifest:
+    """Read what a backup says about itself.
+
+    Raises:
+        ConfigError: if the folder is not a backup.
+    """
+    path = backup / MANIFEST
+    try:
+        text = path.read_text()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"{backup} is not a complete backup, it has no {MANIFEST}: name a folder that flctl backup has made"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return parse_manifest(text, path)
+
+
+def _restore(backup: Path, manifest: Manifest, state_dir: Path, *, replace: bool, tell: Tell) -> Restored:
+    if exchange.is_pending(state_dir):
+        replaced = exchange.finish(state_dir)
+        if _meta(state_dir / FACTS).get(_ORIGIN) == manifest.facts_digest:
+            return Restored(manifest, replaced, finished=True)
+    if exchange.is_occupied(state_dir) and not replace:
+        raise ConfigError(
+            f"there is a state in {state_dir}: with --replace it is moved to a folder replaced-TIME in there"
+        )
+    draft = exchange.make_draft(state_dir)
+    try:
+        _stage(backup, manifest, draft, tell)
+        _begin_epoch(draft / FACTS, manifest, _meta(state_dir / FACTS))
+        exchange.begin(state_dir)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return Restored(manifest, exchange.finish(state_dir))
+
+
+def _begin_epoch(facts: Path, manifest: Manifest, replaced: Mapping[str, str]) -> None:
+    """Count the rounds of the restored database in an epoch above all that clients can have seen.
+
+    A backup can be restored twice. The epoch is a time, so that the two restores differ.
+    """
+    try:
+        epoch = max(int(time.time()), epoch_in(_meta(facts)) + 1)
+        with suppress(StoreError):  # a damaged state may be replaced
+            epoch = max(epoch, epoch_in(replaced) + 1)
+        values = {EPOCH: str(epoch), _ORIGIN: manifest.facts_digest}
+        with closing(sqlite3.connect(facts)) as connection:
+            connection.executemany("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)", values.items())
+            connection.commit()
+    except StoreError as error:
+        raise BackupError(f"{FACTS} in the backup is damaged, its epoch is not a number: use another backup") from error
+    except sqlite3.Error as error:
+        raise BackupError(f"{facts} cannot be written ({error})") from error
+    sync(facts)
+
+
+def _meta(facts: Path) -> dict[str, str]:
+    """Return the table `meta` of a database; empty if there is no database, or it cannot be read."""
+    if not facts.exists():
+        return {}
+    try:
+        with closing(open_copy(facts)) as connection:
+            return dict(connection.execute("SELECT name, value FROM meta"))
+    except (sqlite3.Error, UnicodeDecodeError):
+        return {}
+
+
+def _stage(backup: Path, manifest: Manifest, draft: Path, tell: Tell) -> None:
+    """Copy the backup into `draft`, and return if the copy is complete, durable, and what the backup was made of."""
+    facts = draft / FACTS
+    _copy(backup / FACTS, facts)
+    if digest_of(facts) != manifest.facts_digest:
+        raise BackupError(f"{backup / FACTS} does not hold what was written to it: use another backup")
+    contents = read_contents(facts)
+    check_facts(facts)
+    _copy(backup / BLOBS / STATE_ID, draft / BLOBS / STATE_ID)
+    ids = {manifest.state_id, contents.state_id, (draft / BLOBS / STATE_ID).read_text(errors="replace").strip()}
+    if len(ids) > 1:
+        raise BackupError(f"{FACTS} and {BLOBS}/ in {backup} belong to different states: use another backup")
+    done, total = 0, manifest.bytes - facts.stat().st_size
+
+    def step(count: int) -> None:
+        nonlocal done
+        done += count
+        tell(done, total)
+
+    for blob in contents.blobs:
+        _copy_blob(backup, draft, blob, step)
+    sync(draft / BLOBS)
+
+
+def _copy_blob(backup: Path, draft: Path, blob: NamedBlob, step: Callable[[int], None]) -> None:
+    try:
+        copy_blob(backup / BLOBS / blob.digest, draft / BLOBS / blob.digest, blob, step)
+    except FileNotFoundError:
+        raise BackupError(f"{backup} is damaged: {blob.damage('is missing')}: use another backup") from None
+    except BackupError as error:
+        raise BackupError(f"{backup} is damaged: {error}: use another backup") from error
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        file = source.open("rb")
+    except FileNotFoundError as error:
+        raise BackupError(f"{source} is missing: use another backup") from error
+    with file, create(target) as copy:
+        shutil.copyfileobj(file, copy)
+        make_durable(copy)

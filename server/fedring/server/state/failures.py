@@ -1,0 +1,81 @@
+"""What can go wrong with the state that the server keeps: a disk that fails, and files that are damaged."""
+
+from collections.abc import Iterable
+
+from grpc import StatusCode
+
+from fedring.rpc.errors import FedringError, Overloaded
+from fedring.server.state.files import BLOBS, FACTS
+from fedring.server.state.rows import ModelRow, UpdateRow
+
+
+class StorageError(Exception):
+    """Something could not be written or read.
+
+    Attributes:
+        reason: a stable metric label.
+        detail: what happened, for people.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+
+class StorageFailed(StorageError, Overloaded):
+    """The disk is full ("disk_full") or failed ("disk_error"). Nothing was changed, and a later attempt may succeed."""
+
+
+class FsyncFailed(Exception):
+    """A sync failed, and the kernel may have dropped what it could not write.
+
+    Nothing that was written since the last sync can be trusted: the daemon must exit, and recover from the disk.
+    """
+
+
+class DamagedBlob(StorageError, FedringError):
+    """The bytes of a blob, or of an update in a row, do not have the digest that they are named by.
+
+    Attributes:
+        digest: the name; it is the blob's name if the bytes lie in a blob.
+        what: what is wrong, for people: a clause that follows the name.
+    """
+
+    status = StatusCode.DATA_LOSS
+
+    def __init__(self, digest: str, what: str, text: str = "") -> None:
+        super().__init__("damaged_blob", text or f"{BLOBS}/{digest} {what}")
+        self.digest, self.what = digest, what
+
+
+class DamagedModel(DamagedBlob):
+    """A file of a published model is damaged.
+
+    Args:
+        row: the model.
+        error: what is wrong with the file.
+        advice: what the operator can do.
+
+    Attributes:
+        version: the model's version.
+    """
+
+    def __init__(self, row: ModelRow, error: DamagedBlob, advice: str) -> None:
+        text = f"model {row.version} is damaged: {BLOBS}/{error.digest} {error.what}: {advice}"
+        super().__init__(error.digest, error.what, text)
+        self.version = row.version
+
+
+class DamagedUpdates(StorageError):
+    """Accepted updates are damaged.
+
+    Attributes:
+        clients: by client id, a sentence that says what is wrong with the client's update.
+    """
+
+    def __init__(self, damaged: Iterable[tuple[UpdateRow, str]]) -> None:
+        self.clients: dict[str, str] = {}
+        for row, what in damaged:
+            place = f"{BLOBS}/{row.blob}" if row.blob else f"in {FACTS}"
+            self.clients[row.client_id] = f"the accepted update of {row.client_id} ({place}) {what}"
+        super().__init__("damaged_blob", "; ".join(self.clients.values()))

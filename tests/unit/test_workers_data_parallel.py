@@ -1,0 +1,88 @@
+"""Data-parallel epochs over gloo, each member in its own process: members stay equal, and new ones become equal."""
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests import forks
+from tests.unit import group_member
+from tests.unit.group_member import SIZE, net, samples
+
+from fedring.train.data_parallel_table import HOOKS
+from fedring.workers.shards import World, count_steps, epoch_order, shares
+
+pytestmark = pytest.mark.programs
+
+STEPS = 2 * count_steps(SIZE, 2, 8)
+
+
+Results = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Return the results of two members for each scenario, by rank; one pair of processes runs all scenarios."""
+    folder = tmp_path_factory.mktemp("group")
+    assert forks.call_all([partial(group_member.main, rank, 2, folder) for rank in range(2)], seconds=240) == [0, 0]
+    by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return {scenario: [of_rank[scenario] for of_rank in by_rank] for scenario in by_rank[0]}
+
+
+def alone(epochs: int = 2) -> torch.nn.Module:
+    """Train in one process with the batches of both members; BatchNorm still sees one member's batch at a time."""
+    model, data = net(), samples()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for epoch in range(epochs):
+        order = epoch_order(SIZE, seed=5, epoch=epoch)
+        for step in zip(*(shares(order, 0, World(rank, 2), 8) for rank in range(2)), strict=True):
+            optimizer.zero_grad()
+            for share in step:
+                inputs, labels = data.batch(share.indices)
+                (torch.nn.functional.cross_entropy(model(inputs), labels) / 2).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("scenario", [*HOOKS, "accumulated", "own", "late buffers"])
+def test_members_end_equal(scenario: str, results: Results) -> None:
+    first, second = results[scenario]
+    assert first["equal"]
+    assert first["digest"] == second["digest"]
+    assert first["weights"] != [float(p.detach().double().sum()) for p in net().parameters()]
+    expected = 2 * count_steps(SIZE, 2, 16) if scenario == "accumulated" else STEPS
+    assert first["steps"] == expected
+    assert first["usage"]["steps"] == expected
+    assert first["usage"]["wait_seconds"] > 0
+    assert first["usage"]["compute_seconds"] > 0
+
+
+def test_a_group_computes_what_one_process_would(results: Results) -> None:
+    first, _ = results["none"]
+    expected = [float(p.detach().double().sum()) for p in alone().parameters()]
+    assert first["weights"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_buffers_are_rank_0s_when_they_are_shared_with_each_step(results: Results) -> None:
+    first, second = results["some buffers"]
+    assert first["buffers"] == second["buffers"]
+
+
+@pytest.mark.parametrize("hook", ["int8", "topk", "powersgd", "batched_powersgd", "int8 ef21", "topk ef21"])
+def test_a_newcomer_to_a_hook_shares_what_all_workers_share(hook: str, results: Results) -> None:
+    first, second = results[f"newcomer to {hook}"]
+    assert first["source"] == second["source"] == 0
+    assert first["equal"]
+    assert first["digest"] == second["digest"]
+    assert first["shared"] == second["shared"]
+    assert bool(first["shared"]) == ("powersgd" in hook or "ef21" in hook)
+    assert first["momentum"] == second["momentum"] != []
+
+
+def test_a_newcomer_takes_over_model_momentum_and_place(results: Results) -> None:
+    first, second = results["newcomer"]
+    assert first["source"] == second["source"] == 0
+    assert first["equal"]
+    assert first["momentum"] == second["momentum"] != []
+    assert first["steps"] == second["steps"] == 3 + count_steps(SIZE - 24, 2, 8)
