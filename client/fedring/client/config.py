@@ -32,7 +32,6 @@ class ClientConfig(BaseSettings):
     health_listen: AddressOrEmpty = Field(
         "", description="address where health checks are answered, in plaintext; empty = none"
     )
-    reflection: bool = Field(False, description="let callers at health_listen list the services")
     client_id: str = Field(
         default_factory=_own_name,
         pattern=r"^[A-Za-z0-9._-]{1,128}$",

@@ -2,5 +2,5 @@
 
 What may enter: bytes, messages of the protocol, and settings of a daemon. What must not: rounds, jobs, models and
 anything else that a call is about. A server's interceptors go in this order: `CountCalls` counts what the caller sees,
-`Boundary` turns exceptions into statuses, `Auth` lets in who may call, `TraceCalls` opens a span.
+`Boundary` turns exceptions into statuses; what fl-server adds (who may call, spans) comes after them.
 """

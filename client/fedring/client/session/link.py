@@ -113,7 +113,7 @@ class ServerLink:
         """Run the session until it is refused or cancelled."""
         try:
             self.connection = Connection(self._config, self.metrics)
-            health = Health(reflection=self._config.reflection)
+            health = Health()
             port = await self._answer_health_checks(health)
             self.session = ClientSession(self.connection, health, evaluates=self._evaluates, tell=self._tell)
             self._main = asyncio.current_task()

@@ -257,7 +257,11 @@ def _when_all_done(operations: Sequence[Operation], callback: Callable[[], None]
 
 
 class _Pool:
-    """Threads that grow in number whenever all are busy."""
+    """Threads that grow in number whenever all are busy.
+
+    A ThreadPoolExecutor would not do: the interpreter joins its threads at the end, and a callback that waits for a
+    lost peer would keep the process alive. These threads are daemons.
+    """
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
