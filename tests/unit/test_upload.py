@@ -79,9 +79,9 @@ def test_each_event_returns_the_next_effect() -> None:
     assert isinstance(opened[2], Open)
     assert opened[2].name.startswith("7-")
     assert upload.handle(Opened(0)) == Send(0)
-    assert upload.handle(Sent()) == Read()
+    assert upload.handle(Sent()) == Read("run", 7)
     assert upload.handle(Chunk(0, PAYLOAD[:HALF])) == Write(PAYLOAD[:HALF])
-    assert upload.handle(Written()) == Read()
+    assert upload.handle(Written()) == Read("run", 7)
     assert upload.handle(Chunk(HALF, PAYLOAD[HALF:])) == Write(PAYLOAD[HALF:])
     assert upload.handle(Written()) == Digest()
     admit = upload.handle(Digested(name_of(PAYLOAD)))
@@ -98,7 +98,7 @@ def test_each_event_returns_the_next_effect() -> None:
 def test_an_upload_continues_where_the_previous_attempt_ended() -> None:
     upload = Upload("a", epoch=0)
     assert after(*RECEIVED[:3], Opened(HALF), upload=upload) == Send(HALF)
-    assert upload.handle(Sent()) == Read()
+    assert upload.handle(Sent()) == Read("run", 7)
     assert upload.handle(Chunk(HALF, PAYLOAD[HALF:])) == Write(PAYLOAD[HALF:])
 
 

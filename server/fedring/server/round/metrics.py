@@ -1,7 +1,4 @@
-"""fl-server's metrics, and the spans of its rounds.
-
-A metric is counted where something happens, or read when Prometheus asks.
-"""
+"""fl-server's metrics: counted where something happens, or read when Prometheus asks."""
 
 import asyncio
 import time
@@ -13,11 +10,9 @@ from typing import Any
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from opentelemetry import trace
 
 from fedring.codec.errors import CodecError
 from fedring.daemon.metrics import Registry
-from fedring.daemon.tracing import start_span, traceparent_of
 from fedring.rpc.errors import FedringError
 from fedring.rpc.metrics import CallMetrics
 from fedring.server.round import machine as rd
@@ -223,31 +218,3 @@ def _disk(facts: Facts, field: str) -> float:
     """Return a field of the state folder's DiskSpace; NaN if it cannot be found out."""
     space = facts.blobs.disk_space()
     return float(getattr(space, field)) if space else nan
-
-
-class RoundTrace:
-    """Makes a span of the round in progress, and one of each of its phases."""
-
-    def __init__(self) -> None:
-        self._round: trace.Span | None = None
-        self._phase: trace.Span | None = None
-        self._at: Phase | None = None
-
-    def begin(self, number: int, job_id: int) -> str:
-        """Begin the span of a round. Returns its traceparent, for the clients that take part."""
-        self._round = start_span("round", round=number, job=job_id)
-        return traceparent_of(self._round)
-
-    def follow(self, round_: Round | None) -> None:
-        """End the span of a phase that is over, and begin that of the next; without a round, end all."""
-        phase = round_.phase if round_ else None
-        if phase is self._at or self._round is None:
-            return
-        self._at = phase
-        if self._phase:
-            self._phase.end()
-        if phase:
-            self._phase = start_span(phase, traceparent_of(self._round))
-        else:
-            self._round.end()
-            self._round = self._phase = None

@@ -26,7 +26,7 @@ class OpenRound:
     traffic: dict[str, Traffic] = field(default_factory=dict)
     done: dict[str, Done] = field(default_factory=dict)  # what the workers of a group say of their work
     failures: list[str] = field(default_factory=list)  # sentences: who could not train, what was damaged
-    stop: str = ""  # why the round ends without a model if the disk refuses that model; "" = nobody asked
+    stop_reason: str = ""  # why the round ends without a model if the disk refuses that model; "" = nobody asked
     waits_for_disk: bool = False  # whether its aggregation waits until the disk takes the model
     retryable: bool = True  # False if the job's next rounds would end as this one does
 

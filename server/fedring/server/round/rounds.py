@@ -9,7 +9,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from opentelemetry import trace
+
 from fedring.daemon.notify import sd_notify
+from fedring.daemon.tracing import start_span, traceparent_of
 from fedring.rpc.errors import Unavailable, UnknownRound
 from fedring.server.group import machine as gr
 from fedring.server.group.rendezvous import Rendezvous
@@ -28,9 +31,10 @@ from fedring.server.round.events import (
     Failed,
     Matched,
     Phase,
+    Round,
     State,
 )
-from fedring.server.round.metrics import Metrics, RoundTrace
+from fedring.server.round.metrics import Metrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.report import open_message
 from fedring.server.round.sessions import Sessions, Traffic
@@ -186,7 +190,7 @@ class Rounds:
             if round_ is None or open_ is None or round_.phase not in OPEN:
                 return 0
             if round_.phase is Phase.AGGREGATING:
-                open_.stop = reason  # holds if the disk refuses the model; else it is published in a moment
+                open_.stop_reason = reason  # holds if the disk refuses the model; else it is published in a moment
                 if not open_.waits_for_disk:
                     return 0
             self.handle(Abandoned(reason))
@@ -235,3 +239,31 @@ class Rounds:
         if self.open is not None:
             sd_notify(f"STATUS={text}")
             self._journal.write(kind, text, job_id=self.open.row.job_id, state=self.message())
+
+
+class RoundTrace:
+    """Makes a span of the round in progress, and one of each of its phases."""
+
+    def __init__(self) -> None:
+        self._round: trace.Span | None = None
+        self._phase: trace.Span | None = None
+        self._at: Phase | None = None
+
+    def begin(self, number: int, job_id: int) -> str:
+        """Begin the span of a round. Returns its traceparent, for the clients that take part."""
+        self._round = start_span("round", round=number, job=job_id)
+        return traceparent_of(self._round)
+
+    def follow(self, round_: Round | None) -> None:
+        """End the span of a phase that is over, and begin that of the next; without a round, end all."""
+        phase = round_.phase if round_ else None
+        if phase is self._at or self._round is None:
+            return
+        self._at = phase
+        if self._phase:
+            self._phase.end()
+        if phase:
+            self._phase = start_span(phase, traceparent_of(self._round))
+        else:
+            self._round.end()
+            self._round = self._phase = None

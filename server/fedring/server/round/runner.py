@@ -222,14 +222,14 @@ class RoundRunner:
         if open_.missing:
             log.warning("round %d ends without %s", open_.row.round, ", ".join(open_.missing))
         while self._phase is Phase.AGGREGATING:
-            if open_.stop:
-                return self._rounds.handle(Abandoned(open_.stop))
+            if open_.stop_reason:
+                return self._rounds.handle(Abandoned(open_.stop_reason))
             try:
                 with self._metrics.aggregate_seconds.time():
                     model, ended = await publish(self._facts, self._models, open_)
             except StorageFailed as error:
                 log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
-                if not open_.stop:
+                if not open_.stop_reason:
                     await self._wait_for_disk(open_, phase=Phase.AGGREGATING)
             except DamagedUpdates as error:
                 await self._facts.keep(self._go_on_without, open_, error)

@@ -211,13 +211,12 @@ class ClientUpdateService:
                     return Known(await self._accepted_name(run_id, number, client))
                 case AskRound(run_id, number):
                     open_ = self._rounds.deliverable(run_id, number, client)
-                    call.run_id, call.round = run_id, number
                     schema = self._models.versions.schema_of(open_.base)
                     return Terms(open_.base.digest, open_.command.max_update_bytes, schema)
                 case Open():
                     return Opened(await self._open(call, effect))
                 case Read():
-                    return await self._read(call)
+                    return await self._read(call, effect)
                 case Write(data):
                     await self._write(call.partial, data)
                     return Written()
@@ -264,11 +263,11 @@ class ClientUpdateService:
             raise Overloaded(str(error), reason=error.reason) from error
         return call.partial.size
 
-    async def _read(self, call: "_Call") -> Event:
+    async def _read(self, call: "_Call", effect: Read) -> Event:
         message = await anext(call.messages, None) if call.messages is not None else None
         if message is None:
             return Ended()
-        self._rounds.deliverable(call.run_id, call.round, call.client)  # an upload does not outlive its round
+        self._rounds.deliverable(effect.run_id, effect.round, call.client)  # an upload does not outlive its round
         chunk = message if isinstance(message, ReceivedChunk) else message.chunk
         return Chunk(chunk.offset, chunk.data)
 
@@ -331,7 +330,6 @@ class _Call:
         self.stack = AsyncExitStack()  # gives back what the call holds while its upload is open
         self.undo = ExitStack()  # closes the partial
         self.opened = False
-        self.run_id, self.round = "", 0
 
 
 async def _end(closed: asyncio.Event, at_work: asyncio.Lock) -> None:

@@ -155,7 +155,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Wait for the client's next message (Chunk or Ended; TooLate if the round has closed)."""
+    """Wait for the client's next message (Chunk or Ended; TooLate if the round has closed meanwhile)."""
+
+    run_id: str
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +238,9 @@ class Upload:
             case Opened(size):
                 return self._opened(size)
             case Sent() | Written():
-                return Read() if self._size < self._header.total_bytes else Digest()
+                return (
+                    Read(self._header.run_id, self._header.round) if self._size < self._header.total_bytes else Digest()
+                )
             case Chunk(offset, data):
                 return self._chunk(offset, data)
             case Ended():
