@@ -238,9 +238,8 @@ class Upload:
             case Opened(size):
                 return self._opened(size)
             case Sent() | Written():
-                return (
-                    Read(self._header.run_id, self._header.round) if self._size < self._header.total_bytes else Digest()
-                )
+                complete = self._size == self._header.total_bytes
+                return Digest() if complete else Read(self._header.run_id, self._header.round)
             case Chunk(offset, data):
                 return self._chunk(offset, data)
             case Ended():
