@@ -95,12 +95,12 @@ class _HostEntries:
         self._magnitudes = np.empty(0, np.uint32)
 
     def floor(self, places: slice | Tensor, rank: int) -> float:
-        """As Entries.floor."""
+        """See Entries.floor."""
         bits = self._bits[places if isinstance(places, slice) else places.numpy()] & _MAGNITUDE
         return float(np.partition(bits, bits.size - rank)[bits.size - rank].view(np.float32))
 
     def find(self, floor: float) -> int:
-        """As Entries.find."""
+        """See Entries.find."""
         least = _bits_of(floor)
         indices, magnitudes = [], []
         for start in range(0, self._bits.size, _BLOCK):
@@ -112,14 +112,14 @@ class _HostEntries:
         return self._indices.size
 
     def narrow(self, floor: float, least: int) -> int:
-        """As Entries.narrow."""
+        """See Entries.narrow."""
         which = self._magnitudes >= _bits_of(floor)
         if np.count_nonzero(which) >= least:
             self._keep(which)
         return self._indices.size
 
     def largest(self, count: int) -> Tensor:
-        """As Entries.largest."""
+        """See Entries.largest."""
         if self._indices.size > count:
             keep = np.zeros(self._indices.size, np.bool_)
             keep[np.argpartition(self._magnitudes, keep.size - count)[keep.size - count :]] = True
@@ -138,25 +138,25 @@ class _DeviceEntries:
         self._indices = torch.empty(0, dtype=torch.int64, device=values.device)
 
     def floor(self, places: slice | Tensor, rank: int) -> float:
-        """As Entries.floor."""
+        """See Entries.floor."""
         sample = self._all[places if isinstance(places, slice) else places.to(self._all.device)]
         return float(sample.topk(rank, sorted=False).values.min())
 
     def find(self, floor: float) -> int:
-        """As Entries.find."""
+        """See Entries.find."""
         # Not ">=": comparisons with NaN are false, and NaN must be found.
         self._indices = ((~(self._all < floor)) & (self._all != 0)).nonzero().view(-1)
         return self._indices.numel()
 
     def narrow(self, floor: float, least: int) -> int:
-        """As Entries.narrow."""
+        """See Entries.narrow."""
         which = ~(self._all[self._indices] < floor)
         if int(which.count_nonzero()) >= least:
             self._indices = self._indices[which]
         return self._indices.numel()
 
     def largest(self, count: int) -> Tensor:
-        """As Entries.largest."""
+        """See Entries.largest."""
         if self._indices.numel() <= count:
             return self._indices
         best = self._all[self._indices].topk(count, sorted=False).indices

@@ -82,7 +82,7 @@ class DGCState(HookState):
         return self.names.name_of(parameter)
 
     def bind(self, named_parameters: Iterable[tuple[str, Tensor]], *, optimizer: Optimizer | None = None) -> None:
-        """As HookState.bind, for a state that was loaded as an object; it checks what the constructor checks.
+        """See HookState.bind, for a state that was loaded as an object; it checks what the constructor checks.
 
         Args:
             named_parameters: Of the model that the state was made for.
@@ -97,7 +97,7 @@ class DGCState(HookState):
             check_optimizer(optimizer, self.config)
 
     def start_epoch(self, epoch: int) -> None:
-        """As HookState.start_epoch: the share of entries that is sent falls during the warm-up."""
+        """See HookState.start_epoch: the share of entries that is sent falls during the warm-up."""
         self.epoch = epoch
 
     def clip(self, grads: Sequence[Tensor]) -> None:
@@ -168,33 +168,33 @@ class DGCState(HookState):
         return held.future
 
     def owed(self) -> dict[str, Tensor]:
-        """As HookState.owed: the residuals."""
+        """See HookState.owed: the residuals."""
         return {name: memory.residual for name, memory in self._memories.items()}
 
     def end_step(self) -> None:
-        """As HookState.end_step: what was sent is not put back any more."""
+        """See HookState.end_step: what was sent is not put back any more."""
         for memory in self._memories.values():
             memory.taken = None
 
     def undo(self) -> None:
-        """As HookState.undo: what was sent since is owed again, and the gradients since are owed, too."""
+        """See HookState.undo: what was sent since is owed again, and the gradients since are owed, too."""
         for memory in self._memories.values():
             put_back(memory)
 
     def shared(self) -> dict[str, Tensor]:
-        """As HookState.shared: the momentum of the tensors that are sent whole."""
+        """See HookState.shared: the momentum of the tensors that are sent whole."""
         whole = {name: self._memories[name] for name in self._sent_whole()}
         return {name: (memory.taken or memory).momentum.clone() for name, memory in whole.items()}
 
     def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
-        """As HookState.regroup."""
+        """See HookState.regroup."""
         super().regroup(shared, steps=steps)
         self.step = steps
         for name, momentum in shared.items():
             self._memories[name].momentum.copy_(momentum)
 
     def rescale(self, old_world: int, new_world: int) -> None:
-        """As HookState.rescale; the momentum of tensors that are sent whole is a mean already, and stays."""
+        """See HookState.rescale; the momentum of tensors that are sent whole is a mean already, and stays."""
         whole = self._sent_whole()
         for name, memory in self._memories.items():
             memory.residual.mul_(new_world / old_world)
@@ -202,13 +202,13 @@ class DGCState(HookState):
                 memory.momentum.mul_(new_world / old_world)
 
     def state_dict(self) -> dict[str, Any]:
-        """As HookState.state_dict; checkpoints of this kind do not name it."""
+        """See HookState.state_dict; checkpoints of this kind do not name it."""
         state = super().state_dict()
         del state["kind"]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As HookState.load_state_dict."""
+        """See HookState.load_state_dict."""
         super().load_state_dict({"kind": self.kind, **state})
 
     def __getstate__(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def quantise(values: NDArray[np.float32], chunk: int) -> tuple[NDArray[np.int8],
 
 
 def quantised_blocks(values: NDArray[np.float32], chunk: int) -> Iterator[tuple[NDArray[np.int8], NDArray[np.float32]]]:
-    """As quantise, block by block: yields the levels and scales of each block, which consists of whole chunks."""
+    """See quantise, block by block: yields the levels and scales of each block, which consists of whole chunks."""
     width = max(1, _BLOCK // chunk) * chunk
     scratch = np.empty((0, 0), np.float32)
     for start in range(0, values.size, width):

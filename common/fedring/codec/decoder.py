@@ -49,13 +49,13 @@ class SparseDecoder(Decoder):
         """
 
     def decode(self, start: int, stop: int) -> NDArray[np.floating]:
-        """As Decoder.decode, in a new array."""
+        """See Decoder.decode, in a new array."""
         out = np.zeros(stop - start, np.float32)
         positions, values = self.entries(start, stop)
         out[positions] = values
         return out
 
     def add(self, start: int, stop: int, out: NDArray[np.float64], weight: float) -> None:
-        """As Decoder.add; it costs only as much as the entries that the payload carries."""
+        """See Decoder.add; it costs only as much as the entries that the payload carries."""
         positions, values = self.entries(start, stop)
         out[positions] += np.multiply(values, weight, dtype=np.float64)

@@ -64,7 +64,7 @@ class DenseDecoder(Decoder):
         source.demand(HEADER.size + self._dtype.itemsize * dim)
 
     def decode(self, start: int, stop: int) -> NDArray[np.floating]:
-        """As Decoder.decode; "non_finite" if a value is NaN or infinite."""
+        """See Decoder.decode; "non_finite" if a value is NaN or infinite."""
         width = self._dtype.itemsize
         data = self._source.piece(HEADER.size + width * start, width * (stop - start))
         stored = np.frombuffer(data, self._dtype)

@@ -38,7 +38,7 @@ class Int8Decoder(Decoder):
         source.demand(self._levels + dim)
 
     def decode(self, start: int, stop: int) -> NDArray[np.floating]:
-        """As Decoder.decode; "bad_scale" if a scale could make a value infinite."""
+        """See Decoder.decode; "bad_scale" if a scale could make a value infinite."""
         first, last = start // self._chunk, -(-stop // self._chunk)
         scales = self._source.floats(HEADER.size + 4 * first, max(0, last - first))
         levels = np.frombuffer(self._source.piece(self._levels + start, stop - start), np.int8)

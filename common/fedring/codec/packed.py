@@ -61,7 +61,7 @@ class PackedDecoder(SparseDecoder):
         self._segments = Segments(source, _MAGIC, length)
 
     def entries(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """As SparseDecoder.entries."""
+        """See SparseDecoder.entries."""
         found_positions, found_values = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
         for segment, low, high in self._segments.covering(start, stop):
             positions, values = _decode_segment(segment, high - low, self._segments.chunk)

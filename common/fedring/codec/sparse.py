@@ -81,7 +81,7 @@ class IndexedDecoder(SparseDecoder):
         self._fence = self._read_fence()
 
     def entries(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """As SparseDecoder.entries."""
+        """See SparseDecoder.entries."""
         first = max(0, int(np.searchsorted(self._fence, start, "right")) - 1)
         last = max(first, int(np.searchsorted(self._fence, stop, "left")))
         indices = self._read_indices(first, last)

@@ -59,7 +59,7 @@ class UniformDecoder(Decoder):
         self._segments = Segments(source, _MAGIC, length)
 
     def decode(self, start: int, stop: int) -> NDArray[np.floating]:
-        """As Decoder.decode."""
+        """See Decoder.decode."""
         parts = [np.empty(0, np.float32)]
         for segment, low, high in self._segments.covering(start, stop):
             values = _decode_segment(segment, high - low, self._segments.chunk)

@@ -54,7 +54,7 @@ def hook_by_name(
 def make_hook(
     choice: HookChoice, named_parameters: NamedParameters, group: dist.ProcessGroup | None = None
 ) -> ReadyHook:
-    """As hook_by_name, for a choice whose parameters have been checked."""
+    """See hook_by_name, for a choice whose parameters have been checked."""
     state, hook = HOOKS[choice.name]
     return ReadyHook(state(group, named_parameters=named_parameters, **choice.parameters), hook)
 

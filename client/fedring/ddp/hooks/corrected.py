@@ -70,17 +70,17 @@ class CorrectedState(HookState):
         return grads.buffer
 
     def owed(self) -> dict[str, Tensor]:
-        """As HookState.owed: with "ef" what messages left out, else nothing."""
+        """See HookState.owed: with "ef" what messages left out, else nothing."""
         kept = dict(self.kept) if self.feedback == "ef" else {}  # a copy: metrics are read on another thread
         return {name: correction.own for name, correction in kept.items()}
 
     def rescale(self, old_world: int, new_world: int) -> None:
-        """As HookState.rescale; with EF21 each worker continues from the estimate that all workers share."""
+        """See HookState.rescale; with EF21 each worker continues from the estimate that all workers share."""
         for kept in self.kept.values():
             kept.rescale(old_world, new_world)
 
     def shared(self) -> dict[str, Tensor]:
-        """As HookState.shared: EF21's estimates of the mean."""
+        """See HookState.shared: EF21's estimates of the mean."""
         if self.feedback != "ef21":
             return {}
         known = (self._counted or self._contents())["shared"]
@@ -90,7 +90,7 @@ class CorrectedState(HookState):
         }
 
     def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
-        """As HookState.regroup; in another group, the shared estimate is not the mean of the workers' own any more."""
+        """See HookState.regroup; in another group, the shared estimate is not the mean of the workers' own any more."""
         super().regroup(shared, steps=steps)
         for name, estimate in shared.items():
             self.kept[name] = Correction(estimate.clone(), estimate.clone())

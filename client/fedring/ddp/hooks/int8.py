@@ -53,7 +53,7 @@ class Int8State(CorrectedState):
         self.chunk = chunk
 
     def steps(self, grads: Gradients) -> Steps:
-        """As CorrectedState.steps."""
+        """See CorrectedState.steps."""
         group, targets = self.group, self.targets(grads)
         world, rank, sizes = group.size(), group.rank(), grads.sizes()
         levels, scales = quantise(_shares(targets, world, self.chunk))

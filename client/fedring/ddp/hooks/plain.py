@@ -33,7 +33,7 @@ class PlainState(HookState):
         super().__init__(process_group, ())
 
     def end_step(self) -> None:
-        """As HookState.end_step: all of the step's gradients have been exchanged."""
+        """See HookState.end_step: all of the step's gradients have been exchanged."""
         self.meter.end_step()
 
 

@@ -144,15 +144,15 @@ class PowerSGDState(HookState):
             self.q_memory_dict.pop(key, None)
 
     def owed(self) -> dict[str, Tensor]:
-        """As HookState.owed: the errors."""
+        """See HookState.owed: the errors."""
         return dict(self.error_dict)
 
     def rescale(self, old_world: int, new_world: int) -> None:
-        """As HookState.rescale."""
+        """See HookState.rescale."""
         self.error_dict = {name: error * (new_world / old_world) for name, error in self.error_dict.items()}
 
     def shared(self) -> dict[str, Tensor]:
-        """As HookState.shared: the right factor of each matrix, zeros until there is one, and the random numbers.
+        """See HookState.shared: the right factor of each matrix, zeros until there is one, and the random numbers.
 
         Factors of whole buckets are not among them, since DDP makes other buckets in every new group.
         """
@@ -168,7 +168,7 @@ class PowerSGDState(HookState):
         return shared
 
     def regroup(self, shared: dict[str, Tensor], *, steps: int) -> None:
-        """As HookState.regroup."""
+        """See HookState.regroup."""
         super().regroup(shared, steps=steps)
         self.iter = steps
         self._set_random(shared[_RANDOM][:-1], int(shared[_RANDOM][-1]))

@@ -57,7 +57,7 @@ class TopKState(CorrectedState):
         self.precision: Precision = precision
 
     def steps(self, grads: Gradients) -> Steps:
-        """As CorrectedState.steps; tensors of fewer entries than DGC compresses are sent whole."""
+        """See CorrectedState.steps; tensors of fewer entries than DGC compresses are sent whole."""
         group, sizes, targets = self.group, grads.sizes(), self.targets(grads)
         counts = [kept_count(n, self.ratio) if n >= _SELECTION.min_numel_to_compress else None for n in sizes]
         parts = [self._part(target, count) for target, count in zip(targets, counts, strict=True)]

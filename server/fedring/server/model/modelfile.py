@@ -117,7 +117,7 @@ class ModelReader:
 
     @cached_property
     def schema(self) -> Schema:
-        """What the model consists of."""
+        """The schema of the model."""
         rows = self._header
         metadata = rows.pop(_METADATA, {})
         schema = parse_schema(str(metadata.get("schema", "")).encode())

@@ -1,4 +1,4 @@
-"""Metrics of what guards the ports."""
+"""Metrics of the calls that the guard of the ports refuses."""
 
 from collections.abc import Iterator, Mapping
 from typing import Protocol
@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 
 class Tally(Protocol):
-    """What is counted at the door; all reasons are there from the start."""
+    """The counts of the guard. All reasons are there from the start."""
 
     @property
     def refused(self) -> Mapping[str, int]:
@@ -27,17 +27,17 @@ class Tally(Protocol):
 
 
 class GuardMetrics(Collector):
-    """What the doors of both ports count, read when Prometheus asks."""
+    """The counts of both ports' guards, read when Prometheus asks."""
 
     def __init__(self) -> None:
         self._tally: Tally | None = None
 
     def read(self, tally: Tally) -> None:
-        """From now on `tally` says who was refused."""
+        """Read these counts from now on."""
         self._tally = tally
 
     def collect(self) -> Iterator[Metric]:
-        """What Prometheus is told."""
+        """Yield the metrics, for Prometheus."""
         tally = self._tally
         text = "Calls that were refused because of who made them."
         refusals = CounterMetricFamily("fl_server_auth_refusals_total", text, labels=["reason"])
