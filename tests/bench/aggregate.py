@@ -17,7 +17,7 @@ import numpy as np
 
 from fedring.codec import Encoding, Entry, Schema, Vectors, encode
 from fedring.ctl.bench.runner import time_call
-from fedring.server.model.aggregate import Plan, aggregate, store_model
+from fedring.server.model.aggregate import AggregationPlan, aggregate, store_model
 from fedring.server.model.contributions import Contribution
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
@@ -74,7 +74,7 @@ def _measure(
             check = partial(find_damage, checked if proven else ())
             started = time.perf_counter()
             reader = ModelReader(checked[0] if proven else blob)
-            model = aggregate(reader, sources, blobs, executor, Plan(), check=check)
+            model = aggregate(reader, sources, blobs, executor, AggregationPlan(), check=check)
             seconds.append(time.perf_counter() - started)
             blobs.delete(model.blob)
     cpu = time.process_time() - cpu

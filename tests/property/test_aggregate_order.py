@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedring.codec import NAMES, Encoding, Entry, Reader, Schema, Vectors, decode, encode
-from fedring.server.model.aggregate import Plan, aggregate, store_model
+from fedring.server.model.aggregate import AggregationPlan, aggregate, store_model
 from fedring.server.model.contributions import Contribution
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
@@ -48,7 +48,7 @@ def _aggregate(base: NDArray[np.float32], contributions: list[Contribution], thr
         blobs = FileBlobs(Path(folder))
         first = store_model(SCHEMA, Vectors(base, np.empty(0)), blobs, {})
         with blobs.reader(first.blob) as blob:
-            new = aggregate(ModelReader(blob), contributions, blobs, executor, Plan())
+            new = aggregate(ModelReader(blob), contributions, blobs, executor, AggregationPlan())
         with blobs.reader(new.blob) as blob:
             parameters = ModelReader(blob).vectors().parameters
         blobs.close()

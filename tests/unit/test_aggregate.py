@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fedring.codec import TILE, Encoding, Entry, Schema, Vectors, decode, encode, encode_buffers
 from fedring.codec.errors import CodecError
-from fedring.server.model.aggregate import NewModel, Plan, aggregate, store_model
+from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate, store_model
 from fedring.server.model.contributions import ClientVector, Contribution
 from fedring.server.model.downlink import apply_delta, delta_step
 from fedring.server.model.modelfile import ModelReader
@@ -71,12 +71,12 @@ def run(
     blobs: FileBlobs,
     executor: Executor,
     contributions: Sequence[Contribution],
-    plan: Plan | None = None,
+    plan: AggregationPlan | None = None,
     base: tuple[Schema, Vectors] = (SCHEMA, FIRST),
 ) -> tuple[NewModel, Vectors]:
     first = store_model(*base, blobs, {})
     with blobs.reader(first.blob) as blob:
-        new = aggregate(ModelReader(blob), contributions, blobs, executor, plan or Plan())
+        new = aggregate(ModelReader(blob), contributions, blobs, executor, plan or AggregationPlan())
     with blobs.reader(new.blob) as blob:
         vectors = ModelReader(blob).vectors()
     assert vectors.digest() == new.digest
@@ -159,7 +159,7 @@ def test_a_server_optimizer_continues_from_its_saved_state(blobs: FileBlobs, exe
     delta, state, model = np.array([1, -1, 2, 0.5], np.float32), b"", FIRST.parameters
     blob = ""
     for _ in range(3):
-        plan = Plan(optimizer=optimizer, optimizer_blob=blob)
+        plan = AggregationPlan(optimizer=optimizer, optimizer_blob=blob)
         base = Vectors(model, FIRST.buffers)
         new, got = run(blobs, executor, [contribution("a", 7, delta)], plan, (SCHEMA, base))
         model, state = optimizer.step(model, delta, state)
@@ -168,7 +168,7 @@ def test_a_server_optimizer_continues_from_its_saved_state(blobs: FileBlobs, exe
 
 
 def test_an_encoded_delta_leads_every_client_to_the_published_model(blobs: FileBlobs, executor: Executor) -> None:
-    plan = Plan(encoding=Encoding("int8", chunk=2))
+    plan = AggregationPlan(encoding=Encoding("int8", chunk=2))
     sent = [contribution("a", 3, [0.3, 0.1, 5, 0.7], buffers=[0.1, 0.2, 1])]
     new, model = run(blobs, executor, sent, plan)
     parameters, buffers = new.delta_packets
@@ -246,13 +246,13 @@ def test_a_rule_can_combine_all_clients_coordinate_by_coordinate(blobs: FileBlob
         contribution("b", 1000, weights, kind="weights"),
         contribution("c", 1, [2, 7, -8, 1]),
     ]
-    _, model = run(blobs, executor, sent, Plan(rule=Median()))
+    _, model = run(blobs, executor, sent, AggregationPlan(rule=Median()))
     assert model.parameters.tolist() == [3.0, 7.0, 3.0, 5.0]
     assert model.buffers.tolist() == (FIRST.buffers + 1).tolist()
 
 
 def test_a_rule_with_a_first_walk_gets_one_number_for_each_client(blobs: FileBlobs, executor: Executor) -> None:
-    plan = Plan(rule=BoundedNorm(5))
+    plan = AggregationPlan(rule=BoundedNorm(5))
     sent = [contribution("a", 1, [3, 4, 0, 0], buffers=[1, 1, 1]), contribution("b", 9, [0, 0, 300, 400])]
     models = [run(blobs, executor, order, plan)[1] for order in (sent, sent[::-1])]
     assert models[0].parameters.tolist() == [2.5, 4.0, 4.5, 6.0]
@@ -265,7 +265,7 @@ def test_a_first_walk_covers_every_tile_before_the_second_begins(blobs: FileBlob
     schema = Schema((Entry("w", (size,), "float32", "parameter"),))
     base, first, second = (np.random.default_rng(seed).standard_normal(size, np.float32) for seed in range(3))
     sent = [contribution("a", 1, first, encodings=[Encoding("uniform", chunk=1000)]), contribution("b", 1, second)]
-    plan = Plan(rule=BoundedNorm(100), optimizer=ServerOptimizer("SGD", {"lr": 1.0}))
+    plan = AggregationPlan(rule=BoundedNorm(100), optimizer=ServerOptimizer("SGD", {"lr": 1.0}))
     _, model = run(blobs, executor, sent, plan, (schema, Vectors(base, np.empty(0))))
     deltas = np.stack([sent_delta(each, size).astype(np.float64) for each in sent])
     factors = np.minimum(1, 100 / np.linalg.norm(deltas, axis=1, keepdims=True))
@@ -279,7 +279,7 @@ def test_a_rule_whose_delta_is_not_finite_ends_the_aggregation(blobs: FileBlobs,
             return np.full(tile.stop - tile.start, np.nan)
 
     with pytest.raises(CodecError, match="non_finite"):
-        run(blobs, executor, [contribution("a", 1, [0] * 4)], Plan(rule=Broken()))
+        run(blobs, executor, [contribution("a", 1, [0] * 4)], AggregationPlan(rule=Broken()))
     assert blobs.partials() == []
 
 

@@ -14,8 +14,8 @@ from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import reason_of
 from fedring.rpc.identity import IDENTITY, Identity, Role, parse_uri, peer_name, uri_of
-from fedring.server.guard.audit import AuditLog
 from fedring.server.guard.auth import REASONS, Auth, AuthCounts, PortPolicy
+from fedring.server.guard.ports import AuditLog
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 
@@ -117,7 +117,7 @@ def test_a_handshake_counts_as_refused_until_a_call_comes_on_its_connection() ->
 
 
 def test_the_audit_log_stays_below_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedring.server.guard.audit._FILE_BYTES", 1000)
+    monkeypatch.setattr("fedring.server.guard.ports._FILE_BYTES", 1000)
     audit = AuditLog(tmp_path / "audit.jsonl")
     for _ in range(100):
         audit.write(identity="fedring://client/a", peer="ipv4:1", verb="/v", result="no_identity")

@@ -30,7 +30,7 @@ from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.job import Job, ServerOptimizer
 from fedring.train.pipeline_table import Pipeline
 from fedring.v1 import control_pb2
-from fedring.workers.pipeline_epochs import Profile
+from fedring.workers.pipeline_epochs import PipelineProfile
 from fedring.workers.usage import Usage
 
 TABLES: dict[type[BaseModel], str] = {
@@ -241,7 +241,7 @@ def test_the_documented_hooks_are_those_that_exist() -> None:
 def test_every_figure_that_workers_report_is_documented() -> None:
     reported = {*Usage().metrics, "workers", "job_steps", "loss", "accuracy"}
     assert first_cells("data-parallel.md", "What it took") == reported
-    assert first_cells("pipeline.md", "What it took") == {*Profile().metrics, "bytes_sent"}
+    assert first_cells("pipeline.md", "What it took") == {*PipelineProfile().metrics, "bytes_sent"}
 
 
 def test_every_key_of_the_pages_summaries_is_documented() -> None:

@@ -20,7 +20,7 @@ from fedring.ring.errors import BadFrame, PeerLost, RingError
 from fedring.ring.options import RingOptions
 from fedring.ring.transport import local, receiver
 from fedring.ring.transport.frames import MAX_MESSAGE, Frame, read, write
-from fedring.ring.transport.local import LocalTransport, Offer, SocketReceiver, SocketSender, prefixed
+from fedring.ring.transport.local import Offer, SameHostTransport, SocketReceiver, SocketSender, prefixed
 from fedring.v1 import peer_pb2 as pb
 
 GENERATION = 5
@@ -80,7 +80,7 @@ def move_to_sockets(ring: World) -> None:
     """Add until frames between all ranks take the sockets."""
     for _ in range(1000):
         links = [link for endpoint in ring.endpoints for link in endpoint.links.values()]
-        if all(isinstance(link, LocalTransport) and link.moved for link in links):
+        if all(isinstance(link, SameHostTransport) and link.moved for link in links):
             return
         add_ones(ring)
     pytest.fail("frames stay on the streams")

@@ -9,7 +9,7 @@ from tests.unit.rows import a_model
 from fedring.server.round.events import Abandoned, Event, Joined, Matched, Opened, Rules, Started, State
 from fedring.server.round.machine import apply
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.progress import Progress, why_abandoned
+from fedring.server.round.progress import RoundProgress, why_abandoned
 from fedring.server.state.rows import RoundRow
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
@@ -30,7 +30,7 @@ def opened(*selected: str, failures: tuple[str, ...] = ()) -> OpenRound:
 
 class TestProgress:
     def test_each_change_is_reported_once_and_at_most_twice_per_second(self) -> None:
-        progress, alone = Progress(), after(Matched("a"), OPENED)
+        progress, alone = RoundProgress(), after(Matched("a"), OPENED)
         text = "round 7 waits for clients: ready=1/2 (min=2, barrier matched)"
         assert progress.news(alone, 10.0) == (text, inf)
         assert progress.news(alone, 20.0) == ("", inf)
@@ -39,16 +39,16 @@ class TestProgress:
         assert progress.news(joined, 10.5)[0] == text.replace("1/2", "1/3")
 
     def test_a_new_round_is_reported_at_once(self) -> None:
-        progress = Progress()
+        progress = RoundProgress()
         progress.news(after(OPENED), 10.0)
         assert progress.news(after(replace(OPENED, number=8)), 10.1)[0].startswith("round 8 waits")
 
     def test_while_a_round_trains_its_deliveries_are_counted(self) -> None:
         state = after(Matched("a"), Matched("b"), OPENED, Started(frozenset("ab")))
-        assert Progress().news(state, 10.0)[0] == "round 7: ready=0/2 (min=1)"
+        assert RoundProgress().news(state, 10.0)[0] == "round 7: ready=0/2 (min=1)"
 
     def test_nothing_is_reported_without_a_round(self) -> None:
-        assert Progress().news(State(), 10.0) == ("", inf)
+        assert RoundProgress().news(State(), 10.0) == ("", inf)
 
 
 class TestWhyARoundWasAbandoned:

@@ -18,7 +18,6 @@ from fedring.server.update.upload import (
     Admitted,
     AskRound,
     Chunk,
-    Digest,
     Digested,
     Done,
     Effect,
@@ -32,6 +31,7 @@ from fedring.server.update.upload import (
     Read,
     Send,
     Sent,
+    TakeDigest,
     Terms,
     TooLate,
     Upload,
@@ -83,7 +83,7 @@ def test_each_event_returns_the_next_effect() -> None:
     assert upload.handle(Chunk(0, PAYLOAD[:HALF])) == Write(PAYLOAD[:HALF])
     assert upload.handle(Written()) == Read("run", 7)
     assert upload.handle(Chunk(HALF, PAYLOAD[HALF:])) == Write(PAYLOAD[HALF:])
-    assert upload.handle(Written()) == Digest()
+    assert upload.handle(Written()) == TakeDigest()
     admit = upload.handle(Digested(name_of(PAYLOAD)))
     assert isinstance(admit, Admit)
     assert admit.schema == SCHEMA
@@ -107,7 +107,7 @@ def test_a_file_that_is_longer_than_the_payload_is_started_again() -> None:
 
 
 def test_a_payload_that_was_received_already_is_not_requested_again() -> None:
-    assert after(*RECEIVED[:3], Opened(len(PAYLOAD)), Sent()) == Digest()
+    assert after(*RECEIVED[:3], Opened(len(PAYLOAD)), Sent()) == TakeDigest()
 
 
 def test_a_payload_that_came_with_its_offer_is_kept_in_memory_and_stored_in_the_row() -> None:
@@ -121,7 +121,7 @@ def test_a_payload_that_came_with_its_offer_is_kept_in_memory_and_stored_in_the_
     offered = Offered(pb.UpdateOffer(header=data, payload_digest=digest, name=update_name(data, digest)), payload)
     upload = Upload("a", epoch=0)
     assert after(offered, Known(""), replace(TERMS, schema=small), upload=upload) == Open("", payload)
-    assert upload.handle(Opened(len(payload))) == Digest()
+    assert upload.handle(Opened(len(payload))) == TakeDigest()
     accept = after(Digested(digest), Admitted(1.0, 1.0, payload), upload=upload)
     assert isinstance(accept, Accept)
     assert (accept.row.blob, accept.row.payload) == ("", payload)

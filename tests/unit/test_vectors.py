@@ -32,7 +32,7 @@ from fedring.codec import (
 from fedring.codec.digest import name_of, update_name
 from fedring.codec.gradient import decode_gradient
 from fedring.rpc.contract import PROTOCOL
-from fedring.server.model.aggregate import Plan, aggregate, store_model
+from fedring.server.model.aggregate import AggregationPlan, aggregate, store_model
 from fedring.server.model.contributions import Contribution
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.blobs import FileBlobs
@@ -285,7 +285,7 @@ def test_a_server_makes_the_stated_model_from_the_updates(blobs: FileBlobs, exam
         )
     first = store_model(parse_schema(example["schema"].encode()), base, blobs, {})
     with ThreadPoolExecutor(2) as executor, blobs.reader(first.blob) as blob:
-        new = aggregate(ModelReader(blob), contributions, blobs, executor, Plan())
+        new = aggregate(ModelReader(blob), contributions, blobs, executor, AggregationPlan())
     with blobs.reader(new.blob) as blob:
         made = ModelReader(blob).vectors()
     result = example["result"]

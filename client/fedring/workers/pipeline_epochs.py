@@ -59,7 +59,7 @@ class PipelineSetup:
 
 
 @dataclass(slots=True)
-class Profile:
+class PipelineProfile:
     """What one worker's stages did in a round, and how long it took."""
 
     stage: int = 0  # the worker's first stage
@@ -116,7 +116,13 @@ class PipelineTraining:
     """
 
     def __init__(
-        self, replica: Replica, setup: PipelineSetup, watcher: Watcher, *, profile: Profile, micro_batches: int = 0
+        self,
+        replica: Replica,
+        setup: PipelineSetup,
+        watcher: Watcher,
+        *,
+        profile: PipelineProfile,
+        micro_batches: int = 0,
     ) -> None:
         self.replica, self.setup, self.watcher, self.profile = replica, setup, watcher, profile
         self.usage = Usage()

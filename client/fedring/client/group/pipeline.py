@@ -21,7 +21,7 @@ from fedring.train.errors import TrainError, failure_detail, failure_reason
 from fedring.train.loop import Loss, OptimizerFactory
 from fedring.train.pipeline_table import Pipeline
 from fedring.workers.cutting import count_layers, cut_model
-from fedring.workers.pipeline_epochs import PipelineSetup, PipelineTraining, Profile
+from fedring.workers.pipeline_epochs import PipelineProfile, PipelineSetup, PipelineTraining
 from fedring.workers.replica import Replica, synchronize
 from fedring.workers.training import Watcher
 from fedring.workers.usage import Usage
@@ -113,7 +113,7 @@ class PipelinePart:
     state: PipelineState
     setup: PipelineSetup
     usage: Usage = field(default_factory=Usage)
-    _profile: Profile = field(default_factory=Profile)
+    _profile: PipelineProfile = field(default_factory=PipelineProfile)
     _means: dict[str, float] = field(default_factory=dict)
     _reached: int = 0  # the step of the job that was reached, including those after the checkpoint
 

@@ -14,7 +14,7 @@ from fedring.ring.transport.channels import Pulse, advertised, dial, is_on_this_
 from fedring.ring.transport.frames import Frame
 from fedring.ring.transport.interface import Outgoing, Traffic, Transport, Wait
 from fedring.ring.transport.listener import Listener, Members, PeerService
-from fedring.ring.transport.local import LocalTransport
+from fedring.ring.transport.local import SameHostTransport
 from fedring.ring.transport.receiver import Receiver
 from fedring.ring.transport.stream import GrpcStream
 from fedring.v1 import peer_pb2 as pb
@@ -219,7 +219,7 @@ class Endpoint:
                 name = self.members.name_of(peer)
                 channel = dial(peer, self.options, name=name)
                 pulse_channel = dial(peer, self.options, pulse=True, name=name)
-                transport = LocalTransport if self._is_local(peer) else GrpcStream
+                transport = SameHostTransport if self._is_local(peer) else GrpcStream
                 link = self._links[peer] = transport(
                     channel,
                     Pulse(pulse_channel, ended=lambda detail: self._stopped(peer, detail)),

@@ -35,7 +35,7 @@ _BUFFER = 64 << 10  # bytes that are read at once
 _MAX_DIRECT = 1 << 20  # bytes of a payload that the caller of `send` copies itself; larger ones wait for gRPC's thread
 
 
-class LocalTransport(GrpcStream):
+class SameHostTransport(GrpcStream):
     """A `Transport` to a peer of this host. It is a `GrpcStream` until the peer has opened what HELLO offers.
 
     After that, a frame that finds room in the socket is sent by the thread that brings it. The others wait in the queue

@@ -3,20 +3,25 @@
 import logging
 import os
 from contextlib import ExitStack
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from stat import S_IRWXG, S_IRWXO
 
 from grpc import aio
 
 from fedring.daemon.config import ConfigError
+from fedring.daemon.logs import JsonFormatter
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.tls import check_tls, server_credentials
 from fedring.server.config import ServerConfig
-from fedring.server.guard.audit import AuditLog
 from fedring.server.guard.auth import Auth, AuthCounts, PortPolicy
 from fedring.server.operator.tokens import Tokens
 from fedring.server.state.facts import Facts
 
 log = logging.getLogger(__name__)
+
+_FILE_BYTES = 4 << 20
+_FILES = 5  # older files of the audit log that are kept
 
 
 class Security:
@@ -75,3 +80,29 @@ def warn_of_insecurity(config: ServerConfig) -> None:
             )
         elif not (config.tls.ca or config.tokens):
             log.warning("insecure: anybody who reaches %s can call: set tls.ca, or tokens = true", address)
+
+
+class AuditLog:
+    """Keeps who did what, or was refused, and when. Its lines go only to the file."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
+            self._handler = RotatingFileHandler(path, maxBytes=_FILE_BYTES, backupCount=_FILES, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        self._handler.setFormatter(JsonFormatter())
+        self._log = logging.getLogger("audit")
+        self._log.setLevel(logging.INFO)
+        self._log.propagate = False
+        self._log.addHandler(self._handler)
+
+    def write(self, *, identity: str, peer: str, verb: str, result: str) -> None:
+        """Append a line."""
+        facts = {"identity": identity, "peer": peer, "verb": verb, "result": result}
+        self._log.info("%s", verb, extra=facts)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._log.removeHandler(self._handler)
+        self._handler.close()

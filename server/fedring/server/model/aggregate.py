@@ -37,7 +37,7 @@ _INTEGERS = ("int", "uint", "bool")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AggregationPlan:
     """How the next model is made. The default is federated averaging.
 
     The blobs are those that the base model's row names; they are empty for a first model.
@@ -77,7 +77,7 @@ def aggregate(
     contributions: Sequence[Contribution],
     blobs: Blobs,
     executor: Executor,
-    plan: Plan,
+    plan: AggregationPlan,
     *,
     check: Callable[[], object] = lambda: None,
 ) -> NewModel:
@@ -215,7 +215,7 @@ def _next_buffers(base: _Base, contributions: Sequence[Contribution], rule: Rule
     return out
 
 
-def _optimized(base: _Base, delta: Float32, buffers: Float64, blobs: Blobs, plan: Plan) -> _Draft:
+def _optimized(base: _Base, delta: Float32, buffers: Float64, blobs: Blobs, plan: AggregationPlan) -> _Draft:
     if plan.optimizer is None:
         raise ValueError("no optimizer")
     state = read_checked(blobs, plan.optimizer_blob) if plan.optimizer_blob else b""
@@ -225,7 +225,7 @@ def _optimized(base: _Base, delta: Float32, buffers: Float64, blobs: Blobs, plan
     return _Draft(buffers, _tiles_of(parameters), extras={"optimizer_blob": state})
 
 
-def _encoded(base: _Base, draft: _Draft, blobs: Blobs, plan: Plan) -> _Draft:
+def _encoded(base: _Base, draft: _Draft, blobs: Blobs, plan: AggregationPlan) -> _Draft:
     if plan.encoding is None:
         raise ValueError("no encoding")
     before = base.vectors()

@@ -14,7 +14,7 @@ from fedring.codec.encoding import Encoding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class DeltaStep:
     """A delta as it is sent, and the model that it leads to."""
 
     payload: bytes
@@ -27,7 +27,7 @@ def delta_step(
     target: NDArray[np.float32],
     residual: NDArray[np.float32] | None,
     encoding: Encoding,
-) -> Step:
+) -> DeltaStep:
     """Encode the delta from `base` to `target` plus `residual`.
 
     Args:
@@ -48,7 +48,7 @@ def delta_step(
     payload = encode((wanted - base).astype(np.float32), encoding)
     model = apply_delta(base, decode(payload, name=encoding.name, length=len(base)))
     wanted -= model
-    return Step(payload, model, wanted.astype(np.float32))
+    return DeltaStep(payload, model, wanted.astype(np.float32))
 
 
 def apply_delta(base: NDArray[np.float32], delta: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -11,7 +11,7 @@ from fedring.codec.errors import CodecError
 from fedring.rpc.contract import SMALL_BYTES
 from fedring.rpc.errors import Unavailable
 from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.versions import Versions
+from fedring.server.model.versions import ModelVersions
 from fedring.server.state.checked import CheckedReader, changed, find_damage, unreadable
 from fedring.server.state.failures import DamagedBlob, StorageError
 from fedring.server.state.interfaces import Blobs
@@ -77,7 +77,7 @@ _Parts = tuple[list[pb.Packet], list[Piece], Callable[[], None]]
 class Downloads:
     """Opens downloads of the available versions."""
 
-    def __init__(self, blobs: Blobs, run_id: str, versions: Versions) -> None:
+    def __init__(self, blobs: Blobs, run_id: str, versions: ModelVersions) -> None:
         self._blobs, self._run_id, self._versions = blobs, run_id, versions
 
     def open(self, request: pb.FetchModelRequest) -> Download:

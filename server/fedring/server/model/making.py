@@ -11,11 +11,11 @@ from torch import nn
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.server.config import ServerConfig
-from fedring.server.model.aggregate import NewModel, Plan, aggregate, store_model
+from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate, store_model
 from fedring.server.model.contributions import Contribution
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
-from fedring.server.model.versions import Versions
+from fedring.server.model.versions import ModelVersions
 from fedring.server.state.checked import CheckedReader, Room, find_damage
 from fedring.server.state.failures import DamagedBlob, DamagedUpdates, StorageError
 from fedring.server.state.interfaces import Blobs
@@ -38,7 +38,9 @@ class ModelMaker:
         versions: the versions that are available.
     """
 
-    def __init__(self, blobs: Blobs, executor: Executor, config: ServerConfig, run_id: str, versions: Versions) -> None:
+    def __init__(
+        self, blobs: Blobs, executor: Executor, config: ServerConfig, run_id: str, versions: ModelVersions
+    ) -> None:
         self._blobs, self._executor, self._config, self._run_id = blobs, executor, config, run_id
         self._versions = versions
         self._built: dict[str, Schema] = {}  # by what a job says about its model
@@ -98,7 +100,7 @@ class ModelMaker:
             StorageError: if something cannot be read or kept.
         """
         chosen = job.server_optimizer
-        plan = Plan(
+        plan = AggregationPlan(
             optimizer=ServerOptimizer(chosen.name, chosen.args) if chosen else None,
             optimizer_blob=base.optimizer_blob,
             encoding=job.delta_encoding,

@@ -5,7 +5,7 @@ from concurrent.futures import Executor
 from fedring.server.config import ServerConfig
 from fedring.server.model.downloads import Downloads
 from fedring.server.model.making import ModelMaker
-from fedring.server.model.versions import Versions
+from fedring.server.model.versions import ModelVersions
 from fedring.server.state.interfaces import Blobs
 
 
@@ -19,6 +19,6 @@ class Models:
     """
 
     def __init__(self, blobs: Blobs, executor: Executor, config: ServerConfig, run_id: str) -> None:
-        self.versions = Versions(blobs)
+        self.versions = ModelVersions(blobs)
         self.maker = ModelMaker(blobs, executor, config, run_id, self.versions)
         self.downloads = Downloads(blobs, run_id, self.versions)

@@ -16,7 +16,7 @@ from fedring.server.state.rows import ModelRow
 log = logging.getLogger(__name__)
 
 
-class Versions:
+class ModelVersions:
     """The model versions that can be downloaded. `recover` and `damaged` may take long: not for the event loop."""
 
     def __init__(self, blobs: Blobs) -> None:

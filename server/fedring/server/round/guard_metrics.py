@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 
-class Tally(Protocol):
+class GuardCounts(Protocol):
     """The counts of the guard. All reasons are there from the start."""
 
     @property
@@ -30,9 +30,9 @@ class GuardMetrics(Collector):
     """The counts of both ports' guards, read when Prometheus asks."""
 
     def __init__(self) -> None:
-        self._tally: Tally | None = None
+        self._tally: GuardCounts | None = None
 
-    def read(self, tally: Tally) -> None:
+    def read(self, tally: GuardCounts) -> None:
         """Read these counts from now on."""
         self._tally = tally
 

@@ -53,7 +53,7 @@ class IllegalEvent(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PhaseStep:
     """One phase of a kind of round, as data: how long it may take, whom it waits for, and what becomes due in it."""
 
     phase: Phase
@@ -181,7 +181,7 @@ def _outstanding(round_: Round) -> frozenset[str]:
     return frozenset() if round_.phase is Phase.ABANDONED else _step(round_).asked(round_)
 
 
-def _step(round_: Round) -> Step:
+def _step(round_: Round) -> PhaseStep:
     return next(step for step in KINDS[round_.rules.kind] if step.phase is round_.phase)
 
 
@@ -246,12 +246,12 @@ def _due_published(state: State, round_: Round, now: float) -> Effect | None:
 
 
 SYNCHRONOUS = (
-    Step(Phase.WAITING, Started, lambda rules: rules.barrier_timeout, _nobody, _due_waiting),
-    Step(Phase.TRAINING, Closed, lambda rules: rules.deadline, _training, _due_training),
-    Step(Phase.AGGREGATING, Published, lambda rules: inf, _nobody, _due_aggregating),
-    Step(Phase.PUBLISHED, Finished, lambda rules: rules.evaluate_timeout, _evaluating, _due_published),
+    PhaseStep(Phase.WAITING, Started, lambda rules: rules.barrier_timeout, _nobody, _due_waiting),
+    PhaseStep(Phase.TRAINING, Closed, lambda rules: rules.deadline, _training, _due_training),
+    PhaseStep(Phase.AGGREGATING, Published, lambda rules: inf, _nobody, _due_aggregating),
+    PhaseStep(Phase.PUBLISHED, Finished, lambda rules: rules.evaluate_timeout, _evaluating, _due_published),
 )
 """All selected clients train from the same model, and one aggregation makes the next."""
 
-KINDS: Mapping[str, tuple[Step, ...]] = MappingProxyType({"synchronous": SYNCHRONOUS})
+KINDS: Mapping[str, tuple[PhaseStep, ...]] = MappingProxyType({"synchronous": SYNCHRONOUS})
 """The phases of each kind of round, in order; `Rules.kind` names one."""

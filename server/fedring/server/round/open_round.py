@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedring.server.round.events import Phase
-from fedring.server.round.sessions import Traffic
+from fedring.server.round.sessions import ClientTraffic
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
@@ -23,7 +23,7 @@ class OpenRound:
     model: pb.SmallModel | None = None  # the base model, if it is small enough to travel with the command
     started: float = 0.0  # when the command was sent, monotonic seconds; 0 = it was not yet
     accepted: dict[str, UpdateRow] = field(default_factory=dict)
-    traffic: dict[str, Traffic] = field(default_factory=dict)
+    traffic: dict[str, ClientTraffic] = field(default_factory=dict)
     done: dict[str, Done] = field(default_factory=dict)  # what the workers of a group say of their work
     failures: list[str] = field(default_factory=list)  # sentences: who could not train, what was damaged
     stop_reason: str = ""  # why the round ends without a model if the disk refuses that model; "" = nobody asked
@@ -61,7 +61,7 @@ class OpenRound:
         """Return the figures that the round's row keeps; `seconds` is the time from the command to the model."""
         clients = {}
         for client in sorted(self.traffic.keys() | self.accepted.keys() | self.done.keys()):
-            moved, update = self.traffic.get(client, Traffic()), self.accepted.get(client)
+            moved, update = self.traffic.get(client, ClientTraffic()), self.accepted.get(client)
             done = self.done.get(client, Done())
             clients[client] = {
                 "num_samples": update.num_samples if update else done.num_samples,

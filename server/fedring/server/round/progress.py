@@ -11,7 +11,7 @@ _SECONDS = 0.5  # least time between two sentences on one round
 _MOST_NAMES = 10  # missing clients that a sentence lists
 
 
-class Progress:
+class RoundProgress:
     """Says what a round waits for: one sentence for each change, at most two in a second."""
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ from fedring.server.round.events import (
 from fedring.server.round.metrics import Metrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.report import open_message
-from fedring.server.round.sessions import Sessions, Traffic
+from fedring.server.round.sessions import ClientTraffic, Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal
 from fedring.server.state.rows import EvaluationRow, ModelRow, RoundRow, UpdateRow
@@ -217,9 +217,9 @@ class Rounds:
                 open_.started += seconds
             self.handle(Delayed(seconds))
 
-    def traffic(self, client: str) -> Traffic:
+    def traffic(self, client: str) -> ClientTraffic:
         """Return the counters of what the client moves now."""
-        return self.open.traffic.setdefault(client, Traffic()) if self.open else Traffic()
+        return self.open.traffic.setdefault(client, ClientTraffic()) if self.open else ClientTraffic()
 
     @property
     def ids(self) -> dict[str, object]:

@@ -41,7 +41,7 @@ from fedring.server.round.lineage import base_of, evaluation, prune, publish
 from fedring.server.round.metrics import Metrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.plan import group_rules, round_command, rules_of
-from fedring.server.round.progress import Progress, why_abandoned
+from fedring.server.round.progress import RoundProgress, why_abandoned
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.sessions import Sessions
 from fedring.server.state.facts import Facts
@@ -83,7 +83,7 @@ class RoundRunner:
         self._sessions, self._journal, self._metrics, self._config = sessions, journal, metrics, config
         self._test_set = TestSet(facts.blobs, config)
         self._dispatch = Dispatch(sessions)
-        self._progress = Progress()
+        self._progress = RoundProgress()
 
     async def open(self, job: JobRow, spec: Job, job_round: int) -> None:
         """Open the next round of a job.

@@ -171,7 +171,7 @@ class Sessions:
 
 
 @dataclass(slots=True)
-class Traffic:
+class ClientTraffic:
     """The bytes that one client moved in one round, as they were on the wire, and the seconds that took."""
 
     upload_bytes: int = 0

@@ -34,7 +34,6 @@ from fedring.server.update.upload import (
     Admitted,
     AskRound,
     Chunk,
-    Digest,
     Digested,
     Done,
     Effect,
@@ -48,6 +47,7 @@ from fedring.server.update.upload import (
     Read,
     Send,
     Sent,
+    TakeDigest,
     Terms,
     TooLate,
     Upload,
@@ -220,7 +220,7 @@ class ClientUpdateService:
                 case Write(data):
                     await self._write(call.partial, data)
                     return Written()
-                case Digest():
+                case TakeDigest():
                     return Digested(call.partial.digest)
                 case Admit():
                     return await self._admit(client, effect, call)

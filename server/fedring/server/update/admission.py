@@ -37,7 +37,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class DecodedOffer:
     """An update that a client offers: its header, and the names of what was sent and of what is to come."""
 
     header: pb.UpdateHeader
@@ -45,7 +45,7 @@ class Offer:
     name: str  # of the header's bytes and the payload's digest
 
 
-def open_offer(offer: pb.UpdateOffer) -> Offer:
+def open_offer(offer: pb.UpdateOffer) -> DecodedOffer:
     """Decode an offer.
 
     Raises:
@@ -65,7 +65,7 @@ def open_offer(offer: pb.UpdateOffer) -> Offer:
         header = pb.UpdateHeader.FromString(offer.header)
     except DecodeError:
         raise BadUpdate("the header is not an UpdateHeader", reason="bad_header") from None
-    return Offer(header, offer.payload_digest, offer.name)
+    return DecodedOffer(header, offer.payload_digest, offer.name)
 
 
 def check_header(header: pb.UpdateHeader, schema: Schema) -> tuple[PacketSpec, ...]:

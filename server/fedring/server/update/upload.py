@@ -5,12 +5,12 @@ performs it (`fedring.server.service.uploads`) reports the result as the next ev
 
     Offered ► LookUp ► Known ──► Done                                 the update was accepted before
                          └─► AskRound ► Terms ► Open ► Opened ► Send ► Sent ─┐
-          ┌──────────────────────────────────────────────────────────────────┘
-          └► Read ► Chunk ► Write ► Written ► Read ... Digest ► Digested ► Admit ► Admitted ► Accept ► Accepted ► Done
+     ┌───────────────────────────────────────────────────────────────────────┘
+     └► Read ► Chunk ► Write ► Written ► Read ... TakeDigest ► Digested ► Admit ► Admitted ► Accept ► Accepted ► Done
 
-An update that comes in one message has its payload at hand: it goes from Opened to Digest. Whenever the round refuses
-the update after it was opened (TooLate), the machine looks once more whether it was accepted: an attempt of the same
-client before this one may have ended its round.
+An update that comes in one message has its payload at hand: it goes from Opened to TakeDigest. If the round refuses the
+update after it was opened (TooLate), the machine looks once more whether it was accepted: an attempt of the same client
+before this one may have ended its round.
 """
 
 from dataclasses import dataclass
@@ -169,7 +169,7 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
+class TakeDigest:
     """Say what was received (Digested)."""
 
 
@@ -195,7 +195,7 @@ class Done:
     already: bool
 
 
-Effect = LookUp | AskRound | Open | Send | Read | Write | Digest | Admit | Accept | Done
+Effect = LookUp | AskRound | Open | Send | Read | Write | TakeDigest | Admit | Accept | Done
 
 
 class Upload:
@@ -239,7 +239,7 @@ class Upload:
                 return self._opened(size)
             case Sent() | Written():
                 complete = self._size == self._header.total_bytes
-                return Digest() if complete else Read(self._header.run_id, self._header.round)
+                return TakeDigest() if complete else Read(self._header.run_id, self._header.round)
             case Chunk(offset, data):
                 return self._chunk(offset, data)
             case Ended():
@@ -297,7 +297,7 @@ class Upload:
             return Open(self._place, None, fresh=True)
         self._size = size
         if self._payload is not None:
-            return Digest()
+            return TakeDigest()
         self._resumed = size
         return Send(size)
 
