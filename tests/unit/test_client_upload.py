@@ -141,6 +141,7 @@ def test_an_update_is_sent_again_after_a_temporary_refusal(
         (BadUpdate("no", reason="wrong_schema"), UpdateRefused),
         (TooLarge("no"), UpdateRefused),
         (UnknownRound("no", reason="round_closed"), RoundOver),
+        (BadUpdate("another round has the number", reason="wrong_model"), RoundOver),  # the server was reverted
     ],
 )
 def test_a_final_refusal_leaves_the_residual_unchanged(

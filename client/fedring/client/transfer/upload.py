@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_OTHER_ROUND = "wrong_model"
+"""An update always begins with its round's model. So the server was reverted: another round has the number now."""
+
 _FINAL = {
     StatusCode.INVALID_ARGUMENT,
     StatusCode.NOT_FOUND,
@@ -123,7 +126,7 @@ class Upload:
         if isinstance(error, FedringError):
             return False
         status, reason, detail = status_of(error), reason_of(error), _detail_of(error)
-        if status is UnknownRound.status:
+        if status is UnknownRound.status or reason == _OTHER_ROUND:
             raise RoundOver(self._ended() or reason, detail) from error
         if reason in DAMAGE_REASONS:
             return False
