@@ -31,13 +31,14 @@ def wait_for_reason(fleet: Fleet, job_id: int) -> str:
 
 def next_seconds_left(fleet: Fleet, state: Path) -> float:
     """Return the seconds that are left of the round, from the server's next entry in its database."""
-    ask(state, "UPDATE rounds SET seconds_left = NULL")
+    query = "SELECT seconds_left FROM rounds WHERE seconds_left IS NOT NULL"
+    before = ask(state, query)  # this is not erased: a server that has just started may not have read it yet
 
     def look() -> float:
-        while not (notes := ask(state, "SELECT seconds_left FROM rounds WHERE seconds_left IS NOT NULL")):
+        while (entries := ask(state, query)) in ([], before):
             time.sleep(0.05)
-        assert isinstance(notes[0][0], float)
-        return notes[0][0]
+        assert isinstance(entries[0][0], float)
+        return entries[0][0]
 
     return wait_for(fleet, "an entry of the seconds that are left", look)
 
