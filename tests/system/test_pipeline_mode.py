@@ -26,6 +26,7 @@ from tests import forks
 from tests.conftest import path_to
 from tests.fleets import Control, Fleet
 from tests.metrics_page import Page, address_of
+from tests.reference_training import train_in_one_process
 
 HERE = Path(__file__).parent
 MODEL = "fedring.train.models:digits_mlp"
@@ -83,16 +84,10 @@ def alone(spec: dict[str, Any], rounds: list[Any], replicas: int = 1) -> nn.Modu
 
 
 def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: list[Any], replicas: int = 1) -> nn.Module:
+    """Train the model in one process with the batches of these rounds."""
     samples: Any = digits().train
-    for round_ in rounds:
-        order = epoch_order(len(samples), seed=round_.job_round, epoch=0)
-        ranks = [shares(order, 0, World(rank, replicas), BATCH) for rank in range(replicas)]
-        for parts in zip(*ranks, strict=True):
-            inputs, labels = samples.batch(torch.cat([share.indices for share in parts]))
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-    return model
+    orders = [epoch_order(len(samples), seed=round_.job_round, epoch=0) for round_ in rounds]
+    return train_in_one_process(model, optimizer, samples, orders, batch=BATCH, replicas=replicas)
 
 
 def same(model: nn.Module, expected: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
-from fedring.client.group.round import parse_table, peer_options, plan_of, take_part
+from fedring.client.group.round import job_key, parse_table, peer_options, plan_of, take_part
 from fedring.client.hooks import JobHook, make_hook
 from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
@@ -46,7 +46,7 @@ class DataParallelTrainer:
         self._options = peer_options(config)
         self._trusted = trusted
         self._device = device
-        self._key: tuple[Any, ...] = ()
+        self._key: tuple[object, ...] = ()
         self._state: DataParallelState | None = None
 
     def train(
@@ -85,8 +85,7 @@ class DataParallelTrainer:
         self, task: Task, model: nn.Module, optimizer: OptimizerFactory, table: DataParallel
     ) -> DataParallelState:
         """Return the state of the job's previous round, or a new one."""
-        command = task.command
-        key = (command.run_id, command.epoch, command.job.job_id, model)
+        key = job_key(task, model)
         if self._state is None or self._key != key:
             plan = plan_of(task)
             hook = make_hook(table, plan, model.named_parameters(), self._trusted)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
-from fedring.client.group.round import parse_table, peer_options, plan_of, take_part
+from fedring.client.group.round import job_key, parse_table, peer_options, plan_of, take_part
 from fedring.client.pipeline_metrics import KINDS, PipelineMetrics
 from fedring.client.task import Task
 from fedring.pipeline.worker import Report
@@ -52,7 +52,7 @@ class PipelineTrainer:
         self._options = peer_options(config)
         self._trusted = trusted
         self._device = device
-        self._key: tuple[Any, ...] = ()
+        self._key: tuple[object, ...] = ()
         self._state: PipelineState | None = None
 
     def train(
@@ -77,9 +77,8 @@ class PipelineTrainer:
         task.load_into(model)
         size = max(1, plan.batch_size // (table.interval or table.unit))
         counts = count_layers(model, table, lambda: _first_inputs(samples, size))
-        cut_model(
-            model, table, counts, self._trusted
-        )  # If that fails, it must fail before the others wait for this worker.
+        # If this fails, it must fail before the others wait for this worker.
+        cut_model(model, table, counts, self._trusted)
         state = self._state_for(task, model, optimizer)
         state.replica.begin_round()
         setup = PipelineSetup(
@@ -97,9 +96,9 @@ class PipelineTrainer:
 
     def _state_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory) -> PipelineState:
         """Return the state of the job's previous round, or a new one."""
-        plan, command = plan_of(task), task.command
-        key = (command.run_id, command.epoch, command.job.job_id, model)
+        key = job_key(task, model)
         if self._state is None or self._key != key:
+            plan = plan_of(task)
             parameters = [p for p in model.parameters() if p.requires_grad]
             self._state = PipelineState(Replica(model, optimizer(parameters, plan.lr, plan.momentum)))
             self._key = key

@@ -71,6 +71,12 @@ def parse_table(kind: type[Table], name: str, text: str) -> Table:
         raise SeamError("bad_job", f"{where}: {first['msg']}: update this client.") from error
 
 
+def job_key(task: Task, model: nn.Module) -> tuple[object, ...]:
+    """Return what stays the same over the rounds of one job; what a worker keeps between rounds belongs to it."""
+    command = task.command
+    return command.run_id, command.epoch, command.job.job_id, model
+
+
 def plan_of(task: Task) -> Plan:
     """Return how to train the round. All workers get the same seed, because they share one order of the samples."""
     c = task.command

@@ -32,6 +32,7 @@ from safetensors.numpy import save_file
 
 from fedring.codec.digest import Digest, update_name
 from fedring.daemon.crash import crashpoint
+from fedring.daemon.durable import sync
 from fedring.rpc.chunks import CHUNK_BYTES
 from fedring.v1 import federation_pb2 as pb
 
@@ -206,12 +207,12 @@ class Spool:
             known_absent = self._cached is not None and self._cached[2] is None
             if not known_absent and self._residual_file.exists():
                 self._residual_file.unlink()
-                _sync(self.folder)
+                sync(self.folder)
                 self._cached = None
         elif self._left_file.exists():  # If not, it became the residual before the process was killed.
-            _sync(self._left_file)
+            sync(self._left_file)
             self._left_file.rename(self._residual_file)
-            _sync(self.folder)
+            sync(self.folder)
             crashpoint("client_residual_placed")
             key = (spooled.header.run_id, spooled.header.schema_hash)
             self._cached = None if residual is None else (*key, residual)
@@ -285,11 +286,3 @@ def _write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
             written -= len(views.pop(0))
         if views:
             views[0] = views[0][written:]
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

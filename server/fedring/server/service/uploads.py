@@ -12,13 +12,7 @@ from grpc import aio
 from fedring.codec.errors import CodecError
 from fedring.rpc.boundary import require_message
 from fedring.rpc.chunks import ReceivedChunk, part_parser, serialize
-from fedring.rpc.errors import (
-    BadRequest,
-    FedringError,
-    Gone,
-    Overloaded,
-    UnknownRound,
-)
+from fedring.rpc.errors import BadRequest, FedringError, Gone, Overloaded, UnknownRound
 from fedring.rpc.streams import METER, TimedStream, write
 from fedring.server.config import ServerConfig
 from fedring.server.parts import Parts
@@ -79,20 +73,14 @@ class ClientUpdateService:
     """Takes updates, in chunks or in one message; a client may repeat any of them."""
 
     def __init__(self, parts: Parts, config: ServerConfig) -> None:
-        self._rounds, self._sessions, self._models, self._facts = (
-            parts.rounds,
-            parts.sessions,
-            parts.models,
-            parts.facts,
-        )
-        self._acceptor, self._journal, self._metrics = parts.acceptor, parts.journal, parts.metrics
+        self._rounds, self._sessions, self._models = parts.rounds, parts.sessions, parts.models
+        self._facts, self._journal, self._metrics = parts.facts, parts.journal, parts.metrics
+        self._acceptor = parts.acceptor
         self._config = config
         self._slots = asyncio.Semaphore(config.max_transfers)
         self._uploads: dict[str, asyncio.Task[Any]] = {}
 
-    async def PushUpdate(
-        self, request_iterator: AsyncIterator[pb.ClientUpdate | ReceivedChunk], context: Any
-    ) -> AsyncIterator[pb.UpdateReply]:
+    async def PushUpdate(self, request_iterator: _Messages, context: Any) -> AsyncIterator[pb.UpdateReply]:
         session = self._sessions.of(context)
         with self._counted(session, 0) as count:
             messages = TimedStream(request_iterator, self._config.no_progress_seconds)
@@ -152,9 +140,7 @@ class ClientUpdateService:
         finally:
             count()
 
-    async def _push(
-        self, session: Session, messages: AsyncIterator[pb.ClientUpdate | ReceivedChunk]
-    ) -> AsyncGenerator[pb.UpdateReply, None]:
+    async def _push(self, session: Session, messages: _Messages) -> AsyncGenerator[pb.UpdateReply, None]:
         """Take an update in chunks: yield where the client is to go on, unless it is done, and that it was accepted."""
         first = await anext(messages, None)
         if not isinstance(first, pb.ClientUpdate) or not first.HasField("offer"):
@@ -196,8 +182,9 @@ class ClientUpdateService:
             effect = upload.handle(event)
             while not isinstance(effect, _PAUSES):
                 effect = upload.handle(await self._perform(call, effect))
-        except (FedringError, CodecError):
-            if upload.spoilt:
+        except (FedringError, CodecError) as error:
+            # Bytes that a decoder refuses are of no use to another attempt, either.
+            if upload.spoilt or isinstance(error, CodecError):
                 self._discard(call)
             raise
         return effect
@@ -223,7 +210,7 @@ class ClientUpdateService:
                 case TakeDigest():
                     return Digested(call.partial.digest)
                 case Admit():
-                    return await self._admit(client, effect, call)
+                    return await self._admit(call, effect)
                 case Accept(row):
                     call.undo.pop_all()  # the acceptor takes the partial over
                     return Accepted(await self._acceptor.accept(call.partial, row))
@@ -280,7 +267,7 @@ class ClientUpdateService:
         except StorageError as error:
             raise Overloaded(str(error), reason=error.reason) from error
 
-    async def _admit(self, client: str, effect: Admit, call: "_Call") -> Admitted:
+    async def _admit(self, call: "_Call", effect: Admit) -> Admitted:
         """Check every byte of the payload."""
         partial, schema, packets = call.partial, effect.schema, effect.packets
         small = isinstance(partial, MemoryPartial)
@@ -291,8 +278,8 @@ class ClientUpdateService:
             else:
                 norm = await self._facts.work(check_payload, partial.read, packets, schema)
         except CodecError as error:
-            self._discard(call)
-            self._journal.write("update_refused", f"an update of {client} was refused: {error}", client_id=client)
+            text = f"an update of {call.client} was refused: {error}"
+            self._journal.write("update_refused", text, client_id=call.client)
             raise
         return Admitted(norm, time.time(), partial.read(0, partial.size) if small else b"")
 

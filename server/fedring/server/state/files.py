@@ -34,12 +34,3 @@ def make_durable(file: Any) -> None:
     """Make all that was written to an open file durable."""
     file.flush()
     os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Make a file's bytes, or the names in a folder, durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
