@@ -1,5 +1,6 @@
 """Mistakes and failures over the ring: every rank raises in time, and its error names the rank at fault."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ from tests.system.ring_scripts import failures, ranks
 def test_all_ranks_raise_if_they_run_different_collectives(body: ranks.Body, tmp_path: Path) -> None:
     errors = ranks.run(body, 3, tmp_path)
     assert [error["kind"] for error in errors] == ["Mismatch"] * 3, errors
+    for error in errors:
+        sides = re.match(r"rank \d runs (\S.+), and rank \d runs (\S.+) \(key \S+\)", error["text"])
+        assert sides is not None, errors
+        assert "another operation" not in sides[1]
+        assert sides[1] != sides[2]
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def test_a_peer_that_speaks_the_protocol_takes_part(pair: Pair) -> None:
     hello, data = (read(pair.impostor.received.get(timeout=SECONDS)) for _ in range(2))
     assert (hello.head.kind, hello.head.sequence) == (pb.FRAME_KIND_HELLO, 0)
     assert (data.head.kind, data.head.sequence, data.head.signature) == (pb.FRAME_KIND_DATA, 1, SIGNATURE)
+    assert data.head.what == WHAT
     assert bytes(data.payload) == memory(torch.ones(4)).tobytes()
 
 
@@ -131,12 +132,28 @@ def test_a_payload_of_another_size_is_a_mismatch(pair: Pair, payload: bytes) -> 
     assert raised.value.rank == 1
 
 
-def test_another_operation_under_the_same_key_is_a_mismatch(pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("sent", "named"),
+    [("broadcast torch.float32 [4] from 0", "broadcast torch.float32 [4] from 0"), ("", "another operation"),
+     ("barrier\nERROR", "another operation")],
+)  # fmt: skip
+def test_a_mismatch_names_what_each_side_runs(pair: Pair, sent: str, named: str) -> None:
     operation = pair.allreduce()
-    pair.answer(signature=1)
-    with pytest.raises(Mismatch, match="rank 1 runs another operation"):
+    pair.answer(signature=1, what=sent)
+    with pytest.raises(Mismatch) as raised:
         operation.wait(SECONDS)
+    assert str(raised.value) == f"rank 1 runs {named}, and rank 0 runs {WHAT} (key 0)"
+    assert raised.value.rank == 1
     assert pair.values.tolist() == [1.0] * 4
+
+
+def test_a_timeout_names_what_the_late_rank_has_started_instead(pair: Pair) -> None:
+    pair.answer(key="1>0#7.0", what="message torch.float32 [4]")
+    pair.wait_until_handled()
+    with pytest.raises(CollectiveTimeout) as raised:
+        allreduce(pair.group, pair.values, timeout=0.1).wait(SECONDS)
+    instead = "it runs message torch.float32 [4], which rank 0 has not started"
+    assert str(raised.value) == f"rank 1 sent nothing for {WHAT} within the timeout of 0.1 s; {instead}"
 
 
 @pytest.mark.parametrize("message", [b"", b"no frame", b"\x0a\x02\x08\x02"])
@@ -279,15 +296,6 @@ def test_with_frame_checksum_hello_carries_a_checksum_and_needs_one() -> None:
         allreduce(group, torch.ones(4)).wait(SECONDS)
     endpoint.close()
     without.close()
-
-
-def test_mismatched_operations_raise_on_every_rank() -> None:
-    with world(3) as ring:
-        lengths = (4, 4, 5)
-        running = [allreduce(group, torch.ones(n)) for group, n in zip(ring.groups, lengths, strict=True)]
-        for operation in running:
-            with pytest.raises(Mismatch):
-                operation.wait(SECONDS)
 
 
 @pytest.mark.slow

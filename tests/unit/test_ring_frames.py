@@ -5,7 +5,7 @@ import pytest
 
 from fedring.ring.engine.operation import MAX_KEY, Scope, inside, next_key
 from fedring.ring.errors import BadFrame
-from fedring.ring.transport.frames import MAX_MESSAGE, MAX_PAYLOAD, read, write
+from fedring.ring.transport.frames import MAX_MESSAGE, MAX_PAYLOAD, fitting_what, read, write
 from fedring.v1 import peer_pb2 as pb
 
 MAX_U32 = 2**32 - 1
@@ -21,6 +21,20 @@ def largest_head() -> pb.Head:
 def test_the_largest_head_fits() -> None:
     head = largest_head()
     assert read(write(head, b"payload", checksum=True)).head.key == head.key
+
+
+@pytest.mark.parametrize("length", [1, MAX_KEY])
+def test_the_largest_head_of_a_first_part_fits_with_the_start_of_the_description(length: int) -> None:
+    head = largest_head()
+    head.key, head.part = "k" * length, 0
+    head.what = fitting_what("w" * 1000, head.key)
+    assert len(head.what) >= 10
+    assert read(write(head, b"payload", checksum=True)).head.what == head.what
+
+
+def test_the_whole_description_of_a_usual_operation_fits() -> None:
+    what = "allreduce sum torch.float32 [104857600] as torch.bfloat16"
+    assert fitting_what(what, "123456") == what
 
 
 def test_a_payload_of_the_largest_size_passes_and_one_byte_more_does_not() -> None:

@@ -20,6 +20,8 @@ LOST = PeerLost("rank 2 is lost", rank=2)
 class Wire:
     """A carrier that keeps what it is given."""
 
+    rank = 0
+
     def __init__(self, left: Sequence[int] = ()) -> None:
         self.sends: list[Send] = []
         self.ends = 0

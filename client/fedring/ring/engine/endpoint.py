@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from fedring.ring.engine.group import EarlyFrames, Group
+from fedring.ring.engine.operation import Operation
 from fedring.ring.errors import BY_REASON, BadFrame, CollectiveTimeout, Overrun, PeerLost, RingError
 from fedring.ring.options import RingOptions
 from fedring.ring.transport.channels import Pulse, advertised, dial, is_on_this_host
@@ -354,7 +355,14 @@ class Endpoint:
                 groups = list(self._groups.values())
             for group in groups:
                 if operation := group.overdue(now):
-                    rank = operation.waiting_for
-                    late = f"rank {rank} sent nothing" if rank is not None else "peers took nothing"
-                    limit = f"within the timeout of {operation.timeout:g} s"
-                    self.fail(CollectiveTimeout(f"{late} for {operation.what} {limit}", rank=rank))
+                    self.fail(_timeout(group, operation))
+
+
+def _timeout(group: Group, operation: Operation) -> CollectiveTimeout:
+    """Return the error of an operation whose time is up. It names the rank that the operation waits for."""
+    limit = f"for {operation.what} within the timeout of {operation.timeout:g} s"
+    if (rank := operation.waiting_for) is None:
+        return CollectiveTimeout(f"peers took nothing {limit}")
+    sent = group.sent_instead(rank)
+    instead = f"; it runs {sent}, which rank {group.rank} has not started" if sent else ""
+    return CollectiveTimeout(f"rank {rank} sent nothing {limit}{instead}", rank=rank)

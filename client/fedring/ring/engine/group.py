@@ -11,7 +11,7 @@ from fedring.ring.engine import collectives
 from fedring.ring.engine.operation import MAX_KEY, Kind, Operation, next_key
 from fedring.ring.engine.program import Program, Send
 from fedring.ring.errors import CollectiveTimeout, Overrun, RingError
-from fedring.ring.transport.frames import Frame
+from fedring.ring.transport.frames import Frame, fitting_what
 from fedring.ring.transport.interface import Outgoing
 from fedring.v1 import peer_pb2 as pb
 
@@ -43,6 +43,11 @@ class EarlyFrames(Generic[Key, Sender]):
         self._frames.setdefault(key, []).append((sender, frame))
         self._bytes += frame.cost
         return self._bytes <= self._limit
+
+    def first_from(self, sender: Sender) -> Frame | None:
+        """Return the first frame of a sender that nothing has asked for, if there is one."""
+        came = itertools.chain.from_iterable(self._frames.values())
+        return next((frame for one, frame in came if one == sender), None)
 
     def take(self, key: Key) -> list[tuple[Sender, Frame]]:
         """Remove and return the frames of a key, in the order in which they came."""
@@ -183,6 +188,7 @@ class Group:
             signature=operation.signature,
             tag=send.tag,
             part=send.part,
+            what=fitting_what(operation.what, operation.key) if send.part == 0 else "",
         )
         self._links.send(self.members[send.to], Outgoing(head, send.data, operation.sent))
 
@@ -222,6 +228,12 @@ class Group:
     def overdue(self, now: float) -> Operation | None:
         """Return an operation whose time is up, if there is one."""
         return next((operation for operation in self._operations() if operation.is_overdue(now)), None)
+
+    def sent_instead(self, rank: int) -> str:
+        """Return what operation that has not started here the rank has sent a frame for, or "" if for none."""
+        with self._lock:
+            frame = self._early.first_from(rank)
+        return (frame.what or "another operation") if frame else ""
 
     def monitored_barrier(self, seconds: float, *, name_all: bool) -> None:
         """Wait until all ranks have reached the barrier. Errors have the words of torch's monitored_barrier.

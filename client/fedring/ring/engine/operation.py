@@ -74,6 +74,8 @@ def next_key(count: Callable[[], int]) -> str:
 class Carrier(Protocol):
     """What an operation needs of its group."""
 
+    rank: int
+
     def send(self, operation: "Operation", send: Send) -> None:
         """Send the bytes; call `operation.sent()` once they are copied."""
 
@@ -95,9 +97,10 @@ class Operation:
     """Runs its program on whatever thread brings what the program waits for.
 
     Args:
-        carrier: Sends what the program sends, and hears of the end. key: Names the operation, equal on all ranks. what:
-        What the operation is, with dtype and lengths, equal on all ranks. Its CRC-32 is sent in every frame, so the
-            text is part of the protocol.
+        carrier: Sends what the program sends, and hears of the end.
+        key: Names the operation, equal on all ranks.
+        what: What the operation is, with dtype and lengths, equal on all ranks. Its CRC-32 is sent in every frame, so
+            the text is part of the protocol.
         program: This rank's program.
         kind: What the operation is for.
         timeout: Seconds that it may take.
@@ -114,7 +117,7 @@ class Operation:
         self.error: RingError | None = None
         self._carrier = carrier
         self._lock = threading.Lock()
-        self._stepper = Stepper(program, what=what, key=key, signature=self.signature)
+        self._stepper = Stepper(program, what=what, key=key, rank=carrier.rank, signature=self.signature)
         self._idle_since = 0.0  # when it began to wait for a rank that may not have begun; 0 = it does not
         self._count = threading.Lock()
         self._unsent = 1  # the program itself counts as one, until it ends

@@ -52,14 +52,15 @@ class Stepper:
         program: The program, which has not begun.
         what: What the operation is, equal on all ranks; for errors.
         key: The operation's key; for errors.
+        rank: This worker's rank; for errors.
         signature: What every frame of the operation must carry.
     """
 
-    def __init__(self, program: Program, *, what: str, key: str, signature: int) -> None:
+    def __init__(self, program: Program, *, what: str, key: str, rank: int, signature: int) -> None:
         self.waiting: Receive | None = None  # what the program waits for
         self.ended = False
         self._program = program
-        self._what, self._key, self._signature = what, key, signature
+        self._what, self._key, self._rank, self._signature = what, key, rank, signature
         self._inbox: dict[tuple[int, int, int], memoryview] = {}
 
     @property
@@ -77,7 +78,8 @@ class Stepper:
         head = frame.head
         place = (source, head.tag, head.part)
         if head.signature != self._signature:
-            raise Mismatch(f"rank {source} runs another operation than {self._what} (key {self._key})", rank=source)
+            here = f"rank {self._rank} runs {self._what} (key {self._key})"
+            raise Mismatch(f"rank {source} runs {frame.what or 'another operation'}, and {here}", rank=source)
         if place in self._inbox:
             raise BadFrame(f"rank {source} sent part {head.part} of step {head.tag} of {self._what} twice", rank=source)
         self._inbox[place] = frame.payload

@@ -25,6 +25,7 @@ GRPC_PREFIX = 5
 _HEAD, _PADDING, _PAYLOAD = 0x0A, 0x12, 0x1A  # field number << 3 | 2
 _ALIGN = 16
 _MAX_HEAD = 127  # so that its length is one byte
+_TEXTS = 74  # characters of a head's texts, all ASCII, beside which the largest numbers of a first part fit
 _OVERHEAD = 1024  # bytes of memory that a frame takes besides its payload, at most
 
 
@@ -39,6 +40,16 @@ class Frame:
     def cost(self) -> int:
         """Bytes of memory that the frame takes, estimated from above."""
         return _OVERHEAD + len(self.payload)
+
+    @property
+    def what(self) -> str:
+        """What its sender says the operation is, for errors; "" if that is not there, or cannot be printed."""
+        return self.head.what if self.head.what.isprintable() else ""
+
+
+def fitting_what(what: str, key: str) -> str:
+    """Return as much of an operation's description as fits a frame's head beside the operation's key."""
+    return what[: _TEXTS - len(key)]
 
 
 def write(head: pb.Head, payload: Bytes = b"", *, checksum: bool = False) -> bytes:
