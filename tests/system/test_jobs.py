@@ -283,15 +283,16 @@ class TestRounds:
         round_events = [event for event in events if event.kind.startswith("round_")]
         first, second = (round_.round for round_ in reversed(control.rounds(job_id=job_id)))
         readiness = "ready=1/2 (min=2, barrier matched)"
+        hint = "; one more client is needed: `fl-client server=ADDRESS client_id=NAME` starts one"
         assert [event.text for event in round_events] == [
             f"round {first} waits for clients: {readiness}",
-            f"round {first} was abandoned: barrier_timeout: {readiness}",
+            f"round {first} was abandoned: barrier_timeout: {readiness}{hint}",
             f"round {second} waits for clients: {readiness}",
-            f"round {second} was abandoned: barrier_timeout: {readiness}",
+            f"round {second} was abandoned: barrier_timeout: {readiness}{hint}",
         ]
         job = control.job(job_id)
         assert job.state == "failed"
-        assert job.reason == "barrier_timeout: ready=1/2 (min=2, barrier matched)"
+        assert job.reason == f"barrier_timeout: {readiness}{hint}"
         rounds = control.rounds(job_id=job_id)
         assert [(round_.phase, round_.reason) for round_ in rounds] == [("abandoned", "barrier_timeout")] * 2
 

@@ -14,7 +14,7 @@ from fedring.rpc.boundary import Boundary
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import reason_of
 from fedring.rpc.identity import IDENTITY, Identity, Role, parse_uri, peer_name, uri_of
-from fedring.server.guard.auth import REASONS, Auth, AuthCounts, PortPolicy
+from fedring.server.guard.auth import _READS, _VERBS, REASONS, Auth, AuthCounts, PortPolicy
 from fedring.server.guard.ports import AuditLog
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
@@ -96,11 +96,13 @@ async def test_a_verb_that_fails_is_audited_and_a_verb_that_only_reads_is_not(se
         "internal",
     )
     (line,) = [json.loads(line) for line in path.read_text().splitlines()]
-    assert (line["identity"], line["verb"], line["result"]) == (
-        "fedring://operator/ann",
-        "/fedring.v1.ControlService/StopJob",
-        "failed",
-    )
+    assert (line["identity"], line["verb"], line["result"]) == ("fedring://operator/ann", "stop", "failed")
+
+
+def test_every_call_of_operators_that_is_audited_has_the_name_of_a_verb() -> None:
+    services = [pb.DESCRIPTOR.services_by_name[name] for name in ("ControlService", "TokenService")]
+    calls = {method.name for service in services for method in service.methods}
+    assert {call for call in calls if not call.startswith(_READS)} == set(_VERBS)
 
 
 def test_every_reason_has_a_count_from_the_start() -> None:

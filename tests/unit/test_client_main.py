@@ -37,10 +37,10 @@ def test_file_overrides_and_flags_make_one_configuration(tmp_path: Path) -> None
     file.write_text('client_id = "of-file"\nserver = "127.0.0.1:1"\nthreads = 3\n')
     code, output = run(str(file), "threads=5", "--partition", "2/4", "--client-id", "of-flag", "--print-config")
     assert code == Exit.OK
-    assert 'client_id = "of-flag"  # flag' in output
+    assert 'client_id = "of-flag"  # the command line' in output
     assert f'server = "127.0.0.1:1"  # file {file}' in output
-    assert "threads = 5  # override" in output
-    assert "partition_index = 2  # flag" in output
+    assert "threads = 5  # the command line" in output
+    assert "partition_index = 2  # the command line" in output
 
 
 @pytest.mark.parametrize(

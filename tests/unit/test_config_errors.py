@@ -76,26 +76,26 @@ def test_a_variable_may_be_in_lower_case(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("job=x", "job (from override): must be a table of keys, such as job.name"),
-        ("job.server_optimizer=x", "job.server_optimizer (from override): must be a table of keys, such as "),
-        ("tls=[1]", "tls (from override): must be a table of keys, such as tls.cert"),
-        ("job.model_args=x", "job.model_args (from override): must be a table of keys"),
-        ("trusted=fedring", 'trusted (from override): must be a list, such as ["a", "b"]'),
+        ("job=x", "job (from the command line): must be a table of keys, such as job.name"),
+        ("job.server_optimizer=x", "job.server_optimizer (from the command line): must be a table of keys, such as "),
+        ("tls=[1]", "tls (from the command line): must be a table of keys, such as tls.cert"),
+        ("job.model_args=x", "job.model_args (from the command line): must be a table of keys"),
+        ("trusted=fedring", 'trusted (from the command line): must be a list, such as ["a", "b"]'),
         ("trusted=[1]", 'trusted.0: must be text: "1", with the quotes'),
-        ("threads=x", "threads (from override): must be a whole number"),
-        ("job.rounds=1.5", "job.rounds (from override): must be a whole number"),
-        ("job.rounds=0", "job.rounds (from override): must be greater than or equal to 1"),
-        ("job.lr=x", "job.lr (from override): must be a number"),
-        ("job.lr=nan", "job.lr (from override): must be a finite number"),
-        ("insecure=perhaps", "insecure (from override): must be true or false"),
-        ("data_root=3", "data_root (from override): must be a path"),
-        ("web_host=", "web_host (from override): must have at least 1 character"),
-        ("log_level=loud", "log_level (from override): must be 'debug', 'info', 'warning' or 'error'"),
+        ("threads=x", "threads (from the command line): must be a whole number"),
+        ("job.rounds=1.5", "job.rounds (from the command line): must be a whole number"),
+        ("job.rounds=0", "job.rounds (from the command line): must be greater than or equal to 1"),
+        ("job.lr=x", "job.lr (from the command line): must be a number"),
+        ("job.lr=nan", "job.lr (from the command line): must be a finite number"),
+        ("insecure=perhaps", "insecure (from the command line): must be true or false"),
+        ("data_root=3", "data_root (from the command line): must be a path"),
+        ("web_host=", "web_host (from the command line): must have at least 1 character"),
+        ("log_level=loud", "log_level (from the command line): must be 'debug', 'info', 'warning' or 'error'"),
         (
             "job.pipeline.micro_batches=x",
-            "job.pipeline.micro_batches (from override): must be a whole number or 'auto'",
+            "job.pipeline.micro_batches (from the command line): must be a whole number or 'auto'",
         ),
-        ("job.pipeline.cut={}", 'job.pipeline.cut (from override): must be text or a list, such as ["a", "b"]'),
+        ("job.pipeline.cut={}", 'job.pipeline.cut (from the command line): must be text or a list, such as ["a", "b"]'),
     ],
 )
 def test_the_error_of_a_wrong_value_says_what_the_value_must_be(override: str, sentence: str) -> None:
@@ -112,5 +112,5 @@ def test_the_error_of_a_pattern_shows_its_description_and_not_the_pattern() -> N
 
 
 def test_one_error_is_shown_and_the_others_are_counted_by_their_keys() -> None:
-    with pytest.raises(ConfigError, match=r"^threads \(from override\): .*; and 1 more$"):
+    with pytest.raises(ConfigError, match=r"^threads \(from the command line\): .*; and 1 more$"):
         load_config(ServerConfig, overrides=["threads=0", "job.pipeline.micro_batches=x"])

@@ -79,7 +79,7 @@ def test_run_prints_plain_lines_where_there_is_no_terminal(server: Server, flctl
     code, out, _ = flctl("run", tmp_path / "job.json")
     assert code == 0
     assert out.splitlines()[0] == "job_started now"
-    assert out.splitlines()[-1] == "job 1 completed: 1 rounds, accuracy 90.00 %"
+    assert out.splitlines()[-1] == "job 1 completed: 1 round, accuracy 90.00 %"
 
 
 def test_run_returns_at_once_with_no_wait(server: Server, flctl: Call, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_status_as_json_has_the_names_of_the_proto(server: Server, flctl: Call) 
 
 def test_status_as_a_table_is_for_people(server: Server, flctl: Call) -> None:
     out = flctl("status")[1]
-    assert "7 published, 2 of 2 clients in, accuracy 90.00 %" in out
+    assert "7 published, 2 of 2 clients delivered, accuracy 90.00 %" in out
     assert "none is running" in out
 
 

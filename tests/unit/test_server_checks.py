@@ -37,6 +37,7 @@ WRONG: list[tuple[Mapping[str, Any], str, str]] = [
 ]
 GOOD: list[Mapping[str, Any]] = [
     {},
+    {"trusted": ["torch"]},  # nobody has asked for the default model, which lies in fedring
     {"init_path": "{tmp}/digits"},
     {"init_path": "{tmp}/vector"},  # if [job] names no model, each job brings its own
     {"init_path": "{tmp}/vector", "job": VECTOR},

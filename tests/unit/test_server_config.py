@@ -14,13 +14,13 @@ from fedring.server.main import load
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("lisen=1:1", "unknown key 'lisen' in override; did you mean 'listen'?"),
-        ("job.epoch=3", "unknown key 'job.epoch' in override; did you mean 'job.epochs'?"),
+        ("lisen=1:1", "unknown key 'lisen' on the command line; did you mean 'listen'?"),
+        ("job.epoch=3", "unknown key 'job.epoch' on the command line; did you mean 'job.epochs'?"),
         ("job.server_optimizer.nam=1", "did you mean 'job.server_optimizer.name'?"),
-        ("qqqq=1", "unknown key 'qqqq' in override; valid keys: listen, "),
-        ("keep_models=0", "keep_models (from override): must be greater than 0"),
-        ("job.lr=-1", "job.lr (from override): must be greater than 0"),
-        ("listen=here", "listen (from override): 'here' is not host:port"),
+        ("qqqq=1", "unknown key 'qqqq' on the command line; valid keys: listen, "),
+        ("keep_models=0", "keep_models (from the command line): must be greater than 0"),
+        ("job.lr=-1", "job.lr (from the command line): must be greater than 0"),
+        ("listen=here", "listen (from the command line): 'here' is not host:port"),
         (
             "listen=0.0.0.0:8443",
             "'0.0.0.0:8443' can be reached from other hosts in plaintext: set tls.cert and tls.key",
@@ -53,8 +53,8 @@ def test_a_later_source_overrides_an_earlier_one_and_each_value_names_its_source
     lines = describe(loaded).splitlines()
     assert f"keep_models = 1  # file {path}" in lines
     assert "job.rounds = 2  # environment" in lines
-    assert "job.lr = 3.0  # override" in lines
-    assert 'state_dir = "x"  # flag' in lines
+    assert "job.lr = 3.0  # the command line" in lines
+    assert 'state_dir = "x"  # the command line' in lines
     assert 'listen = "127.0.0.1:8443"  # default' in lines
 
 

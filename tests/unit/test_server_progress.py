@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import reduce
 from math import inf
 
+import pytest
 from tests.unit.rows import a_model
 
 from fedring.server.round.events import Abandoned, Event, Joined, Matched, Opened, Rules, Started, State
@@ -15,6 +16,7 @@ from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
 OPENED = Opened(7, Rules(min_clients=2))
+LISTEN = "10.0.0.5:8443"
 
 
 def after(*events: Event, state: State | None = None) -> State:
@@ -55,17 +57,32 @@ class TestWhyARoundWasAbandoned:
     def test_after_a_timeout_of_the_barrier_all_clients_that_were_not_ready_are_named(self) -> None:
         state = after(Matched("a"), Joined("b"), OPENED, Abandoned("barrier_timeout"))
         expected = "barrier_timeout: ready=1/2 (min=2, barrier matched), without b, zoe"
-        assert why_abandoned(opened(), state, ("a", "zoe")) == expected
+        assert why_abandoned(opened(), state, ("a", "zoe"), LISTEN) == expected
+
+    @pytest.mark.parametrize(
+        ("min_clients", "listen", "hint"),
+        [
+            (2, LISTEN, "one more client is needed: `fl-client server=10.0.0.5:8443 client_id=NAME` starts one"),
+            (4, "0.0.0.0:8443", "3 more clients are needed: `fl-client server=HOST:8443 client_id=NAME` starts one"),
+            (2, "127.0.0.1:0", "one more client is needed: `fl-client server=ADDRESS client_id=NAME` starts one"),
+        ],
+    )
+    def test_if_too_few_clients_are_known_the_command_that_starts_one_is_named(
+        self, min_clients: int, listen: str, hint: str
+    ) -> None:
+        opened_round = replace(OPENED, rules=replace(OPENED.rules, min_clients=min_clients))
+        state = after(Matched("a"), opened_round, Abandoned("barrier_timeout"))
+        assert why_abandoned(opened(), state, (), listen).endswith(f"; {hint}")
 
     def test_if_many_clients_are_missing_some_of_them_are_named(self) -> None:
         names = [f"client-{number:02}" for number in range(13)]
         state = after(OPENED, Started(frozenset(names)), Abandoned("too_few_clients"))
-        text = why_abandoned(opened(*names), state, ())
+        text = why_abandoned(opened(*names), state, (), LISTEN)
         assert text == f"too_few_clients: 0 of 13 delivered, without {', '.join(names[:10])} and 3 more"
 
     def test_the_failure_of_a_client_is_given_as_the_cause(self) -> None:
         state = after(Matched("a"), OPENED, Started(frozenset("a")), Abandoned("too_few_clients"))
         open_ = opened("a", failures=("a could not train: no_data: Set data_root.", "b could not, either"))
         expected = "too_few_clients: a could not train: no_data: Set data_root. (and 1 more)"
-        assert why_abandoned(open_, state, ()) == expected
-        assert why_abandoned(open_, after(OPENED, Abandoned("stopped")), ()) == "stopped"
+        assert why_abandoned(open_, state, (), LISTEN) == expected
+        assert why_abandoned(open_, after(OPENED, Abandoned("stopped")), (), LISTEN) == "stopped"

@@ -60,6 +60,24 @@ def test_a_name_that_is_not_module_and_attribute_is_refused(name: str) -> None:
     assert refusal(name).reason == "bad_name"
 
 
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("resnet18", "torchvision:resnet18"),
+        ("digits_mlp", "fedring.train.models:digits_mlp"),
+        ("mnist", "fedring.data:mnist"),
+        ("cross_entropy", "fedring.train.losses:cross_entropy"),
+    ],
+)
+def test_a_name_without_its_module_is_completed(name: str, whole: str) -> None:
+    assert str(refusal(name)).endswith(f"is not of the form module:attribute: did you mean {whole}?")
+
+
+def test_only_a_name_that_is_near_is_suggested() -> None:
+    assert str(refusal("torchvision:resnet81")).endswith("did you mean torchvision:resnet18?")
+    assert str(refusal("torchvision:transformer")).endswith("correct the name.")
+
+
 def test_a_missing_module_is_named() -> None:
     error = refusal("fedring.nothing:model")
     assert error.reason == "no_module"

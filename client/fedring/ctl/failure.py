@@ -5,6 +5,7 @@ from grpc import StatusCode
 
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import status_of
+from fedring.rpc.probe import Listener, listener_at
 
 
 class Failure(Exception):
@@ -22,6 +23,11 @@ class Unreachable(Failure):
         super().__init__(sentence, Exit.UNAVAILABLE)
 
 
+_WHY = {
+    Listener.NOBODY: ("is it running? Start it with `fl-server`, or name its control_listen address with --server"),
+    Listener.TLS: "it speaks TLS: give --tls-ca, and --tls-cert with --tls-key or --token-file",
+    Listener.PLAINTEXT: "something else listens there, or a server that does not answer",
+}
 _EXITS = {
     StatusCode.INVALID_ARGUMENT: Exit.USAGE,
     StatusCode.NOT_FOUND: Exit.USAGE,
@@ -45,14 +51,12 @@ def failure_of(error: grpc.RpcError, address: str, *, named: bool = True) -> Fai
     status = status_of(error)
     details = (error.details() or "") if isinstance(error, grpc.Call) else str(error)
     match status:
+        case StatusCode.UNAVAILABLE if "WRONG_VERSION_NUMBER" in details:
+            return Unreachable(f"{address} speaks plaintext, and flctl was told to use TLS: leave out --tls-ca")
         case StatusCode.UNAVAILABLE if "handshake" in details.lower() or "certificate" in details.lower():
             return Unreachable(f"no TLS connection with {address}: {details}: check --tls-ca, --tls-cert and --tls-key")
         case StatusCode.UNAVAILABLE:
-            return Unreachable(
-                f"cannot reach fl-server's control port at {address}: is it running? "
-                "Start it with `fl-server`, or name its control_listen address with --server; if it speaks TLS, "
-                "give --tls-ca, and --tls-cert with --tls-key or --token-file"
-            )
+            return Unreachable(f"cannot reach fl-server's control port at {address}: {_WHY[listener_at(address)]}")
         case StatusCode.UNIMPLEMENTED:
             return Failure(
                 f"{address} is not fl-server's control port: is it the port for clients? "

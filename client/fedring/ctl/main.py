@@ -27,6 +27,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Start here:\n\nflctl demo\n\nflctl help exit-codes",
 )
+_MOVABLE = ("-s", "--server", "-o", "--output", "--tls-ca", "--tls-cert", "--tls-key", "--token-file")
+
 clients_app = typer.Typer()
 models_app = typer.Typer(no_args_is_help=True, help="List the versions of the model, and export one.")
 bench_app = typer.Typer(no_args_is_help=True, help="Compare encodings or hooks by training with each of them.")
@@ -209,13 +211,15 @@ def _flctl(
     """Operate an fl-server: run jobs, follow their rounds, export models, and give clients access.
 
     `flctl demo` needs no configuration: it starts a server and clients on this machine and trains a small model.
+
+    The options --server, --output, --tls-ca, --tls-cert, --tls-key and --token-file of a verb may also stand before it.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run flctl with these arguments, by default those of the command line, and return the exit code."""
     try:
-        app(arguments, prog_name="flctl")
+        app(_behind_the_verb(sys.argv[1:] if arguments is None else arguments), prog_name="flctl")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else Exit.OK if end.code is None else Exit.FAILED
     except Failure as failure:
@@ -227,6 +231,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _print_error(Failure(f"{error.filename}: {error.strerror}"), Exit.FAILED)
     return Exit.OK
+
+
+def _behind_the_verb(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the options of verbs that stand before the verb moved to the end, where they belong."""
+    rest, moved = list(arguments), list[str]()
+    while rest and rest[0].partition("=")[0] in _MOVABLE:
+        count = 1 if "=" in rest[0] else 2
+        moved, rest = moved + rest[:count], rest[count:]
+    end = rest.index("--") if "--" in rest else len(rest)
+    return [*rest[:end], *moved, *rest[end:]] if rest else list(arguments)
 
 
 def _print_error(error: Exception, code: Exit) -> int:

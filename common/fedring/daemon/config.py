@@ -19,6 +19,9 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 
 from fedring.daemon.wording import either, word
 
+COMMAND_LINE = "the command line"
+_NEAR = 0.7  # how similar a key must be to be suggested, from 0 to 1
+
 
 class ConfigError(Exception):
     """The configuration is wrong; the text says what, and where, in one sentence."""
@@ -56,8 +59,8 @@ def load_config(
     layers = [
         (f"file {path}", read_document(path) if path else {}),
         ("environment", _environment(model)),
-        ("override", parse_overrides(overrides)),
-        ("flag", {key: value for key, value in (flags or {}).items() if value is not None}),
+        (COMMAND_LINE, parse_overrides(overrides)),
+        (COMMAND_LINE, {key: value for key, value in (flags or {}).items() if value is not None}),
     ]
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -132,9 +135,10 @@ def check_keys(model: type[BaseModel], table: Mapping[str, Any], *, where: str, 
     for key, value in table.items():
         field = model.model_fields.get(key)
         if field is None:
-            near = difflib.get_close_matches(key, model.model_fields, 1, 0.5)
-            hint = f"; did you mean {prefix + near[0]!r}?" if near else f"; valid keys: {', '.join(model.model_fields)}"
-            raise ConfigError(f"unknown key {prefix + key!r} in {where}{hint}")
+            near = [repr(prefix + name) for name in difflib.get_close_matches(key, model.model_fields, 2, _NEAR)]
+            hint = f"; did you mean {either(near)}?" if near else f"; valid keys: {', '.join(model.model_fields)}"
+            place = f"{'on' if where == COMMAND_LINE else 'in'} {where}"
+            raise ConfigError(f"unknown key {prefix + key!r} {place}{hint}")
         inner = _table_of(field.annotation)
         if inner and isinstance(value, Mapping):
             check_keys(inner, value, where=where, prefix=f"{prefix}{key}.")

@@ -16,6 +16,9 @@ from torch import nn
 from fedring import vision
 from fedring.train.errors import SeamError
 
+_USUAL_MODULES = ("fedring.train.models", "fedring.data", "fedring.train.losses", "fedring.train.optimizers")
+_NEAR = 0.7  # how similar a name must be to be suggested, from 0 to 1
+
 
 def resolve(name: str, trusted: Sequence[str]) -> Any:
     """Import the callable that a job names.
@@ -29,7 +32,7 @@ def resolve(name: str, trusted: Sequence[str]) -> Any:
     """
     module_name, colon, attribute = name.partition(":")
     if not colon or not attribute.isidentifier() or not all(p.isidentifier() for p in module_name.split(".")):
-        raise SeamError("bad_name", f"The name {name!r} is not of the form module:attribute.")
+        raise SeamError("bad_name", f"The name {name!r} is not of the form module:attribute{_with_module(name)}")
     _check_trusted(module_name, trusted, name)
     if module_name == "torchvision":
         return _torchvision_model(attribute)
@@ -107,8 +110,22 @@ def _torchvision_model(attribute: str) -> Callable[..., Any]:
     return build
 
 
+def _with_module(attribute: str) -> str:
+    """Return which of the usual modules has the attribute, as the end of a sentence."""
+    for module_name in _USUAL_MODULES:
+        if not attribute.startswith("_") and hasattr(importlib.import_module(module_name), attribute):
+            return f": did you mean {module_name}:{attribute}?"
+    try:
+        vision.load()
+    except ImportError:
+        return "."
+    from torchvision import models
+
+    return f": did you mean torchvision:{attribute}?" if attribute in models.list_models(module=models) else "."
+
+
 def _missing(name: str, module_name: str, attribute: str, known: Iterable[str]) -> str:
-    near = get_close_matches(attribute, [k for k in known if not k.startswith("_")], n=1)
+    near = get_close_matches(attribute, [k for k in known if not k.startswith("_")], n=1, cutoff=_NEAR)
     advice = f"did you mean {name.partition(':')[0]}:{near[0]}?" if near else "correct the name."
     return f"There is no {attribute} in {module_name}: {advice}"
 

@@ -14,7 +14,7 @@ from math import nan
 from pathlib import Path
 from typing import Annotated, Any
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported; our own log says what matters
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported; our own log says what matters
 
 import typer
 from grpc import aio

@@ -20,9 +20,10 @@ def check(config: ServerConfig) -> None:
 def check_names(config: ServerConfig) -> Iterator[Check]:
     """Return what is wrong with what the server itself uses; what only its clients import does not count."""
     job = config.job
-    model = check_name("job.model", job.model, config.trusted)
-    yield from _check_init_path(config, fits="model" in job.model_fields_set and model.level is Level.OK)
-    yield model
+    model, named = check_name("job.model", job.model, config.trusted), "model" in job.model_fields_set
+    yield from _check_init_path(config, fits=named and model.level is Level.OK)
+    if named or model.level is Level.OK:  # nobody has asked for the default model, and each job may name its own
+        yield model
     yield from _check_optimizer(job)
     if job.evaluate_on_server:
         yield from check_data_root(config.data_root)

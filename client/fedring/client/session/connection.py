@@ -18,7 +18,7 @@ from fedring.client.session.resume_secret import ResumeSecret
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.daemon.tracing import trace_metadata
-from fedring.rpc.channel import open_channel
+from fedring.rpc.channel import encrypts, open_channel
 from fedring.rpc.chunks import part_parser, serialize
 from fedring.rpc.contract import PROTOCOL, SESSION_KEY
 from fedring.rpc.errors import FedringError, Unavailable, reason_of, status_of
@@ -89,6 +89,7 @@ class Connection:
 
     def __init__(self, config: ClientConfig, metrics: ClientMetrics) -> None:
         self.address = config.server
+        self.encrypted = encrypts(config.server, config.tls)
         self.client_id = config.client_id
         self.metrics = metrics
         self.session = pb.JoinReply()  # the answer to the newest Join

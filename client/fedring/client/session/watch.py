@@ -20,12 +20,14 @@ from fedring.rpc.errors import (
     IdInUse,
     Superseded,
     Unavailable,
+    UnknownMethod,
     UnknownRound,
     reason_of,
     retry_seconds_of,
     status_of,
 )
 from fedring.rpc.health import Health
+from fedring.rpc.probe import Listener, listener_at
 from fedring.rpc.streams import TimedStream
 from fedring.v1 import federation_pb2 as pb
 
@@ -74,7 +76,7 @@ class ClientSession:
         Raises:
             Refused: If the server will never give this client a session again.
         """
-        backoff, wait = Backoff(), False
+        backoff, wait, listener = Backoff(), False, Listener.NOBODY
         while True:
             lost: Lost | None
             try:
@@ -89,7 +91,9 @@ class ClientSession:
             await self._health.set(serving=False)
             wait = lost is not None and _unreachable(lost)
             left = self._seconds_left(lost)
-            self._say(*self._explain(lost))
+            if wait and self._state != "unreachable":
+                listener = await asyncio.to_thread(listener_at, self._connection.address)
+            self._say(*self._explain(lost, listener))
             if lost is not None and is_doubtful(lost):
                 await self._connection.reconnect()
             with suppress(Unavailable), stray_cancellation():
@@ -235,22 +239,35 @@ class ClientSession:
                 self.inbox.end(event.round_ended.round, event.round_ended.reason)
         return None
 
-    def _explain(self, lost: Lost | None) -> tuple[str, str]:
-        """Return the new state and a sentence for it."""
+    def _explain(self, lost: Lost | None, listener: Listener) -> tuple[str, str]:
+        """Return the new state and a sentence for it, given what listens at the server's address if no call arrives."""
         address = self._connection.address
         if lost is None or isinstance(lost, Unavailable):
             return "closed", f"fl-server at {address} closed the session; joining again"
         if isinstance(lost, FedringError):
             return "silent", f"fl-server at {address} does not answer ({lost}); joining again"
         if _unreachable(lost):
-            return "unreachable", f"cannot reach fl-server at {address}; still trying: {lost.details()}"
+            return "unreachable", f"cannot reach fl-server at {address}; still trying: {self._obstacle(lost, listener)}"
         if _is(lost, IdInUse):
             name, seconds = self._connection.client_id, retry_seconds_of(lost)
             return "in_use", f"fl-server at {address} has another session of {name!r}; trying for {seconds:g} s"
+        if _is(lost, UnknownMethod):
+            port = "fl-server's port for flctl, its control_listen: name its `listen` address as `server`"
+            return "wrong_port", f"{address} is {port}; still trying"
         if status_of(lost) is StatusCode.UNIMPLEMENTED:
             return "no_server", f"the program at {address} is not fl-server: check `server`; still trying"
         sentence = f"fl-server at {address} answered {reason_of(lost)}; still trying: {lost.details()}"
         return status_of(lost).name, sentence
+
+    def _obstacle(self, lost: aio.AioRpcError, listener: Listener) -> str:
+        details = lost.details() or ""
+        if listener is Listener.TLS and not self._connection.encrypted:
+            return "it speaks TLS: set tls.ca, and tls.cert with tls.key or token_file"
+        if "WRONG_VERSION_NUMBER" in details:
+            return (
+                "it speaks plaintext, and this client uses TLS: check the addresses and the table `tls` of both sides"
+            )
+        return details
 
     def _say(self, state: str, sentence: str) -> None:
         """Log and tell a change of state, once, however many attempts follow."""

@@ -12,8 +12,8 @@ from fedring.ctl.control import Control, Events
 from fedring.ctl.failure import Failure
 from fedring.ctl.operate.event_display import display
 from fedring.ctl.options import DEFAULT_SERVER, KeyOption, OutputOption, ServerOption
-from fedring.ctl.output import Output, percent, print_json, to_dict
-from fedring.daemon.config import ConfigError, check_keys, explain, merge, parse_overrides, read_document
+from fedring.ctl.output import Output, counted, percent, print_json, to_dict
+from fedring.daemon.config import COMMAND_LINE, ConfigError, check_keys, explain, merge, parse_overrides, read_document
 from fedring.daemon.exits import Exit
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
@@ -93,7 +93,7 @@ def job_of(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
         _check(table, where=str(path))
     try:
         given = parse_overrides(overrides)
-        _check(given, where="the command line")
+        _check(given, where=COMMAND_LINE)
     except ConfigError as error:
         raise Failure(f"{error}", Exit.USAGE) from error
     return merge(table, given)
@@ -134,4 +134,5 @@ def _follow(control: Control, reply: pb.StartReply, events: Events, output: Outp
         raise Failure(f"job {job_id} {job.state}{': ' + job.reason if job.reason else ''}")
     if output is Output.TABLE:
         accuracies = [model.accuracy for model in control.models(limit=1) if model.HasField("accuracy")]
-        print(f"job {job_id} completed: {job.rounds_done} rounds, accuracy {percent(next(iter(accuracies), None))}")
+        accuracy = percent(next(iter(accuracies), None))
+        print(f"job {job_id} completed: {counted(job.rounds_done, 'round')}, accuracy {accuracy}")

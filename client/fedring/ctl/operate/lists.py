@@ -11,7 +11,7 @@ from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
 from fedring.ctl.operate import round_figures
 from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption, check_out_file
-from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, to_dict
+from fedring.ctl.output import Output, counted, duration, number, percent, print_json, print_table, size, to_dict
 from fedring.daemon.exits import Exit
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fb
@@ -36,11 +36,11 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
         now = control.status()
     if output is Output.JSON:
         return print_json(to_dict(now))
-    job = f"{now.job.job_id} {now.job.name}, {now.job.rounds_done} of {now.job.rounds} rounds done"
+    job = f"{now.job.job_id} {now.job.name}, {now.job.rounds_done} of {counted(now.job.rounds, 'round')} done"
     rows = [
         ("server", f"{now.version}, run {now.run_id}, up {duration(now.uptime_seconds)}"),
         ("job", job if now.HasField("job") else "none is running"),
-        ("queued", f"{now.jobs_queued} jobs"),
+        ("queued", counted(now.jobs_queued, "job")),
         ("round", _round_sentence(now.round) if now.HasField("round") else "none yet"),
         ("clients", f"{now.clients_watching} in session"),
         ("model", f"version {now.model_version}" if now.model_version else "none yet"),
@@ -82,7 +82,7 @@ def clients(
         for client in known
     ]
     columns = ("client", "state", "does", "progress>", "updates>", "last seen", "address", "software")
-    print_table(f"{len(rows)} clients", columns, rows)
+    print_table(counted(len(rows), "client"), columns, rows)
 
 
 def forget(
@@ -115,7 +115,7 @@ def rounds(
         known = control.rounds(limit=limit, job_id=job)
     if output is Output.JSON:
         return print_json(to_dict(pb.RoundList(rounds=known)))
-    print_table(f"{len(known)} rounds", ROUND_COLUMNS, [round_row(round_) for round_ in known])
+    print_table(counted(len(known), "round"), ROUND_COLUMNS, [round_row(round_) for round_ in known])
 
 
 def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
@@ -210,7 +210,9 @@ def _show_round(round_: pb.Round, output: Output) -> None:
 
 
 def _round_sentence(round_: pb.Round) -> str:
-    sentence = f"{round_.round} {round_.phase}, {round_.delivered} of {round_.selected} clients in"
+    if round_.phase == "waiting":
+        return f"{round_.round} waits for clients"
+    sentence = f"{round_.round} {round_.phase}, {round_.delivered} of {counted(round_.selected, 'client')} delivered"
     if round_.eval_total:
         sentence += f", accuracy {percent(round_figures.accuracy(round_))}"
     return sentence + (f", {round_.reason}" if round_.reason else "")

@@ -12,7 +12,7 @@ from fedring.ctl.control import Control
 from fedring.ctl.operate.event_display import json_line, plain_line
 from fedring.ctl.operate.lists import ROUND_COLUMNS, round_row
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
-from fedring.ctl.output import Output, make_table, stdout_console
+from fedring.ctl.output import Output, counted, make_table, stdout_console
 from fedring.v1 import control_pb2 as pb
 
 _ROUNDS, _LINES = 12, 5
@@ -51,8 +51,8 @@ class Board:
         """Return what the screen shows now."""
         now = self.status
         job = now.job
-        work = f"job {job.job_id} {job.name}, {job.rounds} rounds" if now.HasField("job") else "no job"
-        title = f"{self.address}   {now.clients_watching} clients   model {now.model_version}   {work}"
+        work = f"job {job.job_id} {job.name}, {counted(job.rounds, 'round')}" if now.HasField("job") else "no job"
+        title = f"{self.address}   {counted(now.clients_watching, 'client')}   model {now.model_version}   {work}"
         rows = [round_row(self.rounds[number]) for number in sorted(self.rounds, reverse=True)]
         return Group(make_table(title, ROUND_COLUMNS, rows), *(Text(line, style="dim") for line in self.lines))
 

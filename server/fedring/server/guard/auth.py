@@ -35,7 +35,18 @@ _MOST_PEERS = 1 << 16
 _CLIENTS = {"TrainCmdService", "ModelBlobService", "ClientUpdateService", "RendezvousService"}
 _OPERATORS = {"ControlService", "TokenService"}
 _ANYBODY = {"grpc.health.v1.Health"}
-_READS = ("Get", "List", "Watch")  # verbs that change nothing, so they are not written to the audit log
+_READS = ("Get", "List", "Watch")  # calls that change nothing, so they are not written to the audit log
+_VERBS = {
+    "StartRound": "start-round",
+    "StartJob": "run",
+    "StopRound": "stop --round",
+    "StopJob": "stop",
+    "ForgetClient": "clients forget",
+    "ExportModel": "models export",
+    "CreateToken": "token create",
+    "RevokeToken": "token revoke",
+}
+"""What flctl calls the calls that are written to the audit log."""
 
 
 class AuthCounts:
@@ -138,19 +149,19 @@ class Auth(aio.ServerInterceptor):
     tally: AuthCounts = field(default_factory=AuthCounts)
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
-        method = verb = handler_call_details.method
+        method = known = handler_call_details.method
         handler = await continuation(handler_call_details)
         if handler is None:
             # Callers without permission must not learn which methods exist, nor write names of theirs into the log.
-            handler, verb = unknown_method(method), "an unknown method"
+            handler, known = unknown_method(method), "an unknown method"
         kind, _ = FACTORY[handler.request_streaming, handler.response_streaming]
         call = getattr(handler, kind)
-        guarded = around(call, lambda request, context: self._watched(method, request, context, verb=verb))
+        guarded = around(call, lambda request, context: self._watched(method, request, context, known=known))
         return handler._replace(**{kind: guarded})
 
     @asynccontextmanager
-    async def _watched(self, method: str, request: Any, context: Any, *, verb: str) -> AsyncIterator[Any]:
-        """Check the caller before the body runs, set IDENTITY for it, and record the result under `verb`."""
+    async def _watched(self, method: str, request: Any, context: Any, *, known: str) -> AsyncIterator[Any]:
+        """Check the caller before the body runs, set IDENTITY for it, and record the result under the `known` name."""
         who, result, refused = NOBODY, "failed", False
         if self.policy.encrypted:
             self.tally.note_call(context.peer())
@@ -168,7 +179,8 @@ class Auth(aio.ServerInterceptor):
                 self.tally.refused[result] += 1
             raise
         finally:
-            if refused or _is_audited(verb):
+            if refused or _is_audited(known):
+                verb = _VERBS.get(known.rpartition("/")[2], known)
                 self.audit.write(identity=str(who), peer=context.peer(), verb=verb, result=result)
 
 
@@ -195,8 +207,8 @@ def allow(who: Identity, method: str, request: Any) -> None:
 
 
 def _is_audited(method: str) -> bool:
-    verb = method.rpartition("/")[2]
-    return _service_of(method).rpartition(".")[2] in _OPERATORS and not verb.startswith(_READS)
+    call = method.rpartition("/")[2]
+    return _service_of(method).rpartition(".")[2] in _OPERATORS and not call.startswith(_READS)
 
 
 def _service_of(method: str) -> str:

@@ -29,13 +29,14 @@ class RoundProgress:
         return text, inf
 
 
-def why_abandoned(open_: OpenRound, state: State, away: Iterable[str]) -> str:
+def why_abandoned(open_: OpenRound, state: State, away: Iterable[str], listen: str) -> str:
     """Return why the round was abandoned, for people.
 
     Args:
         open_: the round.
         state: the machine's state.
         away: clients that are not in session, and that the barrier could have waited for.
+        listen: the address for clients, as it is configured.
     """
     round_ = state.round
     if round_ is None:
@@ -45,7 +46,8 @@ def why_abandoned(open_: OpenRound, state: State, away: Iterable[str]) -> str:
         return f"{round_.reason}: {open_.failures[0]}{more}"
     if round_.reason == "barrier_timeout":
         missing = sorted({*state.members, *away} - set(rd.ready(state, round_.rules)))
-        return f"barrier_timeout: {_readiness(state, round_.rules)}{_without(missing)}"
+        unknown = round_.rules.min_clients - len({*state.members, *away})
+        return f"barrier_timeout: {_readiness(state, round_.rules)}{_without(missing)}{_to_start(unknown, listen)}"
     if round_.reason == "too_few_clients":
         have, expected = len(round_.delivered), len(round_.selected)
         return f"too_few_clients: {have} of {expected} delivered{_without(open_.missing)}"
@@ -65,6 +67,15 @@ def _progress(state: State) -> str:
 def _readiness(state: State, rules: Rules) -> str:
     have, expected = len(rd.ready(state, rules)), max(len(state.members), rules.min_clients)
     return f"ready={have}/{expected} (min={rules.min_clients}, barrier {rules.barrier})"
+
+
+def _to_start(count: int, listen: str) -> str:
+    """Return how to start as many clients as the server has never seen, if any are needed."""
+    host, _, port = listen.rpartition(":")
+    address = f"HOST:{port}" if host in ("0.0.0.0", "[::]") else listen
+    server = "ADDRESS" if port == "0" else address
+    who = "one more client is" if count == 1 else f"{count} more clients are"
+    return f"; {who} needed: `fl-client server={server} client_id=NAME` starts one" if count > 0 else ""
 
 
 def _without(missing: list[str]) -> str:

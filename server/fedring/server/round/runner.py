@@ -304,7 +304,7 @@ class RoundRunner:
         await facts.keep(facts.db, facts.store.update_round, open_.row)
         self._end_training(open_)
         away = () if open_.row.selected else await facts.db(facts.store.update_counts)
-        reason = why_abandoned(open_, self._rounds.state, away)
+        reason = why_abandoned(open_, self._rounds.state, away, self._config.listen)
         self._rounds.tell("round_abandoned", f"round {round_.number} was abandoned: {reason}")
         return Outcome(published=False, reason=reason, retryable=open_.retryable)
 
