@@ -277,13 +277,15 @@ class TestBadJobs:
 
 
 class TestRounds:
-    def test_a_barrier_that_stays_closed_abandons_the_round(self, control: Control, clients: Clients) -> None:
+    def test_a_barrier_that_stays_closed_abandons_the_round(
+        self, server: Fleet, control: Control, clients: Clients
+    ) -> None:
         clients()
         job_id, events = run(control, min_clients=2, barrier_timeout_seconds=0.3, max_abandoned=2, rounds=5)
         round_events = [event for event in events if event.kind.startswith("round_")]
         first, second = (round_.round for round_ in reversed(control.rounds(job_id=job_id)))
         readiness = "ready=1/2 (min=2, barrier matched)"
-        hint = "; one more client is needed: `fl-client server=ADDRESS client_id=NAME` starts one"
+        hint = f"; one more client is needed: `fl-client server={server.listen} client_id=NAME` starts one"
         assert [event.text for event in round_events] == [
             f"round {first} waits for clients: {readiness}",
             f"round {first} was abandoned: barrier_timeout: {readiness}{hint}",
