@@ -70,6 +70,19 @@ def test_the_demo_trains_and_writes_a_report_a_model_a_plot_and_logs(tmp_path: P
     assert all(map(_gone, _daemons(tmp_path)))
 
 
+def test_a_demo_that_is_kept_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
+    with _demo(tmp_path, "--clients", "1", "--rounds", "1", "--keep") as demo:
+        assert demo.stderr is not None
+        kept = next(line for line in iter(demo.stderr.readline, "") if "go on until Ctrl-C" in line)
+        with Control(kept.split()[-1]) as control:
+            assert control.status().clients_watching == 1
+        daemons = _daemons(tmp_path)
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(PATIENCE) == 0
+    assert len(daemons) == 2
+    assert all(map(_gone, daemons))
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_demo_that_is_interrupted_leaves_no_process(tmp_path: Path, number: int, code: int) -> None:
     with _demo(tmp_path, "--clients", "1", "--rounds", "100000") as demo:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +61,11 @@ def access() -> Access:
 def connect(server: str) -> Control:
     """Connect to the control port at the address `server`, with the identity of the running verb's user."""
     return Control(server, channel=access().channel(server))
+
+
+def access_of(parameters: Mapping[str, Any]) -> Access:
+    """Return what a verb's parameters say, of which some may be missing."""
+    return _access(**{name: parameters.get(name) for name in _OPTIONS})
 
 
 def with_access(verb: Callable[..., None]) -> Callable[..., None]:

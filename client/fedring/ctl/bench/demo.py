@@ -1,12 +1,14 @@
 """flctl demo: train a model with a real server and real clients on this machine."""
 
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fedring.ctl.bench.experiment import Experiment, make_job, run_with_progress
+from fedring.ctl.bench.experiment import Experiment, Result, make_job, run_with_progress
 from fedring.ctl.bench.presets import (
     PRESETS,
     DataRootOption,
@@ -17,6 +19,7 @@ from fedring.ctl.bench.presets import (
     preset_job,
 )
 from fedring.ctl.failure import Failure
+from fedring.ctl.fleet import Fleet
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, stderr_console
 from fedring.daemon.exits import Exit
@@ -111,6 +114,9 @@ def demo(
             rich_help_panel=_STAGES, help="Micro-batches of a batch; auto = try several numbers, and use the fastest."
         ),
     ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the server, its page and the clients running afterwards, until Ctrl-C.")
+    ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Train a model on this machine, with a real server and real clients on free ports.
@@ -147,29 +153,48 @@ def demo(
     experiment = Experiment(make_job(count, keys), count, data_root.absolute() if data_root else None, web=True)
     check_data_root(dataset, data_root)
     make_out_folder(out)
-    run_demo(experiment, out, label=str(dataset), output=output)
+    run_demo(experiment, out, label=str(dataset), keep=keep, output=output)
 
 
-def run_demo(experiment: Experiment, out: Path, *, label: str, output: Output) -> None:
+def run_demo(experiment: Experiment, out: Path, *, label: str, keep: bool, output: Output) -> None:
     """Run the experiment, plot its rounds into `out`, and print its report.
 
     Args:
         experiment: What to run.
         out: Folder of the report, the model, the plot, logs and state.
         label: Title of the progress bar and of the table.
+        keep: Whether the daemons go on until Ctrl-C.
         output: How the report is printed.
 
     Raises:
         Failure: The job did not complete, or a daemon ended before it.
     """
-    report = run_with_progress(experiment, out, label=label).report()
-    from fedring.ctl.bench.plots import plot_rounds  # matplotlib takes a second to import
 
-    plot_rounds(report, out / "rounds.png")
-    if output is Output.JSON:
-        return print_json(report)
-    _print_report(label, report)
-    stderr_console().print(f"report.json, model.safetensors, rounds.png and the logs are in {out}")
+    def before_end(result: Result, fleet: Fleet) -> None:
+        from fedring.ctl.bench.plots import plot_rounds  # matplotlib takes a second to import
+
+        report = result.report()
+        plot_rounds(report, out / "rounds.png")
+        if output is Output.JSON:
+            print_json(report)
+        else:
+            _print_report(label, report)
+            stderr_console().print(f"report.json, model.safetensors, rounds.png and the logs are in {out}")
+        if keep:
+            _wait(fleet)
+
+    run_with_progress(experiment, out, label=label, before_end=before_end)
+
+
+def _wait(fleet: Fleet) -> None:
+    """Wait until Ctrl-C, or until a daemon ends, which is a Failure."""
+    died = threading.Event()
+    fleet.on_death(died.set)
+    place = f"the page is at {fleet.web}, and flctl reaches the server with -s {fleet.control}"
+    stderr_console().print(f"the server and the clients go on until Ctrl-C: {place}", soft_wrap=True)
+    with suppress(KeyboardInterrupt):
+        died.wait()
+        raise fleet.failure() or Failure("a daemon has ended")
 
 
 def _check_mode(mode: Mode, given: Mapping[str, Any]) -> None:

@@ -5,7 +5,8 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 
 from fedring.ctl.bench.runner import run_job, running_fleet
 from fedring.ctl.failure import Failure
+from fedring.ctl.fleet import Fleet
 from fedring.ctl.operate import round_figures
 from fedring.ctl.operate.event_display import Show, progress_on_stderr
 from fedring.daemon.config import explain
@@ -77,7 +79,9 @@ def make_job(clients: int, keys: Mapping[str, Any]) -> Job:
         raise Failure(explain(error, {}, Job), Exit.USAGE) from error
 
 
-def run_experiment(experiment: Experiment, directory: Path, show: Show) -> Result:
+def run_experiment(
+    experiment: Experiment, directory: Path, show: Show, *, before_end: Callable[[Result, Fleet], None] | None = None
+) -> Result:
     """Run the job on daemons of its own, and stop them.
 
     State, logs, model.safetensors and report.json are left in `directory`; those of an earlier experiment there are
@@ -87,6 +91,7 @@ def run_experiment(experiment: Experiment, directory: Path, show: Show) -> Resul
         experiment: What to run.
         directory: Folder of the files.
         show: Called with each event of the job.
+        before_end: Called when the job has completed, while the daemons still run.
 
     Raises:
         Failure: The job did not complete, or a daemon ended before it.
@@ -101,16 +106,27 @@ def run_experiment(experiment: Experiment, directory: Path, show: Show) -> Resul
         model = directory / "model.safetensors"
         control.export_model(0, model)
         parameters = control.models(limit=1)[0].parameters
-    result = Result(rounds, parameters, model, experiment.job.mode)
-    (directory / "report.json").write_text(json.dumps(result.report(), indent=2) + "\n", encoding="utf-8")
+        result = Result(rounds, parameters, model, experiment.job.mode)
+        (directory / "report.json").write_text(json.dumps(result.report(), indent=2) + "\n", encoding="utf-8")
+        if before_end:
+            before_end(result, fleet)
     return result
 
 
-def run_with_progress(experiment: Experiment, directory: Path, *, label: str) -> Result:
+def run_with_progress(
+    experiment: Experiment, directory: Path, *, label: str, before_end: Callable[[Result, Fleet], None] | None = None
+) -> Result:
     """Run the experiment as run_experiment does, and show its progress on stderr."""
     directory.mkdir(parents=True, exist_ok=True)
-    with progress_on_stderr(rounds=experiment.job.rounds, label=label) as show:
-        return run_experiment(experiment, directory, show)
+    with ExitStack() as progress:
+        show = progress.enter_context(progress_on_stderr(rounds=experiment.job.rounds, label=label))
+
+        def ended(result: Result, fleet: Fleet) -> None:
+            progress.close()
+            if before_end:
+                before_end(result, fleet)
+
+        return run_experiment(experiment, directory, show, before_end=ended)
 
 
 def _row(round_: pb.Round) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TextIO
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fedring.ctl.operate import round_figures
 from fedring.ctl.output import Output, percent, size, stderr_console, to_dict
@@ -65,6 +65,8 @@ def _bar(rounds: int, label: str) -> Iterator[Show]:
         MofNCompleteColumn(),
         TextColumn("{task.fields[summary]}"),
         TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left"),
     )
     with Progress(*columns, console=stderr_console()) as progress:
         task = progress.add_task(label, total=rounds, summary="waiting for clients")

@@ -8,6 +8,7 @@ import typer
 from pydantic import ValidationError
 
 from fedring.ctl.access import connect
+from fedring.ctl.completion import job_ids, job_keys
 from fedring.ctl.control import Control, Events
 from fedring.ctl.failure import Failure
 from fedring.ctl.operate.event_display import display
@@ -19,7 +20,10 @@ from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the job, such as epochs=2 or lr=0.1.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Keys of the job, such as epochs=2 or lr=0.1.", autocompletion=job_keys
+    ),
 ]
 Start = Callable[[Control], pb.StartReply]
 
@@ -60,7 +64,12 @@ def run(
 
 def stop(
     round_only: Annotated[bool, typer.Option("--round", help="End only the round; its job goes on.")] = False,
-    job: Annotated[int, typer.Option("--job", metavar="ID", min=0, help="The job to stop; 0 = the job that runs.")] = 0,
+    job: Annotated[
+        int,
+        typer.Option(
+            "--job", metavar="ID", min=0, help="The job to stop; 0 = the job that runs.", autocompletion=job_ids
+        ),
+    ] = 0,
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -126,7 +135,7 @@ def _follow(control: Control, reply: pb.StartReply, events: Events, output: Outp
     job = control.job(job_id)
     # A job that an earlier call has started with the same key may have ended before the events began.
     followed = control.follow_job(job_id, None if reply.already else events)
-    with display(output, rounds=job.rounds, label=f"job {job_id}") as show:
+    with display(output, rounds=job.rounds, label=f"job {job_id} {job.name}".strip()) as show:
         for event in followed:
             show(event)
     job = control.job(job_id)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fedring.ctl.access import connect
+from fedring.ctl.completion import client_ids, job_ids, model_versions, round_numbers
 from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
 from fedring.ctl.operate import round_figures
@@ -86,7 +87,12 @@ def clients(
 
 
 def forget(
-    client_id: Annotated[str, typer.Argument(metavar="ID", help="The client's client_id; it must not be in session.")],
+    client_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID", help="The client's client_id; it must not be in session.", autocompletion=client_ids
+        ),
+    ],
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -102,9 +108,16 @@ def forget(
 
 
 def rounds(
-    round_id: Annotated[int, typer.Argument(metavar="[ID]", min=0, help="Show only this round, with its clients.")] = 0,
+    round_id: Annotated[
+        int,
+        typer.Argument(
+            metavar="[ID]", min=0, help="Show only this round, with its clients.", autocompletion=round_numbers
+        ),
+    ] = 0,
     limit: LimitOption = 20,
-    job: Annotated[int, typer.Option("--job", metavar="ID", min=0, help="List only rounds of this job.")] = 0,
+    job: Annotated[
+        int, typer.Option("--job", metavar="ID", min=0, help="List only rounds of this job.", autocompletion=job_ids)
+    ] = 0,
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -141,7 +154,10 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
 
 
 def export_model(
-    version: Annotated[int, typer.Argument(min=0, help="The version number; 0 = the newest version.")],
+    version: Annotated[
+        int,
+        typer.Argument(min=0, help="The version number; 0 = the newest version.", autocompletion=model_versions),
+    ],
     out: Annotated[
         Path, typer.Option("--out", metavar="FILE", help="The .safetensors file to write; its folder must exist.")
     ],
