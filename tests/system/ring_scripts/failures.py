@@ -143,7 +143,7 @@ def a_failing_hook(rank: int, size: int) -> Errors:
 
 def what_is_not_supported(rank: int, size: int) -> list[Errors]:
     errors = [
-        error_of(lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)),
+        error_of(lambda: dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG)),
         error_of(lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BXOR)),
         error_of(lambda: dist.all_reduce(torch.ones(3).to_sparse(), dist.ReduceOp.MAX)),
         error_of(lambda: dist.broadcast(torch.ones(3).to_sparse(), 0)),

@@ -184,6 +184,7 @@ class Endpoint:
         """Leave a group."""
         with self._lock:
             self._groups.pop(group.id, None)
+        group.close()
 
     def close(self) -> None:
         """Leave all peers in order, and release everything. Never hang, whatever has failed before."""

@@ -178,8 +178,8 @@ class Operation:
         if not self._done.wait(timeout):
             return False
         if self.error:
-            with self._lock:
-                pass  # a step that was under way when it failed is over: nothing writes to the tensors any more
+            with self._lock:  # a step that was under way when it failed is over
+                self._stepper.close()
             raise type(self.error)(str(self.error), rank=self.error.rank) from self.error
         return True
 
