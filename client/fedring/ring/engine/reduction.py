@@ -40,6 +40,7 @@ _DTYPES: dict[torch.dtype, Any] = {
     torch.complex64: np.complex64,
     torch.complex128: np.complex128,
 }
+OPS = tuple(_NUMPY)
 _ORDER, _BITS = ("min", "max"), ("band", "bor", "bxor")
 
 

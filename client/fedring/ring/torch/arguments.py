@@ -13,19 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from fedring.ring.engine.reduction import OPS
 from fedring.ring.errors import NotSupported
 
 _MAX_TAG = 2**31 - 1  # torch's other backends take a C int
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-}
 
 
 def as_list(tensors: Any) -> list[Tensor]:
@@ -90,15 +81,18 @@ def op_name(opts: Any) -> str:
     """Return the name of a reduction, given torch's options or the reduction; by default "sum".
 
     Raises:
+        TypeError: It is not a reduction.
         NotSupported: The ring does not have this reduction.
     """
-    wanted = getattr(opts, "reduceOp", opts)
+    wanted: Any = getattr(opts, "reduceOp", opts)
     if wanted is None:
         return "sum"
-    for name, known in _OPS.items():
-        if wanted == known:
-            return name
-    raise NotSupported(f"the ring does not have the reduction {wanted}; it has {', '.join(_OPS)}")
+    if not isinstance(wanted, dist.ReduceOp):
+        raise TypeError(f"a reduction is a torch.distributed.ReduceOp, not a value of type {type(wanted).__name__}")
+    name = next(name for name, known in dist.ReduceOp.RedOpType.__members__.items() if wanted == known).lower()
+    if name not in OPS:
+        raise NotSupported(f"the ring does not have the reduction {name}; it has {', '.join(OPS)}")
+    return name
 
 
 def root_of(opts: Any, size: int) -> int:
