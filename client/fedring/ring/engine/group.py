@@ -212,9 +212,12 @@ class Group:
             self._arrival.notify_all()
 
     def close(self) -> None:
-        """End every running operation, and refuse new ones, since this worker has left the group."""
+        """Refuse new operations, and end those that still run, since this worker has left the group."""
         self._closed = True
-        self.failed(self._has_left())
+        for operation in self._operations():
+            operation.abandon(self._has_left())
+        with self._lock:
+            self._arrival.notify_all()
 
     def left(self, peer: str) -> None:
         """Tell every running operation that nothing more comes from the peer."""
