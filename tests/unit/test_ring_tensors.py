@@ -1,17 +1,21 @@
 """The memory of users' tensors belongs to the ring only while an operation runs."""
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.ring_endpoints import world
 from tests.ring_groups import ring_groups, run
 from tests.waiting import until
 from torch import Tensor
 
 from fedring.ring import PeerLost, RingError, RingProcessGroup
 from fedring.ring.torch.tensors import as_bytes
+from fedring.ring.transport.interface import Outgoing
+from fedring.v1 import peer_pb2 as pb
 
 SIZE = 2
 Start = Callable[[RingProcessGroup, int, list[Tensor]], Any]
@@ -94,6 +98,17 @@ def test_tensors_can_be_resized_after_an_operation_that_failed(name: str, local_
         with pytest.raises(RingError):
             COLLECTIVES[name](groups[rank], rank, mine).wait()
         check_ours(mine)
+
+
+def test_after_a_failure_a_link_that_is_new_reads_no_tensors() -> None:
+    with world(4) as ring:
+        first, peer = ring.endpoints[0], ring.members[2]
+        assert peer not in first.links
+        first.fail(RingError("stop"))
+        copied = threading.Event()
+        first.send(peer, Outgoing(pb.Head(kind=pb.FRAME_KIND_DATA), as_bytes(torch.ones(3)), copied.set))
+        first.close()  # sends all that is still to be sent
+        assert not copied.is_set()
 
 
 def test_bytes_are_the_tensors_own_memory_and_keep_it() -> None:
