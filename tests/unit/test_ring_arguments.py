@@ -13,7 +13,7 @@ from torch import Tensor
 from fedring.ring import NotSupported, RingError, RingProcessGroup
 
 SIZE = 2
-Wrong = Callable[[RingProcessGroup], Any]
+Wrong = Callable[[Any], Any]  # called with a group, with arguments that its types do not allow
 
 
 @pytest.fixture(scope="module")

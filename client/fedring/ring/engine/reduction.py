@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedring.ring.errors import NotSupported
@@ -100,9 +101,7 @@ class Reduction:
         if self.op == "avg" and (self.dtype.is_floating_point or self.dtype.is_complex):
             _in_place(target, self.dtype).div_(size)
         elif self.op == "avg":
-            values, ranks = np.frombuffer(target, _DTYPES[self.dtype]), np.int64(size)
-            np.subtract(values, np.fmod(values, ranks), out=values, casting="unsafe")  # to a multiple, towards zero
-            np.floor_divide(values, ranks, out=values, casting="unsafe")
+            _divide_integers(np.frombuffer(target, _DTYPES[self.dtype]), size)
         if self.wire is not None:
             values = _in_place(target, self.dtype)
             values.copy_(values.to(self.wire))
@@ -119,6 +118,13 @@ class Reduction:
             target[:] = data
         else:
             _in_place(target, self.dtype).copy_(_tensor(data, self.wire))
+
+
+def _divide_integers(values: NDArray[Any], size: int) -> None:
+    """Divide values in place by a number that their dtype may be too small for, and round towards zero."""
+    ranks = np.int64(size)
+    np.subtract(values, np.fmod(values, ranks), out=values, casting="unsafe")
+    np.floor_divide(values, ranks, out=values, casting="unsafe")
 
 
 def _in_place(memory: memoryview, dtype: torch.dtype) -> Tensor:

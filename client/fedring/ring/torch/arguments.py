@@ -16,6 +16,7 @@ from torch import Tensor
 from fedring.ring.engine.reduction import OPS
 from fedring.ring.errors import NotSupported
 
+_REDUCTIONS: dict[str, Any] = {name.lower(): known for name, known in dist.ReduceOp.RedOpType.__members__.items()}
 _MAX_TAG = 2**31 - 1  # torch's other backends take a C int
 
 
@@ -89,7 +90,7 @@ def op_name(opts: Any) -> str:
         return "sum"
     if not isinstance(wanted, dist.ReduceOp):
         raise TypeError(f"a reduction is a torch.distributed.ReduceOp, not a value of type {type(wanted).__name__}")
-    name = next(name for name, known in dist.ReduceOp.RedOpType.__members__.items() if wanted == known).lower()
+    name = next(name for name, known in _REDUCTIONS.items() if wanted == known)
     if name not in OPS:
         raise NotSupported(f"the ring does not have the reduction {name}; it has {', '.join(OPS)}")
     return name

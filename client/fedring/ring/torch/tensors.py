@@ -4,6 +4,7 @@ memory.
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,11 +97,16 @@ def plain(tensor: Tensor) -> Tensor:
     if tensor.is_quantized:
         raise NotSupported("the ring does not carry quantized tensors: give it their int_repr()")
     values = tensor.detach()
-    if type(values).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if _dispatch_of(type(values)) is not _dispatch_of(Tensor):
         raise NotSupported(f"the ring does not carry a {type(tensor).__name__}: give it the plain tensor inside")
     if values.is_meta or (values.numel() and not values.untyped_storage().nbytes()):
         raise NotSupported("the ring does not carry tensors without data: they are on the meta device or were freed")
     return values
+
+
+def _dispatch_of(kind: Any) -> Any:
+    """Return the function that a class of tensors has torch call for each operator; plain tensors share one."""
+    return kind.__torch_dispatch__
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
