@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.waiting import until
 from torch import Tensor
 
 from fedring.ring import PeerLost, RingError, RingProcessGroup
+from fedring.ring.torch import tensors as tensors_module
 from fedring.ring.torch.tensors import as_bytes
 from fedring.ring.transport.interface import Outgoing
 from fedring.v1 import peer_pb2 as pb
@@ -55,14 +57,24 @@ def tensors(count: int) -> list[Tensor]:
     return [torch.ones(size) for size in (count, count, 2 * count, 2 * count)]
 
 
-def borrowed() -> int:
-    """Return how many tensors lend their memory."""
-    return sum(type(one).__qualname__ == "_Memory" for one in gc.get_objects())
+class Lent(tensors_module._Memory):
+    """Memory that a tensor lends to the ring, counted as long as anybody refers to it."""
+
+    all: "weakref.WeakSet[Lent]" = weakref.WeakSet()
+
+    def __init__(self, flat: Tensor) -> None:
+        super().__init__(flat)
+        self.all.add(self)
+
+
+@pytest.fixture(autouse=True)
+def _count_what_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors_module, "_Memory", Lent)
 
 
 def check_ours(each: list[Tensor]) -> None:
     """Check that nobody else uses the memory of the tensors, and resize it."""
-    until(lambda: borrowed() == 0)  # a thread may still be about to return
+    until(lambda: len(Lent.all) == 0)  # a thread may still be about to return
     for tensor in each:
         size = tensor.untyped_storage().nbytes()
         tensor.untyped_storage().resize_(0)
@@ -90,7 +102,7 @@ def test_tensors_can_be_resized_after_an_operation_that_failed(name: str, local_
         rank = 1 if name == "send" else 0
         mine = tensors(300_000)
         work = COLLECTIVES[name](groups[rank], rank, mine)
-        assert borrowed()
+        assert Lent.all
         groups[1 - rank].abort()
         with pytest.raises((PeerLost, RingError)):
             work.wait()

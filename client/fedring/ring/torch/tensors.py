@@ -3,6 +3,7 @@ memory.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
@@ -149,8 +150,8 @@ def check_storable(tensor: Tensor) -> None:
 
 
 def store(values: Tensor, tensor: Tensor) -> None:
-    """Copy values [n] into a tensor, on whatever thread, and also if the tensor was made in inference mode."""
-    with torch.inference_mode():
+    """Copy values [n] into a tensor."""
+    with torch.inference_mode() if tensor.is_inference() else nullcontext():  # the mode is this thread's
         tensor.copy_(values.view(tensor.shape))
 
 
