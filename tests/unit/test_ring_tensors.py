@@ -4,7 +4,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def tensors(count: int) -> list[Tensor]:
 class Lent(tensors_module._Memory):
     """Memory that a tensor lends to the ring, counted as long as anybody refers to it."""
 
-    all: "weakref.WeakSet[Lent]" = weakref.WeakSet()
+    all: ClassVar[weakref.WeakSet["Lent"]] = weakref.WeakSet()
 
     def __init__(self, flat: Tensor) -> None:
         super().__init__(flat)

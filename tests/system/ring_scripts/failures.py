@@ -156,6 +156,8 @@ def what_is_not_supported(rank: int, size: int) -> list[Errors]:
     return [*errors, {"sum": tensor.sum().item()}]
 
 
+_MAX: Any = "max"  # a mistake that its users make
+
 # What rank 1 does wrong, through torch's functions, with the kind of its error over the ring.
 _WRONG: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "broadcast": ("ValueError", lambda pair: dist.broadcast(torch.ones(2), 99)),
@@ -190,7 +192,7 @@ _WRONG: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "send with a negative tag": ("ValueError", lambda pair: dist.send(torch.ones(2), 0, tag=-1)),
     "receive with a negative tag": ("ValueError", lambda pair: dist.recv(torch.ones(2), 0, tag=-1)),
     "receive with a negative tag from any rank": ("ValueError", lambda pair: dist.recv(torch.ones(2), tag=-1)),
-    "not a reduction": ("TypeError", lambda pair: dist.all_reduce(torch.ones(2), "max")),
+    "not a reduction": ("TypeError", lambda pair: dist.all_reduce(torch.ones(2), _MAX)),
     "not a tensor": ("TypeError", lambda pair: dist.all_reduce([torch.ones(2)])),
     "meta tensor": ("NotSupported", lambda pair: dist.all_reduce(torch.ones(2, device="meta"))),
     "float8": ("NotSupported", lambda pair: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn))),
