@@ -91,6 +91,13 @@ def test_what_is_not_supported_is_an_error_and_the_group_can_still_be_used(tmp_p
         assert after == {"sum": 6.0}
 
 
+def test_wrong_arguments_of_one_rank_raise_there_and_the_group_goes_on(tmp_path: Path) -> None:
+    for rank, (errors, sums) in enumerate(ranks.run(failures.wrong_arguments, 3, tmp_path)):
+        expected = list(failures.WRONG.values()) if rank == 1 else [""] * len(failures.WRONG)
+        assert [error["kind"] for error in errors.values()] == expected, errors
+        assert sums == [3.0] * len(failures.WRONG)
+
+
 def test_generations_follow_each_other_in_one_process(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     folder.mkdir()

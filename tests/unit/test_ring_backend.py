@@ -6,7 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from logging.handlers import QueueHandler
 from typing import Any
@@ -14,50 +14,31 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ring_groups import ring_groups
 from tests.waiting import until
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from fedring.ring import (
     CollectiveTimeout,
-    Endpoint,
     Mismatch,
     NotSupported,
     PeerLost,
     RingError,
-    RingOptions,
     RingProcessGroup,
     allgather_bytes,
     traffic,
 )
 from fedring.ring.torch.work import deferred
-from fedring.ring.torch.world import World
 
 Make = Callable[..., list[RingProcessGroup]]
-WAIT = timedelta(seconds=60)
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
     """Return a function that makes the ranks of a group. They leave it together at the end."""
-    made: list[RingProcessGroup] = []
-
-    def make_(size: int, **options: Any) -> list[RingProcessGroup]:
-        endpoints = [Endpoint(RingOptions(**options), generation=3) for _ in range(size)]
-        members = [endpoint.address for endpoint in endpoints]
-        groups = [
-            RingProcessGroup(World(endpoint, members), HashStore(), range(size), name="0", timeout=WAIT)
-            for endpoint in endpoints
-        ]
-        for group in groups:
-            group.use_options(group.world.endpoint.options)
-            group.world.endpoint.wait_until_matched(group.ring, timeout=60)
-        made.extend(groups)
-        return groups
-
-    yield make_
-    with ThreadPoolExecutor(max(1, len(made))) as pool:
-        list(pool.map(lambda group: group.shutdown(), made))
+    with ExitStack() as stack:
+        yield lambda size, **options: stack.enter_context(ring_groups(size, **options))
 
 
 def test_options_are_accepted_as_torch_passes_them_and_as_people_write_them(make: Make) -> None:

@@ -13,6 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.system.ring_scripts.ranks import error_of
+
 STEPS, BATCH = 6, 4  # per rank
 
 
@@ -120,6 +122,13 @@ def train_often(rank: int, size: int, *, plan: Plan, times: int) -> list[str]:
     return [train(rank, size, plan=plan).digest for _ in range(times)]
 
 
+def train_or_fail(rank: int, size: int, *, plan: Plan) -> tuple[str, list[float]]:
+    """Train, and return the kind of the error that ends it, or "", and the parameters."""
+    parameters: list[float] = []
+    error = error_of(lambda: parameters.extend(train(rank, size, plan=plan).parameters))
+    return error["kind"], parameters
+
+
 def _pair(rank: int, size: int) -> dist.ProcessGroup:
     groups: list[Any] = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
     group: dist.ProcessGroup = groups[rank // 2]
@@ -155,6 +164,9 @@ def _register(model: DistributedDataParallel, hook: str) -> None:
     elif hook == "power":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif hook == "batched power":
+        batched = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        model.register_comm_hook(batched, powerSGD_hook.batched_powerSGD_hook)
     elif hook == "alternate":
         model.register_comm_hook([dist.new_group(), dist.new_group()], _alternate)
 

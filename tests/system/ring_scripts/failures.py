@@ -1,7 +1,9 @@
 """Mistakes and failures. Each function returns the error that one rank gets."""
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,7 +145,7 @@ def a_failing_hook(rank: int, size: int) -> Errors:
 
 def what_is_not_supported(rank: int, size: int) -> list[Errors]:
     errors = [
-        error_of(lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)),
+        error_of(lambda: dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG)),
         error_of(lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BXOR)),
         error_of(lambda: dist.all_reduce(torch.ones(3).to_sparse(), dist.ReduceOp.MAX)),
         error_of(lambda: dist.broadcast(torch.ones(3).to_sparse(), 0)),
@@ -152,6 +154,62 @@ def what_is_not_supported(rank: int, size: int) -> list[Errors]:
     tensor = torch.ones(3)
     dist.all_reduce(tensor)  # the group can still be used
     return [*errors, {"sum": tensor.sum().item()}]
+
+
+_MAX: Any = "max"  # a mistake that its users make
+
+# What rank 1 does wrong, through torch's functions, with the kind of its error over the ring.
+_WRONG: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "broadcast": ("ValueError", lambda pair: dist.broadcast(torch.ones(2), 99)),
+    "broadcast from a negative rank": ("ValueError", lambda pair: dist.broadcast(torch.ones(2), -1)),
+    "broadcast in a subgroup": ("ValueError", lambda pair: dist.broadcast(torch.ones(2), 2, group=pair)),
+    "broadcast from a rank of a subgroup": (
+        "ValueError",
+        lambda pair: dist.broadcast(torch.ones(2), group=pair, group_src=2),
+    ),
+    "reduce": ("ValueError", lambda pair: dist.reduce(torch.ones(2), 99)),
+    "reduce of a complex maximum": (
+        "NotSupported",
+        lambda pair: dist.reduce(torch.ones(2, dtype=torch.complex64), 0, dist.ReduceOp.MAX),
+    ),
+    "all_reduce of a complex maximum": (
+        "ValueError",
+        lambda pair: dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.MAX),
+    ),
+    "gather": ("ValueError", lambda pair: dist.gather(torch.ones(2), dst=99)),
+    "gather of another length": (
+        "ValueError",
+        lambda pair: dist.gather(torch.ones(2), [torch.ones(2), torch.ones(2), torch.ones(3)], dst=1),
+    ),
+    "scatter": ("ValueError", lambda pair: dist.scatter(torch.ones(2), src=99)),
+    "scatter of two tensors": ("ValueError", lambda pair: dist.scatter(torch.ones(2), [torch.ones(2)] * 2, src=1)),
+    "all_gather to two tensors": ("ValueError", lambda pair: dist.all_gather([torch.ones(2)] * 2, torch.ones(2))),
+    "all_gather to nothing": ("ValueError", lambda pair: dist.all_gather([], torch.ones(2))),
+    "all_to_all": (
+        "ValueError",
+        lambda pair: dist.all_to_all_single(torch.ones(3), torch.ones(3), [4, -1, 0], [1, 1, 1]),
+    ),
+    "send with a negative tag": ("ValueError", lambda pair: dist.send(torch.ones(2), 0, tag=-1)),
+    "receive with a negative tag": ("ValueError", lambda pair: dist.recv(torch.ones(2), 0, tag=-1)),
+    "receive with a negative tag from any rank": ("ValueError", lambda pair: dist.recv(torch.ones(2), tag=-1)),
+    "not a reduction": ("TypeError", lambda pair: dist.all_reduce(torch.ones(2), _MAX)),
+    "not a tensor": ("TypeError", lambda pair: dist.all_reduce([torch.ones(2)])),
+    "meta tensor": ("NotSupported", lambda pair: dist.all_reduce(torch.ones(2, device="meta"))),
+    "float8": ("NotSupported", lambda pair: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn))),
+}
+WRONG = {name: kind for name, (kind, _) in _WRONG.items()}
+
+
+def wrong_arguments(rank: int, size: int) -> tuple[dict[str, Errors], list[float]]:
+    """Call each of them on rank 1, and after each a collective with right arguments on all ranks."""
+    errors, sums = {}, []
+    pair: Any = dist.new_group([0, 1])
+    for name, (_, wrong) in _WRONG.items():
+        errors[name] = error_of(partial(wrong, pair)) if rank == 1 else {"kind": ""}
+        tensor = torch.ones(())
+        dist.all_reduce(tensor)
+        sums.append(tensor.item())
+    return errors, sums
 
 
 def generations(rank: int, size: int, *, folder: str) -> list[Any]:

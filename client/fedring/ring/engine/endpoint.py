@@ -177,7 +177,7 @@ class Endpoint:
             self._changed.notify_all()
         log.warning("generation %d has failed: %s", self.generation, error)
         for link in links:
-            link.give_up(Outgoing(self._abort_head(error), str(error).encode()[:_MAX_DETAIL]))
+            link.give_up(self._abort(error))
         for group in groups:
             group.failed(error)
 
@@ -185,6 +185,7 @@ class Endpoint:
         """Leave a group."""
         with self._lock:
             self._groups.pop(group.id, None)
+        group.close()
 
     def close(self) -> None:
         """Leave all peers in order, and release everything. Never hang, whatever has failed before."""
@@ -230,6 +231,8 @@ class Endpoint:
                     ended=lambda detail: self._lost(peer, f"cannot be reached ({detail})"),
                 )
                 link.open(self._head(pb.FRAME_KIND_HELLO))
+                if self.failure:  # an operation has just asked for the link, and has ended: its memory is not its own
+                    link.give_up(self._abort(self.failure))
             return link
 
     def _is_local(self, peer: str) -> bool:
@@ -342,11 +345,11 @@ class Endpoint:
     def _head(self, kind: "pb.FrameKind.ValueType") -> pb.Head:
         return pb.Head(kind=kind, generation=self.generation)
 
-    def _abort_head(self, error: RingError) -> pb.Head:
+    def _abort(self, error: RingError) -> Outgoing:
         head = self._head(pb.FRAME_KIND_ABORT)
         head.reason = error.reason
         head.rank = 0 if error.rank is None else error.rank + 1
-        return head
+        return Outgoing(head, str(error).encode()[:_MAX_DETAIL])
 
     def _watch_deadlines(self) -> None:
         while not self._closed.wait(_TICK):

@@ -105,6 +105,7 @@ class Group:
         self._early: EarlyFrames[str, int] = EarlyFrames(max_early_bytes)  # by the operation's key, from a rank
         self._counter = itertools.count()
         self._arrival = threading.Condition(self._lock)
+        self._closed = False
 
     def start(
         self, what: str, program: Program, *, kind: Kind = Kind.OTHER, timeout: float, key: str = ""
@@ -119,8 +120,10 @@ class Group:
             key: Names the operation, equal on all ranks; "" = the next one in the order in which this rank starts them.
 
         Raises:
-            RingError: The key is longer than MAX_KEY.
+            RingError: The key is longer than MAX_KEY, or this worker has left the group.
         """
+        if self._closed:
+            raise self._has_left()
         key = key or next_key(self._next_number)
         if len(key) > MAX_KEY:
             raise RingError(f"the key {key!r} has {len(key)} characters; a frame's head has room for {MAX_KEY}")
@@ -166,7 +169,7 @@ class Group:
         """
 
         def found() -> str:
-            if self._links.failure or all(map(self.has_left, keys.values())):
+            if self._closed or self._links.failure or all(map(self.has_left, keys.values())):
                 return next(iter(keys))
             return next((key for key in keys if key in self._early), "")
 
@@ -211,6 +214,14 @@ class Group:
         """End every running operation with the error, since the generation has ended."""
         for operation in self._operations():
             operation.fail(error)
+        with self._lock:
+            self._arrival.notify_all()
+
+    def close(self) -> None:
+        """Refuse new operations, and end those that still run, since this worker has left the group."""
+        self._closed = True
+        for operation in self._operations():
+            operation.abandon(self._has_left())
         with self._lock:
             self._arrival.notify_all()
 
@@ -277,6 +288,9 @@ class Group:
         if error.rank:
             return type(error)(f"Rank {error.rank} failed to pass monitoredBarrier: {error}", rank=error.rank)
         return error
+
+    def _has_left(self) -> RingError:
+        return RingError(f"this worker has left the group {self.name!r}: no collective of it can run any more")
 
     def _operations(self) -> list[Operation]:
         with self._lock:

@@ -121,6 +121,7 @@ class Operation:
         self._idle_since = 0.0  # when it began to wait for a rank that may not have begun; 0 = it does not
         self._count = threading.Lock()
         self._unsent = 1  # the program itself counts as one, until it ends
+        self._abandoned: RingError | None = None
         self._done = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
 
@@ -166,11 +167,26 @@ class Operation:
             self._unsent -= 1
             last = self._unsent == 0
         if last:
-            self._end(None)
+            self._end(self._abandoned)
 
     def fail(self, error: RingError) -> None:
-        """End it with an error, unless it has ended."""
+        """End it with an error, unless it has ended. A step that is under way still uses the tensors' memory."""
         self._end(error)
+
+    def stop(self, error: RingError) -> None:
+        """End it with an error, unless it has ended, and wait for the step that is under way."""
+        self._end(error)
+        with self._lock:
+            self._stepper.close()
+
+    def abandon(self, error: RingError) -> None:
+        """End it with an error once what it has sent is copied, unless its program has ended."""
+        with self._lock:
+            if self._stepper.ended:
+                return
+            self._stepper.close()
+            self._abandoned = error
+        self.sent()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end, at most `timeout` seconds. Return whether it has ended.
@@ -181,8 +197,7 @@ class Operation:
         if not self._done.wait(timeout):
             return False
         if self.error:
-            with self._lock:
-                pass  # a step that was under way when it failed is over: nothing writes to the tensors any more
+            self.stop(self.error)
             raise type(self.error)(str(self.error), rank=self.error.rank) from self.error
         return True
 

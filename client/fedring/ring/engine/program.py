@@ -113,6 +113,12 @@ class Stepper:
         self.waiting = step
         return None
 
+    def close(self) -> None:
+        """End the program where it is, so that it does not refer to the memory of its tensors any more."""
+        self._program.close()
+        self._inbox.clear()
+        self.waiting, self.ended = None, True
+
     def without_frames(self, ranks: Iterable[int]) -> list[int]:
         """Return those of `ranks` that have sent nothing that the program has not taken yet."""
         senders = {source for source, _, _ in self._inbox}

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedring.ring.errors import NotSupported
@@ -37,7 +38,11 @@ _DTYPES: dict[torch.dtype, Any] = {
     torch.int32: np.int32,
     torch.int64: np.int64,
     torch.bool: np.bool_,
+    torch.complex64: np.complex64,
+    torch.complex128: np.complex128,
 }
+OPS = tuple(_NUMPY)
+_ORDER, _BITS = ("min", "max"), ("band", "bor", "bxor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,9 @@ class Reduction:
 
     Raises:
         NotSupported: The operator does not exist for the dtype.
+
+    As with NCCL, sums and products of bool are "or" and "and". A mean of integers is their sum, in their dtype, divided
+    by the number of ranks and rounded towards zero.
     """
 
     op: str
@@ -58,10 +66,13 @@ class Reduction:
     wire: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        floating = self.dtype.is_floating_point
-        if self.op not in _NUMPY or (self.dtype not in _DTYPES and self.dtype not in _HALF):
-            raise NotSupported(f"there is no {self.op} of {self.dtype} over the ring")
-        if (self.op == "avg" and not floating) or (self.op in ("band", "bor", "bxor") and floating):
+        if self.dtype not in _DTYPES and self.dtype not in _HALF:
+            raise NotSupported(f"the ring has no reductions of {self.dtype}: convert the tensor to another dtype")
+        if self.op not in _NUMPY or (
+            (self.op in _BITS and (self.dtype.is_floating_point or self.dtype.is_complex))
+            or (self.op in _ORDER and self.dtype.is_complex)
+            or (self.op == "avg" and self.dtype == torch.bool)
+        ):
             raise NotSupported(f"there is no {self.op} of {self.dtype}")
 
     @property
@@ -87,8 +98,10 @@ class Reduction:
 
     def finish(self, target: memoryview, size: int) -> None:
         """Make `target`, a sum of `size` ranks, the mean if that is wanted, and round it to what the wire can carry."""
-        if self.op == "avg":
+        if self.op == "avg" and (self.dtype.is_floating_point or self.dtype.is_complex):
             _in_place(target, self.dtype).div_(size)
+        elif self.op == "avg":
+            _divide_integers(np.frombuffer(target, _DTYPES[self.dtype]), size)
         if self.wire is not None:
             values = _in_place(target, self.dtype)
             values.copy_(values.to(self.wire))
@@ -105,6 +118,13 @@ class Reduction:
             target[:] = data
         else:
             _in_place(target, self.dtype).copy_(_tensor(data, self.wire))
+
+
+def _divide_integers(values: NDArray[Any], size: int) -> None:
+    """Divide values in place by a number that their dtype may be too small for, and round towards zero."""
+    ranks = np.int64(size)
+    np.subtract(values, np.fmod(values, ranks), out=values, casting="unsafe")
+    np.floor_divide(values, ranks, out=values, casting="unsafe")
 
 
 def _in_place(memory: memoryview, dtype: torch.dtype) -> Tensor:

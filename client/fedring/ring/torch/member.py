@@ -13,7 +13,7 @@ from fedring.ring.engine.operation import Kind
 from fedring.ring.engine.program import Program
 from fedring.ring.errors import RingError
 from fedring.ring.options import RingOptions
-from fedring.ring.torch.tensors import seconds_of
+from fedring.ring.torch.arguments import seconds_of
 from fedring.ring.torch.work import RingWork, together
 from fedring.ring.torch.world import World
 

@@ -4,6 +4,7 @@ import itertools
 import threading
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch import Tensor
@@ -96,8 +97,17 @@ class ReceiveFromAny(RingWork):
 
     _numbers = itertools.count()
 
-    def __init__(self, messages: Messages, staged: Staged, tag: int, *, tensors: list[Tensor], timeout: float) -> None:
-        super().__init__(messages.group, [], list(tensors), finish=staged.store)
+    def __init__(
+        self,
+        messages: Messages,
+        staged: Staged,
+        tag: int,
+        *,
+        tensor: Tensor,
+        finish: Callable[[], None] | None,
+        timeout: float,
+    ) -> None:
+        super().__init__(messages.group, [], [tensor], finish=finish)
         self._messages, self._staged, self._tag = messages, staged, tag
         self._timeout = timeout
         self._matching = threading.Lock()

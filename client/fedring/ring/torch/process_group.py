@@ -2,11 +2,13 @@
 
 Each method starts a collective and returns a work for it; the tensors hold the result once the work has ended. torch
 calls some of them by two names, with a tensor or a list, and with options or plain arguments: all forms are accepted.
+All arguments are checked before the first operation of a call starts.
 In torch 2.13 a subclass of ProcessGroup that a backend's creator returns becomes the group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,28 +20,29 @@ from fedring.ring.engine import collectives
 from fedring.ring.engine.operation import Kind
 from fedring.ring.engine.program import Program
 from fedring.ring.engine.reduction import Reduction
+from fedring.ring.torch.arguments import as_list, only, only_list, op_name, pairs, rank_of, root_of, tag_of
 from fedring.ring.torch.member import Member
 from fedring.ring.torch.messages import BytesGather, Messages, ReceiveFromAny, gather_bytes
 from fedring.ring.torch.tensors import (
     SparseSum,
     Staged,
+    apart,
     as_bytes,
-    as_list,
+    check_dtypes,
     check_size,
+    check_storable,
     fill,
     in_host_memory,
-    only,
-    only_list,
-    op_name,
     plain,
-    root_of,
     split,
+    store,
     storing,
 )
 from fedring.ring.torch.work import RingWork, together
 from fedring.ring.torch.world import World
 
 Timeout = timedelta | None
+Start = Callable[[], RingWork]  # starts an operation whose arguments have been checked
 
 
 class RingProcessGroup(Member):
@@ -72,10 +75,11 @@ class RingProcessGroup(Member):
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Timeout = None) -> RingWork:
         """Reduce the tensors over all ranks, into the root's. Those of other ranks stay as they are."""
-        given, root = as_list(tensors), root_of(opts)
+        given, root = as_list(tensors), root_of(opts, self.ring.size)
         is_root = self.ring.rank == root
         staged = Staged(given, copy=not is_root)
-        reduction = Reduction(op_name(opts if op is None else op), staged.dtype)
+        is_options = op is None and not isinstance(opts, int)
+        reduction = Reduction(op_name(opts if is_options else op), staged.dtype)
         if self.ring.size == 1:
             program = collectives.allreduce(*self.place, staged.data, reduction)
         else:
@@ -86,7 +90,7 @@ class RingProcessGroup(Member):
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
         """Copy the root's tensors to all ranks' tensors."""
-        given, root = as_list(tensors), root_of(opts)
+        given, root = as_list(tensors), root_of(opts, self.ring.size)
         staged = Staged(given)
         program = self._or_barrier(collectives.broadcast(*self.place, staged.data, root), staged)
         finish = None if self.ring.rank == root else storing([staged])
@@ -95,61 +99,51 @@ class RingProcessGroup(Member):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
         """Gather all ranks' inputs: `outputs[r]` becomes rank r's. Lengths may differ, and all ranks must know them."""
-        into, mine = only_list(outputs), only(inputs)
-        self.check_count("outputs", into)
-        staged = [Staged([output]) for output in into]
-        fill(staged[self.ring.rank].flat, mine)
-        program = collectives.allgather(*self.place, [one.data for one in staged])
-        what = f"allgather {staged[0].dtype} {[one.flat.numel() for one in staged]}"
-        return self.start(what, program, results=into, seconds=self.seconds(opts, timeout), finish=storing(staged))
+        return self._allgather(outputs, inputs, opts, timeout)()
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> RingWork:
         """Gather all ranks' inputs in `output`, one after another."""
-        staged, count = Staged([output]), plain(input).numel()
-        if staged.flat.numel() != count * self.ring.size:
-            raise ValueError(f"{self.ring.size} inputs of {count} values do not fill {staged.flat.numel()} values")
-        chunks = torch.split(staged.flat, [count] * self.ring.size)
-        fill(chunks[self.ring.rank], input)
-        program = collectives.allgather(*self.place, [as_bytes(chunk) for chunk in chunks])
-        what = f"allgather {staged.dtype} {[count] * self.ring.size}"
-        return self.start(what, program, results=[output], seconds=self.seconds(opts), finish=storing([staged]))
+        return self._all_gather_single(output, input, opts)()
 
     _allgather_base = all_gather_single
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> RingWork:
         """Gather all ranks' inputs: `output_lists[r][i]` becomes rank r's input i."""
         columns = [list(column) for column in zip(*output_lists, strict=True)]
-        pairs = zip(columns, inputs, strict=True)
-        return together(self.ring, [self.allgather([into], [mine], opts) for into, mine in pairs])
+        return self._together([self._allgather([into], [mine], opts) for into, mine in pairs(columns, inputs)])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
         """Gather all ranks' inputs in the outputs, each as in `all_gather_single`."""
-        pairs = zip(outputs, inputs, strict=True)
-        return together(self.ring, [self.all_gather_single(into, mine, opts) for into, mine in pairs])
+        return self._together([self._all_gather_single(into, mine, opts) for into, mine in pairs(outputs, inputs)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
         """Gather all ranks' inputs on the root: its `outputs[r]` becomes rank r's input."""
-        root = root_of(opts)
+        root = root_of(opts, self.ring.size)
+        is_root = self.ring.rank == root
         mine = in_host_memory(plain(only(inputs)))
-        into = only_list(outputs) if self.ring.rank == root else []
+        into = only_list(outputs) if is_root else []
         staged = [Staged([output]) for output in into]
-        if self.ring.rank == root:
+        if is_root:
             self.check_count("outputs", into)
-            check_size(staged[root].flat, mine)
+            mine = apart(mine, [one.flat for one in staged])
+        for one in staged:
+            check_size(one.flat, mine)
         program = collectives.gather(self.ring.rank, [one.data for one in staged], as_bytes(mine), root)
         what = f"gather {mine.dtype} to {root}"
         return self.start(what, program, results=into, seconds=self.seconds(opts, timeout), finish=storing(staged))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
         """Scatter the root's inputs: the output becomes its `inputs[rank]`."""
-        root, into = root_of(opts), only(outputs)
+        root, into = root_of(opts, self.ring.size), only(outputs)
         staged = Staged([into])
-        mine = [in_host_memory(plain(one)) for one in only_list(inputs)] if self.ring.rank == root else []
+        mine: list[Tensor] = []
         if self.ring.rank == root:
+            mine = [apart(in_host_memory(plain(one)), [staged.flat]) for one in only_list(inputs)]
             self.check_count("inputs", mine)
-            check_size(staged.flat, mine[root])
+        for one in mine:
+            check_size(staged.flat, one)
         program = collectives.scatter(self.ring.rank, [as_bytes(one) for one in mine], staged.data, root)
         what = f"scatter {staged.dtype} from {root}"
         return self.start(what, program, results=[into], seconds=self.seconds(opts, timeout), finish=storing([staged]))
@@ -159,33 +153,30 @@ class RingProcessGroup(Member):
         each = only_list(inputs)
         self.check_count("inputs", each)
         sizes = [plain(one).numel() for one in each]
-        return self._reduce_scatter(only(outputs), each, sizes, opts=opts, timeout=timeout)
+        return self._reduce_scatter(only(outputs), each, sizes, opts=opts, timeout=timeout)()
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> RingWork:
         """Reduce all ranks' inputs, and store this rank's part in the output."""
-        sizes = [plain(output).numel()] * self.ring.size
-        if sum(sizes) != plain(input).numel():
-            raise ValueError(f"{plain(input).numel()} values are not {self.ring.size} times {sizes[0]} values")
-        return self._reduce_scatter(output, [input], sizes, opts=opts)
+        return self._reduce_scatter_single(output, input, opts)()
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
         """Reduce all ranks' inputs, and store this rank's parts in the outputs, each as in `reduce_scatter_single`."""
-        pairs = zip(outputs, inputs, strict=True)
-        return together(self.ring, [self.reduce_scatter_single(into, mine, opts) for into, mine in pairs])
+        return self._together([self._reduce_scatter_single(into, mine, opts) for into, mine in pairs(outputs, inputs)])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> RingWork:
         """Exchange tensors: `outputs[r]` becomes rank r's `inputs[rank]`."""
-        self.check_count("outputs", outputs)
-        self.check_count("inputs", inputs)
-        staged = [Staged([output]) for output in outputs]
+        given, mine = as_list(outputs), as_list(inputs)
+        self.check_count("outputs", given)
+        self.check_count("inputs", mine)
+        staged = [Staged([output]) for output in given]
         into = [one.flat for one in staged]
-        program = self._all_to_all(into, [in_host_memory(plain(one)) for one in inputs])
+        program = self._all_to_all(into, [in_host_memory(plain(one)) for one in mine])
         what, seconds = f"all_to_all {into[0].dtype}", self.seconds(opts, timeout)
-        return self.start(what, program, results=list(outputs), seconds=seconds, finish=storing(staged))
+        return self.start(what, program, results=given, seconds=seconds, finish=storing(staged))
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
@@ -214,19 +205,25 @@ class RingProcessGroup(Member):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> RingWork:
         """Send the tensor to a rank."""
-        operation = self._messages.send(Staged([only(tensors)]), dst, tag, timeout=self.seconds())
-        return self.coalesced(RingWork(self.ring, [operation], list(tensors)))
+        tensor, to = only(tensors), rank_of("destination", dst, self.ring.size)
+        operation = self._messages.send(Staged([tensor]), to, tag_of(tag), timeout=self.seconds())
+        return self.coalesced(RingWork(self.ring, [operation], [tensor]))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> RingWork:
         """Receive the tensor from a rank."""
-        staged = Staged([only(tensors)])
-        operation = self._messages.receive(staged, src, tag, timeout=self.seconds())
-        return self.coalesced(RingWork(self.ring, [operation], list(tensors), finish=storing([staged])))
+        tensor, source = only(tensors), rank_of("source", src, self.ring.size)
+        staged = Staged([tensor])
+        finish = storing([staged])
+        operation = self._messages.receive(staged, source, tag_of(tag), timeout=self.seconds())
+        return self.coalesced(RingWork(self.ring, [operation], [tensor], finish=finish))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> RingWork:
         """Receive the tensor from any rank. Which one is decided when somebody waits for it."""
-        staged = Staged([only(tensors)])
-        return self.coalesced(ReceiveFromAny(self._messages, staged, tag, tensors=tensors, timeout=self.seconds()))
+        tensor = only(tensors)
+        staged = Staged([tensor])
+        finish, seconds = storing([staged]), self.seconds()
+        receipt = ReceiveFromAny(self._messages, staged, tag_of(tag), tensor=tensor, finish=finish, timeout=seconds)
+        return self.coalesced(receipt)
 
     def allgather_bytes(self, payload: bytes | memoryview, *, limit: int = 1 << 30) -> BytesGather:
         """Send `payload`, of at most `limit` bytes, to every rank, and receive every other rank's."""
@@ -240,31 +237,62 @@ class RingProcessGroup(Member):
             total.what, program, results=[tensor], seconds=seconds, finish=total.store, kind=Kind.GRADIENTS
         )
 
+    def _allgather(self, outputs: Any, inputs: Any, opts: Any, timeout: Timeout = None) -> Start:
+        into, mine = only_list(outputs), only(inputs)
+        self.check_count("outputs", into)
+        staged = [Staged([output]) for output in into]
+        check_dtypes([one.flat for one in staged])
+        fill(staged[self.ring.rank].flat, mine)
+        program = collectives.allgather(*self.place, [one.data for one in staged])
+        what = f"allgather {staged[0].dtype} {[one.flat.numel() for one in staged]}"
+        seconds = self.seconds(opts, timeout)
+        return partial(self.start, what, program, results=into, seconds=seconds, finish=storing(staged))
+
+    def _all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Start:
+        staged, count = Staged([output]), plain(input).numel()
+        if staged.flat.numel() != count * self.ring.size:
+            raise ValueError(f"{self.ring.size} inputs of {count} values do not fill {staged.flat.numel()} values")
+        chunks = torch.split(staged.flat, [count] * self.ring.size)
+        fill(chunks[self.ring.rank], input)
+        program = collectives.allgather(*self.place, [as_bytes(chunk) for chunk in chunks])
+        what, seconds = f"allgather {staged.dtype} {[count] * self.ring.size}", self.seconds(opts)
+        return partial(self.start, what, program, results=[output], seconds=seconds, finish=storing([staged]))
+
+    def _reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Start:
+        sizes = [plain(output).numel()] * self.ring.size
+        if sum(sizes) != plain(input).numel():
+            raise ValueError(f"{plain(input).numel()} values are not {self.ring.size} times {sizes[0]} values")
+        return self._reduce_scatter(output, [input], sizes, opts=opts)
+
     def _reduce_scatter(
         self, output: Tensor, inputs: list[Tensor], sizes: list[int], *, opts: Any, timeout: Timeout = None
-    ) -> RingWork:
+    ) -> Start:
         staged = Staged(inputs, copy=True)  # the algorithm overwrites it
         cuts = [0, *accumulate(sizes)]
         into, rank = plain(output), self.ring.rank
         part = staged.flat[cuts[rank] : cuts[rank + 1]]
         check_size(part, into)
+        check_storable(into)
         reduction = Reduction(op_name(opts), staged.dtype)
         if self.ring.size == 1:
             program = collectives.allreduce(*self.place, staged.data, reduction)
         else:
             program = collectives.reduce_scatter(*self.place, staged.data, reduction, cuts)
-
-        def store() -> None:
-            into.copy_(part.view(into.shape))
-
         program = self._or_barrier(program, staged)
         what = f"reduce_scatter {_text(reduction, staged)} at {cuts}"
-        return self.start(what, program, results=[output], seconds=self.seconds(opts, timeout), finish=store)
+        seconds, finish = self.seconds(opts, timeout), partial(store, part, into)
+        return partial(self.start, what, program, results=[output], seconds=seconds, finish=finish)
 
     def _all_to_all(self, into: Sequence[Tensor], parts: Sequence[Tensor]) -> Program:
         rank = self.ring.rank
+        check_dtypes([*into, *parts])
         check_size(into[rank], parts[rank])
-        return collectives.all_to_all(*self.place, [as_bytes(one) for one in into], [as_bytes(one) for one in parts])
+        sent = [as_bytes(apart(one, into)) for one in parts]
+        return collectives.all_to_all(*self.place, [as_bytes(one) for one in into], sent)
+
+    def _together(self, starts: Sequence[Start]) -> RingWork:
+        """Start several operations, all of which have been checked, and return one work for them."""
+        return together(self.ring, [start() for start in starts])
 
     def _or_barrier(self, program: Program, staged: Staged) -> Program:
         """Return the program, or, without values, a barrier, which still notices ranks that run something else."""

@@ -1,85 +1,26 @@
-"""Tensors as the bytes that the ring moves, and torch's arguments in one form.
-
-The bytes are a tensor's own memory where that can be used, or else a copy in host memory. Some of torch's callers pass
-lists of tensors and options, others a tensor and a plain value.
+"""Tensors as the bytes that the ring moves: a tensor's own memory where that can be used, or else a copy in host
+memory.
 """
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fedring.ring.errors import BadFrame, NotSupported
 
 _INDEX = 8  # bytes of a coordinate of a sparse tensor
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-}
-
-
-def as_list(tensors: Any) -> list[Tensor]:
-    """Return a list of tensors, given several or one."""
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def only(tensors: Any) -> Tensor:
-    """Return the one tensor, given it or a list of it."""
-    (tensor,) = as_list(tensors)
-    return tensor
-
-
-def only_list(lists: Any) -> list[Tensor]:
-    """Return the one list of tensors, given it or a list of it."""
-    if lists and isinstance(lists[0], Tensor):
-        return list(lists)
-    (tensors,) = lists
-    return list(tensors)
-
-
-def op_name(opts: Any) -> str:
-    """Return the name of a reduction, given torch's options or the reduction; by default "sum".
-
-    Raises:
-        NotSupported: The ring does not have this reduction.
-    """
-    wanted = getattr(opts, "reduceOp", opts)
-    if wanted is None or isinstance(wanted, int):
-        return "sum"
-    for name, known in _OPS.items():
-        if wanted == known:
-            return name
-    raise NotSupported(f"the ring does not have the reduction {wanted}; it has {', '.join(_OPS)}")
-
-
-def root_of(opts: Any) -> int:
-    """Return the root's rank in the group, given torch's options or the rank; by default 0."""
-    return int(getattr(opts, "rootRank", opts) or 0)
-
-
-def seconds_of(opts: Any, timeout: timedelta | None, default: timedelta) -> float:
-    """Return how long a collective may take, in seconds."""
-    given = timeout or getattr(opts, "timeout", None)
-    if given is None or given <= timedelta(0):
-        given = default
-    return float(given.total_seconds())
 
 
 class Staged:
     """The values of tensors of one dtype, one tensor after another, in host memory.
 
     Args:
-        tensors: At least one; strided. Complex numbers are pairs of real ones.
+        tensors: At least one; strided.
         copy: Whether the values must not be the tensors' own memory.
 
     Attributes:
@@ -88,17 +29,16 @@ class Staged:
 
     Raises:
         ValueError: The tensors are of several dtypes.
-        NotSupported: A tensor is sparse.
+        NotSupported: See `plain`.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, copy: bool = False) -> None:
         self._tensors = [plain(tensor) for tensor in tensors]
         first = self._tensors[0]
-        if any(tensor.dtype != first.dtype for tensor in self._tensors):
-            raise ValueError(f"one collective takes tensors of one dtype, not {[str(t.dtype) for t in tensors]}")
         if len(self._tensors) == 1:
             self.flat = in_host_memory(first)
         else:
+            check_dtypes(self._tensors)
             self.flat = torch.cat([in_host_memory(tensor) for tensor in self._tensors])
         self.is_copy = len(self._tensors) > 1 or not is_same_memory(self.flat, first)
         if copy and not self.is_copy:
@@ -114,40 +54,66 @@ class Staged:
         """The values' bytes."""
         return as_bytes(self.flat)
 
+    def check_storable(self) -> None:
+        """Raise ValueError if values cannot be stored in the tensors."""
+        for tensor in self._tensors:
+            check_storable(tensor)
+
     def store(self) -> None:
         """Copy the values into the tensors, unless they are the tensors' own memory."""
         if self.is_copy:
             sizes = [tensor.numel() for tensor in self._tensors]
             for tensor, values in zip(self._tensors, torch.split(self.flat, sizes), strict=True):
-                tensor.copy_(values.view(tensor.shape))
+                store(values, tensor)
 
 
 def storing(staged: Sequence[Staged]) -> Callable[[], None] | None:
-    """Return a function that stores the values in the tensors, or None if they are there already."""
-    copies = [one for one in staged if one.is_copy]
+    """Return a function that stores the values in the tensors, or None if they are there already.
 
-    def store() -> None:
+    Raises:
+        ValueError: Values cannot be stored in a tensor.
+    """
+    copies = [one for one in staged if one.is_copy]
+    for one in copies:
+        one.check_storable()
+
+    def store_all() -> None:
         for one in copies:
             one.store()
 
-    return store if copies else None
+    return store_all if copies else None
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the tensor without its history, and with complex numbers as pairs of real ones. It shares the memory.
+    """Return the tensor without its history. It shares the memory.
 
     Raises:
-        NotSupported: The tensor is sparse.
+        TypeError: It is not a tensor.
+        NotSupported: The tensor is sparse, quantized or without data, or its class keeps the values in its own way.
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"a value of type {type(tensor).__name__} was given where a tensor is needed")
     if tensor.layout is not torch.strided:
         raise NotSupported("the ring carries sparse tensors in all_reduce only: make them dense")
-    tensor = tensor.detach()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if tensor.is_quantized:
+        raise NotSupported("the ring does not carry quantized tensors: give it their int_repr()")
+    values = tensor.detach()
+    if _dispatch_of(type(values)) is not _dispatch_of(Tensor):
+        raise NotSupported(f"the ring does not carry a {type(tensor).__name__}: give it the plain tensor inside")
+    if values.is_meta or (values.numel() and not values.untyped_storage().nbytes()):
+        raise NotSupported("the ring does not carry tensors without data: they are on the meta device or were freed")
+    return values
+
+
+def _dispatch_of(kind: Any) -> Any:
+    """Return the function that a class of tensors has torch call for each operator; plain tensors share one."""
+    return kind.__torch_dispatch__
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
     """Return the tensor's values, [n], contiguous in host memory: its own memory if possible."""
-    return (tensor if tensor.is_cpu else tensor.cpu()).contiguous().view(-1)
+    host = tensor if tensor.is_cpu else tensor.cpu()
+    return host.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def is_same_memory(flat: Tensor, tensor: Tensor) -> bool:
@@ -156,8 +122,37 @@ def is_same_memory(flat: Tensor, tensor: Tensor) -> bool:
 
 
 def as_bytes(flat: Tensor) -> memoryview:
-    """Return the bytes of contiguous values [n] in host memory. They share the memory."""
-    return flat.view(torch.uint8).numpy().data
+    """Return the bytes of contiguous values [n] in host memory. They share the memory, and keep it alive.
+
+    After `Tensor.numpy()`, torch would never again let anybody resize the storage, as FSDP does. So whoever takes these
+    bytes must not use them once the operation has ended: the storage may be another one then.
+    """
+    return np.asarray(_Memory(flat)).data
+
+
+class _Memory:
+    """The memory of contiguous values [n], as numpy's array interface describes it."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._owner = flat
+        self.__array_interface__ = {
+            "data": (flat.data_ptr(), False),
+            "shape": (flat.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def check_storable(tensor: Tensor) -> None:
+    """Raise ValueError if the tensor has several entries in one place, which cannot hold several values."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"an expanded tensor of shape {list(tensor.shape)} cannot hold a result: clone it before")
+
+
+def store(values: Tensor, tensor: Tensor) -> None:
+    """Copy values [n] into a tensor."""
+    with torch.inference_mode() if tensor.is_inference() else nullcontext():  # the mode is this thread's
+        tensor.copy_(values.view(tensor.shape))
 
 
 def fill(flat: Tensor, tensor: Tensor) -> None:
@@ -179,6 +174,20 @@ def check_size(flat: Tensor, tensor: Tensor) -> None:
         raise ValueError(f"{values.numel()} x {values.dtype} do not fit {flat.numel()} x {flat.dtype} on the same rank")
 
 
+def check_dtypes(tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError if the tensors are of several dtypes."""
+    dtypes = sorted({str(tensor.dtype) for tensor in tensors})
+    if len(dtypes) > 1:
+        raise ValueError(f"one collective takes tensors of one dtype, not of {', '.join(dtypes)}")
+
+
+def apart(flat: Tensor, written: Sequence[Tensor]) -> Tensor:
+    """Return values [n] that are to be sent: a copy if they share memory with values [m] that are written meanwhile."""
+    begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+    shared = any(one.data_ptr() < end and begin < one.data_ptr() + one.nbytes for one in written)
+    return flat.clone() if shared else flat
+
+
 def split(flat: Tensor, tensor: Tensor, sizes: Sequence[int], count: int) -> list[Tensor]:
     """Cut the values of a tensor in parts along its first dimension.
 
@@ -196,7 +205,7 @@ def split(flat: Tensor, tensor: Tensor, sizes: Sequence[int], count: int) -> lis
         if rows % count:
             raise ValueError(f"{rows} rows cannot be split evenly over {count} ranks")
         sizes = [rows // count] * count
-    if len(sizes) != count or sum(sizes) != rows:
+    if len(sizes) != count or sum(sizes) != rows or min(sizes) < 0:
         raise ValueError(f"{list(sizes)} does not split {rows} rows over {count} ranks")
     width = flat.numel() // rows if rows else 0
     return list(torch.split(flat, [size * width for size in sizes]))

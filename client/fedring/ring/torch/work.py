@@ -60,12 +60,21 @@ class RingWork(dist.Work):
             RingError: What it ended with.
         """
         seconds = timeout.total_seconds()
-        for operation in self.operations:
-            if not operation.wait(seconds if seconds > 0 else None):
-                what = f"{operation.what} has not ended within the timeout of {seconds:g} s"
-                raise self.failed(CollectiveTimeout(what, rank=operation.waiting_for))
+        try:
+            for operation in self.operations:
+                if not operation.wait(seconds if seconds > 0 else None):
+                    what = f"{operation.what} has not ended within the timeout of {seconds:g} s"
+                    raise self.failed(CollectiveTimeout(what, rank=operation.waiting_for))
+        except RingError as error:
+            self._stop(self.exception() or error)
+            raise
         self.synchronize()
         return True
+
+    def _stop(self, error: RingError) -> None:
+        """Give the memory of all tensors back to the caller."""
+        for operation in self.operations:
+            operation.stop(error)
 
     def failed(self, error: RingError) -> RingError:
         """End the generation with an error, and return the error."""
@@ -85,8 +94,11 @@ class RingWork(dist.Work):
         """Return whether it has ended, with or without an error."""
         if not all(operation.done for operation in self.operations):
             return False
-        if self.exception() is None:
+        error = self.exception()
+        if error is None:
             self.synchronize()
+        else:
+            self._stop(error)
         return True
 
     def is_success(self) -> bool:
