@@ -13,6 +13,7 @@ from fedring.ring.engine.operation import Kind
 from fedring.ring.engine.program import Program
 from fedring.ring.errors import RingError
 from fedring.ring.options import RingOptions
+from fedring.ring.torch.compiler import opaque
 from fedring.ring.torch.tensors import seconds_of
 from fedring.ring.torch.work import RingWork, together
 from fedring.ring.torch.world import World
@@ -21,6 +22,7 @@ _WIRE = {"same": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ProcessGroup: Any = dist.ProcessGroup  # its stub declares overloads that no method written in Python can match
 
 
+@opaque
 class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
     """A rank of a group.
 

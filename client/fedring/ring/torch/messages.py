@@ -13,6 +13,7 @@ from fedring.ring.engine.group import Group
 from fedring.ring.engine.operation import Kind, Operation
 from fedring.ring.engine.program import Program, Receive, Send
 from fedring.ring.errors import CollectiveTimeout
+from fedring.ring.torch.compiler import opaque
 from fedring.ring.torch.tensors import Staged
 from fedring.ring.torch.work import RingFuture, RingWork, deferred
 from fedring.ring.transport.frames import Frame
@@ -91,6 +92,7 @@ class Messages:
                 self.group.arrived(self.group.members[me], Frame(head, memoryview(bytes(step.data))))
 
 
+@opaque
 class ReceiveFromAny(RingWork):
     """The receipt of a message from whichever rank. Which one is decided when somebody waits for it."""
 
@@ -143,6 +145,7 @@ class ReceiveFromAny(RingWork):
             return bool(self.operations)
 
 
+@opaque
 class BytesGather:
     """Every rank's message on its way to every rank, while the caller does something else.
 

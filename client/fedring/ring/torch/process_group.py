@@ -18,6 +18,7 @@ from fedring.ring.engine import collectives
 from fedring.ring.engine.operation import Kind
 from fedring.ring.engine.program import Program
 from fedring.ring.engine.reduction import Reduction
+from fedring.ring.torch.compiler import opaque
 from fedring.ring.torch.member import Member
 from fedring.ring.torch.messages import BytesGather, Messages, ReceiveFromAny, gather_bytes
 from fedring.ring.torch.tensors import (
@@ -42,6 +43,7 @@ from fedring.ring.torch.world import World
 Timeout = timedelta | None
 
 
+@opaque
 class RingProcessGroup(Member):
     """The group that `torch.distributed.init_process_group("fedring", ...)` makes."""
 
