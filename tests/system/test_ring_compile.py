@@ -16,7 +16,7 @@ def check_close(result: Any, wanted: Any) -> None:
         torch.testing.assert_close(values, others, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["fedring", "gloo"])
+@pytest.mark.parametrize("backend", ["fedring", pytest.param("gloo", marks=pytest.mark.soak)])
 def test_a_compiled_training_in_many_buckets_is_the_same_as_another(backend: str, tmp_path: Path) -> None:
     first, second = ranks.run(partial(train_compiled, compiler="aot_eager"), 2, tmp_path / "a", backend=backend)
     assert first[1] == second[1]
@@ -37,6 +37,7 @@ def test_compilers_hooks_and_compiled_autograd(options: dict[str, Any], backend:
         check_close(first, plain)
 
 
+@pytest.mark.soak
 def test_compiled_collectives_are_the_same_as_others(tmp_path: Path) -> None:
     compiled = ranks.run(partial(functional_collectives, compiler="aot_eager"), 2, tmp_path / "a")
     assert compiled == ranks.run(functional_collectives, 2, tmp_path / "b")

@@ -64,7 +64,7 @@ def allgather_bytes(
 
 
 def monitored_barrier(
-    group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    group: dist.ProcessGroup | int | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
     """Wait until all ranks of a group have come; rank 0's error names those that have not.
 

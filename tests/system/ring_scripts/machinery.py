@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import fedring.ring
+from tests.system.ring_scripts.collectives import started
 from tests.system.ring_scripts.ranks import error_of
 
 differentiable: Any = torch.distributed.nn.functional  # without types
@@ -127,7 +128,7 @@ def functional_collectives(rank: int, size: int, *, compiler: str = "") -> Any:
         copy = given * 2
         dist.all_reduce(copy)
         work = dist.all_gather_into_tensor(gathered := given.new_empty(8, 4), given, async_op=True)
-        work.wait()
+        started(work).wait()
         return [
             copy + 0,
             gathered + 0,
@@ -173,7 +174,7 @@ def distributed_tensors(rank: int, size: int) -> Any:
 def checkpoints(rank: int, size: int, *, folder: str, process: bool = False) -> Any:
     """Save and load, at once and in the background while the default group computes; return what is loaded."""
     mesh = init_device_mesh("cpu", (size,))
-    background = dist.new_group(list(range(size)))
+    background: Any = dist.new_group(list(range(size)))
 
     def state(value: float) -> dict[str, Any]:
         sharded = distribute_tensor(torch.arange(8.0).view(4, 2) * value, mesh, [Shard(0)])
@@ -202,13 +203,14 @@ def checkpoints(rank: int, size: int, *, folder: str, process: bool = False) -> 
 def properties(rank: int, size: int) -> Any:
     """Return what torch's functions say of the group."""
     group = _get_default_group()
+    pair: Any = dist.new_group([0, 1], group_desc="pair")
     with torch_may_warn():
         planes = init_device_mesh("cpu", (size, 1), mesh_dim_names=("data", "tensor"))
         return {
             "devices": sorted(_device_capability()),
             "bound": group.bound_device_id,
             "hooks": group._has_hooks(),
-            "described": dist.new_group([0, 1], group_desc="pair").group_desc,
+            "described": pair.group_desc,
             "subgroup": dist.new_subgroups(1)[0].size(),  # type: ignore[no-untyped-call]
             "planes": [planes[name].size() for name in ("data", "tensor")],
             "allocates": group._get_backend(CPU).supports_tensor_alloc(CPU),
@@ -284,7 +286,7 @@ def length_of_a_record(rank: int, size: int) -> Any:
             work = dist.all_reduce(torch.ones(3), async_op=True)
             with record_function("letting"):
                 dist.send(torch.ones(1), 1)
-            work.wait()
+            started(work).wait()
         else:
             dist.recv(torch.ones(1), 0)
             dist.all_reduce(torch.ones(3))
@@ -313,8 +315,9 @@ def records_of_a_training(rank: int, size: int) -> Any:
     """Return how many all-reduces the two profilers of torch see in four steps of DDP."""
     with torch_may_warn():
         model = DistributedDataParallel(network())
-        with torch.autograd.profiler.profile() as profiler:
+        profiler = torch.autograd.profiler.profile()
+        with profiler:
             train(model, model.parameters(), rank)
-        legacy = [event.name for event in profiler.function_events]
+        legacy = [event.name for event in profiler.function_events or []]
         events = [event.name for event in profile(lambda: [train(model, model.parameters(), rank)].clear())]
     return [names.count("fedring:all_reduce") for names in (legacy, events)]
