@@ -11,6 +11,7 @@ RuntimeErrors with the same text.
 """
 
 import os
+from datetime import timedelta
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported, which logs each peer that leaves
 
@@ -39,6 +40,7 @@ __all__ = [
     "allgather_bytes",
     "join",
     "leave",
+    "monitored_barrier",
     "total_traffic",
     "traffic",
 ]
@@ -58,10 +60,34 @@ def allgather_bytes(
         NotSupported: The group is of another backend.
         ValueError: The message is larger than the limit.
     """
+    return _ring_group(group).allgather_bytes(payload, limit=limit)
+
+
+def monitored_barrier(
+    group: dist.ProcessGroup | int | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Wait until all ranks of a group have come; rank 0's error names those that have not.
+
+    It is `torch.distributed.monitored_barrier`, which refuses every backend but Gloo.
+
+    Args:
+        group: A group of the backend fedring; None = the default group. A rank that is not in it returns at once.
+        timeout: How long rank 0 waits for the others; None = the group's timeout.
+        wait_all_ranks: Whether rank 0 waits for all ranks and names all that are missing, and not only the first.
+
+    Raises:
+        CollectiveTimeout: A rank has not come in time. As every RingError it ends the generation, on every rank.
+        NotSupported: The group is of another backend.
+    """
+    if not isinstance(group, int):  # what torch gives to ranks that are not in a group
+        _ring_group(group).monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+
+def _ring_group(group: dist.ProcessGroup | None) -> RingProcessGroup:
     chosen = group or dist.group.WORLD
     if not isinstance(chosen, RingProcessGroup):
-        raise NotSupported("only groups of the backend fedring can send bytes")
-    return chosen.allgather_bytes(payload, limit=limit)
+        raise NotSupported(f"{chosen} is not a group of the backend fedring")
+    return chosen
 
 
 dist.Backend.register_backend("fedring", create, extended_api=True, devices=["cpu", "cuda"])

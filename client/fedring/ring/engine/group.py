@@ -4,7 +4,7 @@ import itertools
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from fedring.ring.engine import collectives
@@ -108,7 +108,14 @@ class Group:
         self._closed = False
 
     def start(
-        self, what: str, program: Program, *, kind: Kind = Kind.OTHER, timeout: float, key: str = ""
+        self,
+        what: str,
+        program: Program,
+        *,
+        kind: Kind = Kind.OTHER,
+        timeout: float,
+        key: str = "",
+        ending: Callable[[], None] | None = None,
     ) -> Operation:
         """Start an operation.
 
@@ -118,6 +125,7 @@ class Group:
             kind: What the operation is for.
             timeout: Seconds that it may take.
             key: Names the operation, equal on all ranks; "" = the next one in the order in which this rank starts them.
+            ending: See `Operation`.
 
         Raises:
             RingError: The key is longer than MAX_KEY, or this worker has left the group.
@@ -127,7 +135,7 @@ class Group:
         key = key or next_key(self._next_number)
         if len(key) > MAX_KEY:
             raise RingError(f"the key {key!r} has {len(key)} characters; a frame's head has room for {MAX_KEY}")
-        operation = Operation(self, key, what, program, kind=kind, timeout=timeout)
+        operation = Operation(self, key, what, program, kind=kind, timeout=timeout, ending=ending)
         with self._lock:
             self._running[key] = operation
             early = self._early.take(key)

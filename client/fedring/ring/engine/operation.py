@@ -104,10 +104,19 @@ class Operation:
         program: This rank's program.
         kind: What the operation is for.
         timeout: Seconds that it may take.
+        ending: Called once at the end, before anybody learns of it, under a lock; None = nothing.
     """
 
     def __init__(
-        self, carrier: Carrier, key: str, what: str, program: Program, *, kind: Kind = Kind.OTHER, timeout: float
+        self,
+        carrier: Carrier,
+        key: str,
+        what: str,
+        program: Program,
+        *,
+        kind: Kind = Kind.OTHER,
+        timeout: float,
+        ending: Callable[[], None] | None = None,
     ) -> None:
         self.key, self.what, self.kind = key, what, kind
         self.signature = zlib.crc32(what.encode())
@@ -124,6 +133,7 @@ class Operation:
         self._abandoned: RingError | None = None
         self._done = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
+        self._ending = ending
 
     @property
     def done(self) -> bool:
@@ -262,6 +272,8 @@ class Operation:
             if self._done.is_set():
                 return
             self.error = error
+            if self._ending is not None:
+                self._ending()
             self._done.set()
             callbacks, self._callbacks = self._callbacks, []
         self._carrier.ended(self)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,11 @@ from torch._C._distributed_c10d import Store
 
 from fedring.ring.engine.operation import Kind
 from fedring.ring.engine.program import Program
-from fedring.ring.errors import RingError
+from fedring.ring.errors import NotSupported, RingError
 from fedring.ring.options import RingOptions
 from fedring.ring.torch.arguments import seconds_of
+from fedring.ring.torch.compiler import opaque
+from fedring.ring.torch.profiling import begin_record
 from fedring.ring.torch.work import RingWork, together
 from fedring.ring.torch.world import World
 
@@ -21,6 +23,7 @@ _WIRE = {"same": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ProcessGroup: Any = dist.ProcessGroup  # its stub declares overloads that no method written in Python can match
 
 
+@opaque
 class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
     """A rank of a group.
 
@@ -37,7 +40,7 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
         wire: The dtype in which allreduces send float32 values; None = as they are.
     """
 
-    supports_splitting = supports_coalescing = supports_time_estimate = False
+    supports_splitting = supports_shrinking = supports_coalescing = supports_time_estimate = False
 
     def __init__(self, world: World, store: Store, ranks: Sequence[int], *, name: str, timeout: timedelta) -> None:
         self.world = world
@@ -80,8 +83,35 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
     def _set_group_desc(self, description: str) -> None:
         self._description = description
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), torch.device("cuda")]  # as the backend is registered
+
     def _get_backend(self, device: torch.device) -> Self:
         return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return whether the backend has memory of its own for tensors, which it does not; FSDP asks."""
+        return False
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: torch's own method would crash the process.
+
+        Raises:
+            NotSupported: Always.
+        """
+        raise NotSupported("groups of the backend fedring cannot be split: use torch.distributed.new_group")
+
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: torch's own method would crash the process.
+
+        Raises:
+            NotSupported: Always.
+        """
+        raise NotSupported("groups of the backend fedring cannot be merged: form a new group of all ranks")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long collectives that start from now on may take."""
@@ -129,7 +159,8 @@ class Member(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
             finish: Called once after it.
             kind: What the operation is for.
         """
-        operation = self.ring.start(what, program, kind=kind, timeout=seconds)
+        ending = begin_record(what, results)
+        operation = self.ring.start(what, program, kind=kind, timeout=seconds, ending=ending)
         return self.coalesced(RingWork(self.ring, [operation], results, finish=finish))
 
     def coalesced(self, work: RingWork) -> RingWork:

@@ -14,6 +14,8 @@ from fedring.ring.engine.group import Group
 from fedring.ring.engine.operation import Kind, Operation
 from fedring.ring.engine.program import Program, Receive, Send
 from fedring.ring.errors import CollectiveTimeout
+from fedring.ring.torch.compiler import opaque
+from fedring.ring.torch.profiling import begin_record
 from fedring.ring.torch.tensors import Staged
 from fedring.ring.torch.work import RingFuture, RingWork, deferred
 from fedring.ring.transport.frames import Frame
@@ -42,7 +44,9 @@ class Messages:
         if to == self.group.rank:
             self._deliver_here(_what(staged), program, key)
             key, program = f"{key}!", _no_program()
-        return self.group.start(_what(staged), program, timeout=timeout, key=key)
+        return self.group.start(
+            _what(staged), program, timeout=timeout, key=key, ending=begin_record("send", [staged.flat])
+        )
 
     def receive(self, staged: Staged, source: int, tag: int, *, timeout: float) -> Operation:
         """Start to receive the next message with the tag from a rank, into `staged`."""
@@ -81,7 +85,9 @@ class Messages:
     def _receive(self, staged: Staged, source: int, key: str, *, timeout: float) -> Operation:
         data = staged.data
         program = collectives.receive(source, data) if len(data) else _receive_nothing(source)
-        return self.group.start(_what(staged), program, timeout=timeout, key=key)
+        return self.group.start(
+            _what(staged), program, timeout=timeout, key=key, ending=begin_record("recv", [staged.flat])
+        )
 
     def _deliver_here(self, what: str, program: Program, key: str) -> None:
         """Give this rank the frames that a program sends to it."""
@@ -92,6 +98,7 @@ class Messages:
                 self.group.arrived(self.group.members[me], Frame(head, memoryview(bytes(step.data))))
 
 
+@opaque
 class ReceiveFromAny(RingWork):
     """The receipt of a message from whichever rank. Which one is decided when somebody waits for it."""
 
@@ -153,6 +160,7 @@ class ReceiveFromAny(RingWork):
             return bool(self.operations)
 
 
+@opaque
 class BytesGather:
     """Every rank's message on its way to every rank, while the caller does something else.
 
@@ -201,7 +209,8 @@ def gather_bytes(group: Group, payload: bytes | memoryview, *, limit: int, timeo
     messages[group.rank] = mine
     program = collectives.allgather_bytes(group.rank, group.size, messages, limit)
     what = f"allgather of at most {limit} bytes"
-    operation = group.start(what, program, kind=Kind.GRADIENTS, timeout=timeout)
+    ending = begin_record("all_gather_bytes", [])
+    operation = group.start(what, program, kind=Kind.GRADIENTS, timeout=timeout, ending=ending)
     return BytesGather(RingWork(group, [operation], messages), messages)
 
 

@@ -21,6 +21,7 @@ from fedring.ring.engine.operation import Kind
 from fedring.ring.engine.program import Program
 from fedring.ring.engine.reduction import Reduction
 from fedring.ring.torch.arguments import as_list, only, only_list, op_name, pairs, rank_of, root_of, tag_of
+from fedring.ring.torch.compiler import opaque
 from fedring.ring.torch.member import Member
 from fedring.ring.torch.messages import BytesGather, Messages, ReceiveFromAny, gather_bytes
 from fedring.ring.torch.tensors import (
@@ -45,6 +46,7 @@ Timeout = timedelta | None
 Start = Callable[[], RingWork]  # starts an operation whose arguments have been checked
 
 
+@opaque
 class RingProcessGroup(Member):
     """The group that `torch.distributed.init_process_group("fedring", ...)` makes."""
 

@@ -20,12 +20,14 @@ from torch.futures import Future
 from fedring.ring.engine.group import Group
 from fedring.ring.engine.operation import Operation, Scope, inside
 from fedring.ring.errors import CollectiveTimeout, RingError
+from fedring.ring.torch.compiler import opaque
 
 log = logging.getLogger(__name__)
 
 _SPARE_SECONDS = 10.0  # after so long without work a thread of the pool ends
 
 
+@opaque
 class RingWork(dist.Work):
     """Operations that end together.
 
@@ -170,6 +172,7 @@ class Failure:
         raise self.copied_error()
 
 
+@opaque
 class RingFuture(Future[Any]):
     """A future of what a function returns or raises, whose callbacks run in `scope`."""
 

@@ -1,0 +1,27 @@
+"""How `torch.compile` treats the backend: it calls it, and never looks inside it.
+
+Gloo is written in C++, into which Dynamo cannot look. The methods of this backend are Python. Without this module,
+Dynamo would compile each of them, from the lock of an operation to the socket.
+
+`torch.compiler.disable` would do the same, but importing it takes a second and each call of it 0.5 us. What it tells
+Dynamo about a function is told here without that: as `torch._dynamo.skip` does, but for all that the function calls.
+"""
+
+from types import FunctionType
+from typing import TypeVar
+
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+Class = TypeVar("Class")
+
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the function, and what it calls
+
+
+def opaque(cls: type[Class]) -> type[Class]:
+    """Have `torch.compile` break the graph where a method of the class is called, and run the method as it is."""
+    for member in vars(cls).values():
+        function = member.fget if isinstance(member, property) else member
+        if isinstance(function, FunctionType):
+            set_code_exec_strategy(function.__code__, _SKIP)
+            vars(function)["_torchdynamo_disable"] = True
+    return cls

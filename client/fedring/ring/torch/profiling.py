@@ -1,0 +1,35 @@
+"""What `torch.profiler` shows of an operation: a record such as `fedring:all_reduce`, as Gloo has `gloo:all_reduce`.
+
+A record lasts from the start of the operation to its end, which usually comes on another thread. torch ends the record
+of one thread on another only by a future, and a record with a future has no place for shapes. So with `record_shapes`
+the shapes are found in a record of its own, without duration: `fedring:all_reduce:tensors`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch._C._profiler import _RecordFunctionFast
+from torch.futures import Future
+
+_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather"}  # elsewhere the names are the same as torch's
+
+
+def begin_record(what: str, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
+    """Begin to record an operation. Return what ends the record, or None if no profiler runs on this thread.
+
+    Args:
+        what: What the operation is; its first word names the record.
+        tensors: The tensors whose shapes are recorded.
+    """
+    if not _profiler_enabled():
+        return None
+    word = what.partition(" ")[0]
+    name = f"fedring:{_NAMES.get(word, word)}"
+    record = torch.ops.profiler._record_function_enter_new(name, None)
+    ended: Future[None] = Future()
+    torch.ops.profiler._call_end_callbacks_on_jit_fut(record, ended)
+    with _RecordFunctionFast(f"{name}:tensors", list(tensors)):
+        pass
+    return lambda: ended.set_result(None)
