@@ -21,7 +21,7 @@ from fedring.ring.errors import CollectiveTimeout, Mismatch, NotSupported, PeerL
 from fedring.ring.options import RingOptions
 from fedring.ring.torch.messages import BytesGather
 from fedring.ring.torch.process_group import RingProcessGroup
-from fedring.ring.torch.rendezvous import create, join, leave
+from fedring.ring.torch.rendezvous import create, failure, join, leave, rejoin, waiting
 from fedring.ring.torch.world import total_traffic, traffic
 from fedring.ring.transport.interface import Traffic
 
@@ -37,10 +37,13 @@ __all__ = [
     "RingProcessGroup",
     "Traffic",
     "allgather_bytes",
+    "failure",
     "join",
     "leave",
+    "rejoin",
     "total_traffic",
     "traffic",
+    "waiting",
 ]
 
 
