@@ -1,0 +1,68 @@
+"""torchrun restarts workers on the same store: after one is killed, and after the number of nodes has changed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+SCRIPT = str(Path(__file__).parent / "ring_scripts" / "restarted.py")
+SECONDS = 240
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("client", "common", "protos")),
+    "GRPC_VERBOSITY": "ERROR",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
+
+
+def reports(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def train(backend: str, folder: Path, *arguments: str, restarts: int = 3, timeout: int = 120) -> list[dict[str, Any]]:
+    """Run the script with two workers under torchrun, and return what it reports."""
+    folder.mkdir()
+    launch = [*TORCHRUN, "--standalone", "--max-restarts", str(restarts), "--nproc-per-node", "2", SCRIPT]
+    run = subprocess.run(
+        [*launch, backend, str(folder), "10", *arguments],
+        env=os.environ | ENVIRONMENT | {"TIMEOUT_SECONDS": str(timeout)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert run.returncode == 0, run.stderr
+    return reports(run.stdout)
+
+
+def digests(lines: list[dict[str, Any]]) -> set[str]:
+    """Return the digests of the parameters of the workers that are done."""
+    return {line["digest"] for line in lines if "done" in line}
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_training_that_torchrun_restarts_ends_as_if_nothing_had_happened(killed: int, tmp_path: Path) -> None:
+    lines = train("fedring", tmp_path / "interrupted", str(killed))
+    met = [(line["restart"], line["met"]) for line in lines if "met" in line]
+    assert sorted(met) == [(0, 0), (0, 1), (1, 0), (1, 1)]  # the first restart succeeds
+    (at,) = (line["killed"] for line in lines if "killed" in line)
+    on = max(line["on"] for line in lines if "on" in line)
+    print(f"torchrun: the next step finished {on - at:.2f} s after the kill")
+    assert digests(lines) == digests(train("fedring", tmp_path / "whole"))
+    assert len(digests(lines)) == 1
+
+
+@pytest.mark.soak
+def test_gloo_needs_more_than_one_restart_or_ends_with_the_same_parameters(tmp_path: Path) -> None:
+    lines = train("gloo", tmp_path / "interrupted", "0", restarts=10, timeout=10)
+    (at,) = (line["killed"] for line in lines if "killed" in line)
+    on = max(line["on"] for line in lines if "on" in line)
+    restarts = max(line["restart"] for line in lines if "met" in line)
+    print(f"Gloo: {restarts} restarts, the next step finished {on - at:.2f} s after the kill")
+    assert digests(lines) == digests(train("fedring", tmp_path / "whole"))
