@@ -9,11 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.forks import Fork
+from tests.system.ring_scripts import generations, ranks
 
 SECONDS = 120.0
 SIZE = 3
@@ -189,3 +192,15 @@ def test_a_frozen_worker_that_wakes_does_not_disturb_those_that_went_on(ended: E
     frozen.wait_for("^lost at step")
     check_all_done([first, new, third], 60)
     assert frozen.step <= step
+
+
+def test_old_generations_leave_nothing_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    body = partial(generations.leftovers, folder=str(folder), generations=20)
+    for held in ranks.run(body, 2, tmp_path / "run", backend=""):
+        most = {name: max(one[name] for one in held) for name in held[0]}
+        assert (most["Endpoint"], most["World"], most["RingProcessGroup"]) == (1, 1, 2), most
+        for name in ("files", "threads", "python_threads"):  # a second stream more or less, and its threads
+            assert held[-1][name] <= max(one[name] for one in held[:4]) + 8, held
+        assert most["files"] < 60, most
