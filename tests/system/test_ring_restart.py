@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +86,58 @@ def test_gloo_takes_more_time_for_the_same(tmp_path: Path) -> None:
     restarts = max(line["restart"] for line in lines if "met" in line)
     print(f"Gloo: {restarts} restarts, the next step finished {on - at:.2f} s after the kill")
     assert digests(lines) == uninterrupted(tmp_path / "whole")
+
+
+class Agent:
+    """One node: a torchrun with one worker, and what the worker reports."""
+
+    def __init__(self, port: int, folder: Path, *, hosts: bool) -> None:
+        settings = {"is_host": int(hosts), "last_call_timeout": 10, "keep_alive_interval": 1}
+        rendezvous = ",".join(f"{key}={value}" for key, value in settings.items())
+        nodes = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+        meeting = ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "nodes", "--rdzv-conf", rendezvous]
+        # By default, torchrun's own agents do not tell a node that joins later where their store is (torch 2.13).
+        self.process = subprocess.Popen(
+            [*TORCHRUN, *nodes, *meeting, SCRIPT, "fedring", str(folder), "1000000000"],
+            env=os.environ | ENVIRONMENT | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def next_meeting(self) -> tuple[int, int]:
+        """Wait until its worker has met the others; return their number, and how many restarts torchrun counts."""
+        assert self.process.stdout
+        for line in self.process.stdout:
+            if line.startswith('{"met"'):
+                met = json.loads(line)
+                return met["size"], met["restart"]
+        raise AssertionError("torchrun has ended")
+
+    def kill(self) -> None:
+        """Kill the agent and its worker."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        for pid in [*map(int, children), self.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        self.process.wait()
+        assert self.process.stdout
+        self.process.stdout.close()
+
+
+@pytest.mark.soak
+def test_the_number_of_nodes_grows_and_shrinks_under_torchrun(tmp_path: Path) -> None:
+    port = free_port()
+    with ExitStack() as stack:
+        first = Agent(port, tmp_path, hosts=True)
+        stack.callback(first.end)
+        assert first.next_meeting() == (1, 0)
+        second = Agent(port, tmp_path, hosts=False)
+        stack.callback(second.end)
+        assert first.next_meeting() == (2, 0)  # a change of membership is no restart that counts
+        assert second.next_meeting() == (2, 0)
+        second.kill()
+        assert first.next_meeting()[0] == 1

@@ -13,6 +13,8 @@ from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
 import fedring.ring
+from fedring.ring.torch import rendezvous
+from tests.system.ring_scripts.ranks import error_of
 
 _COUNTED = {"Endpoint", "RingProcessGroup", "World", "Operation", "RingFuture", "DistributedDataParallel", "Reducer"}
 
@@ -30,6 +32,29 @@ def leftovers(rank: int, size: int, *, folder: str, generations: int) -> list[di
         gc.collect()
         found.append(_held())
     return found
+
+
+def rejoin_after_init(rank: int, size: int) -> dict[str, float]:
+    """Lose the group that init_process_group has made, form it again, and share rank 0's step."""
+    default: Any = dist.group.WORLD
+    dist.barrier()
+    if rank == 0:
+        default.abort()
+    fedring.ring.rejoin(step=5 + rank)
+    shared = torch.tensor(5.0 + rank)
+    dist.broadcast(shared, 0)
+    return {"rank": dist.get_rank(), "shared": shared.item()}
+
+
+def lose_the_store(rank: int, size: int, *, port: int) -> dict[str, Any]:
+    """Lose rank 0 and the store that it hosts, and try to form the group again."""
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("fedring", init_method=address, rank=rank, world_size=size)
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        rendezvous._place = None  # and with it the store, as at the end of the process
+    return error_of(lambda: rank and fedring.ring.rejoin(step=1, timeout=timedelta(seconds=60)))
 
 
 def _train(network: torch.nn.Module, rank: int, *, fail: bool) -> None:
