@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 
 from fedring.ring import Endpoint, PeerLost, RingError, RingOptions
 from fedring.ring.torch.meeting import Candidate, Meeting, Membership, Terms
-from fedring.ring.torch.rendezvous import create
+from fedring.ring.torch.rendezvous import create, meet
 from fedring.ring.torch.world import current
 
 LONG = timedelta(seconds=60)
@@ -144,7 +144,7 @@ def workers(connect: Callable[[], Store]) -> Iterator[Callable[..., Worker]]:
         yield make
 
 
-def meet(workers: Sequence[Worker], *, step: int = 0) -> Membership:
+def all_meet(workers: Sequence[Worker], *, step: int = 0) -> Membership:
     """Let the workers meet, and return the membership that they agree on."""
     for worker in workers:
         worker.start(step=step)
@@ -160,14 +160,14 @@ def seated(store: Store, attempt: int, slot: int) -> None:
 
 def test_ranks_learn_each_others_addresses_and_one_generation(workers: Callable[..., Worker]) -> None:
     three = [workers(slot) for slot in (2, 1, 0)]
-    membership = meet(three)
+    membership = all_meet(three)
     assert membership.addresses == [worker.address for worker in reversed(three)]
     assert {worker.result[0].generation for worker in three if worker.result} == {membership.generation}
 
 
 def test_a_replacement_joins_the_survivors(workers: Callable[..., Worker]) -> None:
     three = [workers(slot) for slot in range(3)]
-    before = meet(three)
+    before = all_meet(three)
     three[0].die()
     three[0] = workers(0)
     for worker, step in zip(three, (0, 5, 6), strict=True):
@@ -179,18 +179,18 @@ def test_a_replacement_joins_the_survivors(workers: Callable[..., Worker]) -> No
 
 def test_survivors_go_on_without_a_replacement(workers: Callable[..., Worker]) -> None:
     three = [workers(slot, min_size=2) for slot in range(3)]
-    meet(three)
+    all_meet(three)
     three[1].die()
     two = [three[0], three[2]]
     for worker in two:
         worker.terms = Terms(worker.terms.slot, 3, 2, 0.5, 60)
-    after = meet(two, step=1)
+    after = all_meet(two, step=1)
     assert [one.slot for one in after.members] == [0, 2]
 
 
 def test_a_latecomer_forms_no_world_of_its_own(connect: Callable[[], Store], workers: Callable[..., Worker]) -> None:
     three = [workers(slot, min_size=1) for slot in range(3)]
-    meet(three)
+    all_meet(three)
     three[2].die()
     late = workers(2, min_size=1, last_call=0.1).start(seconds=3)
     error = late.failed()  # the other two still answer
@@ -200,11 +200,11 @@ def test_a_latecomer_forms_no_world_of_its_own(connect: Callable[[], Store], wor
 
 def test_restarted_workers_do_not_meet_those_of_the_attempt_before(workers: Callable[..., Worker]) -> None:
     old = [workers(slot) for slot in range(3)]
-    before = meet(old)
+    before = all_meet(old)
     for worker in old:
         worker.die()
     new = [workers(slot) for slot in range(3)]
-    after = meet(new)
+    after = all_meet(new)
     assert not set(before.addresses) & set(after.addresses)
     assert [one.slot for one in after.members] == [0, 1, 2]
 
@@ -237,9 +237,9 @@ def test_a_worker_that_was_frozen_does_not_take_the_seat_of_its_replacement(
     connect: Callable[[], Store], workers: Callable[..., Worker]
 ) -> None:
     two = [workers(slot, size=2, min_size=2) for slot in range(2)]
-    meet(two)
+    all_meet(two)
     frozen, two[1] = two[1], workers(1, size=2, min_size=2)
-    second = meet(two, step=5)
+    second = all_meet(two, step=5)
     two[1].start(step=6)
     seated(connect(), second.attempt + 1, 1)
     assert "slot 1 belongs to" in str(frozen.start(step=5).failed())
@@ -263,7 +263,7 @@ def test_the_attempt_goes_on_if_the_worker_that_closed_it_died(
 
 def test_keys_of_old_attempts_are_deleted(connect: Callable[[], Store], workers: Callable[..., Worker]) -> None:
     two = [workers(slot, size=2, min_size=2) for slot in range(2)]
-    attempts = [meet(two).attempt for _ in range(4)]
+    attempts = [all_meet(two).attempt for _ in range(4)]
     keys = [key for key in connect().list_keys() if "/" in key and not key.startswith("efcount")]
     assert {int(key.split("/")[0]) for key in keys} <= set(attempts[-2:])
 
@@ -315,3 +315,33 @@ def test_the_option_listen_goes_before_the_interface_of_the_store(monkeypatch: p
     group = create(wanted(HashStore()), None)
     assert group.world.endpoint.address.startswith("127.0.0.2:")
     group.shutdown()
+
+
+def test_a_member_that_dies_before_it_is_connected_is_replaced_in_the_next_attempt() -> None:
+    store = HashStore()
+    other = Worker(store, 1, size=2, min_size=2).start()
+    groups: list[Any] = []
+    begin = time.monotonic()
+
+    def enter() -> None:
+        description = wanted(store)
+        description.group_size = 2
+        groups.append(create(description, RingOptions(local_transport=False)))
+
+    entering = threading.Thread(target=enter)
+    entering.start()
+    other.end()
+    other.die()
+    replacement = wanted(store)
+    replacement.group_rank, replacement.group_size = 1, 2
+    replacement.global_ranks_in_group = [0, 1]  # not a second default group in this process
+    _, group = meet(replacement, RingOptions(local_transport=False), default=False)
+    entering.join()
+    assert time.monotonic() - begin < 50  # without a question whether it still runs, a minute
+    assert [one.place for one in (*groups, group)] == [(0, 2), (1, 2)]
+    assert store.get("membership").decode().count("worker") == 2
+    closing = [threading.Thread(target=one.shutdown) for one in (*groups, group)]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()

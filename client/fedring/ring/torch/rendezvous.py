@@ -10,7 +10,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,12 +26,14 @@ from fedring.ring.options import RingOptions
 from fedring.ring.torch.meeting import Meeting, Terms, store_is_gone
 from fedring.ring.torch.process_group import RingProcessGroup
 from fedring.ring.torch.world import World, current, set_current
+from fedring.ring.transport.channels import is_serving
 
 log = logging.getLogger(__name__)
 
 _COLLECTIVE = timedelta(minutes=30)  # torch's own default
 _LAST_CALL = timedelta(seconds=30)  # as for torchrun's last_call_timeout
 _FORMING_SECONDS = 60.0  # the members answered a moment ago
+_WATCH_SECONDS = 1.0  # between questions whether they still do
 _DISCARD = 9  # any port would do: nothing is sent
 
 
@@ -133,7 +136,8 @@ def rejoin(
         prefixed = PrefixStore(f"generation/{membership.generation}", place.store)
         try:
             rank = members.index(endpoint.address)
-            _form(prefixed, Seat(endpoint, members, seconds), rank=rank, timeout=timeout)
+            with _watching(endpoint, members):
+                _form(prefixed, Seat(endpoint, members, seconds), rank=rank, timeout=timeout)
         except (PeerLost, CollectiveTimeout) as error:
             log.warning("generation %d could not be formed, the next one is tried: %s", membership.generation, error)
             continue
@@ -227,9 +231,10 @@ def meet(wanted: Any, options: RingOptions, *, default: bool) -> tuple[World, Ri
         world = World(endpoint, membership.addresses)
         try:
             left = max(1.0, min(_FORMING_SECONDS, deadline - time.monotonic()))
-            group = _enter(world, wanted, options, left)
-            barrier = collectives.barrier(*group.place)
-            group.ring.start("meeting", barrier, timeout=left, key="meeting").wait()
+            with _watching(endpoint, world.members):
+                group = _enter(world, wanted, options, left)
+                barrier = collectives.barrier(*group.place)
+                group.ring.start("meeting", barrier, timeout=left, key="meeting").wait()
         except (PeerLost, CollectiveTimeout) as error:
             log.warning("generation %d could not be formed, the next one is tried: %s", membership.generation, error)
             world.close()
@@ -252,6 +257,31 @@ def _enter(world: World, wanted: Any, options: Any, seconds: float) -> RingProce
         world.close()
         raise
     return group
+
+
+@contextmanager
+def _watching(endpoint: Endpoint, members: Sequence[str]) -> Iterator[None]:
+    """Fail the generation as soon as a neighbour no longer answers, while the group forms.
+
+    An endpoint notices the end of a peer that is connected. One that ends before would be awaited until the timeout.
+    """
+    me, size = members.index(endpoint.address), len(members)
+    neighbours = sorted({(me + 1) % size, (me - 1) % size} - {me})
+    formed = threading.Event()
+
+    def watch() -> None:
+        while not formed.wait(_WATCH_SECONDS):
+            for rank in neighbours:
+                serving = is_serving(members[rank], endpoint.options, generation=endpoint.generation)
+                if not serving and not formed.is_set():
+                    endpoint.fail(PeerLost(f"rank {rank} was lost before all were connected", rank=rank))
+                    return
+
+    threading.Thread(target=watch, name="ring-forming", daemon=True).start()
+    try:
+        yield
+    finally:
+        formed.set()
 
 
 def _form(store: Store, seat: Seat, *, rank: int, timeout: timedelta) -> None:
