@@ -13,7 +13,7 @@ from tests.ring_endpoints import SECONDS, World, allreduce, close
 from fedring.ring.engine.endpoint import Endpoint
 from fedring.ring.errors import PeerLost, RingError
 from fedring.ring.options import RingOptions
-from fedring.ring.transport.channels import EXCHANGE, GENERATION_KEY, PEER_KEY, PULSE, dial
+from fedring.ring.transport.channels import EXCHANGE, GENERATION_KEY, PEER_KEY, PULSE, dial, is_serving
 from fedring.rpc.errors import reason_of
 from fedring.rpc.identity import peer_name
 
@@ -116,3 +116,17 @@ def test_without_identities_there_is_no_group(pki: Pki) -> None:
 def test_members_only_needs_certificates(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tls_members_only needs"):
         RingOptions(tls_members_only=True)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_worker_can_be_asked_whether_it_takes_part_in_a_generation(pki: Pki, encrypted: bool) -> None:
+    plain = RingOptions(local_transport=False)
+    tls = options(pki, "ann").model_copy(update={"tls_members_only": False, "tls_name": peer_name(uri("ann"))})
+    settings, others = (tls, plain) if encrypted else (plain, tls)
+    endpoint = Endpoint(settings, generation=7)
+    assert is_serving(endpoint.address, settings, generation=7)
+    assert endpoint.traffic.dropped_frames == 0
+    assert not is_serving(endpoint.address, settings, generation=8)
+    assert not is_serving(endpoint.address, others, generation=7)
+    endpoint.close()
+    assert not is_serving(endpoint.address, settings, generation=7)

@@ -11,7 +11,7 @@ import typer
 
 from fedring.ctl import help_topics, profile
 from fedring.ctl.access import with_access
-from fedring.ctl.admin import certs, doctor, state_backup
+from fedring.ctl.admin import certs, doctor, meeting_store, state_backup
 from fedring.ctl.bench import data_parallel, demo, evaluate, federated, pipeline_memory, pipeline_schedules
 from fedring.ctl.failure import Failure
 from fedring.ctl.operate import job_control, lists, port_health, token, watch
@@ -192,6 +192,14 @@ _verb(
     "flctl restore /mnt/backups/fl-2026-11-21",
     "flctl restore /mnt/backups/fl-2026-11-21 --state-dir /var/lib/fedring/server --replace",
     panel=_BACKUP,
+)
+_verb(
+    app,
+    "store",
+    meeting_store.store,
+    "flctl store",
+    "flctl store --listen 10.0.0.5:29500",
+    panel=_JOBS,
 )
 _verb(app, "help", help_topics.help_, "flctl help run", "flctl help exit-codes")
 

@@ -22,7 +22,7 @@ from fedring.ring.errors import CollectiveTimeout, Mismatch, NotSupported, PeerL
 from fedring.ring.options import RingOptions
 from fedring.ring.torch.messages import BytesGather
 from fedring.ring.torch.process_group import RingProcessGroup
-from fedring.ring.torch.rendezvous import create, join, leave
+from fedring.ring.torch.rendezvous import create, failure, join, leave, rejoin, waiting
 from fedring.ring.torch.world import total_traffic, traffic
 from fedring.ring.transport.interface import Traffic
 
@@ -38,11 +38,14 @@ __all__ = [
     "RingProcessGroup",
     "Traffic",
     "allgather_bytes",
+    "failure",
     "join",
     "leave",
     "monitored_barrier",
+    "rejoin",
     "total_traffic",
     "traffic",
+    "waiting",
 ]
 
 

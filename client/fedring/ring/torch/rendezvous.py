@@ -1,30 +1,39 @@
 """How workers come together: by addresses that a server hands out, or through torch's store, as init_process_group
-does.
+does, and again after a loss.
 
 `create` is what torch calls to make every group.
 """
 
+import logging
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed import DistStoreError
 
+from fedring.ring.engine import collectives
 from fedring.ring.engine.endpoint import Endpoint
-from fedring.ring.errors import PeerLost, RingError
+from fedring.ring.errors import CollectiveTimeout, PeerLost, RingError
 from fedring.ring.options import RingOptions
+from fedring.ring.torch.meeting import Meeting, Terms, store_is_gone
 from fedring.ring.torch.process_group import RingProcessGroup
 from fedring.ring.torch.world import World, current, set_current
+from fedring.ring.transport.channels import is_serving
+
+log = logging.getLogger(__name__)
 
 _COLLECTIVE = timedelta(minutes=30)  # torch's own default
+_LAST_CALL = timedelta(seconds=30)  # as for torchrun's last_call_timeout
+_FORMING_SECONDS = 60.0  # the members answered a moment ago
+_WATCH_SECONDS = 1.0  # between questions whether they still do
 _DISCARD = 9  # any port would do: nothing is sent
 
 
@@ -37,7 +46,17 @@ class Seat:
     timeout: float  # seconds that the other ranks may take to come
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """How this worker has formed its newest default group through a store, so that it can do it again."""
+
+    meeting: Meeting
+    store: Store  # as it was given
+    terms: Terms
+
+
 _joined: Endpoint | None = None
+_place: _Place | None = None
 _lock = threading.Lock()
 
 
@@ -61,31 +80,96 @@ def join(
         RingError: A member has not come in time, or there is a default group already. In the first case there is no
             group, and the endpoint is closed.
     """
-    global _joined
     if dist.is_initialized():
         raise RingError("there is a default group already: leave it before joining another")
     if endpoint.options.tls_members_only and len(identities) != len(members):
         raise RingError("the server does not name the members' identities: update it")
     endpoint.members.expect(dict(zip(members, identities, strict=False)))
-    with _lock:
-        _joined = endpoint
-    hook = sys.excepthook
-    seat = Seat(endpoint, members, timeout)
+    _form(HashStore(), Seat(endpoint, members, timeout), rank=rank, timeout=_COLLECTIVE)
+
+
+def rejoin(
+    store: Store | None = None,
+    *,
+    slot: int | None = None,
+    size: int | None = None,
+    min_size: int | None = None,
+    step: int = 0,
+    timeout: timedelta = _COLLECTIVE,
+    last_call_timeout: timedelta = _LAST_CALL,
+    options: RingOptions | None = None,
+) -> None:
+    """Form torch's default group from the workers that are there, at the start or after a loss.
+
+    The default group of before is destroyed first, with its subgroups. When this returns, all members have come, and
+    know that all have. If a member is lost while the group forms, the next one is formed. Afterwards rank 0 has the
+    newest state: ranks follow from who was a member before, the finished steps, and the slots, in this order.
+
+    What is not given is as in the last call, or in `init_process_group`; in the first call it comes from the variables
+    MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
+
+    Args:
+        store: A store that outlives the workers.
+        slot: This worker's slot. A replacement has the slot of the worker that it replaces.
+        size: The number of slots.
+        min_size: How many workers are enough if the other slots stay empty; in the first call, by default all.
+        step: How many steps of the training this worker has finished.
+        timeout: How long to wait for the group, and how long each of its collectives may take.
+        last_call_timeout: How long workers wait for empty slots before `min_size` workers are enough.
+        options: The options of this worker's links.
+
+    Raises:
+        PeerLost: A slot has stayed empty.
+        RingError: Another worker has this worker's slot, workers of the last generation still run, or the store is
+            gone.
+    """
+    global _place
+    place = _place = _next_place(
+        store, slot, size, min_size, last_call=last_call_timeout, timeout=timeout, options=options
+    )
+    leave()
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        endpoint, membership = place.meeting.take_part(place.terms, step=step, deadline=deadline)
+        members = membership.addresses
+        seconds = max(1.0, min(_FORMING_SECONDS, deadline - time.monotonic()))
+        prefixed = PrefixStore(f"generation/{membership.generation}", place.store)
+        try:
+            rank = members.index(endpoint.address)
+            with _watching(endpoint, members):
+                _form(prefixed, Seat(endpoint, members, seconds), rank=rank, timeout=timeout)
+        except (PeerLost, CollectiveTimeout) as error:
+            log.warning("generation %d could not be formed, the next one is tried: %s", membership.generation, error)
+            continue
+        place.meeting.formed(membership)
+        return
+
+
+def waiting() -> int:
+    """Return how many workers wait to join, in slots that the default group does not fill.
+
+    A group that has shrunk can take them in: all its ranks call `rejoin` after the same step. Ranks that ask may get
+    different answers, so let one ask and tell the others.
+
+    Raises:
+        RingError: The default group was not formed through a store, or the store is gone.
+    """
+    if _place is None:
+        raise RingError("this worker has not met others through a store")
     try:
-        dist.init_process_group(
-            "fedring",
-            store=HashStore(),
-            rank=rank,
-            world_size=len(members),
-            timeout=_COLLECTIVE,
-            pg_options=seat,
-        )
-        dist.barrier(timeout=timedelta(seconds=timeout))
-    except BaseException:
-        leave()
-        raise
-    finally:
-        sys.excepthook = hook  # torch wraps another one around it for every group
+        return _place.meeting.waiting(_place.terms.size)
+    except dist.DistNetworkError as error:
+        raise RingError(store_is_gone(_place.store)) from error
+
+
+def failure() -> RingError | None:
+    """Return the error that has ended the default group, or None if it works or if there is none.
+
+    With it a script tells the loss of a peer, which torch's C++ code raises as a plain RuntimeError, from its own
+    errors.
+    """
+    world = current()
+    return world.endpoint.failure if world is not None else None
 
 
 def leave() -> None:
@@ -107,73 +191,167 @@ def create(wanted: Any, options: Any) -> RingProcessGroup:
         options: RingOptions, a Seat, or None.
 
     Raises:
-        RingError: The neighbours have not come in time, or the generation has failed.
+        RingError: The members have not come in time, or the generation has failed.
     """
     ranks = list(wanted.global_ranks_in_group)
     world = current() if ranks else None
     if world is not None:
         return _group(world, wanted, ranks, options)
-    world, patience = _enter(wanted, options)
-    try:
-        group = _group(world, wanted, range(wanted.group_size), options)
-        world.endpoint.wait_until_matched(group.ring, timeout=patience)
-    except RingError:
-        world.close()
-        raise
+    if isinstance(options, Seat):
+        world = World(options.endpoint, options.members)
+        group = _enter(world, wanted, options, options.timeout)
+    else:
+        world, group = meet(wanted, options or RingOptions(), default=not ranks)
     if not ranks:
         set_current(world)
     return group
 
 
-def meet(store: Store, *, rank: int, size: int, options: RingOptions, timeout: timedelta) -> World:
-    """Form a world of `size` workers that use one store, as env://, tcp:// and file:// give it.
+def meet(wanted: Any, options: RingOptions, *, default: bool) -> tuple[World, RingProcessGroup]:
+    """Form a world of workers that use one store, as env://, tcp:// and file:// give it, and enter a group of all.
+
+    If a worker that has come is lost before all are connected, wait for another one in its place. After a restart by
+    torchrun this is a worker of the attempt before.
+
+    Args:
+        wanted: torch's description of the group.
+        options: The options of this worker's links.
+        default: Whether it is the default group, which `rejoin` forms again.
 
     Raises:
         PeerLost: A rank has not come in time; the error names it.
     """
-    if rank == 0:
-        store.set("generation", str(int(time.time())))  # rises, so that frames of an earlier run are told apart
-    _wait(store, ["generation"], [0], timeout)
-    endpoint = Endpoint(_with_listen(options, store), generation=int(store.get("generation")))
+    global _place
+    store, seconds = wanted.store, wanted.timeout.total_seconds()
+    terms = Terms(wanted.group_rank, wanted.group_size, wanted.group_size, seconds, seconds)
+    meeting = Meeting(store, _with_listen(options, store))
+    deadline = time.monotonic() + seconds
+    while True:
+        endpoint, membership = meeting.take_part(terms, deadline=deadline)
+        world = World(endpoint, membership.addresses)
+        try:
+            left = max(1.0, min(_FORMING_SECONDS, deadline - time.monotonic()))
+            with _watching(endpoint, world.members):
+                group = _enter(world, wanted, options, left)
+                barrier = collectives.barrier(*group.place)
+                group.ring.start("meeting", barrier, timeout=left, key="meeting").wait()
+        except (PeerLost, CollectiveTimeout) as error:
+            log.warning("generation %d could not be formed, the next one is tried: %s", membership.generation, error)
+            world.close()
+            continue
+        except BaseException:
+            world.close()
+            raise
+        meeting.formed(membership)
+        if default:
+            _place = _Place(meeting, store, terms)
+        return world, group
+
+
+def _enter(world: World, wanted: Any, options: Any, seconds: float) -> RingProcessGroup:
+    """Enter a group of all members of a new world, which is closed if they do not come in time."""
     try:
-        store.set(f"address/{rank}", endpoint.address)
-        ranks = list(range(size))
-        keys = [f"address/{one}" for one in ranks]
-        _wait(store, keys, ranks, timeout)
-        return World(endpoint, [store.get(key).decode() for key in keys])
-    except BaseException:
-        endpoint.close()
+        group = _group(world, wanted, range(len(world.members)), options)
+        world.endpoint.wait_until_matched(group.ring, timeout=seconds)
+    except RingError:
+        world.close()
         raise
+    return group
 
 
-def _enter(wanted: Any, options: Any) -> tuple[World, float]:
-    """Return a new world, and how many seconds its members may take to come."""
-    if isinstance(options, Seat):
-        return World(options.endpoint, options.members), options.timeout
-    world = meet(
-        wanted.store,
-        rank=wanted.group_rank,
-        size=wanted.group_size,
-        options=options or RingOptions(),
-        timeout=wanted.timeout,
-    )
-    return world, wanted.timeout.total_seconds()
+@contextmanager
+def _watching(endpoint: Endpoint, members: Sequence[str]) -> Iterator[None]:
+    """Fail the generation as soon as a neighbour no longer answers, while the group forms.
+
+    An endpoint notices the end of a peer that is connected. One that ends before would be awaited until the timeout.
+    """
+    me, size = members.index(endpoint.address), len(members)
+    neighbours = sorted({(me + 1) % size, (me - 1) % size} - {me})
+    formed = threading.Event()
+
+    def watch() -> None:
+        while not formed.wait(_WATCH_SECONDS):
+            for rank in neighbours:
+                serving = is_serving(members[rank], endpoint.options, generation=endpoint.generation)
+                if not serving and not formed.is_set():
+                    endpoint.fail(PeerLost(f"rank {rank} was lost before all were connected", rank=rank))
+                    return
+
+    threading.Thread(target=watch, name="ring-forming", daemon=True).start()
+    try:
+        yield
+    finally:
+        formed.set()
+
+
+def _form(store: Store, seat: Seat, *, rank: int, timeout: timedelta) -> None:
+    """Form torch's default group of workers whose addresses are known; if that fails, close the endpoint."""
+    global _joined
+    with _lock:
+        _joined = seat.endpoint
+    hook = sys.excepthook
+    try:
+        dist.init_process_group(
+            "fedring", store=store, rank=rank, world_size=len(seat.members), timeout=timeout, pg_options=seat
+        )
+        dist.barrier(timeout=timedelta(seconds=seat.timeout))
+    except BaseException:
+        leave()
+        raise
+    finally:
+        sys.excepthook = hook  # torch wraps another one around it for every group
+
+
+def _next_place(
+    store: Store | None,
+    slot: int | None,
+    size: int | None,
+    min_size: int | None,
+    *,
+    last_call: timedelta,
+    timeout: timedelta,
+    options: RingOptions | None,
+) -> _Place:
+    """Return where and with whom to form the next default group: what is given, or else what it was before."""
+    before = _place
+    if before is None or (store is not None and store is not before.store):
+        store = store if store is not None else _store_of_environment(timeout)
+        meeting = Meeting(PrefixStore("fedring", store), _with_listen(options or RingOptions(), store))
+    else:
+        store, meeting = before.store, before.meeting
+        if options is not None:
+            meeting.options = _with_listen(options, store)
+    terms = before.terms if before is not None else None
+    if slot is None:
+        slot = terms.slot if terms else int(_variable("RANK"))
+    if size is None:
+        size = terms.size if terms else int(_variable("WORLD_SIZE"))
+    if min_size is None:
+        min_size = terms.min_size if terms and terms.size == size else size
+    return _Place(meeting, store, Terms(slot, size, min_size, last_call.total_seconds(), timeout.total_seconds()))
+
+
+def _store_of_environment(timeout: timedelta) -> Store:
+    """Connect to the TCPStore that MASTER_ADDR and MASTER_PORT name, which another process hosts."""
+    host, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
+    try:
+        return TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+    except dist.DistNetworkError as error:
+        raise RingError(
+            f"no store answers at MASTER_ADDR:MASTER_PORT, {host}:{port}: start one with `flctl store`"
+        ) from error
+
+
+def _variable(name: str) -> str:
+    if not (value := os.environ.get(name)):
+        raise RingError(f"rejoin needs a store, a slot and a size: give them, or set {name} in the environment")
+    return value
 
 
 def _group(world: World, wanted: Any, ranks: Sequence[int], options: Any) -> RingProcessGroup:
     group = RingProcessGroup(world, wanted.store, ranks, name=wanted.group_id, timeout=wanted.timeout)
     group.use_options(options if isinstance(options, RingOptions) else world.endpoint.options)
     return group
-
-
-def _wait(store: Store, keys: list[str], ranks: list[int], timeout: timedelta) -> None:
-    """Wait until the keys are set, each by the rank in its place; raise PeerLost if one is not."""
-    try:
-        store.wait(keys, timeout)
-    except DistStoreError as error:
-        missing = [rank for key, rank in zip(keys, ranks, strict=True) if not store.check([key])]
-        first = missing[0] if missing else 0
-        raise PeerLost(f"rank {first} did not come within {timeout.total_seconds():g} s", rank=first) from error
 
 
 def _with_listen(options: RingOptions, store: Store) -> RingOptions:

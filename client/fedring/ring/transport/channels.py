@@ -16,10 +16,13 @@ import grpc
 from fedring.ring.errors import RingError
 from fedring.ring.options import RingOptions
 from fedring.ring.transport.frames import MAX_MESSAGE
+from fedring.rpc.errors import status_of
 
 EXCHANGE = "/fedring.v1.PeerService/Exchange"
 PULSE = "/fedring.v1.PeerService/Pulse"
 PEER_KEY, GENERATION_KEY = "fl-peer", "fl-generation"
+
+_PROBE_SECONDS = 5.0  # for a worker on a busy machine; a host that is switched off takes this long
 
 # On the connections of frames, data on a slow line keep pings waiting. The pings of the pulse count instead.
 FRAME_OPTIONS = [("grpc.http2.ping_timeout_ms", 2**31 - 1)]
@@ -61,6 +64,21 @@ def dial(address: str, options: RingOptions, *, pulse: bool = False, name: str =
         settings = [*settings, ("grpc.ssl_target_name_override", wanted)]
     ca, key, certificate = _pem(options)
     return grpc.secure_channel(tcp, grpc.ssl_channel_credentials(ca, key, certificate), settings)
+
+
+def is_serving(address: str, options: RingOptions, *, generation: int) -> bool:
+    """Ask a worker whether it takes part in a generation; a worker that is dead or frozen does not.
+
+    The question is a stream without a sender, which the worker of that generation refuses with INVALID_ARGUMENT.
+    """
+    metadata = ((GENERATION_KEY, str(generation)),)
+    try:
+        with dial(address, options) as channel:
+            question: Any = channel.unary_unary(EXCHANGE)
+            question(b"", timeout=_PROBE_SECONDS, metadata=metadata)
+    except grpc.RpcError as error:
+        return status_of(error) is grpc.StatusCode.INVALID_ARGUMENT
+    return False
 
 
 def channel_options() -> list[tuple[str, Any]]:

@@ -104,10 +104,12 @@ class PeerService:
         """Serve the stream of one peer."""
         metadata = dict(context.invocation_metadata())
         peer = str(metadata.get(PEER_KEY, ""))
-        if metadata.get(GENERATION_KEY) != str(self._generation) or not peer:
+        if metadata.get(GENERATION_KEY) != str(self._generation):
             self._traffic.dropped_frames += 1
             context.set_trailing_metadata(((REASON_KEY, "stale_generation"),))
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"this is generation {self._generation}")
+        if not peer:  # see is_serving
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the stream has no {PEER_KEY}")
         if not self._members.admits(peer, context):
             self._refuse(peer, context)
         receiver = Receiver(messages, generation=self._generation, checksum=self._checksum, traffic=self._traffic)
