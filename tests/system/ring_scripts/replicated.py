@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as differentiable
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     ddp_zero_hook,
@@ -26,11 +26,17 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tests.system.ring_scripts.ddp import batch
 from tests.system.ring_scripts.sharded import flat, network, steps
 
+# torch's functions without types
+_untyped: Any = dist
+_post_local_sgd: Any = post_localSGD_hook
+differentiable: Any = torch.distributed.nn.functional
+
 
 def compiled(rank: int, size: int, *, backend: str) -> list[float]:
     """Train a compiled DDP model; return the parameters."""
     model = DistributedDataParallel(network())
-    steps(torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), lr=0.1), rank)
+    faster: Any = torch.compile(model, backend=backend)
+    steps(faster, torch.optim.SGD(model.parameters(), lr=0.1), rank)
     return flat(model)
 
 
@@ -83,8 +89,8 @@ def hook(rank: int, size: int, *, name: str) -> list[float]:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
-        alone, _ = dist.new_subgroups(group_size=1)
-        state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=2)
+        alone, _ = _untyped.new_subgroups(group_size=1)
+        state = _post_local_sgd.PostLocalSGDState(None, alone, start_localSGD_iter=2)
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if name == "post_localSGD":
@@ -96,7 +102,8 @@ def hook(rank: int, size: int, *, name: str) -> list[float]:
 def differentiable_collectives(rank: int, size: int) -> list[float]:
     """Gather embeddings with their gradients, as contrastive losses do; return the loss and the gradient."""
     inputs, _ = batch(0, rank)
-    layer = network()[0]
+    layer = nn.Linear(6, 16)
+    layer.load_state_dict(network()[0].state_dict())
     every = torch.cat(differentiable.all_gather(layer(inputs)))
     loss = functional.cross_entropy(layer(inputs) @ every.T, torch.arange(len(inputs)) + rank * len(inputs))
     total = differentiable.all_reduce(loss)
@@ -104,6 +111,7 @@ def differentiable_collectives(rank: int, size: int) -> list[float]:
     exchanged = list(
         differentiable.all_to_all([torch.empty(2) for _ in range(size)], [torch.full((2,), float(rank))] * size)
     )
+    assert layer.weight.grad is not None
     return [total.item(), *layer.weight.grad.flatten().tolist(), *torch.cat(exchanged).tolist()]
 
 
@@ -130,7 +138,7 @@ def sampler(rank: int, size: int) -> list[float]:
     """Train on a data set that a DistributedSampler divides, with workers; return the parameters and the samples."""
     inputs = torch.randn(22, 6, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(inputs, inputs.abs().argmax(1) % 3)
-    divided = DistributedSampler(data)
+    divided: DistributedSampler[int] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=4, sampler=divided)
     model = DistributedDataParallel(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -148,7 +156,7 @@ def averages(rank: int, size: int) -> list[float]:
     torch.manual_seed(7)
     network = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     model = DistributedDataParallel(network)
-    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]  # torch's
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for first in range(2):
         steps(model, optimizer, rank, first=first)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -130,18 +131,19 @@ def checkpoint(rank: int, size: int, *, folder: str, asynchronous: bool = False)
     weights, state = get_state_dict(model, optimizer)
     saved = {"model": weights, "optimizer": state}
     if asynchronous:
-        future: Any = dcp.async_save(saved, checkpoint_id=folder, process_group=dist.new_group())
+        group: Any = dist.new_group()  # another thread uses it
+        future: Any = async_save(saved, checkpoint_id=folder, process_group=group)
         steps(model, optimizer, rank, first=STEPS)  # goes on while the checkpoint is written
         future.result()
     else:
-        dcp.save(saved, checkpoint_id=folder)
+        save(saved, checkpoint_id=folder)
         steps(model, optimizer, rank, first=STEPS)
     assert (Path(folder) / ".metadata").is_file()
     again = network()
     fully_shard(again)
     optimizer = torch.optim.Adam(again.parameters(), lr=0.01)
     weights, state = get_state_dict(again, optimizer)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    load({"model": weights, "optimizer": state}, checkpoint_id=folder)
     set_state_dict(again, optimizer, model_state_dict=weights, optim_state_dict=state)
     steps(again, optimizer, rank, first=STEPS)
     assert flat(again) == flat(model)
