@@ -85,8 +85,8 @@ def test_lightning_fabric(command: list[str], tmp_path: Path) -> None:
 def test_lightning_trainer(command: list[str], tmp_path: Path) -> None:
     first, second = run(command, "lightning_trainer", tmp_path)
     assert first == second
-    assert len(first["epochs"]) == 3  # two epochs, and after the checkpoint one until early stopping
-    assert first["stopped"] == 3
+    assert len(first["epochs"]) == 4  # two epochs, and after the checkpoint two until early stopping
+    assert first["stopped"] == 4
     assert falls([epoch["train_loss"] for epoch in first["epochs"] for _ in range(3)])
 
 

@@ -89,7 +89,7 @@ loaders = DataLoader(training, batch_size=8, shuffle=True), DataLoader(validatio
 first = trainer(2, checkpoints)
 first.fit(Classifier(), *loaders)
 last = first.strategy.broadcast(checkpoints.last_model_path)
-stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)  # stops after the second epoch
+stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)  # stops after two epochs
 second = trainer(50, stopping)
 model = Classifier()
 second.fit(model, *loaders, ckpt_path=last)
