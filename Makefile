@@ -16,7 +16,7 @@ SOAK_REPEATS ?= 20
 
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo secure-demo test soak check lint unit format bench clean
+.PHONY: install demo secure-demo test soak libraries check lint unit format bench clean
 
 install: $(STAMP)
 
@@ -42,6 +42,11 @@ soak: install
 	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --timeout 1200 -m soak
 	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --timeout 1200 $(TOGETHER) tests/property
 	FEDRING_TEST_FREEZE_SECONDS=2 $(PYTEST) $(TOGETHER) -m "not alone and not soak" tests/system tests/fault
+
+# Lightning, accelerate and transformers on the ring. No other target installs them.
+libraries: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group libraries
+	$(PYTEST) --timeout 1200 -m soak tests/system/test_ring_other_libraries.py
 
 check: install
 	@$(MAKE) --no-print-directory --jobs 2 lint unit

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
+from tests.pages import Page
 from tests.ports import free_port
 from tests.system.ring_scripts import ranks
 
@@ -34,17 +35,30 @@ def check_results(found: list[dict[str, Any]], size: int) -> None:
     assert len({one["digest"] for one in found}) == 1
 
 
-def test_torchrun_launches_an_unmodified_script() -> None:
+def torchrun(script: str) -> str:
+    """Run a script on two ranks, and return what it prints."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     run = subprocess.run(
-        [*launch, "--nproc-per-node", "2", SCRIPT],
+        [*launch, "--nproc-per-node", "2", script],
         env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=SECONDS,
     )
     assert run.returncode == 0, run.stderr
-    check_results(results(run.stdout), 2)
+    return run.stdout
+
+
+def test_torchrun_launches_an_unmodified_script() -> None:
+    check_results(results(torchrun(SCRIPT)), 2)
+
+
+def test_the_script_with_which_the_page_begins_trains(tmp_path: Path) -> None:
+    language, script = Page(ROOT / "docs" / "ring.md").blocks[0]
+    assert language == "python"
+    (tmp_path / "train.py").write_text(script)
+    lines = torchrun(str(tmp_path / "train.py")).splitlines()
+    assert sorted(lines) == [f"rank {rank} of 2 has finished" for rank in range(2)]
 
 
 def test_scripts_that_forget_to_destroy_the_group_still_end() -> None:

@@ -238,6 +238,17 @@ def test_the_documented_hooks_are_those_that_exist() -> None:
     assert first_cells("data-parallel.md", "How gradients are sent") == set(HOOKS)
 
 
+def test_every_library_that_works_with_the_ring_has_a_test() -> None:
+    section = (ROOT / "docs" / "ring.md").read_text().partition("## What works with it\n")[2].partition("\n#")[0]
+    rows = [row.strip("|").split("|") for row in section.splitlines() if row.startswith("| ")][1:]
+    assert len(rows) > 20
+    for library, works, _, tests in rows:
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", tests)
+        assert named or works.strip() == "no", library
+        for file, test in named:
+            assert re.search(rf"^def {test}\(", (ROOT / "tests" / "system" / file).read_text(), re.MULTILINE), library
+
+
 def test_every_figure_that_workers_report_is_documented() -> None:
     reported = {*Usage().metrics, "workers", "job_steps", "loss", "accuracy"}
     assert first_cells("data-parallel.md", "What it took") == reported
