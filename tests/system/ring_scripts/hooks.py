@@ -1,6 +1,7 @@
 """Trainings with communication hooks and with settings of DistributedDataParallel, each over fedring and over Gloo."""
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -14,7 +15,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
+from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -114,6 +119,12 @@ HOOKS: dict[str, Register] = {
 }
 
 
+LOCAL = ("torch local SGD", "torch noop", "noop")
+"""Hooks with which ranks may end with different parameters."""
+TRAINED = 271
+"""The number of parameters of a Network, which are the first of the values that `train` returns."""
+
+
 class Network(nn.Module):
     """An embedding, a body with a BatchNorm, and two heads of which a batch may use one."""
 
@@ -145,11 +156,13 @@ def train(hook: str, flags: Flags, group: dist.ProcessGroup) -> Tensor:
     torch.manual_seed(3)
     network = Network(flags)
     if flags.delayed:
-        chosen = [("words.weight", network.words.weight)]
-        extra = {"delay_all_reduce_named_params": chosen, "param_to_hook_all_reduce": network.body[0].weight}
+        chosen = [("heads.0.weight", network.heads[0].weight)]
+        extra = {"delay_all_reduce_named_params": chosen, "param_to_hook_all_reduce": network.words.weight}
     else:
         extra = {}
-    model = DistributedDataParallel(network, process_group=group, **flags.options, **extra)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, of broadcast_buffers
+        model = DistributedDataParallel(network, process_group=group, **flags.options, **extra)
     HOOKS[hook](model, group)
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.05)
@@ -193,3 +206,74 @@ def _attempt(hook: str, flags: Flags, group: Any) -> tuple[str, list[float]]:
         return "", train(hook, flags, group).tolist()
     except Exception as error:  # noqa: BLE001  # Gloo's may be any
         return f"{type(error).__name__}: {str(error)[:200]}", []
+
+
+def share(rank: int, size: int) -> tuple[str, list[float], list[float]]:
+    """Train a module in two models by turns, and register a second hook.
+
+    Return the error, and all values of rank 0 and of rank 1.
+    """
+    torch.manual_seed(1)
+    shared = nn.Linear(3, 3)
+    models = [DistributedDataParallel(nn.Sequential(shared, nn.Linear(3, 2))) for _ in range(2)]
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(set(parameters), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for model in models:
+            inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(inputs).square().sum().backward()
+        optimizer.step()
+    models[0].register_comm_hook(None, default_hooks.allreduce_hook)
+    error = ""
+    try:
+        models[0].register_comm_hook(None, default_hooks.fp16_compress_hook)
+    except RuntimeError as refused:
+        error = str(refused)
+    return error, *_of_all(parameters)
+
+
+def average(rank: int, size: int) -> list[float]:
+    """Train by local SGD, where pairs of ranks average often and all ranks average rarely."""
+    torch.manual_seed(1)
+    network = nn.Linear(4, 2)
+    model = DistributedDataParallel(network)
+    state = post_localSGD_hook.PostLocalSGDState(None, dist.new_subgroups(2)[0], start_localSGD_iter=2)
+    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    averager = HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), warmup_steps=2)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), averager)
+    for step in range(2 * STEPS + 3):  # the last step averages over all
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(inputs).square().sum().backward()
+        optimizer.step()
+    PeriodicModelAverager(period=1).average_parameters(network.parameters())
+    return torch.cat([parameter.detach().flatten() for parameter in network.parameters()]).tolist()
+
+
+def shard(rank: int, size: int, *, overlapped: bool = False) -> list[float]:
+    """Train with an optimizer whose state is sharded; with `overlapped`, it steps while gradients are reduced."""
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = DistributedDataParallel(network, bucket_cap_mb=MANY, gradient_as_bucket_view=overlapped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of functional optimizers
+        optimizer = ZeroRedundancyOptimizer(
+            network.parameters(), torch.optim.Adam, lr=0.01, overlap_with_ddp=overlapped
+        )
+    if overlapped:
+        hook = hook_with_zero_step(default_hooks.allreduce_hook, model, optimizer)
+        model.register_comm_hook(None, hook)
+    for step in range(2 * STEPS + 2 * overlapped):  # the overlapped one has seen its buckets after two steps
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(max(0, step - 2 * overlapped) + 10 * rank))
+        model(inputs).square().sum().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in network.parameters()]).tolist()
+
+
+def _of_all(parameters: Sequence[Tensor]) -> list[list[float]]:
+    mine = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return [one.tolist() for one in every]
