@@ -32,6 +32,7 @@ _REASONS = {
     r"|GLOO Batch Send Recv|Only Gloo backend supports sparse|Only MPI supports",
     "GPUs": r"CUDA|[Nn]ccl|NCCL|DistributedDataParallel",
     "more ranks": r"world size",
+    "a store in a file": r"file://",
     "switched off in torch": r"github\.com|flakiness",
     "another package": r"torchvision",
 }
@@ -77,6 +78,7 @@ def run(backend: str, ranks: int, only: str) -> Result:
     """Run every test on the backend, and those that are skipped for its name a second time."""
     suite = _run(backend, ranks, only=only)
     named = [name for name, outcome in suite.items() if missing(outcome) == "the name of the backend"]
+    named = [name for name in named if name != "test_barrier_timeout_global"]  # Gloo skips it for want of a file
     return Result(suite, _run(backend, ranks, any_name=named) if named else {})
 
 
@@ -131,7 +133,6 @@ def _run(backend: str, ranks: int, *, only: str = "", any_name: Iterable[str] = 
             **os.environ,
             "BACKEND": backend,
             "WORLD_SIZE": str(ranks),
-            "INIT_METHOD": f"file://{folder}/store",
             "SUITE_ANY_NAME": ",".join(any_name),
         }
         subprocess.run([*command, "-k", only] if only else command, cwd=ROOT, env=environment, check=False)

@@ -1,6 +1,6 @@
 """torch's tests of a distributed backend, run in forks of one process that has imported torch already.
 
-Only tests.torch_suite runs this module, with the variables BACKEND, WORLD_SIZE and INIT_METHOD set. A backend that
+Only tests.torch_suite runs this module, with the variables BACKEND and WORLD_SIZE set. A backend that
 torch does not know declares to the suite what it has. The suite still skips some tests for every backend that it does
 not name. SUITE_ANY_NAME lists such tests, with commas between them: they run although the suite would skip them.
 """
@@ -71,8 +71,9 @@ def _for_any_name(test: Any) -> Callable[[Any], None]:
 
 def _monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
     """Do what torch.distributed.monitored_barrier does with Gloo's groups."""
+    chosen: Any = group or dist.group.WORLD
     if group is not dist.GroupMember.NON_GROUP_MEMBER:
-        (group or dist.group.WORLD).monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+        chosen.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
 
 for _name in filter(None, os.environ.get("SUITE_ANY_NAME", "").split(",")):

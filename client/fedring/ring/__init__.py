@@ -10,15 +10,10 @@ Errors are RingErrors, on every rank; torch's C++ code (DistributedDataParallel'
 RuntimeErrors with the same text.
 """
 
-import gc
 import os
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported, which logs each peer that leaves
-# A fork, such as a worker of a DataLoader, uses none of this process's channels. With gRPC's own support for forks, it
-# starts gRPC's threads again and crashes now and then. If it freed a channel that it cannot reach, it would wait for a
-# thread that it does not have: so what it takes over is not collected there.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-os.register_at_fork(after_in_child=gc.freeze)
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # with it, forks such as workers of a DataLoader may crash
 
 import torch.distributed as dist
 

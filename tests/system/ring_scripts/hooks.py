@@ -2,30 +2,35 @@
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
     quantization_hooks,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from fedring.ddp.hooks import hook_by_name
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of torch.jit
+    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 STEPS, ROWS = 4, 4
 MANY = 0.0002  # MiB: each parameter is a bucket
@@ -34,14 +39,15 @@ MANY = 0.0002  # MiB: each parameter is a bucket
 class Flags(NamedTuple):
     """The settings of a training."""
 
-    options: dict[str, Any] = {}  # of DistributedDataParallel
+    options: Mapping[str, Any] = MappingProxyType({})  # of DistributedDataParallel
     accumulate: int = 1  # batches per step; all but the last one without synchronisation
-    head: str = "one"  # which of the heads is used: "one", "other ranks, other heads" or "changing"
+    head: str = (
+        "one"  # the head that is used: "one" (the other is frozen), "static", "ranks" (each its own), "changing"
+    )
     frozen: bool = False
     reentrant: bool | None = None  # how the body is checkpointed; None = not at all
     sparse: bool = False
     uneven: bool = False  # rank 0 has more batches than the others
-    delayed: bool = False  # one parameter is reduced at the end of the backward pass
 
 
 FLAGS = {
@@ -65,7 +71,6 @@ FLAGS = {
     "sparse": Flags(sparse=True),
     "uneven": Flags(uneven=True),
     "uneven, many buckets": Flags({"bucket_cap_mb": MANY}, uneven=True),
-    "delayed": Flags(delayed=True),
 }
 
 Register = Callable[[DistributedDataParallel, dist.ProcessGroup], None]
@@ -76,15 +81,17 @@ def _torch_hook(hook: Any, state: Callable[[dist.ProcessGroup], Any] = lambda gr
 
 
 def _power(group: dist.ProcessGroup) -> powerSGD_hook.PowerSGDState:
-    return powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+    return powerSGD_hook.PowerSGDState(
+        group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+    )
 
 
 def _local(group: dist.ProcessGroup) -> post_localSGD_hook.PostLocalSGDState:
-    return post_localSGD_hook.PostLocalSGDState(group, group, start_localSGD_iter=2)
+    return post_localSGD_hook.PostLocalSGDState(group, group, start_localSGD_iter=2)  # type: ignore[no-untyped-call]  # torch's
 
 
-def _builtin(kind: dist.BuiltinCommHookType) -> Register:
-    return lambda model, group: model._register_builtin_comm_hook(kind)
+def _builtin(kind: BuiltinCommHookType) -> Register:
+    return lambda model, group: model._register_builtin_comm_hook(kind)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _own(text: str) -> Register:
@@ -110,8 +117,8 @@ HOOKS: dict[str, Register] = {
     "torch quantization": _torch_hook(quantization_hooks.quantization_pertensor_hook),
     "torch quantization by channel": _torch_hook(quantization_hooks.quantization_perchannel_hook),
     "torch noop": _torch_hook(noop_hook),
-    "C++ allreduce": _builtin(dist.BuiltinCommHookType.ALLREDUCE),
-    "C++ fp16": _builtin(dist.BuiltinCommHookType.FP16_COMPRESS),
+    "C++ allreduce": _builtin(BuiltinCommHookType.ALLREDUCE),
+    "C++ fp16": _builtin(BuiltinCommHookType.FP16_COMPRESS),
     "optimizer in the hook": _overlapped,
     **{name: _own(name) for name in ("fp16", "bf16", "int8", "powersgd", "batched_powersgd", "noop")},
     "topk": _own("topk(ratio=0.3)"),
@@ -121,7 +128,7 @@ HOOKS: dict[str, Register] = {
 
 LOCAL = ("torch local SGD", "torch noop", "noop")
 """Hooks with which ranks may end with different parameters."""
-TRAINED = 271
+TRAINED = 270
 """The number of parameters of a Network, which are the first of the values that `train` returns."""
 
 
@@ -155,14 +162,9 @@ def train(hook: str, flags: Flags, group: dist.ProcessGroup) -> Tensor:
     rank = group.rank()
     torch.manual_seed(3)
     network = Network(flags)
-    if flags.delayed:
-        chosen = [("heads.0.weight", network.heads[0].weight)]
-        extra = {"delay_all_reduce_named_params": chosen, "param_to_hook_all_reduce": network.words.weight}
-    else:
-        extra = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's, of broadcast_buffers
-        model = DistributedDataParallel(network, process_group=group, **flags.options, **extra)
+        model = DistributedDataParallel(network, process_group=group, **flags.options)
     HOOKS[hook](model, group)
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.05)
@@ -175,7 +177,7 @@ def train(hook: str, flags: Flags, group: dist.ProcessGroup) -> Tensor:
                 words = torch.randint(0, 12, (ROWS,), generator=generator)
                 head = {"one": 0, "static": 0, "ranks": rank % 2}.get(flags.head, (step + rank) % 2)
                 with nullcontext() if part == flags.accumulate - 1 else model.no_sync():
-                    functional.cross_entropy(model(words, head).float(), words % 3).backward()
+                    torch.autograd.backward(functional.cross_entropy(model(words, head).float(), words % 3))
             if hook != "optimizer in the hook":
                 optimizer.step()
     values = [*network.parameters(), *network.buffers()]
@@ -208,10 +210,10 @@ def _attempt(hook: str, flags: Flags, group: Any) -> tuple[str, list[float]]:
         return f"{type(error).__name__}: {str(error)[:200]}", []
 
 
-def share(rank: int, size: int) -> tuple[str, list[float], list[float]]:
+def share(rank: int, size: int) -> tuple[str, list[list[float]]]:
     """Train a module in two models by turns, and register a second hook.
 
-    Return the error, and all values of rank 0 and of rank 1.
+    Return the error, and all parameters of each rank.
     """
     torch.manual_seed(1)
     shared = nn.Linear(3, 3)
@@ -222,7 +224,7 @@ def share(rank: int, size: int) -> tuple[str, list[float], list[float]]:
         optimizer.zero_grad()
         for model in models:
             inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-            model(inputs).square().sum().backward()
+            torch.autograd.backward(model(inputs).square().sum())
         optimizer.step()
     models[0].register_comm_hook(None, default_hooks.allreduce_hook)
     error = ""
@@ -230,7 +232,7 @@ def share(rank: int, size: int) -> tuple[str, list[float], list[float]]:
         models[0].register_comm_hook(None, default_hooks.fp16_compress_hook)
     except RuntimeError as refused:
         error = str(refused)
-    return error, *_of_all(parameters)
+    return error, _of_all(parameters)
 
 
 def average(rank: int, size: int) -> list[float]:
@@ -238,16 +240,21 @@ def average(rank: int, size: int) -> list[float]:
     torch.manual_seed(1)
     network = nn.Linear(4, 2)
     model = DistributedDataParallel(network)
-    state = post_localSGD_hook.PostLocalSGDState(None, dist.new_subgroups(2)[0], start_localSGD_iter=2)
+    untyped: Any = dist
+    make_state: Any = post_localSGD_hook.PostLocalSGDState
+    state = make_state(None, untyped.new_subgroups(2)[0], start_localSGD_iter=2)
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    averager = HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), warmup_steps=2)
-    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), averager)
+    make_averager: Any = HierarchicalModelAverager
+    averager = make_averager(OrderedDict([(2, 2), (4, 4)]), warmup_steps=2)
+    optimizer: Any = PostLocalSGDOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), averager)
     for step in range(2 * STEPS + 3):  # the last step averages over all
         optimizer.zero_grad()
         inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-        model(inputs).square().sum().backward()
+        torch.autograd.backward(model(inputs).square().sum())
         optimizer.step()
-    PeriodicModelAverager(period=1).average_parameters(network.parameters())
+    periodic = PeriodicModelAverager(period=2)
+    for _ in range(2):
+        periodic.average_parameters(network.parameters())
     return torch.cat([parameter.detach().flatten() for parameter in network.parameters()]).tolist()
 
 
@@ -267,7 +274,7 @@ def shard(rank: int, size: int, *, overlapped: bool = False) -> list[float]:
     for step in range(2 * STEPS + 2 * overlapped):  # the overlapped one has seen its buckets after two steps
         optimizer.zero_grad()
         inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(max(0, step - 2 * overlapped) + 10 * rank))
-        model(inputs).square().sum().backward()
+        torch.autograd.backward(model(inputs).square().sum())
         optimizer.step()
     return torch.cat([parameter.detach().flatten() for parameter in network.parameters()]).tolist()
 

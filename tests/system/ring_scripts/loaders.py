@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 from torch.utils.data import DataLoader, Dataset
 
-import fedring.ring  # noqa: F401  # registers the backend
+from fedring.ring import RingOptions
 from tests.system.ring_scripts.ranks import error_of
 
 ITEMS, WORKERS, EPOCHS = 8, 2, 2
@@ -68,7 +69,7 @@ def train(rank: int, size: int, *, methods: list[str]) -> list[float]:
     dist.destroy_process_group()
     loaders = [loader_of(method, persistent=persistent) for method in methods for persistent in (False, True)]
     early = iter(loaders[-1])  # its workers start before there is a group
-    dist.init_process_group(backend, store=dist.PrefixStore("second", store), rank=rank, world_size=size)
+    dist.init_process_group(backend, store=PrefixStore("second", store), rank=rank, world_size=size)
     dist.all_reduce(torch.ones(100_000))
     first = next(early)
     dist.all_reduce(first)
@@ -76,21 +77,26 @@ def train(rank: int, size: int, *, methods: list[str]) -> list[float]:
 
 
 def rank_with_workers_is_killed(rank: int, size: int, *, folder: Path) -> dict[str, Any]:
-    """Rank 1 dies and leaves workers behind, which hold copies of all its sockets. Return rank 0's error and wait."""
-    dist.barrier()
+    """Rank 1 dies and leaves workers behind, which hold copies of all its sockets. Return rank 0's error."""
+    options = RingOptions(lost_after_seconds=4.0)
+    meeting = f"file://{folder / 'meeting'}"
+    dist.init_process_group("fedring", init_method=meeting, rank=rank, world_size=size, pg_options=options)
+    workers = folder / "workers.json"
     if rank == 1:
         batches: Any = iter(DataLoader(Stuck(), num_workers=WORKERS, multiprocessing_context="fork"))
         next(batches)
-        (folder / "workers.json").write_text(json.dumps([worker.pid for worker in batches._workers]))
+        workers.write_text(json.dumps([worker.pid for worker in batches._workers]))
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
     begin = time.monotonic()
     error = error_of(lambda: dist.all_reduce(torch.ones(3)))
-    left = [pid for pid in json.loads((folder / "workers.json").read_text()) if Path(f"/proc/{pid}").exists()]
+    seconds = time.monotonic() - begin
+    left = [pid for pid in json.loads(workers.read_text()) if Path(f"/proc/{pid}").exists()]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    return {"seconds": time.monotonic() - begin, "workers": len(left), **error}
+    dist.destroy_process_group()
+    return {"seconds": seconds, "workers": len(left), **error}
 
 
 def main() -> None:
