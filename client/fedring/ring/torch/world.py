@@ -65,8 +65,8 @@ def set_current(world: World) -> None:
         _current = world
 
 
-# A fork, such as a worker of a DataLoader, has none of gRPC's threads. If it freed a channel or a server of this process
-# that is garbage by then, it would wait for them forever. So garbage that it takes over is never collected there.
+# A fork, such as a worker of a DataLoader, has none of gRPC's threads. It would wait for them forever if it freed a
+# channel or a server that is garbage by then. So garbage that a fork takes over is never collected there.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
