@@ -14,6 +14,7 @@ import os
 from datetime import timedelta
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported, which logs each peer that leaves
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # with it, forks such as workers of a DataLoader may crash
 
 import torch.distributed as dist
 

@@ -196,13 +196,14 @@ class RingProcessGroup(Member):
         """Return a work that ends once all ranks have reached the barrier."""
         return self.start("barrier", collectives.barrier(*self.place), results=[], seconds=self.seconds(opts, timeout))
 
-    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have reached the barrier.
+    def monitored_barrier(self, timeout: Timeout | float = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks have reached the barrier, as long as `timeout` says: a timedelta, or seconds.
 
         Raises:
             CollectiveTimeout: Rank 0's error names the first rank that has not come in time, or all of them.
         """
-        seconds = self.seconds() if timeout is None else timeout.total_seconds()
+        given = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+        seconds = self.seconds() if given is None else given.total_seconds()
         self.ring.monitored_barrier(seconds, name_all=wait_all_ranks)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> RingWork:

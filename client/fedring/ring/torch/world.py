@@ -1,6 +1,8 @@
 """A worker's place among its peers: one endpoint, shared by the default group and its subgroups."""
 
 import atexit
+import gc
+import os
 import threading
 from collections.abc import Sequence
 
@@ -61,6 +63,11 @@ def set_current(world: World) -> None:
     global _current
     with _lock:
         _current = world
+
+
+# A fork, such as a worker of a DataLoader, has none of gRPC's threads. It would wait for them forever if it freed a
+# channel or a server that is garbage by then. So garbage that a fork takes over is never collected there.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 @atexit.register
