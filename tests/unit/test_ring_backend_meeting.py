@@ -39,7 +39,7 @@ def test_the_survivor_with_the_most_finished_steps_becomes_rank_0() -> None:
         [candidate("new", 0, step=99), candidate("b", 1, step=6, formed=0), candidate("c", 2, step=7, formed=0)]
     )
     assert [one.worker for one in after.members] == ["c", "b", "new"]
-    assert after.formed == 0
+    assert after.survivors == 2
 
 
 def test_a_worker_whose_first_generation_was_not_formed_is_no_survivor() -> None:
@@ -53,6 +53,25 @@ def test_a_worker_that_was_left_behind_is_no_survivor() -> None:
     first = Membership(base=0).next([candidate("a", 0), candidate("frozen", 1)])
     second = first.next([candidate("a", 0, formed=0), candidate("new", 1)])
     assert not second.has_survivor(candidate("frozen", 1, formed=0))
+
+
+def test_a_survivor_stays_one_if_the_next_generations_form_only_for_others() -> None:
+    first = Membership(base=0).next([candidate("a", 1), candidate("b", 2), candidate("dead", 0)])
+    second = first.next([candidate("a", 1, step=6, formed=0), candidate("b", 2, step=6, formed=0), candidate("new", 0)])
+    # "new" and "a" see the second generation form, "b" does not; then it fails, before "new" gets the state.
+    seats = [candidate("a", 1, step=6, formed=1), candidate("b", 2, step=6, formed=0), candidate("new", 0, formed=1)]
+    third = second.next(seats)
+    assert [one.worker for one in third.members] == ["a", "b", "new"]
+    assert not third.has_survivor(seats[2])
+    after = third.next([seats[2], seats[1]])
+    assert [one.worker for one in after.members] == ["b", "new"]  # and not "new", which has no state
+
+
+def test_a_worker_that_has_not_got_the_state_is_no_survivor() -> None:
+    first = Membership(base=0).next([candidate("a", 0), candidate("b", 1)])
+    second = first.next([candidate("a", 0, step=6, formed=0), candidate("new", 1)])
+    assert not second.has_survivor(candidate("new", 1, step=0, formed=1))
+    assert second.has_survivor(candidate("new", 1, step=6, formed=1))
 
 
 def test_only_survivors_decide_that_fewer_workers_are_enough() -> None:
@@ -196,6 +215,24 @@ def test_a_latecomer_forms_no_world_of_its_own(connect: Callable[[], Store], wor
     error = late.failed()  # the other two still answer
     assert isinstance(error, PeerLost)
     assert three[0].meeting.waiting(3) == 0
+
+
+def test_only_workers_that_still_run_are_counted_as_waiting(
+    connect: Callable[[], Store], workers: Callable[..., Worker]
+) -> None:
+    two = [workers(slot, size=4, min_size=2, last_call=0.1) for slot in range(2)]
+    all_meet(two)
+    store = connect()
+    dead = candidate("dead", 2).model_copy(update={"address": "127.0.0.1:1"})
+    store.set("1/2", dead.model_dump_json())
+    assert two[0].meeting.waiting(4) == 0
+    late = workers(3, size=4, min_size=2, last_call=0.1).start()
+    seated(store, 1, 3)
+    assert two[0].meeting.waiting(4) == 1
+    for worker in two:
+        worker.start(step=1)
+    assert late.end() == two[0].end() == two[1].end()
+    assert two[0].meeting.waiting(4) == 0
 
 
 def test_restarted_workers_do_not_meet_those_of_the_attempt_before(workers: Callable[..., Worker]) -> None:
