@@ -320,6 +320,13 @@ def test_a_rank_that_cannot_be_reached_is_named() -> None:
     assert "rank 1 has come, but 127.0.0.1:1 cannot be reached" in str(error)
 
 
+def test_a_worker_that_waits_for_long_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, LONG, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, None, False, LONG, wait_for_workers=False)
+    Worker(client, 0).start(seconds=1.5).failed()
+    assert "waitForInput" not in capfd.readouterr().err
+
+
 def test_a_store_that_is_gone_is_named_with_what_to_do() -> None:
     server = TCPStore("127.0.0.1", 0, None, True, LONG, wait_for_workers=False)
     port = server.port

@@ -7,9 +7,10 @@ attempt has exactly one membership, whoever dies at whatever time. The keys are
 
     membership          the `Membership` of the attempt that was closed last, as JSON
     ATTEMPT/SLOT        the `Candidate` of the slot in the attempt that is open, as JSON
-    ATTEMPT/closed      set after the attempt is closed, to wake those who wait
 
-A store needs `set`, `wait`, `delete_key` and `compare_set`, which TCPStore, FileStore, HashStore and PrefixStore have.
+Those who wait look at the store again and again. Its own `wait` would do, but that of a TCPStore prints two lines
+whenever the time is up, and a replacement may wait for hours. A store needs `check`, `delete_key` and `compare_set`,
+which TCPStore, FileStore, HashStore and PrefixStore have.
 """
 
 import logging
@@ -19,7 +20,6 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -32,7 +32,8 @@ from fedring.ring.transport.channels import is_serving
 
 log = logging.getLogger(__name__)
 
-_TICK = 1.0  # seconds between looks at the store, if nothing wakes a worker that waits
+_TICK = 0.1  # seconds between looks at the store, with at most _OFTEN workers; with more, in proportion
+_OFTEN = 10
 _PROBES = 16  # workers that are asked at once whether they still run
 _GENERATIONS = 1 << 32  # as many as a frame can tell apart
 
@@ -211,7 +212,6 @@ class _Attempt:
     def __init__(self, store: Store, last: Membership, mine: Candidate, terms: Terms, options: RingOptions) -> None:
         self._store, self._last, self._mine, self._terms, self._options = store, last, mine, terms, options
         self._next = last.next()
-        self._closed = f"{self._next.attempt}/closed"
         self._keys = [_seat(self._next.attempt, slot) for slot in range(terms.size)]
         self._last_call_ends = time.monotonic() + terms.last_call
         self._obstacle: RingError | None = None
@@ -230,7 +230,7 @@ class _Attempt:
             if left <= 0:
                 self._store.compare_set(self._keys[self._mine.slot], self._mine.model_dump_json(), "")
                 raise self._too_late()
-            self._wait(min(_TICK * max(1.0, self._terms.size / 50), left))
+            time.sleep(min(_TICK * max(1.0, self._terms.size / _OFTEN), left))
 
     def _take_seat(self, *, arriving: bool) -> None:
         """Take the seat of this worker's slot, if it has not got it.
@@ -279,8 +279,7 @@ class _Attempt:
                 return False
         last, closed = self._last.model_dump_json(), self._last.next(seats).model_dump_json()
         if self._store.compare_set("membership", last, closed).decode() == closed:
-            self._store.set(self._closed, "")
-            for key in [*self._seats_before(), f"{self._last.attempt}/closed"]:
+            for key in self._seats_before():
                 self._store.delete_key(key)
         return True
 
@@ -296,15 +295,6 @@ class _Attempt:
     def _read(self, key: str) -> str:
         """Return the value of a key, or "" if there is none. Unlike the store's `get`, never wait for the key."""
         return self._store.compare_set(key, "", "").decode()
-
-    def _wait(self, seconds: float) -> None:
-        """Wait until the attempt is closed, at most so many seconds."""
-        try:
-            self._store.wait([self._closed], timedelta(seconds=max(seconds, 0.01)))
-        except DistNetworkError:
-            raise
-        except RuntimeError:  # the time is up: a DistStoreError, but not from FileStore
-            return
 
     def _runs(self, candidate: Candidate) -> bool:
         return bool(_running([candidate], self._next, self._options))
