@@ -11,13 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.ring_endpoints import world
 from tests.waiting import until
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from fedring.ring import Endpoint, PeerLost, RingError, RingOptions
+from fedring.ring.torch import rendezvous
 from fedring.ring.torch.meeting import Candidate, Meeting, Membership, Terms
 from fedring.ring.torch.rendezvous import create, meet
 from fedring.ring.torch.world import current
+from fedring.ring.transport.channels import is_serving
 
 LONG = timedelta(seconds=60)
 OPTIONS = RingOptions(local_transport=False)
@@ -359,6 +362,26 @@ def test_the_option_listen_goes_before_the_interface_of_the_store(monkeypatch: p
     group = create(wanted(HashStore()), None)
     assert group.world.endpoint.address.startswith("127.0.0.2:")
     group.shutdown()
+
+
+def test_a_neighbour_that_has_left_in_order_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have finished all that it had to do while this worker still waits for others."""
+    answers: list[bool] = []
+
+    def ask(*arguments: Any, **options: Any) -> bool:
+        answers.append(is_serving(*arguments, **options))
+        return answers[-1]
+
+    monkeypatch.setattr(rendezvous, "is_serving", ask)
+    with world(2, OPTIONS) as two:
+        first, second = two.endpoints
+        two.match()
+        second.close()
+        until(lambda: first.has_left(second.address))
+        with rendezvous._watching(first, two.members):
+            until(lambda: len(answers) == 2 or first.failure is not None)
+        assert first.failure is None
+        assert answers[:2] == [False, False]
 
 
 def test_a_member_that_dies_before_it_is_connected_is_replaced_in_the_next_attempt() -> None:
