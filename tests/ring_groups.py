@@ -9,6 +9,7 @@ from typing import Any
 from torch._C._distributed_c10d import HashStore
 
 from fedring.ring import Endpoint, RingOptions, RingProcessGroup
+from fedring.ring.torch.meeting import Candidate
 from fedring.ring.torch.world import World
 
 WAIT = timedelta(seconds=60)
@@ -38,3 +39,8 @@ def run(groups: Sequence[RingProcessGroup], start: Callable[[int, RingProcessGro
     works = [start(rank, group) for rank, group in enumerate(groups)]
     for work in works:
         assert work.wait(WAIT)
+
+
+def candidate(worker: str, slot: int = 0, *, step: int = 0, formed: int = -1) -> Candidate:
+    """Return a worker that wants to be one of three members."""
+    return Candidate(worker=worker, slot=slot, size=3, address=f"{worker}:1", step=step, formed=formed)

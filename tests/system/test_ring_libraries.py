@@ -1,4 +1,7 @@
-"""What torch has for distributed training works over the ring, as it does over Gloo."""
+"""What torch has for distributed training works over the ring, as it does over Gloo.
+
+What test_ring_machinery.py and test_ring_compile.py try on the ring in another way is left to the soak run here.
+"""
 
 import importlib
 import warnings
@@ -10,6 +13,8 @@ import pytest
 import torch
 
 from tests.system.ring_scripts import ranks
+from tests.system.ring_scripts.ddp import Plan, train_or_fail
+from tests.system.ring_scripts.sharding import SHARDINGS
 
 BACKENDS = ("gloo", "fedring")
 
@@ -43,8 +48,12 @@ def equal_on_both(what: str, folder: Path, /, *, size: int = 2, **arguments: Any
 
 
 def test_fsdp1(tmp_path: Path) -> None:
-    first, second = equal_on_both("sharded.fsdp1", tmp_path)
-    assert first == second
+    over_gloo, over_ring = on_both("sharding.train_sharded", tmp_path)
+    assert over_ring[0] == over_ring[1]
+    for name, sharding in SHARDINGS.items():
+        tolerance = 2e-2 if sharding.bf16 else 1e-5
+        wanted = torch.tensor(over_gloo[0][name])
+        torch.testing.assert_close(torch.tensor(over_ring[0][name]), wanted, rtol=tolerance, atol=tolerance)
 
 
 def test_fsdp2(tmp_path: Path) -> None:
@@ -57,6 +66,7 @@ def test_device_mesh_of_two_dimensions(tmp_path: Path) -> None:
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.soak
 def test_dtensor(tmp_path: Path) -> None:
     first, second = equal_on_both("sharded.dtensor", tmp_path)
     assert first == second
@@ -73,12 +83,15 @@ def test_pipelining(tmp_path: Path) -> None:
     assert len(second) == 8  # of 4 steps, with 2 micro-batches each
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
+@pytest.mark.parametrize(
+    "asynchronous", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["save", "async_save"]
+)
 def test_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
     equal_on_both("sharded.checkpoint", tmp_path, folder=str(tmp_path), asynchronous=asynchronous)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile(tmp_path: Path, backend: str) -> None:
     first, second = equal_on_both("replicated.compiled", tmp_path, backend=backend)
     assert first == second
@@ -99,11 +112,14 @@ def test_zero_that_overlaps(tmp_path: Path) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("name", ["fp16", "powerSGD", "post_localSGD"])
+@pytest.mark.parametrize(
+    "name", ["powerSGD", *(pytest.param(name, marks=pytest.mark.soak) for name in ("fp16", "post_localSGD"))]
+)
 def test_hooks_of_torch(tmp_path: Path, name: str) -> None:
     equal_on_both("replicated.hook", tmp_path, name=name)
 
 
+@pytest.mark.soak
 def test_differentiable_collectives(tmp_path: Path) -> None:
     equal_on_both("replicated.differentiable_collectives", tmp_path)
 
@@ -113,11 +129,21 @@ def test_object_collectives(tmp_path: Path) -> None:
     assert over_ring == over_gloo
 
 
+@pytest.mark.soak
 def test_distributed_sampler(tmp_path: Path) -> None:
     first, second = equal_on_both("replicated.sampler", tmp_path)
     assert not set(first[-11:]) & set(second[-11:])
 
 
+@pytest.mark.soak
 def test_weight_averages(tmp_path: Path) -> None:
     first, second = equal_on_both("replicated.averages", tmp_path)
     assert first == second
+
+
+def test_batched_power_sgd_ends_as_over_gloo(tmp_path: Path) -> None:
+    """torch 2.13 has a fault: after the hook has resized the bucket, an assertion in it fails on every backend."""
+    body = partial(train_or_fail, plan=Plan(hook="batched power", width=40))
+    (over_ring, _), (over_gloo, _) = (ranks.run(body, 2, tmp_path / name, backend=name) for name in ("fedring", "gloo"))
+    assert over_ring[0] == over_gloo[0]
+    torch.testing.assert_close(torch.tensor(over_ring[1]), torch.tensor(over_gloo[1]), rtol=1e-3, atol=1e-4)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -35,43 +36,43 @@ class Program:
             module, arguments, env=environment | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         self.lines: list[str] = []
-        self._more = threading.Condition(threading.RLock())
+        self.more = threading.Condition(threading.RLock())
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def wait_for(self, pattern: str, *, after: int = 0) -> re.Match[str]:
         """Wait for a line with the pattern, not before line number `after`."""
         deadline = time.monotonic() + SECONDS
-        with self._more:
+        with self.more:
             while True:
                 for line in self.lines[after:]:
                     if found := re.search(pattern, line):
                         return found
-                assert self._more.wait(deadline - time.monotonic()), (pattern, self.lines[-20:])
+                assert self.more.wait(deadline - time.monotonic()), (pattern, self.lines[-20:])
 
     def wait_for_step(self, step: int) -> None:
         """Wait until it has finished this step or a later one."""
         deadline = time.monotonic() + SECONDS
-        with self._more:
+        with self.more:
             while self.step < step:
-                assert self._more.wait(deadline - time.monotonic()), (step, self.lines[-20:])
+                assert self.more.wait(deadline - time.monotonic()), (step, self.lines[-20:])
 
     @property
     def step(self) -> int:
         """The last step that it has finished."""
-        with self._more:
+        with self.more:
             steps = [line for line in self.lines if line.startswith("step")]
         return int(steps[-1].split()[1]) if steps else 0
 
     def last_step_before(self, text: str) -> int:
         """Return the last step that it had finished when it first printed the text."""
-        with self._more:
+        with self.more:
             first = next(number for number, line in enumerate(self.lines) if text in line)
             return int(next(line for line in reversed(self.lines[:first]) if line.startswith("step")).split()[1])
 
     def digests(self) -> dict[int, str]:
         """Return the digest of the parameters after each step of the generation that it is in."""
-        with self._more:
+        with self.more:
             lines = list(self.lines)
         begin = max(number for number, line in enumerate(lines) if line.startswith("goes on"))
         words = [line.split() for line in lines[begin:] if line.startswith("step")]
@@ -87,9 +88,9 @@ class Program:
     def _read(self) -> None:
         assert self.process.stdout
         for line in self.process.stdout:
-            with self._more:
+            with self.more:
                 self.lines.append(line.decode().rstrip())
-                self._more.notify_all()
+                self.more.notify_all()
 
 
 class Training:
@@ -203,6 +204,34 @@ def test_a_frozen_worker_that_wakes_does_not_disturb_those_that_went_on(ended: E
     assert frozen.step <= step
 
 
+@pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.soak)], ids=lambda n: f"{n} kills")
+def test_nobody_goes_back_a_step_whenever_others_are_killed(ended: ExitStack, kills: int) -> None:
+    """Workers die at any moment: before they have come, while the group forms, while they share the state."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    choose = random.Random(seed)
+    training = Training(ended, 1_000_000, pause=0.01)
+    workers = list(training.workers)
+    workers[2].wait_for_step(1)  # this one stays, and with it the state
+    everybody = list(workers)
+    for _ in range(kills):
+        threading.Event().wait(choose.choice([0.0, choose.uniform(0, 1), choose.uniform(0, 4)]))  # any moment
+        slot = choose.randrange(2)
+        workers[slot].process.kill()
+        workers[slot] = training.start(slot)
+        everybody.append(workers[slot])
+    for worker in workers:
+        worker.wait_for_step(1)
+    last = max(worker.step for worker in workers) + 10
+    for worker in workers:
+        worker.wait_for_step(last)
+    assert len({worker.digests()[last] for worker in workers}) == 1
+    for worker in everybody:
+        with worker.more:
+            steps = [int(line.split()[1]) for line in worker.lines if line.startswith("step")]
+        assert all(before < after for before, after in pairwise(steps)), steps
+
+
 def test_a_group_of_init_process_group_forms_again_on_its_own_store(tmp_path: Path) -> None:
     found = ranks.run(generations.rejoin_after_init, 2, tmp_path)
     assert found == [{"rank": 1, "shared": 6.0}, {"rank": 0, "shared": 6.0}]  # the one with more steps is rank 0
@@ -215,10 +244,11 @@ def test_a_worker_says_that_the_store_is_gone_with_the_rank_that_hosted_it(tmp_p
     assert "is gone: if a worker hosted it" in other["text"]
 
 
-def test_old_generations_leave_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [8, pytest.param(20, marks=pytest.mark.soak)])
+def test_old_generations_leave_nothing_behind(count: int, tmp_path: Path) -> None:
     folder = tmp_path / "store"
     folder.mkdir()
-    body = partial(generations.leftovers, folder=str(folder), generations=20)
+    body = partial(generations.leftovers, folder=str(folder), generations=count)
     for held in ranks.run(body, 2, tmp_path / "run", backend=""):
         most = {name: max(one[name] for one in held) for name in held[0]}
         assert (most["Endpoint"], most["World"], most["RingProcessGroup"]) == (1, 1, 2), most

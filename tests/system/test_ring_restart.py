@@ -66,7 +66,8 @@ def uninterrupted(folder: Path) -> set[str]:
     return digests(lines)
 
 
-@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("killed", [0, 1])
 def test_a_training_that_torchrun_restarts_ends_as_if_nothing_had_happened(killed: int, tmp_path: Path) -> None:
     lines = train("fedring", tmp_path / "interrupted", str(killed))
     met = [(line["restart"], line["met"]) for line in lines if "met" in line]

@@ -11,59 +11,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.ring_endpoints import world
+from tests.ring_groups import candidate
 from tests.waiting import until
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from fedring.ring import Endpoint, PeerLost, RingError, RingOptions
+from fedring.ring.torch import rendezvous
 from fedring.ring.torch.meeting import Candidate, Meeting, Membership, Terms
 from fedring.ring.torch.rendezvous import create, meet
 from fedring.ring.torch.world import current
+from fedring.ring.transport.channels import is_serving
 
 LONG = timedelta(seconds=60)
 OPTIONS = RingOptions(local_transport=False)
-
-
-def candidate(worker: str, slot: int = 0, *, step: int = 0, formed: int = -1) -> Candidate:
-    return Candidate(worker=worker, slot=slot, size=3, address=f"{worker}:1", step=step, formed=formed)
-
-
-def test_without_survivors_ranks_are_in_the_order_of_slots() -> None:
-    after = Membership(base=7).next([candidate("c", 2), candidate("a", 0), candidate("b", 1)])
-    assert [one.worker for one in after.members] == ["a", "b", "c"]
-    assert (after.attempt, after.generation) == (0, 7)
-
-
-def test_the_survivor_with_the_most_finished_steps_becomes_rank_0() -> None:
-    first = Membership(base=0).next([candidate("a", 0), candidate("b", 1), candidate("c", 2)])
-    after = first.next(
-        [candidate("new", 0, step=99), candidate("b", 1, step=6, formed=0), candidate("c", 2, step=7, formed=0)]
-    )
-    assert [one.worker for one in after.members] == ["c", "b", "new"]
-    assert after.formed == 0
-
-
-def test_a_worker_whose_first_generation_was_not_formed_is_no_survivor() -> None:
-    first = Membership(base=0).next([candidate("a", 0), candidate("b", 1)])
-    second = first.next([candidate("b", 1, formed=0), candidate("new", 0)])
-    assert second.has_survivor(candidate("b", 1, formed=0))
-    assert not second.has_survivor(candidate("new", 0))
-
-
-def test_a_worker_that_was_left_behind_is_no_survivor() -> None:
-    first = Membership(base=0).next([candidate("a", 0), candidate("frozen", 1)])
-    second = first.next([candidate("a", 0, formed=0), candidate("new", 1)])
-    assert not second.has_survivor(candidate("frozen", 1, formed=0))
-
-
-def test_only_survivors_decide_that_fewer_workers_are_enough() -> None:
-    first = Membership(base=0).next([candidate("a", 0), candidate("b", 1), candidate("c", 2)])
-    survivor, new = candidate("a", 0, formed=0), candidate("new", 1)
-    both, may = [survivor, new], first.may_close
-    assert may(both, survivor, min_size=2, last_call_over=True)
-    assert not may(both, survivor, min_size=2, last_call_over=False)
-    assert not may(both, survivor, min_size=3, last_call_over=True)
-    assert not may(both, new, min_size=2, last_call_over=True)
-    assert may([*both, candidate("c", 2)], new, min_size=3, last_call_over=False)
 
 
 def hosted(kind: str, folder: Path) -> Callable[[], Store]:
@@ -198,6 +159,24 @@ def test_a_latecomer_forms_no_world_of_its_own(connect: Callable[[], Store], wor
     assert three[0].meeting.waiting(3) == 0
 
 
+def test_only_workers_that_still_run_are_counted_as_waiting(
+    connect: Callable[[], Store], workers: Callable[..., Worker]
+) -> None:
+    two = [workers(slot, size=4, min_size=2, last_call=0.1) for slot in range(2)]
+    all_meet(two)
+    store = connect()
+    dead = candidate("dead", 2).model_copy(update={"address": "127.0.0.1:1"})
+    store.set("1/2", dead.model_dump_json())
+    assert two[0].meeting.waiting(4) == 0
+    late = workers(3, size=4, min_size=2, last_call=0.1).start()
+    seated(store, 1, 3)
+    assert two[0].meeting.waiting(4) == 1
+    for worker in two:
+        worker.start(step=1)
+    assert late.end() == two[0].end() == two[1].end()
+    assert two[0].meeting.waiting(4) == 0
+
+
 def test_restarted_workers_do_not_meet_those_of_the_attempt_before(workers: Callable[..., Worker]) -> None:
     old = [workers(slot) for slot in range(3)]
     before = all_meet(old)
@@ -283,6 +262,13 @@ def test_a_rank_that_cannot_be_reached_is_named() -> None:
     assert "rank 1 has come, but 127.0.0.1:1 cannot be reached" in str(error)
 
 
+def test_a_worker_that_waits_for_long_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, LONG, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, None, False, LONG, wait_for_workers=False)
+    Worker(client, 0).start(seconds=1.5).failed()
+    assert "waitForInput" not in capfd.readouterr().err
+
+
 def test_a_store_that_is_gone_is_named_with_what_to_do() -> None:
     server = TCPStore("127.0.0.1", 0, None, True, LONG, wait_for_workers=False)
     port = server.port
@@ -315,6 +301,26 @@ def test_the_option_listen_goes_before_the_interface_of_the_store(monkeypatch: p
     group = create(wanted(HashStore()), None)
     assert group.world.endpoint.address.startswith("127.0.0.2:")
     group.shutdown()
+
+
+def test_a_neighbour_that_has_left_in_order_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have finished all that it had to do while this worker still waits for others."""
+    answers: list[bool] = []
+
+    def ask(*arguments: Any, **options: Any) -> bool:
+        answers.append(is_serving(*arguments, **options))
+        return answers[-1]
+
+    monkeypatch.setattr(rendezvous, "is_serving", ask)
+    with world(2, OPTIONS) as two:
+        first, second = two.endpoints
+        two.match()
+        second.close()
+        until(lambda: first.has_left(second.address))
+        with rendezvous._watching(first, two.members):
+            until(lambda: len(answers) == 2 or first.failure is not None)
+        assert first.failure is None
+        assert answers[:2] == [False, False]
 
 
 def test_a_member_that_dies_before_it_is_connected_is_replaced_in_the_next_attempt() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -48,18 +48,6 @@ def flat(model: nn.Module) -> list[float]:
     """Return all parameters of a model."""
     values: list[float] = torch.cat([whole(parameter) for parameter in model.parameters()]).tolist()
     return values
-
-
-def fsdp1(rank: int, size: int) -> list[float]:
-    """Train with FullyShardedDataParallel; return the parameters, and the optimizer's momentum."""
-    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    steps(model, optimizer, rank)
-    model.clip_grad_norm_(0.1)
-    state = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
-    momentum = [whole(state[name]["momentum_buffer"]) for name in sorted(state)]
-    with FullyShardedDataParallel.summon_full_params(model):
-        return [*flat(model), *torch.cat(momentum).tolist()]
 
 
 def fsdp2(rank: int, size: int) -> list[float]:

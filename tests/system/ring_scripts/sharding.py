@@ -32,7 +32,7 @@ SHARDINGS = {
 
 
 def train_sharded(rank: int, size: int) -> dict[str, list[float]]:
-    """Train a model in each way, and return its whole parameters."""
+    """Train a model in each way, and return its whole parameters and momentum."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*deprecated", FutureWarning)  # NO_SHARD; scripts use it still
         return {name: _train(rank, sharding) for name, sharding in SHARDINGS.items()}
@@ -60,6 +60,9 @@ def _train(rank: int, sharding: Sharding) -> list[float]:
             model.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
+    state = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+    momentum = [state[name]["momentum_buffer"].flatten().float() for name in sorted(state)]
     with FullyShardedDataParallel.summon_full_params(model):
-        whole: Tensor = torch.cat([parameter.detach().flatten().float() for parameter in model.parameters()])
+        parameters = [parameter.detach().flatten().float() for parameter in model.parameters()]
+        whole: Tensor = torch.cat([*parameters, *momentum])
         return whole.tolist()

@@ -7,9 +7,10 @@ attempt has exactly one membership, whoever dies at whatever time. The keys are
 
     membership          the `Membership` of the attempt that was closed last, as JSON
     ATTEMPT/SLOT        the `Candidate` of the slot in the attempt that is open, as JSON
-    ATTEMPT/closed      set after the attempt is closed, to wake those who wait
 
-A store needs `set`, `wait`, `delete_key` and `compare_set`, which TCPStore, FileStore, HashStore and PrefixStore have.
+Those who wait look at the store again and again. Its own `wait` would do, but that of a TCPStore prints two lines
+whenever the time is up, and a replacement may wait for hours. A store needs `check`, `delete_key` and `compare_set`,
+which TCPStore, FileStore, HashStore and PrefixStore have.
 """
 
 import logging
@@ -19,7 +20,6 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -32,7 +32,8 @@ from fedring.ring.transport.channels import is_serving
 
 log = logging.getLogger(__name__)
 
-_TICK = 1.0  # seconds between looks at the store, if nothing wakes a worker that waits
+_TICK = 0.1  # seconds between looks at the store, with at most _OFTEN workers; with more, in proportion
+_OFTEN = 10
 _PROBES = 16  # workers that are asked at once whether they still run
 _GENERATIONS = 1 << 32  # as many as a frame can tell apart
 
@@ -57,8 +58,8 @@ class Membership(BaseModel):
 
     base: int  # the number of the first generation
     attempt: int = -1
-    formed: int = -1  # the newest attempt that is known to have formed a generation before this one
     members: tuple[Candidate, ...] = ()
+    survivors: int = 0  # so many of the members, the first ones, had the state of the training when it was closed
 
     @property
     def generation(self) -> int:
@@ -73,9 +74,13 @@ class Membership(BaseModel):
     def has_survivor(self, candidate: Candidate) -> bool:
         """Return whether the candidate is a member, and has the state of the training.
 
-        A worker that joined with this membership has it only if the generation was formed.
+        A member that joined with this membership may have got the state only if it has seen the generation form, and
+        has got it only if it is as far as the others were.
         """
-        return candidate.formed >= self.formed and any(candidate.worker == member.worker for member in self.members)
+        rank = next((rank for rank, member in enumerate(self.members) if member.worker == candidate.worker), None)
+        if rank is None or rank < self.survivors:
+            return rank is not None
+        return candidate.formed == self.attempt and candidate.step >= self.members[0].step
 
     def next(self, candidates: Sequence[Candidate] = ()) -> "Membership":
         """Return the membership of the next attempt: survivors first, of them those with the most finished steps.
@@ -83,8 +88,8 @@ class Membership(BaseModel):
         So rank 0 has the newest state. Without survivors and with equal steps, ranks are in the order of slots.
         """
         order = sorted(candidates, key=lambda one: (not self.has_survivor(one), -one.step, one.slot))
-        formed = max([self.formed, *(one.formed for one in candidates)])
-        return Membership(base=self.base, attempt=self.attempt + 1, formed=formed, members=tuple(order))
+        survivors = sum(map(self.has_survivor, candidates))
+        return Membership(base=self.base, attempt=self.attempt + 1, members=tuple(order), survivors=survivors)
 
     def may_close(self, seats: Sequence[Candidate], mine: Candidate, *, min_size: int, last_call_over: bool) -> bool:
         """Return whether the candidate `mine` may close the next attempt with these candidates.
@@ -184,7 +189,8 @@ class Meeting:
         """Return how many workers wait for the next generation, for slots that the last one did not fill."""
         last = self._last()
         empty = set(range(size)) - {member.slot for member in last.members}
-        return sum(self.store.check([_seat(last.next().attempt, slot)]) for slot in sorted(empty))
+        texts = [self.store.compare_set(_seat(last.attempt + 1, slot), "", "") for slot in sorted(empty)]
+        return len(_running([Candidate.model_validate_json(text) for text in texts if text], last.next(), self.options))
 
     def _last(self) -> Membership:
         """Return the newest membership; before the first attempt is closed it has no members."""
@@ -206,7 +212,6 @@ class _Attempt:
     def __init__(self, store: Store, last: Membership, mine: Candidate, terms: Terms, options: RingOptions) -> None:
         self._store, self._last, self._mine, self._terms, self._options = store, last, mine, terms, options
         self._next = last.next()
-        self._closed = f"{self._next.attempt}/closed"
         self._keys = [_seat(self._next.attempt, slot) for slot in range(terms.size)]
         self._last_call_ends = time.monotonic() + terms.last_call
         self._obstacle: RingError | None = None
@@ -225,7 +230,7 @@ class _Attempt:
             if left <= 0:
                 self._store.compare_set(self._keys[self._mine.slot], self._mine.model_dump_json(), "")
                 raise self._too_late()
-            self._wait(min(_TICK * max(1.0, self._terms.size / 50), left))
+            time.sleep(min(_TICK * max(1.0, self._terms.size / _OFTEN), left))
 
     def _take_seat(self, *, arriving: bool) -> None:
         """Take the seat of this worker's slot, if it has not got it.
@@ -255,7 +260,8 @@ class _Attempt:
         if not self._last.may_close(seats, self._mine, min_size=self._terms.min_size, last_call_over=over):
             return False
         others = [one for one in seats if one.worker != self._mine.worker]
-        if gone := self._without(others, self._next.generation, running=True):
+        running = _running(others, self._next, self._options)
+        if gone := [one for one in others if one not in running]:
             for one in gone:
                 self._store.compare_set(self._keys[one.slot], one.model_dump_json(), "")
             first = min(gone, key=lambda one: one.slot)
@@ -266,15 +272,14 @@ class _Attempt:
         if not any(map(self._last.has_survivor, seats)):
             taken = {one.address for one in seats}
             before = [member for member in self._last.members if member.address not in taken]
-            if running := self._without(before, self._last.generation, running=False):
+            if running := _running(before, self._last, self._options):
                 self._last_call_ends = time.monotonic() + self._terms.last_call
                 where = _tcp(running[0].address)
                 self._obstacle = RingError(f"a worker of the last generation still runs at {where}, and goes on")
                 return False
         last, closed = self._last.model_dump_json(), self._last.next(seats).model_dump_json()
         if self._store.compare_set("membership", last, closed).decode() == closed:
-            self._store.set(self._closed, "")
-            for key in [*self._seats_before(), f"{self._last.attempt}/closed"]:
+            for key in self._seats_before():
                 self._store.delete_key(key)
         return True
 
@@ -291,25 +296,8 @@ class _Attempt:
         """Return the value of a key, or "" if there is none. Unlike the store's `get`, never wait for the key."""
         return self._store.compare_set(key, "", "").decode()
 
-    def _wait(self, seconds: float) -> None:
-        """Wait until the attempt is closed, at most so many seconds."""
-        try:
-            self._store.wait([self._closed], timedelta(seconds=max(seconds, 0.01)))
-        except DistNetworkError:
-            raise
-        except RuntimeError:  # the time is up: a DistStoreError, but not from FileStore
-            return
-
-    def _without(self, candidates: Sequence[Candidate], generation: int, *, running: bool) -> list[Candidate]:
-        """Return those of the candidates that run in the generation, or, with `running`, the others."""
-        if not candidates:
-            return []
-        with ThreadPoolExecutor(min(_PROBES, len(candidates))) as pool:
-            found = pool.map(lambda one: is_serving(one.address, self._options, generation=generation), candidates)
-            return [one for one, runs in zip(candidates, found, strict=True) if runs is not running]
-
     def _runs(self, candidate: Candidate) -> bool:
-        return is_serving(candidate.address, self._options, generation=self._next.generation)
+        return bool(_running([candidate], self._next, self._options))
 
     def _too_late(self) -> RingError:
         """Return the error of a worker whose time is up."""
@@ -322,6 +310,15 @@ class _Attempt:
         if not missing:
             return RingError(f"no generation was formed {late}, although all {self._terms.size} slots are filled")
         return PeerLost(f"rank {missing[0]} did not come {late}", rank=missing[0])
+
+
+def _running(workers: Sequence[Candidate], membership: Membership, options: RingOptions) -> list[Candidate]:
+    """Return those of the workers that run in the generation of the membership."""
+    if not workers:
+        return []
+    with ThreadPoolExecutor(min(_PROBES, len(workers))) as pool:
+        found = pool.map(lambda one: is_serving(one.address, options, generation=membership.generation), workers)
+        return [one for one, runs in zip(workers, found, strict=True) if runs]
 
 
 def store_is_gone(store: Store) -> str:

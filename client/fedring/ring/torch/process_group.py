@@ -262,16 +262,15 @@ class RingProcessGroup(Member):
         return partial(self.start, what, program, results=[output], seconds=seconds, finish=storing([staged]))
 
     def _reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Start:
-        sizes = [plain(output).numel()] * self.ring.size
-        if sum(sizes) != plain(input).numel():
-            raise ValueError(f"{plain(input).numel()} values are not {self.ring.size} times {sizes[0]} values")
-        return self._reduce_scatter(output, [input], sizes, opts=opts)
+        return self._reduce_scatter(output, [input], [plain(output).numel()] * self.ring.size, opts=opts)
 
     def _reduce_scatter(
         self, output: Tensor, inputs: list[Tensor], sizes: list[int], *, opts: Any, timeout: Timeout = None
     ) -> Start:
         staged = Staged(inputs, copy=True)  # the algorithm overwrites it
         cuts = [0, *accumulate(sizes)]
+        if cuts[-1] != staged.flat.numel():
+            raise ValueError(f"{staged.flat.numel()} values are not {self.ring.size} times {sizes[0]} values")
         into, rank = plain(output), self.ring.rank
         part = staged.flat[cuts[rank] : cuts[rank + 1]]
         check_size(part, into)

@@ -273,7 +273,7 @@ def _watching(endpoint: Endpoint, members: Sequence[str]) -> Iterator[None]:
         while not formed.wait(_WATCH_SECONDS):
             for rank in neighbours:
                 serving = is_serving(members[rank], endpoint.options, generation=endpoint.generation)
-                if not serving and not formed.is_set():
+                if not serving and not endpoint.has_left(members[rank]) and not formed.is_set():
                     endpoint.fail(PeerLost(f"rank {rank} was lost before all were connected", rank=rank))
                     return
 

@@ -3,7 +3,6 @@ memory.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from math import prod
 from typing import Any
 
@@ -145,14 +144,20 @@ class _Memory:
 
 def check_storable(tensor: Tensor) -> None:
     """Raise ValueError if the tensor has several entries in one place, which cannot hold several values."""
+    if tensor.is_contiguous():
+        return
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(f"an expanded tensor of shape {list(tensor.shape)} cannot hold a result: clone it before")
 
 
 def store(values: Tensor, tensor: Tensor) -> None:
     """Copy values [n] into a tensor."""
-    with torch.inference_mode() if tensor.is_inference() else nullcontext():  # the mode is this thread's
-        tensor.copy_(values.view(tensor.shape))
+    shaped = values.view(tensor.shape)
+    if not tensor.is_inference():
+        tensor.copy_(shaped)
+        return
+    with torch.inference_mode():  # the mode is this thread's, and may be another one's of the caller
+        tensor.copy_(shaped)
 
 
 def fill(flat: Tensor, tensor: Tensor) -> None:
@@ -161,15 +166,14 @@ def fill(flat: Tensor, tensor: Tensor) -> None:
     Raises:
         ValueError: They do not fit.
     """
-    check_size(flat, tensor)
     values = plain(tensor)
+    check_size(flat, values)
     if not (values.is_contiguous() and is_same_memory(flat, values)):
         flat.copy_(values.reshape(-1))
 
 
-def check_size(flat: Tensor, tensor: Tensor) -> None:
+def check_size(flat: Tensor, values: Tensor) -> None:
     """Raise ValueError unless both hold as many values, of one dtype."""
-    values = plain(tensor)
     if flat.numel() != values.numel() or flat.dtype != values.dtype:
         raise ValueError(f"{values.numel()} x {values.dtype} do not fit {flat.numel()} x {flat.dtype} on the same rank")
 
