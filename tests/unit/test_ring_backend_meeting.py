@@ -17,7 +17,7 @@ from tests.waiting import until
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from fedring.ring import Endpoint, PeerLost, RingError, RingOptions
-from fedring.ring.torch import rendezvous
+from fedring.ring.torch import forming
 from fedring.ring.torch.meeting import Candidate, Meeting, Membership, Terms
 from fedring.ring.torch.rendezvous import create, meet
 from fedring.ring.torch.world import current
@@ -311,13 +311,13 @@ def test_a_neighbour_that_has_left_in_order_is_not_lost(monkeypatch: pytest.Monk
         answers.append(is_serving(*arguments, **options))
         return answers[-1]
 
-    monkeypatch.setattr(rendezvous, "is_serving", ask)
+    monkeypatch.setattr(forming, "is_serving", ask)
     with world(2, OPTIONS) as two:
         first, second = two.endpoints
         two.match()
         second.close()
         until(lambda: first.has_left(second.address))
-        with rendezvous._watching(first, two.members):
+        with forming._watching(first, two.members):
             until(lambda: len(answers) == 2 or first.failure is not None)
         assert first.failure is None
         assert answers[:2] == [False, False]

@@ -5,23 +5,26 @@ Dynamo would compile each of them, from the lock of an operation to the socket.
 
 `torch.compiler.disable` would do the same, but importing it takes a second and each call of it 0.5 us. What it tells
 Dynamo about a function is told here without that: as `torch._dynamo.skip` does, but for all that the function calls.
+The names for it are private to torch. In a version without them, the backend works, and only `torch.compile` fails.
 """
 
 from types import FunctionType
 from typing import TypeVar
 
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._dynamo import eval_frame
 
 Class = TypeVar("Class")
-
-_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the function, and what it calls
 
 
 def opaque(cls: type[Class]) -> type[Class]:
     """Have `torch.compile` break the graph where a method of the class is called, and run the method as it is."""
+    if not hasattr(eval_frame, "set_code_exec_strategy"):
+        return cls
+    skip = eval_frame._FrameAction.SKIP
     for member in vars(cls).values():
         function = member.fget if isinstance(member, property) else member
         if isinstance(function, FunctionType):
-            set_code_exec_strategy(function.__code__, _SKIP)
+            # The function, and what it calls.
+            eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
             vars(function)["_torchdynamo_disable"] = True
     return cls

@@ -4,14 +4,12 @@ does, and again after a loss.
 `create` is what torch calls to make every group.
 """
 
-import logging
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,19 +19,15 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from fedring.ring.engine import collectives
 from fedring.ring.engine.endpoint import Endpoint
-from fedring.ring.errors import CollectiveTimeout, PeerLost, RingError
+from fedring.ring.errors import RingError
 from fedring.ring.options import RingOptions
-from fedring.ring.torch.meeting import Meeting, Terms, store_is_gone
+from fedring.ring.torch.forming import next_generation
+from fedring.ring.torch.meeting import Meeting, Membership, Terms, store_is_gone
 from fedring.ring.torch.process_group import RingProcessGroup
 from fedring.ring.torch.world import World, current, set_current
-from fedring.ring.transport.channels import is_serving
-
-log = logging.getLogger(__name__)
 
 _COLLECTIVE = timedelta(minutes=30)  # torch's own default
 _LAST_CALL = timedelta(seconds=30)  # as for torchrun's last_call_timeout
-_FORMING_SECONDS = 60.0  # the members answered a moment ago
-_WATCH_SECONDS = 1.0  # between questions whether they still do
 _DISCARD = 9  # any port would do: nothing is sent
 
 
@@ -129,20 +123,13 @@ def rejoin(
     )
     leave()
     deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        endpoint, membership = place.meeting.take_part(place.terms, step=step, deadline=deadline)
-        members = membership.addresses
-        seconds = max(1.0, min(_FORMING_SECONDS, deadline - time.monotonic()))
+
+    def form(endpoint: Endpoint, membership: Membership, seconds: float) -> None:
         prefixed = PrefixStore(f"generation/{membership.generation}", place.store)
-        try:
-            rank = members.index(endpoint.address)
-            with _watching(endpoint, members):
-                _form(prefixed, Seat(endpoint, members, seconds), rank=rank, timeout=timeout)
-        except (PeerLost, CollectiveTimeout) as error:
-            log.warning("generation %d could not be formed, the next one is tried: %s", membership.generation, error)
-            continue
-        place.meeting.formed(membership)
-        return
+        rank = membership.addresses.index(endpoint.address)
+        _form(prefixed, Seat(endpoint, membership.addresses, seconds), rank=rank, timeout=timeout)
+
+    next_generation(place.meeting, place.terms, form, step=step, deadline=deadline)
 
 
 def waiting() -> int:
@@ -226,26 +213,22 @@ def meet(wanted: Any, options: RingOptions, *, default: bool) -> tuple[World, Ri
     terms = Terms(wanted.group_rank, wanted.group_size, wanted.group_size, seconds, seconds)
     meeting = Meeting(store, _with_listen(options, store))
     deadline = time.monotonic() + seconds
-    while True:
-        endpoint, membership = meeting.take_part(terms, deadline=deadline)
+
+    def form(endpoint: Endpoint, membership: Membership, seconds: float) -> tuple[World, RingProcessGroup]:
         world = World(endpoint, membership.addresses)
         try:
-            left = max(1.0, min(_FORMING_SECONDS, deadline - time.monotonic()))
-            with _watching(endpoint, world.members):
-                group = _enter(world, wanted, options, left)
-                barrier = collectives.barrier(*group.place)
-                group.ring.start("meeting", barrier, timeout=left, key="meeting").wait()
-        except (PeerLost, CollectiveTimeout) as error:
-            log.warning("generation %d could not be formed, the next one is tried: %s", membership.generation, error)
-            world.close()
-            continue
+            group = _enter(world, wanted, options, seconds)
+            barrier = collectives.barrier(*group.place)
+            group.ring.start("meeting", barrier, timeout=seconds, key="meeting").wait()
         except BaseException:
             world.close()
             raise
-        meeting.formed(membership)
-        if default:
-            _place = _Place(meeting, store, terms)
         return world, group
+
+    formed = next_generation(meeting, terms, form, step=0, deadline=deadline)
+    if default:
+        _place = _Place(meeting, store, terms)
+    return formed
 
 
 def _enter(world: World, wanted: Any, options: Any, seconds: float) -> RingProcessGroup:
@@ -257,31 +240,6 @@ def _enter(world: World, wanted: Any, options: Any, seconds: float) -> RingProce
         world.close()
         raise
     return group
-
-
-@contextmanager
-def _watching(endpoint: Endpoint, members: Sequence[str]) -> Iterator[None]:
-    """Fail the generation as soon as a neighbour no longer answers, while the group forms.
-
-    An endpoint notices the end of a peer that is connected. One that ends before would be awaited until the timeout.
-    """
-    me, size = members.index(endpoint.address), len(members)
-    neighbours = sorted({(me + 1) % size, (me - 1) % size} - {me})
-    formed = threading.Event()
-
-    def watch() -> None:
-        while not formed.wait(_WATCH_SECONDS):
-            for rank in neighbours:
-                serving = is_serving(members[rank], endpoint.options, generation=endpoint.generation)
-                if not serving and not endpoint.has_left(members[rank]) and not formed.is_set():
-                    endpoint.fail(PeerLost(f"rank {rank} was lost before all were connected", rank=rank))
-                    return
-
-    threading.Thread(target=watch, name="ring-forming", daemon=True).start()
-    try:
-        yield
-    finally:
-        formed.set()
 
 
 def _form(store: Store, seat: Seat, *, rank: int, timeout: timedelta) -> None:
