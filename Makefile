@@ -16,7 +16,7 @@ SOAK_REPEATS ?= 20
 
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo secure-demo test soak check lint unit format bench clean
+.PHONY: install demo secure-demo test soak image-test systemd-test check lint unit format bench clean
 
 install: $(STAMP)
 
@@ -42,6 +42,13 @@ soak: install
 	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --timeout 1200 -m soak
 	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --timeout 1200 $(TOGETHER) tests/property
 	FEDRING_TEST_FREEZE_SECONDS=2 $(PYTEST) $(TOGETHER) -m "not alone and not soak" tests/system tests/fault
+
+# Both need root, and Debian's programs: buildah, debootstrap, iproute2, systemd-container. They take ten minutes each.
+image-test: install
+	$(PYTEST) --timeout 3600 -m soak tests/deploy/test_image.py
+
+systemd-test: install
+	$(PYTEST) --timeout 3600 -m soak tests/deploy/test_systemd_boot.py
 
 check: install
 	@$(MAKE) --no-print-directory --jobs 2 lint unit

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from tests.pki import Pki
+from tests.pki import Pki, flctl
 from tests.ring_endpoints import SECONDS, World, allreduce, close
 
 from fedring.ring.engine.endpoint import Endpoint
@@ -116,3 +116,25 @@ def test_without_identities_there_is_no_group(pki: Pki) -> None:
 def test_members_only_needs_certificates(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tls_members_only needs"):
         RingOptions(tls_members_only=True)
+
+
+def test_a_revoked_member_is_refused_by_who_listened_before(tmp_path: Path) -> None:
+    pki = Pki(tmp_path / "pki")
+    pki.issue("ann", "bob")
+    crl = {"tls_crl": pki.folder / "ca.crl"}
+    made = [Endpoint(options(pki, name).model_copy(update=crl)) for name in ("ann", "bob")]
+    for endpoint in made:
+        endpoint.members.expect({made[0].address: uri("ann"), made[1].address: uri("bob")})
+    add_up(made)
+    flctl("certs", "revoke", pki.folder, "bob")
+    revoked = (grpc.StatusCode.PERMISSION_DENIED, "revoked_certificate")
+    assert refusal(pki, "bob", made[0], claims=made[1].address) == revoked
+    close(made)
+
+
+def test_a_list_of_revoked_certificates_that_cannot_be_used_is_an_error(pki: Pki) -> None:
+    missing = options(pki, "ann").model_copy(update={"tls_crl": pki.folder / "none.crl"})
+    with pytest.raises(RingError, match=r"cannot read .*none\.crl"):
+        Endpoint(missing)
+    with pytest.raises(ValueError, match="tls_crl needs"):
+        RingOptions(tls_crl=pki.folder / "ca.crl")
