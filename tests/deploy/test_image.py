@@ -162,7 +162,7 @@ def test_the_image_has_the_programs_a_health_check_and_a_user(image: Image, comp
         assert (code, output.splitlines()[0]) == (0, "0.1.0")  # systemd-nspawn may say something, too
     assert image.config["User"] == f"{USER}:{USER}"
     assert image.config["StopSignal"] == "SIGTERM"
-    assert image.config["Healthcheck"]["Test"][0] == "CMD-SHELL"
+    assert image.config["Healthcheck"]["Test"][0] == "CMD"
 
 
 def test_the_services_of_compose_train_a_round_and_drain(compose: Compose) -> None:
@@ -183,7 +183,7 @@ def test_the_services_of_compose_train_a_round_and_drain(compose: Compose) -> No
 def test_the_health_check_of_the_image_finds_a_server_without_compose(image: Image, compose: Compose) -> None:
     command = ["run-daemon", "fl-server", "listen=127.0.0.1:8443", "health_listen=127.0.0.1:8445"]
     compose.up("server", *command)
-    compose.until_healthy("server", "sh", "-c", image.config["Healthcheck"]["Test"][1])
+    compose.until_healthy("server", *image.config["Healthcheck"]["Test"][1:])
 
 
 def test_a_daemon_with_a_wrong_configuration_is_not_restarted_for_ever(compose: Compose) -> None:

@@ -115,7 +115,7 @@ def machine() -> Iterator[Machine]:
 
 def test_the_page_s_commands_install_daemons_that_train(machine: Machine) -> None:
     rounds = json.loads(machine.flctl("rounds --output json").stdout)["rounds"]
-    assert [round_["state"] for round_ in rounds] == ["published", "published"]
+    assert [round_["phase"] for round_ in rounds] == ["published", "published"]
     assert "serves clients at 0.0.0.0:8443" in machine.show(SERVER, "StatusText")
     for unit in (SERVER, CLIENT):
         assert machine.show(unit, "ActiveState") == "active"
