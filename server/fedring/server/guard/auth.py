@@ -198,8 +198,9 @@ class Auth(aio.ServerInterceptor):
         if certificate is None:
             yield
             return
+        scope = asyncio.timeout(None)
         try:
-            async with asyncio.timeout(None) as scope:
+            async with scope:
                 self._calls[scope] = certificate
                 try:
                     yield
