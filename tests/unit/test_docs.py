@@ -20,6 +20,7 @@ from fedring.ctl.main import app
 from fedring.ddp import hooks
 from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
+from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
 from fedring.server.guard.auth import REASONS
 from fedring.server.operator.summaries import event_summary, job_summary, round_summary
@@ -173,6 +174,7 @@ def variables() -> frozenset[str]:
     names = {f"FEDRING_SERVER_{key}" for key in ServerConfig.model_fields}
     names |= {f"FEDRING_SERVER_JOB__{key}" for key in Job.model_fields}
     names |= {f"FEDRING_CLIENT_{key}" for key in ClientConfig.model_fields}
+    names |= {f"FEDRING_{daemon}_TLS__{key}" for daemon in ("SERVER", "CLIENT") for key in Tls.model_fields}
     names |= {f"FEDRING_RING_{key}" for key in RingOptions.model_fields}
     queue: list[Any] = [get_command(app)]
     while queue:
