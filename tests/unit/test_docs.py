@@ -20,7 +20,6 @@ from fedring.ctl.main import app
 from fedring.ddp import hooks
 from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
-from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
 from fedring.server.guard.auth import REASONS
 from fedring.server.operator.summaries import event_summary, job_summary, round_summary
