@@ -56,7 +56,7 @@ soak: install
 	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --timeout 1200 $(TOGETHER) tests/property
 	FEDRING_TEST_FREEZE_SECONDS=2 $(PYTEST) $(TOGETHER) -m "not alone and not soak" tests/system tests/fault
 
-# Both need root, and Debian's programs: buildah, debootstrap, iproute2, systemd-container. They take ten minutes each.
+# Both need root, and Debian's programs: buildah, debootstrap, iproute2, systemd-container. They take a quarter of an hour each.
 image-test: install
 	$(PYTEST) --timeout 3600 -m soak tests/deploy/test_image.py
 
