@@ -14,23 +14,36 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 TOGETHER := -n $(shell n=$$(nproc --all); echo $$(( n < 6 ? n + 2 : 8 ))) --dist worksteal
 SOAK_REPEATS ?= 20
 
+PROGRAMS := $(VENV)/.programs
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo secure-demo test soak libraries check lint unit format bench clean
+.PHONY: programs install wheel demo secure-demo test soak libraries image-test systemd-test check lint unit format bench clean
 
+# What runs: fl-server, fl-client and flctl.
+programs: $(PROGRAMS)
+
+# The programs, and the tools with which they are tested.
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt protos/generate.py $(wildcard protos/fedring/v1/*.proto)
+$(PROGRAMS): pyproject.toml constraints.txt protos/generate.py $(wildcard protos/fedring/v1/*.proto)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
-demo: install
+$(STAMP): $(PROGRAMS)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev
+	touch $@
+
+# dist/fedring-VERSION-py3-none-any.whl, which needs no checkout.
+wheel: programs
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+demo: programs
 	$(BIN)/flctl demo $(DEMO)
 
-secure-demo: install
+secure-demo: programs
 	rm -rf secure-demo
 	PATH="$(abspath $(BIN)):$$PATH" deploy/quickstart.sh secure-demo
 
@@ -47,6 +60,13 @@ soak: install
 libraries: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group libraries
 	$(PYTEST) --timeout 1200 -m soak tests/system/test_ring_other_libraries.py
+
+# Both need root, and Debian's programs: buildah, debootstrap, iproute2, systemd-container. They take a quarter of an hour each.
+image-test: install
+	$(PYTEST) --timeout 3600 -m soak tests/deploy/test_image.py
+
+systemd-test: install
+	$(PYTEST) --timeout 3600 -m soak tests/deploy/test_systemd_boot.py
 
 check: install
 	@$(MAKE) --no-print-directory --jobs 2 lint unit

@@ -14,8 +14,10 @@ import pytest
 import yaml
 from tests.conftest import ROOT, missing
 from tests.deploy.on_this_host import PROGRAMS, SECONDS, Running, Translator, run
+from tests.waiting import until
 
 from fedring.daemon.config import load_config
+from fedring.daemon.exits import Exit
 from fedring.server.config import ServerConfig
 
 DOCKER = ROOT / "deploy" / "docker"
@@ -79,12 +81,36 @@ def test_a_service_has_no_more_privileges_than_it_needs(name: str) -> None:
 @pytest.mark.parametrize("name", DAEMONS)
 def test_a_daemon_is_checked_restarted_and_given_time_to_drain(name: str) -> None:
     service = SERVICES[name]
-    assert service["restart"] == "on-failure"
+    assert service["restart"] == "unless-stopped"  # also after a reboot
     drain = load_config(ServerConfig, DOCKER / "server.toml").config.drain_seconds
     assert int(service["stop_grace_period"].removesuffix("s")) > drain + 5
     assert service["healthcheck"]["test"][0] == "CMD"
     if name in OURS:
         assert service["healthcheck"]["test"][1:3] == ["flctl", "health"]
+        assert service["command"][0] == "run-daemon"  # or a wrong configuration would be restarted for ever
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)])
+def test_run_daemon_ends_as_its_daemon_ends(script: str, code: int) -> None:
+    assert run([str(DOCKER / "run-daemon"), "sh", "-c", script]).returncode == code
+
+
+@pytest.mark.parametrize("code", [Exit.NOT_ALLOWED, Exit.CONFIG])
+def test_run_daemon_waits_when_a_restart_would_not_help(code: int, tmp_path: Path) -> None:
+    with Running([str(DOCKER / "run-daemon"), "sh", "-c", f"exit {code}"], tmp_path / "log") as running:
+        until(lambda: f"ended with {code}" in running.log.read_text())
+        assert running.process.poll() is None
+        assert running.end() == code
+
+
+def test_run_daemon_hands_a_signal_on_and_waits_for_the_drain(tmp_path: Path) -> None:
+    script = "trap 'echo draining; while [ ! -e drained ]; do :; done; exit 0' TERM; echo ready; while :; do :; done"
+    with Running([str(DOCKER / "run-daemon"), "sh", "-c", f"cd {tmp_path}; {script}"], tmp_path / "log") as running:
+        assert running.first_line() == "ready\n"
+        running.process.terminate()
+        assert running.first_line() == "draining\n"
+        (tmp_path / "drained").touch()
+        assert running.process.wait(SECONDS) == 0
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -123,6 +149,7 @@ class Containers:
         """Return the command that the container would run."""
         service = SERVICES[name]
         words = [*service.get("entrypoint", []), *(arguments or service["command"])]
+        words = [str(DOCKER / word) if word == "run-daemon" else word for word in words]
         return [self.translator.translate(word, self.paths(name), name) for word in words]
 
     def env(self, name: str) -> dict[str, str]:
@@ -219,14 +246,15 @@ def test_prometheus_scrapes_every_daemon_where_it_listens() -> None:
     scraped = {target for file in targets for group in file for target in group["targets"]}
     ports = {}
     for name in set(OURS) & set(DAEMONS):
-        config = tomllib.loads((DOCKER / SERVICES[name]["command"][1].replace("/etc/fedring/", "")).read_text())
+        config = tomllib.loads((DOCKER / SERVICES[name]["command"][2].replace("/etc/fedring/", "")).read_text())
         ports[name] = config["metrics_listen"].rpartition(":")[2]
     assert scraped == {f"{name}:{port}" for name, port in ports.items()}
 
 
 def test_a_service_listens_on_every_published_port() -> None:
     config = load_config(ServerConfig, DOCKER / "server.toml").config
-    listened = {config.listen.rpartition(":")[2], config.control_listen.rpartition(":")[2]}
+    listened = {config.listen.rpartition(":")[2], config.control_listen.rpartition(":")[2], str(config.web_port)}
     published = {port.rpartition(":")[2] for port in SERVICES["server"]["ports"]}
     assert published <= listened
+    assert config.web_host == "0.0.0.0"
     assert not any(address.startswith("127.") for address in (config.listen, config.control_listen))

@@ -88,3 +88,24 @@ def test_every_port_of_a_service_is_a_port_of_its_pods() -> None:
         (container,) = pods["spec"]["template"]["spec"]["containers"]
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= {p["name"] for p in container["ports"]}
         assert pods["spec"]["serviceName"] == service["metadata"]["name"]
+
+
+def test_every_pod_has_a_network_policy_for_the_ports_that_others_use() -> None:
+    policies = {m["metadata"]["name"]: m["spec"] for m in MANIFESTS if m["kind"] == "NetworkPolicy"}
+    ports = {m["metadata"]["name"]: {p["name"] for p in containers_of(m)[0]["ports"]} for m in SETS}
+    assert policies.keys() == ports.keys()
+    for name, policy in policies.items():
+        assert policy["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": name}
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        allowed = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
+        assert allowed == ports[name] - {"control", "health"}  # those come through the node
+        assert all(rule["from"] for rule in policy["ingress"])
+    for rule in policies["fl-client"]["egress"]:
+        for peer in rule["to"]:
+            if labels := peer.get("podSelector", {}).get("matchLabels"):
+                assert {port["port"] for port in rule["ports"]} <= ports[labels["app.kubernetes.io/name"]]
+
+
+def containers_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    containers: list[dict[str, Any]] = manifest["spec"]["template"]["spec"]["containers"]
+    return containers

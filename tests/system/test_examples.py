@@ -6,9 +6,8 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,29 +48,40 @@ def example_clients(server: Fleet, tmp_path: Path) -> Iterator[dict[str, Program
         "ward-7": ("fedring.client.main", EXAMPLES / "declared.toml", f"server={server.listen}"),
         "ward-8": ("fedring.client.main", EXAMPLES / "trainer.toml", f"server={server.listen}"),
     }
-    script = [sys.executable, str(EXAMPLES / "own_loop.py"), server.listen]
+    scripts = {"own-loop": "own_loop.py", "scikit": "scikit.py"}
     with ExitStack() as stack:
         processes: dict[str, Program] = {}
         for name, command in commands.items():
             (tmp_path / name).mkdir()
             processes[name] = stack.enter_context(run(*command, cwd=tmp_path / name))
             stack.callback(processes[name].kill)
-        (tmp_path / "own-loop").mkdir()
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        loop = stack.enter_context(subprocess.Popen(script, cwd=tmp_path / "own-loop", **pipes))
-        stack.callback(loop.kill)
-        yield processes | {"own-loop": loop}
+        for name, script in scripts.items():
+            processes[name] = stack.enter_context(run_script(script, server.listen, tmp_path / name))
+        yield processes
+
+
+@contextmanager
+def run_script(script: str, listen: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run an example that is a script of its own, in a new folder."""
+    cwd.mkdir()
+    words = [sys.executable, str(EXAMPLES / script), listen]
+    with subprocess.Popen(words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_each_example_of_a_client_takes_part_in_a_round(control: Control, example_clients: dict[str, Program]) -> None:
     events = control.events()
-    job_id = control.start_round({"min_clients": 3, "rounds": 1}).job_id
+    job_id = control.start_round({"min_clients": 4, "rounds": 1}).job_id
     for _ in control.follow_job(job_id, events):
         pass
     assert control.job(job_id).state == "completed"
     (round_,) = control.rounds(job_id=job_id)
     assert {client.client_id: client.num_samples for client in round_.clients} == {
         "own-loop": 1437,  # all training samples
+        "scikit": 1437,
         "ward-7": 719,  # a half of them
         "ward-8": 718,
     }
@@ -80,6 +90,17 @@ def test_each_example_of_a_client_takes_part_in_a_round(control: Control, exampl
         process.terminate()
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, f"{name}:\n{output}"
+
+
+def test_scikit_learn_trains_the_server_s_torch_module(server: Fleet, control: Control, tmp_path: Path) -> None:
+    with run_script("scikit.py", server.listen, tmp_path / "scikit"):
+        events = control.events()
+        job_id = control.start_job({"min_clients": 1, "rounds": 5, "evaluate_on_server": True}).job_id
+        for _ in control.follow_job(job_id, events):
+            pass
+    rounds = control.rounds(job_id=job_id)
+    assert [len(round_.clients) for round_ in rounds] == [1] * 5
+    assert max(round_.server_accuracy for round_ in rounds) > 0.9
 
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem in CHECKS], ids=lambda path: path.stem)

@@ -290,10 +290,11 @@ class TestConfiguration:
             f"fl-server: web_port: cannot listen on 127.0.0.1:{port}: Address already in use\n",
         )
 
-    def test_the_page_is_open_to_other_hosts_only_with_insecure(self, tmp_path: Path) -> None:
+    def test_the_page_is_open_to_other_hosts_only_with_web_insecure(self, tmp_path: Path) -> None:
         code, error = start(tmp_path, "web_port=0", "web_host=0.0.0.0")
         assert code == 78
-        assert "set insecure = true" in error
+        assert "set web_insecure = true" in error
+        assert start(tmp_path, "web_port=0", "web_host=0.0.0.0", "web_insecure=true") == (0, "")
         assert start(tmp_path, "web_host=0.0.0.0") == (0, "")  # without web_port there is no page
 
     def test_an_unknown_web_host_is_refused(self, tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ def test_init_makes_an_authority_a_server_and_an_operator(flctl: Call, tmp_path:
     assert "fl.example.org" in out
     made = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     keys = dict.fromkeys(("ca.key", "server.key", "operator.key"), 0o600)
-    assert made == keys | dict.fromkeys(("ca.crt", "server.crt", "operator.crt"), 0o644)
+    public = ("ca.crt", "ca.crl", "issued.pem", "server.crt", "operator.crt")
+    assert made == keys | dict.fromkeys(public, 0o644)
     server = load_pair(folder / "server.crt", folder / "server.key").certificate
     assert identity_of(server) == Identity(Role.SERVER, "server")
     names = names_of(server)

@@ -173,6 +173,7 @@ def variables() -> frozenset[str]:
     names = {f"FEDRING_SERVER_{key}" for key in ServerConfig.model_fields}
     names |= {f"FEDRING_SERVER_JOB__{key}" for key in Job.model_fields}
     names |= {f"FEDRING_CLIENT_{key}" for key in ClientConfig.model_fields}
+    names |= {f"FEDRING_{daemon}_TLS__{key}" for daemon in ("SERVER", "CLIENT") for key in Tls.model_fields}
     names |= {f"FEDRING_RING_{key}" for key in RingOptions.model_fields}
     queue: list[Any] = [get_command(app)]
     while queue:

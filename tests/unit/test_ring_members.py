@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from tests.pki import Pki
+from tests.pki import Pki, flctl
 from tests.ring_endpoints import SECONDS, World, allreduce, close
 
 from fedring.ring.engine.endpoint import Endpoint
@@ -130,3 +130,25 @@ def test_a_worker_can_be_asked_whether_it_takes_part_in_a_generation(pki: Pki, e
     assert not is_serving(endpoint.address, others, generation=7)
     endpoint.close()
     assert not is_serving(endpoint.address, settings, generation=7)
+
+
+def test_a_revoked_member_is_refused_by_who_listened_before(tmp_path: Path) -> None:
+    pki = Pki(tmp_path / "pki")
+    pki.issue("ann", "bob")
+    crl = {"tls_crl": pki.folder / "ca.crl"}
+    made = [Endpoint(options(pki, name).model_copy(update=crl)) for name in ("ann", "bob")]
+    for endpoint in made:
+        endpoint.members.expect({made[0].address: uri("ann"), made[1].address: uri("bob")})
+    add_up(made)
+    flctl("certs", "revoke", pki.folder, "bob")
+    revoked = (grpc.StatusCode.PERMISSION_DENIED, "revoked_certificate")
+    assert refusal(pki, "bob", made[0], claims=made[1].address) == revoked
+    close(made)
+
+
+def test_a_list_of_revoked_certificates_that_cannot_be_used_is_an_error(pki: Pki) -> None:
+    missing = options(pki, "ann").model_copy(update={"tls_crl": pki.folder / "none.crl"})
+    with pytest.raises(RingError, match=r"cannot read .*none\.crl"):
+        Endpoint(missing)
+    with pytest.raises(ValueError, match="tls_crl needs"):
+        RingOptions(tls_crl=pki.folder / "ca.crl")

@@ -35,7 +35,9 @@ bench_app = typer.Typer(no_args_is_help=True, help="Compare encodings or hooks b
 pipeline_app = typer.Typer(
     no_args_is_help=True, help="Show what the stages of a pipeline do and keep, without a server."
 )
-certs_app = typer.Typer(no_args_is_help=True, help="Make and renew certificates, with an authority in a folder.")
+certs_app = typer.Typer(
+    no_args_is_help=True, help="Make, renew and revoke certificates, with an authority in a folder."
+)
 token_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke bearer tokens.")
 
 _JOBS, _SHOW, _TRY, _ACCESS, _BACKUP = "Run jobs", "Show", "Try and check", "Give access", "Back up"
@@ -164,6 +166,7 @@ app.add_typer(pipeline_app, name="pipeline", rich_help_panel=_TRY)
 _verb(certs_app, "init", certs.init, "flctl certs init pki --host fl.example.org --host 10.0.0.5")
 _verb(certs_app, "issue", certs.issue, "flctl certs issue pki hospital-a", "flctl certs issue pki ann --role operator")
 _verb(certs_app, "renew", certs.renew, "flctl certs renew pki", "flctl certs renew pki server --days 90")
+_verb(certs_app, "revoke", certs.revoke, "flctl certs revoke pki hospital-a", "flctl certs revoke pki --serial 3f0c2a")
 _verb(certs_app, "show", certs.show, "flctl certs show pki", "flctl certs show /etc/fedring/server.crt --output json")
 app.add_typer(certs_app, name="certs", rich_help_panel=_ACCESS)
 _verb(

@@ -43,6 +43,10 @@ class RingOptions(BaseSettings):
         default=None, description="PEM file: this worker's certificate; with it, TLS is mutual"
     )
     tls_key: Path | None = Field(default=None, description="PEM file: the certificate's private key")
+    tls_crl: Path | None = Field(
+        default=None,
+        description="PEM file: the authority's list of revoked certificates; peers that show one are refused",
+    )
     tls_name: str = Field(default="", description="name in every peer's certificate; empty = the host that is dialled")
     tls_members_only: bool = Field(
         default=False,
@@ -64,6 +68,8 @@ class RingOptions(BaseSettings):
         given = [self.tls_ca, self.tls_cert, self.tls_key]
         if any(given) and not all(given):
             raise ValueError("tls_ca, tls_cert and tls_key belong together: give all three or none")
+        if self.tls_crl and not all(given):
+            raise ValueError("tls_crl needs tls_ca, tls_cert and tls_key")
         if self.tls_members_only and not all(given):
             raise ValueError("tls_members_only needs tls_ca, tls_cert and tls_key")
         return self

@@ -32,11 +32,16 @@ class Tls(BaseModel):
         default=None,
         description="the authority that signs the other side's certificates; on fl-server, callers must then show one",
     )
+    crl: Path | None = Field(
+        default=None, description="the authority's list of revoked certificates, which is read again when it changes"
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if (self.cert is None) != (self.key is None):
             raise ValueError("tls.cert and tls.key belong together: give both or none")
+        if self.crl and not self.ca:
+            raise ValueError("tls.crl needs tls.ca, which has signed it")
         return self
 
     @property
@@ -79,8 +84,13 @@ def check_tls(tls: Tls) -> None:
         if left < _SOON:
             log.warning("the certificate in %s expires in %d days", tls.cert, left.days)
     if tls.ca:
-        for authority in load_authorities(tls.ca):
+        authorities = load_authorities(tls.ca)
+        for authority in authorities:
             check_dates(authority, str(tls.ca))
+        if tls.crl:
+            from fedring.rpc.revocation import load_revoked
+
+            load_revoked(tls.crl, authorities)
 
 
 def ends_at(tls: Tls) -> float | None:

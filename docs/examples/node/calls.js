@@ -7,7 +7,9 @@ import { services } from './protocol.js';
 const { status } = grpc;
 const words = (text) => text.split(' ');
 
-const JOIN = words('no_session gone no_identity bad_token expired_token revoked_token tokens_off token_in_plaintext');
+const JOIN = words(
+  'no_session gone no_identity bad_token expired_token revoked_token revoked_certificate tokens_off token_in_plaintext',
+);
 const AGAIN = words('bad_request digest_mismatch bad_chunk truncated');
 const STOP = words('two_identities not_client superseded wrong_protocol bad_client_id other_client');
 const STOP_AT_JOIN = [...STOP, ...JOIN.slice(2), 'bad_request'];

@@ -25,8 +25,9 @@ class ServerConfig(BaseSettings):
     control_listen: Address = Field("127.0.0.1:8444", description="address for flctl, host:port")
     web_port: int | None = Field(None, ge=0, le=65535, description="port of the web page; 0 = any free one")
     web_host: str = Field(
-        "127.0.0.1", min_length=1, description="address of the page; another than loopback needs insecure = true"
+        "127.0.0.1", min_length=1, description="address of the page; another than loopback needs web_insecure = true"
     )
+    web_insecure: bool = Field(False, description="let other hosts read the page, in plaintext and without a login")
     insecure: bool = Field(False, description="let everybody in on an address that other hosts can reach")
     tls: Tls = Field(Tls(), description="certificates; with ca, callers must show a certificate that it has signed")
     tokens: bool = Field(False, description="accept bearer tokens, too (flctl token create)")
@@ -85,10 +86,10 @@ class ServerConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _page_is_local(self) -> Self:
-        if self.web_port is not None and not self.page_is_local and not self.insecure:
+        if self.web_port is not None and not (self.page_is_local or self.web_insecure or self.insecure):
             raise ValueError(
                 f"web_host {self.web_host!r} can be reached from other hosts, and the page asks nobody for a name: "
-                "set insecure = true to allow it"
+                "set web_insecure = true to allow it"
             )
         return self
 

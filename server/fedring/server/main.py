@@ -185,6 +185,7 @@ async def _serve(loaded: Loaded[ServerConfig], stack: ExitStack, *, check_only: 
 
     others = [
         look_after_storage(parts, health),
+        security.look_after_revocations(),
         *(page.run() for page in pages),
     ]
     return await _until_stopped(parts, others, stop=stop, drain=drain, drain_seconds=config.drain_seconds)

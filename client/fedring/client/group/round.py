@@ -48,7 +48,7 @@ def peer_options(config: ClientConfig) -> RingOptions:
     tls = config.tls
     if not tls.mutual:
         return options
-    files = {"tls_ca": tls.ca, "tls_cert": tls.cert, "tls_key": tls.key, "tls_members_only": True}
+    files = {"tls_ca": tls.ca, "tls_cert": tls.cert, "tls_key": tls.key, "tls_crl": tls.crl, "tls_members_only": True}
     return options.model_copy(update=files)
 
 

@@ -2,7 +2,7 @@
 
 import ipaddress
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,7 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedring.ctl.failure import Failure
 from fedring.daemon.config import ConfigError
-from fedring.rpc.certificates import load_pair
+from fedring.rpc.certificates import load_authorities, load_pair
 from fedring.rpc.identity import Identity, Role, peer_name, uri_of
 
 _EARLIER = timedelta(minutes=5)  # certificates begin earlier, since clocks of hosts differ
@@ -30,6 +30,11 @@ _USES = {
     Role.OPERATOR: [ExtendedKeyUsageOID.CLIENT_AUTH],
     Role.CLIENT: _BOTH,  # other workers of its group connect to it
 }
+
+CRL = "ca.crl"
+"""The authority's list of revoked certificates, in its folder."""
+
+_ISSUED = "issued.pem"  # all certificates of the authority, also those that were renewed
 
 _Key = ec.EllipticCurvePrivateKey
 
@@ -71,6 +76,25 @@ class Authority:
         """Return the end of validity, at the latest that of the authority's certificate."""
         return min(datetime.now(UTC) + timedelta(days=days), self.certificate.not_valid_after_utc)
 
+    def revoke(self, serials: Iterable[int], since: Mapping[int, datetime]) -> bytes:
+        """Return the list of revoked certificates, in PEM.
+
+        Args:
+            serials: The serial numbers of all certificates to revoke now.
+            since: Those that were revoked before, and when.
+        """
+        now = datetime.now(UTC)
+        builder = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(self.certificate.subject)
+            .last_update(now)
+            .next_update(self.certificate.not_valid_after_utc)  # the list changes when somebody is revoked, not before
+        )
+        for serial, at in {**dict.fromkeys(serials, now), **since}.items():
+            entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(at).build()
+            builder = builder.add_revoked_certificate(entry)
+        return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
 
 def make_authority(days: int, key: _Key | None = None) -> Authority:
     """Make an authority. With the key of an earlier one, certificates that it has signed stay valid."""
@@ -108,6 +132,33 @@ def load_authority(folder: Path) -> Authority:
     return Authority(pair.certificate, private)
 
 
+def issued(folder: Path) -> list[x509.Certificate]:
+    """Return all certificates that the authority in the folder is known to have issued, without its own.
+
+    Raises:
+        ConfigError: A file cannot be used.
+    """
+    files = [path for path in (folder / _ISSUED, *folder.glob("*.crt")) if path.exists() and path.name != "ca.crt"]
+    found = [certificate for path in files for certificate in load_authorities(path)]
+    return list({certificate.serial_number: certificate for certificate in found}.values())
+
+
+def revoked(folder: Path) -> dict[int, datetime]:
+    """Return the serial numbers in the authority's list of revoked certificates, and when each was revoked.
+
+    Raises:
+        Failure: The list cannot be read.
+    """
+    path = folder / CRL
+    if not path.exists():
+        return {}
+    try:
+        entries = x509.load_pem_x509_crl(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise Failure(f"{path} cannot be read as a list of revoked certificates: {error}") from error
+    return {entry.serial_number: entry.revocation_date_utc for entry in entries}
+
+
 def names_for(identity: Identity, hosts: Sequence[str]) -> list[x509.GeneralName]:
     """Return the names of a certificate in addition to its URI: hosts, and the name by which peers know a client."""
     names: list[x509.GeneralName] = [host_name(host) for host in hosts]
@@ -135,7 +186,7 @@ def host_name(host: str) -> x509.GeneralName:
 
 
 def write_pair(folder: Path, name: str, certificate: x509.Certificate, key: _Key, *, replace: bool = False) -> None:
-    """Write `name`.crt and `name`.key to the folder.
+    """Write `name`.crt and `name`.key to the folder, and note the certificate among those that were issued.
 
     Raises:
         Failure: A file exists and `replace` is not set, or a file cannot be written.
@@ -148,12 +199,28 @@ def write_pair(folder: Path, name: str, certificate: x509.Certificate, key: _Key
         if path.exists() and not replace:
             raise Failure(f"{path} exists already: remove it, or use `flctl certs renew`")
     try:
+        with (folder / _ISSUED).open("ab") as history:  # first, so that every certificate can be revoked
+            history.write(certificate.public_bytes(Encoding.PEM))
         for path, (data, mode) in files.items():
             _write(path.with_name(f"{path.name}.new"), data, mode)
         for path in files:  # a daemon that reads them in between sees that they do not match, and reads them again
             path.with_name(f"{path.name}.new").replace(path)
     except OSError as error:
         raise Failure(f"cannot write to {folder}: {error.strerror}") from error
+
+
+def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Write a file that others may be reading, at once and durably.
+
+    Raises:
+        Failure: It cannot be written.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        _write(new, data, mode)
+        new.replace(path)
+    except OSError as error:
+        raise Failure(f"cannot write to {path.parent}: {error.strerror}") from error
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:

@@ -1,6 +1,6 @@
 """flctl certs: a certificate authority in a folder, which makes and renews certificates for a fleet."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +8,16 @@ from typing import Annotated, Any
 import typer
 from cryptography import x509
 
-from fedring.ctl.admin.authority import load_authority, make_authority, names_for, write_pair
+from fedring.ctl.admin.authority import (
+    CRL,
+    issued,
+    load_authority,
+    make_authority,
+    names_for,
+    replace_file,
+    revoked,
+    write_pair,
+)
 from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table
@@ -47,6 +56,7 @@ def init(folder: Folder, host: Hosts = None, days: Days = 365) -> None:
     signed = {role: names_for(Identity(role, str(role)), names) for role, names in identities.items()}
     authority = make_authority(_AUTHORITY_DAYS)
     write_pair(folder, "ca", authority.certificate, authority.key)
+    replace_file(folder / CRL, authority.revoke([], {}))
     for role, names in signed.items():
         write_pair(folder, str(role), *authority.sign(Identity(role, str(role)), names, days))
     print(f"{folder} has an authority, server.crt for {', '.join(hosts)}, and operator.crt")
@@ -76,7 +86,9 @@ def renew(
     folder: Folder,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Certificates to renew; by default those that end within 30 days."),
+        typer.Argument(
+            metavar="[NAME]...", help="Certificates to renew; by default those that end within 30 days and are valid."
+        ),
     ] = None,
     days: Days = 365,
 ) -> None:
@@ -85,7 +97,8 @@ def renew(
     The authority's own certificate, `ca`, keeps its key, so what it has signed stays valid.
     """
     authority = load_authority(folder)
-    wanted = names or [row["name"] for row in _rows(folder) if row["days_left"] < _RENEW_DAYS]
+    due = [row for row in _rows(folder) if row["days_left"] < _RENEW_DAYS and not row["revoked"]]
+    wanted = names or [row["name"] for row in due]
     if "ca" in wanted:
         authority = make_authority(_AUTHORITY_DAYS, authority.key)
         write_pair(folder, "ca", authority.certificate, authority.key, replace=True)
@@ -101,6 +114,38 @@ def renew(
     print(f"renewed: {', '.join(wanted)}" if wanted else f"nothing in {folder} ends within {_RENEW_DAYS} days")
 
 
+def revoke(
+    folder: Folder,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Whose certificates to revoke, older ones included.")
+    ] = None,
+    serial: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HEX", help="A certificate's serial number; may be given several times."),
+    ] = None,
+) -> None:
+    """Revoke certificates: add them to the list DIR/ca.crl.
+
+    Copy the list to every daemon, to where its tls.crl says. Daemons load it without a restart.
+    A certificate that you make for the same name afterwards is valid.
+    """
+    authority, before = load_authority(folder), revoked(folder)
+    known = issued(folder)
+    serials = [_serial(text) for text in serial or []]
+    for name in names or []:
+        found = [certificate.serial_number for certificate in known if _belongs(certificate, name)]
+        if not found:
+            raise Failure(
+                f"{folder} has no certificate of {name!r} that is still valid: see `flctl certs show {folder}`"
+            )
+        serials += found
+    if not serials:
+        raise Failure("say whose certificates to revoke, or give --serial", Exit.USAGE)
+    replace_file(folder / CRL, authority.revoke(serials, before))
+    new = len({*serials} - before.keys())
+    print(f"{new} certificates are revoked now: copy {folder / CRL} to where the daemons' tls.crl says")
+
+
 def show(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder of certificates, or one certificate.")],
     output: OutputOption = Output.TABLE,
@@ -110,7 +155,13 @@ def show(
     if output is Output.JSON:
         return print_json({"certificates": rows})
     table = [
-        (row["name"], row["identity"] or "-", ", ".join(row["hosts"]) or "-", row["expires_at"], str(row["days_left"]))
+        (
+            row["name"],
+            row["identity"] or "-",
+            ", ".join(row["hosts"]) or "-",
+            row["expires_at"],
+            "revoked" if row["revoked"] else str(row["days_left"]),
+        )
         for row in rows
     ]
     print_table(str(path), ("name", "identity", "hosts", "expires", "days left>"), table)
@@ -121,10 +172,11 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     files: Sequence[Path] = sorted(path.glob("*.crt")) if path.is_dir() else [path]
     if not files:
         raise Failure(f"there is no certificate (.crt) in {path}")
-    return sorted((_row(file, _load(file)) for file in files), key=lambda row: str(row["expires_at"]))
+    ended = revoked(path if path.is_dir() else path.parent)
+    return sorted((_row(file, _load(file), ended) for file in files), key=lambda row: str(row["expires_at"]))
 
 
-def _row(file: Path, certificate: x509.Certificate) -> dict[str, Any]:
+def _row(file: Path, certificate: x509.Certificate, ended: Mapping[int, datetime]) -> dict[str, Any]:
     names, ends = names_of(certificate), certificate.not_valid_after_utc
     identity = identity_of(certificate)
     addresses = [str(address) for address in names.get_values_for_type(x509.IPAddress)]
@@ -136,7 +188,21 @@ def _row(file: Path, certificate: x509.Certificate) -> dict[str, Any]:
         "expires_at": ends.isoformat(),
         "days_left": (ends - datetime.now(UTC)).days,
         "serial": f"{certificate.serial_number:x}",
+        "revoked": certificate.serial_number in ended,
     }
+
+
+def _belongs(certificate: x509.Certificate, name: str) -> bool:
+    """Return whether a certificate names this identity, and has not ended."""
+    identity = identity_of(certificate)
+    return identity is not None and identity.name == name and certificate.not_valid_after_utc > datetime.now(UTC)
+
+
+def _serial(text: str) -> int:
+    try:
+        return int(text, 16)
+    except ValueError as error:
+        raise Failure(f"{text!r} is no serial number: `flctl certs show --output json` has them", Exit.USAGE) from error
 
 
 def _load(path: Path) -> x509.Certificate:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import grpc
 
+from fedring.daemon.config import ConfigError
 from fedring.ring.errors import RingError
 from fedring.ring.options import RingOptions
 from fedring.ring.transport.channels import (
@@ -24,6 +25,7 @@ from fedring.ring.transport.interface import Traffic
 from fedring.ring.transport.receiver import Receiver
 from fedring.rpc.errors import REASON_KEY
 from fedring.rpc.identity import certified, peer_name
+from fedring.rpc.revocation import Revocations, shown
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +85,9 @@ class PeerService:
         traffic: Counts what is received and refused.
         serve: Called with a peer's address and its `Receiver`, on the stream's own thread. The stream ends when it
             returns.
+
+    Raises:
+        RingError: The list of revoked certificates cannot be used.
     """
 
     def __init__(
@@ -99,6 +104,10 @@ class PeerService:
         self._members = members
         self._traffic = traffic
         self._serve = serve
+        try:
+            self._revocations = Revocations(options.tls_crl, options.tls_ca)
+        except ConfigError as error:
+            raise RingError(str(error)) from error
 
     def exchange(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Serve the stream of one peer."""
@@ -110,8 +119,7 @@ class PeerService:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"this is generation {self._generation}")
         if not peer:  # see is_serving
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the stream has no {PEER_KEY}")
-        if not self._members.admits(peer, context):
-            self._refuse(peer, context)
+        self._check(peer, peer, context)
         receiver = Receiver(messages, generation=self._generation, checksum=self._checksum, traffic=self._traffic)
         if not context.add_callback(receiver.end):
             receiver.end()
@@ -123,16 +131,21 @@ class PeerService:
 
     def pulse(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         """Serve the pulse of one peer."""
-        if not self._members.admits("", context):
-            self._refuse("a pulse", context)
+        self._check("", "a pulse", context)
         return hold_pulse(request, context)
 
-    def _refuse(self, caller: str, context: grpc.ServicerContext) -> NoReturn:
-        """End a call whose certificate is not a member's. Nothing of it has been read."""
+    def _check(self, address: str, caller: str, context: grpc.ServicerContext) -> None:
+        """End a call whose certificate is not a member's, or is revoked. Nothing of it has been read."""
+        if not self._members.admits(address, context):
+            self._refuse(caller, context, "not_a_member", "is not a member's")
+        if self._revocations.holds(shown(context)):
+            self._refuse(caller, context, "revoked_certificate", "was revoked")
+
+    def _refuse(self, caller: str, context: grpc.ServicerContext, reason: str, why: str) -> NoReturn:
         self._traffic.refused_streams += 1
-        log.warning("%s, from %s, was refused: its certificate is not a member's", caller, context.peer())
-        context.set_trailing_metadata(((REASON_KEY, "not_a_member"),))
-        context.abort(grpc.StatusCode.PERMISSION_DENIED, "this certificate is not a member's")
+        log.warning("%s, from %s, was refused: its certificate %s", caller, context.peer(), why)
+        context.set_trailing_metadata(((REASON_KEY, reason),))
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, f"this certificate {why}")
 
 
 class Listener:

@@ -1,5 +1,6 @@
 """The interceptor that checks who calls, and whether they may. It goes after the Boundary."""
 
+import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from grpc import aio
 from fedring.rpc.errors import FedringError, IdInUse, NotAllowed, Unauthenticated
 from fedring.rpc.handlers import FACTORY, around, unknown_method
 from fedring.rpc.identity import IDENTITY, LOCAL, NOBODY, Identity, Role, certified
+from fedring.rpc.revocation import Revocations, Serial, shown
 from fedring.v1.federation_pb2 import JoinRequest
 
 REASONS = (
@@ -18,6 +20,7 @@ REASONS = (
     "bad_token",
     "expired_token",
     "revoked_token",
+    "revoked_certificate",
     "tokens_off",
     "token_in_plaintext",
     "two_identities",
@@ -103,12 +106,14 @@ class PortPolicy:
     exposed: bool = False  # it takes calls from other hosts in plaintext
     encrypted: bool = False
     tokens: Callable[[str], Awaitable[Identity]] | None = None  # finds the identity of a token; None = takes no tokens
+    revocations: Revocations | None = None  # the certificates that it refuses
 
     async def identify(self, context: Any) -> Identity:
         """Return who makes the call of this context.
 
         Raises:
-            Unauthenticated: If the caller shows neither a certificate that names an identity nor a valid token.
+            Unauthenticated: If the caller shows neither a certificate that names an identity nor a valid token, or a
+                certificate that was revoked.
             NotAllowed: If the caller shows two different identities.
         """
         bearer = _bearer(context)
@@ -119,6 +124,8 @@ class PortPolicy:
             )
         if self.open:
             return LOCAL
+        if self.revocations and self.revocations.holds(self.certificate(context)):
+            raise _revoked()
         of_certificate = certified(context) if self.encrypted else None
         of_token = await self._identity_of(bearer) if bearer is not None else None
         if of_certificate and of_token and (of_certificate.role, of_certificate.name) != (of_token.role, of_token.name):
@@ -128,6 +135,10 @@ class PortPolicy:
         if identity is None:
             raise Unauthenticated("show a certificate that names you, or a token")
         return identity
+
+    def certificate(self, context: Any) -> Serial | None:
+        """Return the serial of the caller's certificate, if it could ever be revoked."""
+        return shown(context) if self.encrypted and self.revocations else None
 
     async def _identity_of(self, bearer: str) -> Identity:
         if self.tokens is None:
@@ -147,6 +158,14 @@ class Auth(aio.ServerInterceptor):
     policy: PortPolicy
     audit: Audit
     tally: AuthCounts = field(default_factory=AuthCounts)
+    _calls: dict[asyncio.Timeout, Serial] = field(default_factory=dict)  # in progress, with a certificate
+
+    def end_revoked(self) -> None:
+        """End the calls in progress whose certificates are revoked by now, with "revoked_certificate"."""
+        revocations = self.policy.revocations
+        for scope, certificate in [*self._calls.items()] if revocations else ():
+            if revocations and revocations.holds(certificate) and not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
         method = known = handler_call_details.method
@@ -170,7 +189,8 @@ class Auth(aio.ServerInterceptor):
                 who = await self.policy.identify(context)
                 allow(who, method, request)
                 IDENTITY.set(who)
-            yield context
+            async with self._until_revoked(context):
+                yield context
             result = "ok"
         except FedringError as error:
             result = error.reason
@@ -182,6 +202,26 @@ class Auth(aio.ServerInterceptor):
             if refused or _is_audited(known):
                 verb = _VERBS.get(known.rpartition("/")[2], known)
                 self.audit.write(identity=str(who), peer=context.peer(), verb=verb, result=result)
+
+    @asynccontextmanager
+    async def _until_revoked(self, context: Any) -> AsyncIterator[None]:
+        """Run the body of a call; break it off when the caller's certificate is revoked."""
+        certificate = self.policy.certificate(context)
+        if certificate is None:
+            yield
+            return
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._calls[scope] = certificate
+                try:
+                    yield
+                finally:
+                    del self._calls[scope]
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise _revoked() from None
 
 
 def allow(who: Identity, method: str, request: Any) -> None:
@@ -204,6 +244,10 @@ def allow(who: Identity, method: str, request: Any) -> None:
         raise NotAllowed(
             f"{who} cannot join as {request.client_id!r}: set client_id = {who.name!r}", reason="other_client"
         )
+
+
+def _revoked() -> Unauthenticated:
+    return Unauthenticated("this certificate was revoked: ask for a new one", reason="revoked_certificate")
 
 
 def _is_audited(method: str) -> bool:

@@ -1,5 +1,6 @@
 """How the server guards its two ports: certificates, tokens, and the audit log."""
 
+import asyncio
 import logging
 import os
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from grpc import aio
 from fedring.daemon.config import ConfigError
 from fedring.daemon.logs import JsonFormatter
 from fedring.rpc.channel import encrypts, is_loopback
+from fedring.rpc.revocation import Revocations
 from fedring.rpc.tls import check_tls, server_credentials
 from fedring.server.config import ServerConfig
 from fedring.server.guard.auth import Auth, AuthCounts, PortPolicy
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _FILE_BYTES = 4 << 20
 _FILES = 5  # older files of the audit log that are kept
+_LOOK_SECONDS = 1.0
 
 
 class Security:
@@ -32,6 +35,7 @@ class Security:
         self.tokens = Tokens(facts)
         self.tally = AuthCounts()
         check_tls(config.tls)
+        self._revocations = Revocations(config.tls.crl, config.tls.ca)
         warn_of_insecurity(config)
         audit = AuditLog(config.state_dir / "audit.jsonl")
         stack.callback(audit.close)
@@ -54,6 +58,13 @@ class Security:
             os.umask(others)
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
+    async def look_after_revocations(self) -> None:
+        """End the calls in progress of everybody whose certificate is revoked, soon after the list says so."""
+        while self._config.tls.crl:
+            self.public.end_revoked()
+            self.control.end_revoked()
+            await asyncio.sleep(_LOOK_SECONDS)
+
     def _policy(self, address: str, *, local: bool) -> PortPolicy:
         """Return what callers of a port must show; with `local`, nothing if they call from this host in plaintext."""
         encrypted = encrypts(address, self._config.tls)
@@ -65,6 +76,7 @@ class Security:
             exposed=exposed,
             encrypted=encrypted,
             tokens=self.tokens.identify if self._config.tokens else None,
+            revocations=self._revocations if self._config.tls.crl else None,
         )
 
 
