@@ -16,6 +16,7 @@ from fedring.server.parts import Parts
 from fedring.server.round.report import event_message, job_message, model_message, round_message
 from fedring.server.service.downloads import ModelBlobService
 from fedring.server.state.journal import printable, rfc3339
+from fedring.server.state.ratings import best_of_each_job
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
@@ -23,6 +24,7 @@ from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed
 
 MOST_ROWS = 1000
+_ALL = 1_000_000_000
 MOST_KEY = 128
 """Characters of an idempotency key, at most."""
 PAGE_BYTES = 1 << 20
@@ -220,10 +222,12 @@ class ControlService(rpc.ControlServiceServicer):
         return [event_message(row, rounds.get(row.round)) for row in rows]
 
     def _models(self, limit: int) -> list[pb.Model]:
-        messages = []
-        for row in self._store.models(limit):
+        rows, messages = self._store.models(_ALL), []
+        best = best_of_each_job(rows)
+        for row in rows[:limit]:
             summed = self._store.evaluation_sum(row.version)
-            messages.append(model_message(row, summed.correct / summed.total if summed and summed.total else None))
+            accuracy = summed.correct / summed.total if summed and summed.total else None
+            messages.append(model_message(row, accuracy, best=row.version in best))
         return messages
 
 

@@ -76,6 +76,21 @@ class Store(Protocol):
         """
         ...
 
+    def job_of_key(self, key: str) -> JobRow | None:
+        """Return the job with this idempotency key; None if there is none."""
+        ...
+
+    def begin_job(self, job_id: int, version: int, residual_after: int, first: ModelRow | None = None) -> None:
+        """Note what a job starts from.
+
+        Args:
+            job_id: the job.
+            version: the version that it starts from.
+            residual_after: the last round whose residuals do not belong to that version; 0 = there is none.
+            first: that version, if it is new and the store does not have it yet; it is added in the same transaction.
+        """
+        ...
+
     def set_job_state(self, job_id: int, state: str, reason: str = "") -> None:
         """Change the state of a job, and the reason for it."""
         ...
@@ -178,8 +193,12 @@ class Store(Protocol):
         """Return a model; None if it is not kept."""
         ...
 
-    def models(self, limit: int = 100) -> list[ModelRow]:
-        """Return the newest models, newest first."""
+    def models(self, limit: int = 100, job_id: int = 0) -> list[ModelRow]:
+        """Return the newest models, newest first; those of one job, unless `job_id` is 0."""
+        ...
+
+    def rate_model(self, version: int, accuracy: float | None, loss: float | None) -> None:
+        """Note the result of a model's evaluation, by which models are compared."""
         ...
 
     def next_version(self) -> int:
@@ -234,16 +253,18 @@ class Store(Protocol):
         """Remove models. Their versions are not used again, because clients may hold these models."""
         ...
 
-    def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int) -> Pruned:
-        """Remove what is old. Open rounds, their updates and the models that they start from always stay.
+    def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int, keep_jobs: int = 0) -> Pruned:
+        """Remove what is old. Open rounds, their updates and the models that jobs start from always stay.
 
         Of each client, the number of its updates and the newest one's name stay known. Of all models but the newest,
-        the blobs that only the next aggregation reads are released: the residual and the optimizer's state.
+        and those that stay because of `keep_jobs`, the blobs that only the next aggregation reads are released: the
+        residual and the optimizer's state.
 
         Args:
             keep_models: how many of the newest models stay, at least one.
             keep_update_rounds: of how many of the newest ended rounds the updates stay.
             keep_rounds: how many of the newest ended rounds stay, at least `keep_update_rounds`.
+            keep_jobs: of how many of the newest jobs the newest and the best model stay.
         """
         ...
 
