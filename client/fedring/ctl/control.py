@@ -21,6 +21,7 @@ ENDED = frozenset({"completed", "failed", "stopped"})
 
 _DEFAULT_ROWS = 100
 _MAX_ROWS = 1000  # of one answer of the server
+_START_SECONDS = 120.0  # for a call that starts a job, because the server builds the job's model to check it
 _ATTEMPTS = 3  # of a call that starts a job; its idempotency key makes a repetition harmless
 _R = TypeVar("_R")
 
@@ -86,12 +87,12 @@ class Control:
                 call has a new key.
         """
         request = pb.StartJobRequest(job=json.dumps(job), idempotency_key=key or str(uuid.uuid4()))
-        return self._start(lambda: self._stub.StartJob(request, timeout=self._timeout))
+        return self._start(lambda: self._stub.StartJob(request, timeout=max(self._timeout, _START_SECONDS)))
 
     def start_round(self, overrides: Mapping[str, Any], *, key: str = "") -> pb.StartReply:
         """Queue a job of one round, with the server's defaults and `overrides`; `key` is as in start_job."""
         request = pb.StartRoundRequest(overrides=json.dumps(overrides), idempotency_key=key or str(uuid.uuid4()))
-        return self._start(lambda: self._stub.StartRound(request, timeout=self._timeout))
+        return self._start(lambda: self._stub.StartRound(request, timeout=max(self._timeout, _START_SECONDS)))
 
     def stop_round(self) -> pb.StopReply:
         """End the round in progress; its job continues."""

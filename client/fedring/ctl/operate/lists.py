@@ -20,6 +20,7 @@ ROUND_COLUMNS = (
     "round>",
     "job>",
     "phase",
+    "from>",
     "clients>",
     "accuracy>",
     "loss>",
@@ -37,6 +38,7 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
     if output is Output.JSON:
         return print_json(to_dict(now))
     job = f"{now.job.job_id} {now.job.name}, {now.job.rounds_done} of {now.job.rounds} rounds done"
+    job += f", start {start_of(now.job)}" if now.job.start else ""
     rows = [
         ("server", f"{now.version}, run {now.run_id}, up {duration(now.uptime_seconds)}"),
         ("job", job if now.HasField("job") else "none is running"),
@@ -101,6 +103,27 @@ def forget(
     print(f"{forgotten.client_id} is forgotten, with {forgotten.updates} updates")
 
 
+def jobs(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
+    """List the jobs, newest first, with what each of them has started from."""
+    with connect(server) as control:
+        known = control.jobs(limit=limit)
+    if output is Output.JSON:
+        return print_json(to_dict(pb.JobList(jobs=known)))
+    rows = [
+        (
+            str(job.job_id),
+            job.name,
+            job.state,
+            f"{job.rounds_done}/{job.rounds}",
+            start_of(job),
+            job.created_at,
+            job.reason,
+        )
+        for job in known
+    ]
+    print_table(f"{len(rows)} jobs", ("job>", "name", "state", "rounds>", "start", "created", "reason"), rows)
+
+
 def rounds(
     round_id: Annotated[int, typer.Argument(metavar="[ID]", min=0, help="Show only this round, with its clients.")] = 0,
     limit: LimitOption = 20,
@@ -127,8 +150,10 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
     rows = [
         (
             str(model.version),
+            str(model.job_id or "-"),
             str(model.round),
             percent(model.accuracy if model.HasField("accuracy") else None),
+            "best" if model.best_of_job else "",
             f"{model.parameters:,}",
             size(model.bytes),
             model.digest.removeprefix("blake3-")[:12],
@@ -136,7 +161,7 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
         )
         for model in known
     ]
-    columns = ("version>", "round>", "accuracy>", "parameters>", "size>", "digest", "created")
+    columns = ("version>", "job>", "round>", "accuracy>", "of its job", "parameters>", "size>", "digest", "created")
     print_table(f"{len(rows)} models", columns, rows)
 
 
@@ -165,6 +190,7 @@ def round_row(round_: pb.Round) -> Sequence[str]:
         str(round_.round),
         str(round_.job_id),
         round_.phase,
+        str(round_.base_version or "-"),
         f"{round_.delivered}/{round_.selected}",
         percent(round_figures.accuracy(round_)),
         number(round_figures.loss(round_)),
@@ -173,6 +199,13 @@ def round_row(round_: pb.Round) -> Sequence[str]:
         size(round_figures.download_per_client(round_)),
         round_.reason,
     )
+
+
+def start_of(job: pb.Job) -> str:
+    """Return what a job was asked to start from, and the version that this was."""
+    if not job.start_version or job.start == str(job.start_version):
+        return job.start
+    return f"{job.start}: {job.start_version}"
 
 
 def activity(value: int) -> str:
@@ -204,7 +237,8 @@ def _show_round(round_: pb.Round, output: Output) -> None:
         )
         for client in round_.clients
     ]
-    missing = [(name, *["-"] * 7) for name in round_.missing]
+    why = dict.fromkeys(round_.stalled, "stalled") | dict.fromkeys(round_.stragglers, "straggler")
+    missing = [(name, "-", why.get(name, "-"), *["-"] * 5) for name in round_.missing]
     columns = ("client", "samples>", "encoding", "training>", "download>", "upload>", "received>", "sent>")
     print_table(f"{len(rows)} delivered, {len(missing)} missing", columns, [*rows, *missing])
 

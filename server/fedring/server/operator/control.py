@@ -5,13 +5,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
 
 from fedring.daemon.config import ConfigError, check_keys, explain, merge
 from fedring.rpc.errors import BadRequest, ClientInUse, NoSuchClient, NoSuchJob, OtherJob, UnknownRound
+from fedring.server.config import ServerConfig
 from fedring.server.model.optimizer import ServerOptimizer
+from fedring.server.operator.job_checks import JobChecks
 from fedring.server.parts import Parts
 from fedring.server.round.report import event_message, job_message, model_message, round_message
 from fedring.server.service.downloads import ModelBlobService
@@ -43,7 +46,7 @@ class ControlService(rpc.ControlServiceServicer):
         self,
         parts: Parts,
         downloads: ModelBlobService,
-        defaults: Job,
+        config: ServerConfig,
         version: str,
         *,
         refused: Callable[[], Mapping[str, int]],
@@ -55,7 +58,8 @@ class ControlService(rpc.ControlServiceServicer):
             parts.journal,
         )
         self._facts, self._store = parts.facts, parts.facts.store
-        self._downloads, self._defaults, self._version = downloads, defaults, version
+        self._downloads, self._defaults, self._version = downloads, config.job, version
+        self._checks = JobChecks(config, parts.models.maker)
         self._refused = refused
         self._began = time.monotonic()
 
@@ -188,12 +192,24 @@ class ControlService(rpc.ControlServiceServicer):
 
     async def _start(self, spec: Job, key: str) -> pb.StartReply:
         _check_key(key)
+        if not key or await self._facts.db(self._store.job_of_key, key) is None:  # else it was checked before
+            await self._check(spec)
         row, already = await self._jobs.start(spec, key)
         if already and not _is_of(row.spec, spec):
             raise OtherJob(
                 f"the key {row.idempotency_key!r} belongs to job {row.job_id}, another one: choose a new key"
             )
         return pb.StartReply(job_id=row.job_id, already=already)
+
+    async def _check(self, spec: Job) -> None:
+        """Return if nothing is known that would make the job fail; else BadRequest, "bad_job"."""
+        kept = await self._facts.db(self._store.models, _ALL)
+        waiting = await self._facts.db(self._store.next_queued_job)
+        runs_next = self._jobs.running is None and waiting is None
+        try:
+            await self._facts.heavy(partial(self._checks.check, runs_next=runs_next), spec, kept)
+        except ConfigError as error:
+            raise BadRequest(str(error), reason="bad_job") from error
 
     async def _newest_rounds(self, request: pb.ListRequest) -> list[pb.Round]:
         """Return the first of the wanted rounds, at least one: those of large fleets fill a message soon."""

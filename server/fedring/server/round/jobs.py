@@ -100,7 +100,7 @@ class Jobs:
             finally:
                 self.running = None
                 self._metrics.job_started.set(0)
-            if state == "failed":
+            if state == "failed" and not reason.startswith("damaged_blob"):  # that one says itself how to go on
                 reason += await self._facts.keep(self._facts.db, self._way_on, row.job_id)
             await self._facts.keep(self._runner.prune)  # after the last round: each round does it for those before it
             await self._facts.keep(self._end, row.job_id, state, reason)

@@ -81,13 +81,9 @@ class Store(Protocol):
         ...
 
     def begin_job(self, job_id: int, version: int, residual_after: int, first: ModelRow | None = None) -> None:
-        """Note what a job starts from.
+        """Note the version that a job starts from, and after which round clients' residuals belong to it.
 
-        Args:
-            job_id: the job.
-            version: the version that it starts from.
-            residual_after: the last round whose residuals do not belong to that version; 0 = there is none.
-            first: that version, if it is new and the store does not have it yet; it is added in the same transaction.
+        If that version is new, it is added in the same transaction, as `first`.
         """
         ...
 
@@ -178,10 +174,10 @@ class Store(Protocol):
         ...
 
     def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None:
-        """Add the newest model and, in the same transaction, end the round that made it and count it in its job.
+        """Add the newest model, whose blobs are sealed, and end the round that made it and count it in its job.
 
         Args:
-            model: the model. Its blobs are sealed.
+            model: the model.
             ended: the round's row as it is after its end; None for a model that no round made.
 
         Raises:
@@ -257,8 +253,7 @@ class Store(Protocol):
         """Remove what is old. Open rounds, their updates and the models that jobs start from always stay.
 
         Of each client, the number of its updates and the newest one's name stay known. Of all models but the newest,
-        and those that stay because of `keep_jobs`, the blobs that only the next aggregation reads are released: the
-        residual and the optimizer's state.
+        and those that `keep_jobs` keeps, the residual and the optimizer's state are released.
 
         Args:
             keep_models: how many of the newest models stay, at least one.
@@ -340,9 +335,7 @@ class Blobs(Protocol):
     """
 
     def open_partial(self, name: str, *, fresh: bool = False) -> Partial:
-        """Open a partial to append to.
-
-        It holds what an interrupted upload has written. After a power loss its end may be wrong; its digest tells.
+        """Open a partial to append to. After a power loss its end may be wrong; its digest tells.
 
         Args:
             name: 1 to 200 characters of A-Z a-z 0-9 . _ -, not beginning with a dot.
@@ -356,9 +349,7 @@ class Blobs(Protocol):
         ...
 
     def seal_many(self, partials: Sequence[Partial]) -> list[str]:
-        """Close partials, make them durable blobs, and return the blobs' names, in order.
-
-        When it returns, rows may name the blobs.
+        """Close partials, make them durable blobs, which rows may name, and return the blobs' names, in order.
 
         Raises:
             StorageFailed: if the disk failed. No row may name any of them. The partials can be opened again.
@@ -401,10 +392,7 @@ class Blobs(Protocol):
         ...
 
     def sweep(self, keep: Collection[str], keep_partials: Collection[str] = ()) -> int:
-        """Remove all blobs and closed partials but those to keep, and return how many were removed.
-
-        It must not run between `seal_many` and the commit of the rows that name the blobs.
-        """
+        """Remove all blobs and closed partials but those to keep; not between `seal_many` and the rows' commit."""
         ...
 
     def probe(self, size: int) -> None:

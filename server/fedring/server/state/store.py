@@ -38,6 +38,7 @@ from fedring.server.state.rows import (
     UpdateRow,
 )
 from fedring.server.state.tables import evaluations, events, jobs, meta, models, rounds, tokens, updates
+from fedring.train.start import version_of
 
 Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow, TokenRow)
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
@@ -303,15 +304,15 @@ class SqlStore:
             removed += connection.execute(
                 delete(rounds).where(rounds.c.round < oldest.scalar_subquery(), rounds.c.ended_at.is_not(None))
             ).rowcount
-            in_use = union_all(
-                select(rounds.c.base_version).where(rounds.c.ended_at.is_(None)),
-                select(jobs.c.start_version).where(jobs.c.state.in_(("queued", "running")), jobs.c.rounds_done == 0),
-            )
+            bases = connection.execute(select(rounds.c.base_version).where(rounds.c.ended_at.is_(None))).scalars()
+            waiting = jobs.c.state.in_(("queued", "running")) & (jobs.c.rounds_done == 0)
+            starts = connection.execute(select(jobs.c.start_version, jobs.c.spec).where(waiting)).all()
+            wanted = {version or version_of(str(spec.get("start", ""))) for version, spec in starts}
             kept, complete = versions_to_keep(
                 _rows(connection, select(models), ModelRow),
                 newest=keep_models,
                 jobs=keep_jobs,
-                bases=connection.execute(in_use).scalars().all(),
+                bases=wanted.union(bases),
             )
             removed += connection.execute(delete(models).where(models.c.version.not_in(kept))).rowcount
             connection.execute(delete(evaluations).where(evaluations.c.version.not_in(kept)))
