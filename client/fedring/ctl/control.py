@@ -221,12 +221,19 @@ class Control:
                 if event.kind == "job_ended" and event.job_id == job_id:
                     return
 
-    def export_model(self, version: int, path: Path) -> ModelHeader:
-        """Write a model version, or the newest if it is 0, to `path` as safetensors in the model's own dtypes."""
+    def export_model(self, version: int, path: Path, *, exact: bool = False) -> ModelHeader:
+        """Write a model version, or the newest if it is 0, to `path` as safetensors in the model's own dtypes.
+
+        Args:
+            version: The version.
+            path: The file.
+            exact: Add what `download_encoding` has left out of the model that clients train from.
+        """
         from fedring.ctl.model_export import write_model  # imports numpy, which most verbs do not need
 
         with _translated(self.address, named=version > 0):
-            return write_model(self._stub.ExportModel(FetchModelRequest(version=version)), path)
+            stream = self._stub.ExportModel(FetchModelRequest(version=version, exact=exact))
+            return write_model(stream, path, exact=exact)
 
     def _streams(self, first: Events | None, patience_seconds: float) -> Iterator[Events]:
         """Yield `first` or a new stream, and after its end one that continues where it ended, and so on."""

@@ -78,7 +78,13 @@ _verb(app, "jobs", lists.jobs, "flctl jobs", "flctl jobs --output json | jq '.jo
 _verb(app, "rounds", lists.rounds, "flctl rounds --limit 5", "flctl rounds 12", panel=_SHOW)
 _verb(app, "watch", watch.watch, "flctl watch", "flctl watch --output json >> events.jsonl", panel=_SHOW)
 _verb(models_app, "list", lists.models, "flctl models list")
-_verb(models_app, "export", lists.export_model, "flctl models export 0 --out newest.safetensors")
+_verb(
+    models_app,
+    "export",
+    lists.export_model,
+    "flctl models export 0 --out newest.safetensors",
+    "flctl models export 0 --out newest.safetensors --exact",
+)
 app.add_typer(models_app, name="models", rich_help_panel=_SHOW)
 _verb(
     app,

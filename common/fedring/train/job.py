@@ -92,7 +92,8 @@ class Job(BaseModel):
     download_encoding: Literal["full"] | EncodingName = Field(
         "full",
         description="how the server encodes the difference to the model before, for clients that hold that one; "
-        "full = it sends the whole model",
+        "full = it sends the whole model; with a lossy encoding, the published model is the one that clients get, and "
+        "what was left out goes into the next one (flctl models export --exact adds it)",
     )
 
     min_clients: PositiveCount = Field(2, description="clients that the barrier waits for")

@@ -170,13 +170,20 @@ def export_model(
     out: Annotated[
         Path, typer.Option("--out", metavar="FILE", help="The .safetensors file to write; its folder must exist.")
     ],
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Add what download_encoding has left out of the version.")
+    ] = False,
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Write a model version to a safetensors file, in the dtypes of the model."""
+    """Write a model version to a safetensors file, in the dtypes of the model.
+
+    If the job has a lossy download_encoding, its versions are what clients train from: base plus encoded difference.
+    They differ from the clients' mean by what the encoding leaves out. With --exact, the file holds the mean itself.
+    """
     check_out_file(out)
     with connect(server) as control:
-        header = control.export_model(version, out)
+        header = control.export_model(version, out, exact=exact)
     written = out.stat().st_size
     if output is Output.JSON:
         row = {"version": header.version, "digest": header.model_digest, "file": str(out), "bytes": written}

@@ -144,7 +144,9 @@ class RoundRunner:
         open_.started = time.monotonic() - elapsed
         selected, delivered = frozenset(row.selected), frozenset(open_.accepted)
         # An aggregation that the restart cut off is simply due again.
-        resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected=selected, delivered=delivered)
+        # When updates came is not kept: they came no later than now.
+        seconds_each = (elapsed,) * len(delivered)
+        resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected, delivered, seconds_each)
         rounds.handle(Resumed(resumed, RECOVERY_SECONDS, elapsed))
         self._gather(open_, resumed=True)
         for session in self._sessions:
