@@ -39,7 +39,7 @@ Clients = Callable[..., list[WireClient]]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Start one fl-server for all tests of this file."""
     job = {"model": "fedring.train.models:vector", "model_args": {"size": SIZE}, "min_clients": 1, "evaluate": False}
-    with Fleet(tmp_path_factory.mktemp("models"), {"keep_models": KEPT, "job": job}) as fleet:
+    with Fleet(tmp_path_factory.mktemp("models"), {"keep_models": KEPT, "keep_jobs": 1, "job": job}) as fleet:
         yield fleet
 
 

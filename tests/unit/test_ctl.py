@@ -42,7 +42,16 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 def test_start_round_sends_the_keys_and_prints_the_job(server: Server, flctl: Call) -> None:
     code, out, err = flctl("start-round", "lr=0.1", "encoding=int8", "--output", "json")
     assert (code, json.loads(out), err) == (0, {"job_id": 1, "already": False}, "")
-    assert server.script.started[0][1] == {"lr": 0.1, "encoding": "int8"}
+    assert server.script.started[0][1] == {"start": "newest", "lr": 0.1, "encoding": "int8"}
+
+
+@pytest.mark.parametrize("where", ["the file", "the command line"])
+def test_run_starts_where_it_is_told_to(server: Server, flctl: Call, tmp_path: Path, where: str) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('start = "best"\n' if where == "the file" else "")
+    flctl("run", job, "--no-wait", *(["start=best"] if where == "the command line" else []))
+    flctl("start-round", "start=11")
+    assert [sent for _, sent in server.script.started] == [{"start": "best"}, {"start": 11}]
 
 
 def test_the_same_key_again_starts_nothing(server: Server, flctl: Call) -> None:
@@ -71,7 +80,7 @@ def test_run_prints_one_json_line_per_event(server: Server, flctl: Call, tmp_pat
     kinds = [json.loads(line)["kind"] for line in out.splitlines()]
     assert (code, err) == (0, "")
     assert kinds == ["job_started", "round_started", "round_published", "round_evaluated", "job_ended"]
-    assert server.script.started[0][1] == {"rounds": 3, "lr": 0.25}
+    assert server.script.started[0][1] == {"start": "fresh", "rounds": 3, "lr": 0.25}
 
 
 def test_run_prints_plain_lines_where_there_is_no_terminal(server: Server, flctl: Call, tmp_path: Path) -> None:

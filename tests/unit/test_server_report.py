@@ -46,8 +46,9 @@ def test_a_job_shows_its_whole_specification() -> None:
 
 def test_a_model_without_evaluation_has_no_accuracy() -> None:
     row = ModelRow(5, 4, "blake3-" + "ab" * 32, "cd" * 32, "ef" * 32, 10, 99, 1.5)
-    assert not model_message(row, None).HasField("accuracy")
-    message = model_message(row, 0.0)
+    assert not model_message(row, None, best=False).HasField("accuracy")
+    message = model_message(row, 0.0, best=True)
     assert message.HasField("accuracy")
+    assert message.best_of_job
     assert (message.digest, message.schema_hash) == ("blake3-" + "ab" * 32, b"\xef" * 32)
     assert isinstance(message, pb.Model)

@@ -75,7 +75,7 @@ def test_a_newer_state_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(file)
     connection.execute("PRAGMA user_version = 7")
     connection.close()
-    with pytest.raises(StoreError, match="newer version: schema 7, this program knows 5") as caught:
+    with pytest.raises(StoreError, match="newer version: schema 7, this program knows 6") as caught:
         SqlStore(f"sqlite:///{file}")
     assert caught.value.reason == "newer_state"
 

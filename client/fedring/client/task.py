@@ -164,7 +164,7 @@ class Task:
             self.fail("wrong_schema", clause)
             raise WrongModel(f"this model is not the one that was loaded: {clause}")
         last = self.link.connection.last_accepted
-        residual = self._spool.residual(command.run_id, command.schema_hash, last)
+        residual = self._spool.residual(command.run_id, command.schema_hash, last, after=command.residual_after)
         try:
             update = make_update(command, self._client_id, base, read_vectors(model), training, residual)
         except CodecError as error:

@@ -64,6 +64,7 @@ _verb(
     job_control.run,
     "flctl run job.toml",
     "flctl run job.toml rounds=20 'model_args={\"hidden\": 128}'",
+    "flctl run job.toml start=newest",
     "flctl run job.toml --no-wait --key nightly-7",
     "flctl run job.toml --output json | jq .text",
     panel=_JOBS,
@@ -75,10 +76,17 @@ clients_app.callback(
 )(with_access(lists.clients))
 _verb(clients_app, "forget", lists.forget, "flctl clients forget hospital-a")
 app.add_typer(clients_app, name="clients", rich_help_panel=_SHOW)
+_verb(app, "jobs", lists.jobs, "flctl jobs", "flctl jobs --output json | jq '.jobs[0].start_version'", panel=_SHOW)
 _verb(app, "rounds", lists.rounds, "flctl rounds --limit 5", "flctl rounds 12", panel=_SHOW)
 _verb(app, "watch", watch.watch, "flctl watch", "flctl watch --output json >> events.jsonl", panel=_SHOW)
 _verb(models_app, "list", lists.models, "flctl models list")
-_verb(models_app, "export", lists.export_model, "flctl models export 0 --out newest.safetensors")
+_verb(
+    models_app,
+    "export",
+    lists.export_model,
+    "flctl models export 0 --out newest.safetensors",
+    "flctl models export 0 --out newest.safetensors --exact",
+)
 app.add_typer(models_app, name="models", rich_help_panel=_SHOW)
 _verb(
     app,

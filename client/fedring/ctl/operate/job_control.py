@@ -17,6 +17,7 @@ from fedring.ctl.output import Output, counted, percent, print_json, to_dict
 from fedring.daemon.config import COMMAND_LINE, ConfigError, check_keys, explain, merge, parse_overrides, read_document
 from fedring.daemon.exits import Exit
 from fedring.train.job import Job
+from fedring.train.start import FRESH, NEWEST
 from fedring.v1 import control_pb2 as pb
 
 Overrides = Annotated[
@@ -37,8 +38,11 @@ def start_round(
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Start one round of the server's default job, with the keys that you give."""
-    job = job_of(None, overrides or [])
+    """Start one round of the server's default job, with the keys that you give.
+
+    The round starts from the newest version of the model, unless you give another start, such as start=fresh.
+    """
+    job = {"start": NEWEST, **job_of(None, overrides or [])}
     if job.get("rounds", 1) != 1:
         raise Failure(
             f"start-round runs one round, not {job['rounds']}: leave rounds out, or give a file to `flctl run`",
@@ -57,8 +61,12 @@ def run(
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Queue a job, and show its progress. The job goes on if you interrupt flctl."""
-    job = job_of(job_file, overrides or [])
+    """Queue a job, and show its progress. The job goes on if you interrupt flctl.
+
+    The job starts fresh, with a new model, unless its file or the command line says otherwise: start=newest goes on
+    from the newest version of its model, start=best from the best one, start=11 from version 11.
+    """
+    job = {"start": FRESH, **job_of(job_file, overrides or [])}
     _start(server, lambda control: control.start_job(job, key=key), wait=wait, output=output)
 
 
@@ -145,3 +153,5 @@ def _follow(control: Control, reply: pb.StartReply, events: Events, output: Outp
         accuracies = [model.accuracy for model in control.models(limit=1) if model.HasField("accuracy")]
         accuracy = percent(next(iter(accuracies), None))
         print(f"job {job_id} completed: {counted(job.rounds_done, 'round')}, accuracy {accuracy}")
+        if job.reason:
+            print(job.reason)

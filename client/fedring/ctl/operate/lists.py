@@ -21,6 +21,7 @@ ROUND_COLUMNS = (
     "round>",
     "job>",
     "phase",
+    "from>",
     "clients>",
     "accuracy>",
     "loss>",
@@ -38,6 +39,7 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
     if output is Output.JSON:
         return print_json(to_dict(now))
     job = f"{now.job.job_id} {now.job.name}, {now.job.rounds_done} of {counted(now.job.rounds, 'round')} done"
+    job += f", start {start_of(now.job)}" if now.job.start else ""
     rows = [
         ("server", f"{now.version}, run {now.run_id}, up {duration(now.uptime_seconds)}"),
         ("job", job if now.HasField("job") else "none is running"),
@@ -107,6 +109,27 @@ def forget(
     print(f"{forgotten.client_id} is forgotten, with {forgotten.updates} updates")
 
 
+def jobs(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
+    """List the jobs, newest first, with what each of them has started from."""
+    with connect(server) as control:
+        known = control.jobs(limit=limit)
+    if output is Output.JSON:
+        return print_json(to_dict(pb.JobList(jobs=known)))
+    rows = [
+        (
+            str(job.job_id),
+            job.name,
+            job.state,
+            f"{job.rounds_done}/{job.rounds}",
+            start_of(job),
+            job.created_at,
+            job.reason,
+        )
+        for job in known
+    ]
+    print_table(f"{len(rows)} jobs", ("job>", "name", "state", "rounds>", "start", "created", "reason"), rows)
+
+
 def rounds(
     round_id: Annotated[
         int,
@@ -140,8 +163,10 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
     rows = [
         (
             str(model.version),
+            str(model.job_id or "-"),
             str(model.round),
             percent(model.accuracy if model.HasField("accuracy") else None),
+            "best" if model.best_of_job else "",
             f"{model.parameters:,}",
             size(model.bytes),
             model.digest.removeprefix("blake3-")[:12],
@@ -149,7 +174,7 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
         )
         for model in known
     ]
-    columns = ("version>", "round>", "accuracy>", "parameters>", "size>", "digest", "created")
+    columns = ("version>", "job>", "round>", "accuracy>", "of its job", "parameters>", "size>", "digest", "created")
     print_table(f"{len(rows)} models", columns, rows)
 
 
@@ -161,13 +186,20 @@ def export_model(
     out: Annotated[
         Path, typer.Option("--out", metavar="FILE", help="The .safetensors file to write; its folder must exist.")
     ],
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Add what download_encoding has left out of the version.")
+    ] = False,
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Write a model version to a safetensors file, in the dtypes of the model."""
+    """Write a model version to a safetensors file, in the dtypes of the model.
+
+    If the job has a lossy download_encoding, its versions are what clients train from: base plus encoded difference.
+    They differ from the clients' mean by what the encoding leaves out. With --exact, the file holds the mean itself.
+    """
     check_out_file(out)
     with connect(server) as control:
-        header = control.export_model(version, out)
+        header = control.export_model(version, out, exact=exact)
     written = out.stat().st_size
     if output is Output.JSON:
         row = {"version": header.version, "digest": header.model_digest, "file": str(out), "bytes": written}
@@ -181,6 +213,7 @@ def round_row(round_: pb.Round) -> Sequence[str]:
         str(round_.round),
         str(round_.job_id),
         round_.phase,
+        str(round_.base_version or "-"),
         f"{round_.delivered}/{round_.selected}",
         percent(round_figures.accuracy(round_)),
         number(round_figures.loss(round_)),
@@ -189,6 +222,13 @@ def round_row(round_: pb.Round) -> Sequence[str]:
         size(round_figures.download_per_client(round_)),
         round_.reason,
     )
+
+
+def start_of(job: pb.Job) -> str:
+    """Return what a job was asked to start from, and the version that this was."""
+    if not job.start_version or job.start == str(job.start_version):
+        return job.start
+    return f"{job.start}: {job.start_version}"
 
 
 def activity(value: int) -> str:
@@ -220,7 +260,8 @@ def _show_round(round_: pb.Round, output: Output) -> None:
         )
         for client in round_.clients
     ]
-    missing = [(name, *["-"] * 7) for name in round_.missing]
+    why = dict.fromkeys(round_.stalled, "stalled") | dict.fromkeys(round_.stragglers, "straggler")
+    missing = [(name, "-", why.get(name, "-"), *["-"] * 5) for name in round_.missing]
     columns = ("client", "samples>", "encoding", "training>", "download>", "upload>", "received>", "sent>")
     print_table(f"{len(rows)} delivered, {len(missing)} missing", columns, [*rows, *missing])
 

@@ -21,9 +21,9 @@ Summary = dict[str, Any]
 MOST_CLIENTS = 200
 MOST_NAMES = 10
 _GROUP_MODES = ("data_parallel", "pipeline")
-_JOB_KEYS = ("mode", "model", "data", "encoding", "download_encoding")
+_JOB_KEYS = ("mode", "model", "data", "encoding", "download_encoding", "start")
 _ROUND_KEYS = (
-    *("round", "job_id", "job_round", "phase", "reason", "selected", "delivered", "model_version"),
+    *("round", "job_id", "job_round", "phase", "reason", "selected", "delivered", "base_version", "model_version"),
     *("seconds", "evaluate_seconds", "train_seconds_max", "upload_bytes", "download_bytes", "started_at"),
 )
 _EVENT_KEYS = ("id", "at", "kind", "job_id", "round", "client_id", "text")
@@ -40,6 +40,7 @@ def job_summary(row: JobRow) -> Summary:
         "rounds_done": row.rounds_done,
         "created_at": rfc3339(row.created_at),
         **{key: row.spec.get(key, "") for key in _JOB_KEYS},
+        "start_version": row.start_version,
     }
 
 
@@ -55,6 +56,8 @@ def round_summary(message: pb.Round) -> Summary:
     return {
         **{key: getattr(message, key) for key in _ROUND_KEYS},
         "missing": list(message.missing[:MOST_NAMES]),
+        "stalled": list(message.stalled[:MOST_NAMES]),
+        "stragglers": list(message.stragglers[:MOST_NAMES]),
         "accuracy": message.eval_correct / total if total else None,
         "loss": _finite(message.eval_loss_sum / total) if total else None,
         "server_accuracy": _finite(message.server_accuracy) if on_server else None,
@@ -64,8 +67,8 @@ def round_summary(message: pb.Round) -> Summary:
     }
 
 
-def model_summary(row: ModelRow, accuracy: float | None) -> Summary:
-    """Summarize a model version."""
+def model_summary(row: ModelRow, accuracy: float | None, *, best: bool) -> Summary:
+    """Summarize a model version; `best` says whether it is the best of its job."""
     return {
         "version": row.version,
         "round": row.round,
@@ -74,6 +77,8 @@ def model_summary(row: ModelRow, accuracy: float | None) -> Summary:
         "bytes": row.bytes,
         "created_at": rfc3339(row.created_at),
         "accuracy": accuracy,
+        "job_id": row.job_id,
+        "best_of_job": best,
     }
 
 
@@ -177,6 +182,8 @@ def _part(name: str, round_: Round) -> str:
         return "failed"
     if name in round_.delivered:
         return "delivered"
+    if name in round_.stalled:
+        return "stalled"
     return "asked" if name in round_.selected or name in round_.evaluators else ""
 
 

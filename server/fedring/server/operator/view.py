@@ -18,11 +18,13 @@ from fedring.server.operator.summaries import (
 from fedring.server.parts import Parts
 from fedring.server.round.report import event_message, round_message
 from fedring.server.state.journal import rfc3339
+from fedring.server.state.ratings import best_of_each_job
 from fedring.server.state.rows import EventRow, JobRow, ModelRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 
 MOST_JOBS, MOST_MODELS, MOST_EVENTS, MOST_ROUNDS = 50, 10, 50, 1000
 MOST_STORED_EVENTS = 1000
+_ALL = 1_000_000_000
 CHUNK = 10
 """Rounds that are read at once. Those of large fleets are long, and uploads wait for the same thread."""
 STORE_SECONDS = 2.0
@@ -131,13 +133,15 @@ class View:
         )
 
     def _read_models(self) -> list[Summary]:
-        rows, known = self._store.models(MOST_MODELS), self._accuracy
+        every, known = self._store.models(_ALL), self._accuracy
+        rows, best = every[:MOST_MODELS], best_of_each_job(every)
         for row in rows[1:]:  # these are no longer evaluated
             if row.version not in known:
                 known[row.version] = self._read_accuracy(row)
         self._accuracy = {row.version: known[row.version] for row in rows[1:]}
         newest = {row.version: self._read_accuracy(row) for row in rows[:1]}
-        return [model_summary(row, (self._accuracy | newest)[row.version]) for row in rows]
+        accuracy = self._accuracy | newest
+        return [model_summary(row, accuracy[row.version], best=row.version in best) for row in rows]
 
     def _read_accuracy(self, row: ModelRow) -> float | None:
         summed = self._store.evaluation_sum(row.version)

@@ -31,7 +31,7 @@ PHASES = {
 """The phases of a round that take time, by their label."""
 
 ROUND_RESULTS = {Phase.PUBLISHED: "published", Phase.ABANDONED: "abandoned"}
-CLIENT_STATES = ("selected", "pending", "delivered", "failed")
+CLIENT_STATES = ("selected", "pending", "delivered", "failed", "stalled")
 UPDATE_RESULTS = ("accepted", "duplicate", "rejected", "interrupted")
 
 # fmt: off
@@ -80,6 +80,10 @@ class Metrics:
         text = "When the newest round published; 0 = none has since the start."
         self._completed = new.gauge("fl_server_round_last_completed_timestamp_seconds", text)
         self._clients = new.gauge("fl_server_round_clients", "Clients of the round in progress.", state=CLIENT_STATES)
+        text = "How often a client was found to be stalled: it had reported no progress for stalled_after_seconds."
+        self.stalled = new.counter("fl_server_clients_stalled_total", text)
+        text = "Clients that rounds went on without because of straggler_factor."
+        self.stragglers = new.counter("fl_server_stragglers_total", text)
         text = "What clients had in the newest round to train and deliver."
         self._deadline = new.gauge("fl_server_round_deadline_seconds", text)
         text = "Clients that the newest round needed to start; before it, those that the configuration says."

@@ -25,6 +25,8 @@ class OpenRound:
     accepted: dict[str, UpdateRow] = field(default_factory=dict)
     traffic: dict[str, ClientTraffic] = field(default_factory=dict)
     done: dict[str, Done] = field(default_factory=dict)  # what the workers of a group say of their work
+    stalled: frozenset[str] = frozenset()  # as in the machine's Round
+    stragglers: frozenset[str] = frozenset()  # clients that straggler_factor has left out
     failures: list[str] = field(default_factory=list)  # sentences: who could not train, what was damaged
     stop_reason: str = ""  # why the round ends without a model if the disk refuses that model; "" = nobody asked
     waits_for_disk: bool = False  # whether its aggregation waits until the disk takes the model
@@ -73,4 +75,5 @@ class OpenRound:
                 "download_seconds": moved.download_seconds,
                 "metrics": dict(update.metrics if update else done.metrics),
             }
-        return {"seconds": seconds, "clients": clients}
+        waits_no_more = {"stalled": sorted(self.stalled), "stragglers": sorted(self.stragglers)}
+        return {"seconds": seconds, "clients": clients, **{key: names for key, names in waits_no_more.items() if names}}

@@ -8,6 +8,7 @@ from fedring.server.round.events import Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import EventRow, JobRow, ModelRow, RoundRow
+from fedring.train.start import NEWEST, spelled
 from fedring.v1 import control_pb2 as pb
 
 
@@ -37,6 +38,9 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
         server_accuracy=stats.get("server_accuracy"),
         server_loss=stats.get("server_loss"),
         started_at=rfc3339(row.started_at),
+        base_version=row.base_version,
+        stalled=stats.get("stalled", ()),
+        stragglers=stats.get("stragglers", ()),
         missing=[name for name in row.selected if name not in delivered_ids] if row.ended_at else [],
         clients=clients,
     )
@@ -63,11 +67,19 @@ def job_message(row: JobRow) -> pb.Job:
         reason=row.reason,
         created_at=rfc3339(row.created_at),
         spec=json.dumps(row.spec),
+        start=spelled(row.spec.get("start", NEWEST)),
+        start_version=row.start_version,
     )
 
 
-def model_message(row: ModelRow, accuracy: float | None) -> pb.Model:
-    """Return a model version as a message; `accuracy` is None if it was not evaluated."""
+def model_message(row: ModelRow, accuracy: float | None, *, best: bool) -> pb.Model:
+    """Return a model version as a message.
+
+    Args:
+        row: the version.
+        accuracy: None if it was not evaluated.
+        best: whether it is the best version of its job.
+    """
     return pb.Model(
         version=row.version,
         round=row.round,
@@ -77,6 +89,8 @@ def model_message(row: ModelRow, accuracy: float | None) -> pb.Model:
         bytes=row.bytes,
         created_at=rfc3339(row.created_at),
         accuracy=accuracy,
+        job_id=row.job_id,
+        best_of_job=best,
     )
 
 

@@ -76,6 +76,17 @@ class Store(Protocol):
         """
         ...
 
+    def job_of_key(self, key: str) -> JobRow | None:
+        """Return the job with this idempotency key; None if there is none."""
+        ...
+
+    def begin_job(self, job_id: int, version: int, residual_after: int, first: ModelRow | None = None) -> None:
+        """Note the version that a job starts from, and after which round clients' residuals belong to it.
+
+        If that version is new, it is added in the same transaction, as `first`.
+        """
+        ...
+
     def set_job_state(self, job_id: int, state: str, reason: str = "") -> None:
         """Change the state of a job, and the reason for it."""
         ...
@@ -163,10 +174,10 @@ class Store(Protocol):
         ...
 
     def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None:
-        """Add the newest model and, in the same transaction, end the round that made it and count it in its job.
+        """Add the newest model, whose blobs are sealed, and end the round that made it and count it in its job.
 
         Args:
-            model: the model. Its blobs are sealed.
+            model: the model.
             ended: the round's row as it is after its end; None for a model that no round made.
 
         Raises:
@@ -178,8 +189,12 @@ class Store(Protocol):
         """Return a model; None if it is not kept."""
         ...
 
-    def models(self, limit: int = 100) -> list[ModelRow]:
-        """Return the newest models, newest first."""
+    def models(self, limit: int = 100, job_id: int = 0) -> list[ModelRow]:
+        """Return the newest models, newest first; those of one job, unless `job_id` is 0."""
+        ...
+
+    def rate_model(self, version: int, accuracy: float | None, loss: float | None) -> None:
+        """Note the result of a model's evaluation, by which models are compared."""
         ...
 
     def next_version(self) -> int:
@@ -234,16 +249,17 @@ class Store(Protocol):
         """Remove models. Their versions are not used again, because clients may hold these models."""
         ...
 
-    def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int) -> Pruned:
-        """Remove what is old. Open rounds, their updates and the models that they start from always stay.
+    def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int, keep_jobs: int = 0) -> Pruned:
+        """Remove what is old. Open rounds, their updates and the models that jobs start from always stay.
 
         Of each client, the number of its updates and the newest one's name stay known. Of all models but the newest,
-        the blobs that only the next aggregation reads are released: the residual and the optimizer's state.
+        and those that `keep_jobs` keeps, the residual and the optimizer's state are released.
 
         Args:
             keep_models: how many of the newest models stay, at least one.
             keep_update_rounds: of how many of the newest ended rounds the updates stay.
             keep_rounds: how many of the newest ended rounds stay, at least `keep_update_rounds`.
+            keep_jobs: of how many of the newest jobs the newest and the best model stay.
         """
         ...
 
@@ -319,9 +335,7 @@ class Blobs(Protocol):
     """
 
     def open_partial(self, name: str, *, fresh: bool = False) -> Partial:
-        """Open a partial to append to.
-
-        It holds what an interrupted upload has written. After a power loss its end may be wrong; its digest tells.
+        """Open a partial to append to. After a power loss its end may be wrong; its digest tells.
 
         Args:
             name: 1 to 200 characters of A-Z a-z 0-9 . _ -, not beginning with a dot.
@@ -335,9 +349,7 @@ class Blobs(Protocol):
         ...
 
     def seal_many(self, partials: Sequence[Partial]) -> list[str]:
-        """Close partials, make them durable blobs, and return the blobs' names, in order.
-
-        When it returns, rows may name the blobs.
+        """Close partials, make them durable blobs, which rows may name, and return the blobs' names, in order.
 
         Raises:
             StorageFailed: if the disk failed. No row may name any of them. The partials can be opened again.
@@ -380,10 +392,7 @@ class Blobs(Protocol):
         ...
 
     def sweep(self, keep: Collection[str], keep_partials: Collection[str] = ()) -> int:
-        """Remove all blobs and closed partials but those to keep, and return how many were removed.
-
-        It must not run between `seal_many` and the commit of the rows that name the blobs.
-        """
+        """Remove all blobs and closed partials but those to keep; not between `seal_many` and the rows' commit."""
         ...
 
     def probe(self, size: int) -> None:

@@ -35,6 +35,8 @@ class JobRow:
     reason: str = ""
     rounds_done: int = 0  # of which a model was published
     idempotency_key: str | None = None  # unique
+    start_version: int = 0  # the version that it starts from; 0 = not known yet
+    residual_after: int = 0  # clients' residuals of this round and of earlier ones belong to other models
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,9 @@ class ModelRow:
     delta_packets: tuple[PacketSpec, ...] = ()
     residual_blob: str = ""  # what the encoded delta left out
     optimizer_blob: str = ""  # the server optimizer's state
+    job_id: int = 0  # the job that published it; 0 = not known
+    accuracy: float | None = None  # of its evaluation; None = it has none
+    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

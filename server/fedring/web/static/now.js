@@ -31,14 +31,20 @@ export function showNow(state) {
       h("p", { class: "headline" }, h("strong", {}, job.name), badge(job.state)),
       h("p", { class: "muted number" }, jobLine(job), queued ? ` · ${plural(queued, "job")} queued` : ""),
       bar(job.rounds_done / job.rounds, "published rounds of the job"),
-      job.reason ? h("p", { class: "bad" }, job.reason) : null,
+      job.reason ? h("p", { class: job.state === "completed" ? "muted" : "bad" }, job.reason) : null,
     ),
     h("div", {}, round ? [phases(round, state.waits_for), waits(round, state)] : h("p", { class: "muted" }, before(job))),
   ));
 }
 
 const jobLine = (job) =>
-  `job ${job.job_id} · ${job.mode.replace("_", "-")} · ${count(job.rounds_done)} of ${plural(job.rounds, "round")} published`;
+  `job ${job.job_id} · ${job.mode.replace("_", "-")} · ${count(job.rounds_done)} of ${plural(job.rounds, "round")} published${beginning(job)}`;
+
+// What the job has started from: "fresh" or a file makes a version, the other choices name one.
+function beginning(job) {
+  if (!job.start) return "";
+  return ` · start ${job.start}${job.start_version && job.start !== `${job.start_version}` ? `, version ${job.start_version}` : ""}`;
+}
 
 function before(job) {
   if (job.state === "queued") return "It waits for its turn.";
@@ -81,7 +87,8 @@ function sentence(round, open, group) {
   if (open.what === "evaluations") return `is evaluated: ${open.have} of ${open.need} have reported${names && `, it waits for ${names}`}.`;
   if (group && group.phase === "gathering") return `forms its group: it waits for workers to be ready${limit}.`;
   if (group && group.phase === "running") return `is trained by ${plural(group.members.length, "worker")} together${limit}.`;
-  return `has ${open.have} of ${open.need} updates${names && `, and waits for ${names}`}${limit}.`;
+  const stalled = round.stalled.length ? `, not for ${round.stalled.join(", ")} (stalled)` : "";
+  return `has ${open.have} of ${open.need} updates${names && `, and waits for ${names}`}${stalled}${limit}.`;
 }
 
 export function showTiles(state, job, rounds) {

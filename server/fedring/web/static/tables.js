@@ -7,7 +7,7 @@ import { badge } from "./now.js";
 const MOST_ROWS = 200;
 const GOOD = new Set(["round_published", "round_evaluated", "group_formed"]);
 const BAD = new Set([
-  "round_abandoned", "client_failed", "client_lost", "client_refused", "update_refused", "group_lost", "storage_failed",
+  "round_abandoned", "client_failed", "client_stalled", "round_stragglers", "client_lost", "client_refused", "update_refused", "group_lost", "storage_failed",
   "blob_damaged",
 ]);
 const STATES = { watching: ["good", "ready"], joined: ["warn", "joining"], away: ["bad", "away"] };
@@ -37,22 +37,29 @@ export function showRounds(rounds, job) {
   at("rounds-of").textContent = job ? `of job ${job.job_id}, newest first` : "";
   if (!rounds.length) return fill(at("rounds"), empty("No round of this job has ended yet."));
   const columns = [["round", "right"], ["phase", ""], ["clients", "right"], ["accuracy", "right"], ["loss", "right"], ["time", "right"],
-                   ["up", "right"], ["down", "right extra"], ["model", "right extra"], ["missing", "extra"]];
+                   ["up", "right"], ["down", "right extra"], ["from", "right extra"], ["model", "right extra"], ["missing", "extra"]];
   const rows = rounds.slice(-MOST_ROWS).reverse().map((round) => [
     count(round.job_round), badge(round.reason || round.phase, round.phase === "published" ? "good" : "bad"),
     `${count(round.delivered)} of ${count(round.selected)}`,
     percent(round.accuracy), number(round.loss), round.seconds ? duration(round.seconds) : "–",
-    bytes(round.upload_bytes), bytes(round.download_bytes), round.model_version || "–", round.missing.join(", ") || "–",
+    bytes(round.upload_bytes), bytes(round.download_bytes), round.base_version || "–", round.model_version || "–", missing(round) || "–",
   ]);
   const more = rounds.length > MOST_ROWS ? empty(`and ${count(rounds.length - MOST_ROWS)} older ones: flctl rounds --job ${job.job_id}`) : null;
   fill(at("rounds"), table("rounds of the job", columns, rows), more);
 }
 
+// The clients that did not deliver, and why if the round did not wait for them.
+function missing(round) {
+  const why = (name) => (round.stalled.includes(name) ? " (stalled)" : round.stragglers.includes(name) ? " (straggler)" : "");
+  return round.missing.map((name) => name + why(name)).join(", ");
+}
+
 export function showModels(models) {
   if (!models?.length) return fill(at("models"), empty("The server has no model yet."));
-  const columns = [["version", "right"], ["round", "right"], ["accuracy", "right"], ["size", "right"], ["digest", ""]];
+  const columns = [["version", "right"], ["job", "right"], ["round", "right"], ["accuracy", "right"], ["size", "right"], ["digest", ""]];
   const rows = models.map((model) => [
-    count(model.version), model.round || "first", percent(model.accuracy), bytes(model.bytes),
+    count(model.version), model.job_id || "–", model.round || "first",
+    percent(model.accuracy) + (model.best_of_job ? " (best)" : ""), bytes(model.bytes),
     h("code", { title: `${model.digest}, ${count(model.parameters)} parameters` }, model.digest.slice(0, 8)),
   ]);
   fill(at("models"), table("models that the server keeps", columns, rows));
