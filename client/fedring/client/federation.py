@@ -181,6 +181,10 @@ class Federation:
                 counts = Counts()  # The server would refuse such a loss, and wait for another report.
         except RoundOver as over:
             log.warning("model %d was not evaluated: %s", order.command.model_version, over)
+        except Refused:
+            raise
+        except Exception:  # the user's function may raise anything, and the next model may suit it
+            log.exception("model %d was not evaluated", order.command.model_version)
         finally:
             report = pb.EvaluationReport(
                 round=order.command.round,

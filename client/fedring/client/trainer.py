@@ -81,12 +81,12 @@ class DeclaredTrainer:
         except TrainingStopped:
             task.done = True  # The server has ended the round, and may have told the group before this client.
             log.info("round %d ended before this client had trained", task.round)
+        except WrongModel as error:  # the task has told the server
+            log.error("round %d failed (%s): %s", task.round, error.reason, error)
         except RoundOver as over:
             log.warning("round %d takes no update from this client: %s", task.round, over)
         except (SeamError, TrainError, DataError) as error:
             self._fail(task, error.reason, str(error))
-        except WrongModel as error:
-            self._fail(task, "wrong_schema", str(error))
         except Refused:
             raise
         except Exception as error:  # the user's code may raise anything
