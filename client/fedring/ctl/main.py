@@ -73,7 +73,15 @@ clients_app.callback(
 )(with_access(lists.clients))
 _verb(clients_app, "forget", lists.forget, "flctl clients forget hospital-a")
 app.add_typer(clients_app, name="clients", rich_help_panel=_SHOW)
-_verb(app, "rounds", lists.rounds, "flctl rounds --limit 5", "flctl rounds 12", panel=_SHOW)
+_verb(
+    app,
+    "rounds",
+    lists.rounds,
+    "flctl rounds --limit 5",
+    "flctl rounds --metric eval/f1",
+    "flctl rounds 12",
+    panel=_SHOW,
+)
 _verb(app, "watch", watch.watch, "flctl watch", "flctl watch --output json >> events.jsonl", panel=_SHOW)
 _verb(models_app, "list", lists.models, "flctl models list")
 _verb(models_app, "export", lists.export_model, "flctl models export 0 --out newest.safetensors")

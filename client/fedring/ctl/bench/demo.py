@@ -17,6 +17,7 @@ from fedring.ctl.bench.presets import (
     preset_job,
 )
 from fedring.ctl.failure import Failure
+from fedring.ctl.operate import round_figures
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, stderr_console
 from fedring.daemon.exits import Exit
@@ -202,8 +203,7 @@ def _print_report(label: str, report: Mapping[str, Any]) -> None:
         for row in report["rounds"]
     ]
     columns = ("round>", "clients>", "accuracy>", "loss>", "time>", "training>", "upload/client>", "download/client>")
-    title = f"{label}: {report['parameters']:,} parameters, accuracy {percent(report['accuracy'])}"
-    print_table(title, columns, rows)
+    print_table(_title(label, report), columns, rows)
 
 
 def _print_profile(label: str, report: Mapping[str, Any]) -> None:
@@ -241,5 +241,9 @@ def _print_profile(label: str, report: Mapping[str, Any]) -> None:
         "samples/s>",
         "sent/worker>",
     )
-    title = f"{label}: {report['parameters']:,} parameters, accuracy {percent(report['accuracy'])}"
-    print_table(title, columns, rows)
+    print_table(_title(label, report), columns, rows)
+
+
+def _title(label: str, report: Mapping[str, Any]) -> str:
+    figure = round_figures.sentence(report["accuracy"], report["loss"])
+    return ", ".join(filter(None, (f"{label}: {report['parameters']:,} parameters", figure)))

@@ -49,6 +49,7 @@ class Result:
         return {
             "rounds": rows,
             "accuracy": rows[-1]["accuracy"] if rows else None,
+            "loss": rows[-1]["loss"] if rows else None,
             "parameters": self.parameters,
             "model_sha256": hashlib.sha256(self.model.read_bytes()).hexdigest(),
         }
@@ -118,6 +119,7 @@ def _row(round_: pb.Round) -> dict[str, Any]:
         "round": round_.round,
         "accuracy": round_figures.accuracy(round_),
         "loss": round_figures.loss(round_),
+        "metrics": dict(round_.metrics),
         "clients": round_.delivered,
         "seconds": round_.seconds,
         "evaluate_seconds": round_.evaluate_seconds,

@@ -10,9 +10,10 @@ from pydantic import ValidationError
 from fedring.ctl.access import connect
 from fedring.ctl.control import Control, Events
 from fedring.ctl.failure import Failure
+from fedring.ctl.operate import round_figures
 from fedring.ctl.operate.event_display import display
 from fedring.ctl.options import DEFAULT_SERVER, KeyOption, OutputOption, ServerOption
-from fedring.ctl.output import Output, percent, print_json, to_dict
+from fedring.ctl.output import Output, print_json, to_dict
 from fedring.daemon.config import ConfigError, check_keys, explain, merge, parse_overrides, read_document
 from fedring.daemon.exits import Exit
 from fedring.train.job import Job
@@ -133,5 +134,10 @@ def _follow(control: Control, reply: pb.StartReply, events: Events, output: Outp
     if job.state != "completed":
         raise Failure(f"job {job_id} {job.state}{': ' + job.reason if job.reason else ''}")
     if output is Output.TABLE:
-        accuracies = [model.accuracy for model in control.models(limit=1) if model.HasField("accuracy")]
-        print(f"job {job_id} completed: {job.rounds_done} rounds, accuracy {percent(next(iter(accuracies), None))}")
+        parts = [f"job {job_id} completed: {job.rounds_done} rounds", *map(_figure, control.models(limit=1))]
+        print(", ".join(filter(None, parts)))
+
+
+def _figure(model: pb.Model) -> str:
+    accuracy, loss = (getattr(model, name) if model.HasField(name) else None for name in ("accuracy", "loss"))
+    return round_figures.sentence(accuracy, loss)

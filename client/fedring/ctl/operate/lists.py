@@ -11,7 +11,7 @@ from fedring.ctl.control import Control
 from fedring.ctl.failure import Failure
 from fedring.ctl.operate import round_figures
 from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption, check_out_file
-from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, to_dict
+from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, stderr_console, to_dict
 from fedring.daemon.exits import Exit
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fb
@@ -28,6 +28,7 @@ ROUND_COLUMNS = (
     "download/client>",
     "reason",
 )
+_IN_COLUMNS = {"eval/accuracy", "eval/loss"}
 
 
 def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
@@ -105,17 +106,26 @@ def rounds(
     round_id: Annotated[int, typer.Argument(metavar="[ID]", min=0, help="Show only this round, with its clients.")] = 0,
     limit: LimitOption = 20,
     job: Annotated[int, typer.Option("--job", metavar="ID", min=0, help="List only rounds of this job.")] = 0,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Show this metric, too, such as eval/f1; may be given several times."),
+    ] = None,
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """List the rounds, newest first, or show one round with the times and bytes of each client."""
+    """List the rounds, newest first, or show one round with its metrics, and the times and bytes of each client."""
     with connect(server) as control:
         if round_id:
             return _show_round(_find_round(control, round_id), output)
         known = control.rounds(limit=limit, job_id=job)
     if output is Output.JSON:
         return print_json(to_dict(pb.RoundList(rounds=known)))
-    print_table(f"{len(known)} rounds", ROUND_COLUMNS, [round_row(round_) for round_ in known])
+    names = metric or []
+    rows = [(*round_row(round_), *(_figure(round_, name) for name in names)) for round_ in known]
+    print_table(f"{len(known)} rounds", (*ROUND_COLUMNS, *(f"{name}>" for name in names)), rows)
+    others = sorted(set().union(*(round_.metrics for round_ in known)) - set(names) - _IN_COLUMNS)
+    if others:
+        stderr_console().print(f"further metrics, for --metric: {', '.join(others)}")
 
 
 def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
@@ -129,6 +139,7 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
             str(model.version),
             str(model.round),
             percent(model.accuracy if model.HasField("accuracy") else None),
+            number(model.loss if model.HasField("loss") else None),
             f"{model.parameters:,}",
             size(model.bytes),
             model.digest.removeprefix("blake3-")[:12],
@@ -136,7 +147,7 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
         )
         for model in known
     ]
-    columns = ("version>", "round>", "accuracy>", "parameters>", "size>", "digest", "created")
+    columns = ("version>", "round>", "accuracy>", "loss>", "parameters>", "size>", "digest", "created")
     print_table(f"{len(rows)} models", columns, rows)
 
 
@@ -191,6 +202,8 @@ def _show_round(round_: pb.Round, output: Output) -> None:
     if output is Output.JSON:
         return print_json(to_dict(round_))
     print_table(f"round {round_.round}", ROUND_COLUMNS, [round_row(round_)])
+    if round_.metrics:
+        print_table("metrics", ("metric", "value>"), [(name, _figure(round_, name)) for name in sorted(round_.metrics)])
     rows = [
         (
             client.client_id,
@@ -209,8 +222,12 @@ def _show_round(round_: pb.Round, output: Output) -> None:
     print_table(f"{len(rows)} delivered, {len(missing)} missing", columns, [*rows, *missing])
 
 
+def _figure(round_: pb.Round, name: str) -> str:
+    return f"{round_.metrics[name]:.6g}" if name in round_.metrics else "-"
+
+
 def _round_sentence(round_: pb.Round) -> str:
     sentence = f"{round_.round} {round_.phase}, {round_.delivered} of {round_.selected} clients in"
     if round_.eval_total:
-        sentence += f", accuracy {percent(round_figures.accuracy(round_))}"
+        sentence += f", {round_figures.sentence(round_figures.accuracy(round_), round_figures.loss(round_))}"
     return sentence + (f", {round_.reason}" if round_.reason else "")

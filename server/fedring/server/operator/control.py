@@ -220,11 +220,7 @@ class ControlService(rpc.ControlServiceServicer):
         return [event_message(row, rounds.get(row.round)) for row in rows]
 
     def _models(self, limit: int) -> list[pb.Model]:
-        messages = []
-        for row in self._store.models(limit):
-            summed = self._store.evaluation_sum(row.version)
-            messages.append(model_message(row, summed.correct / summed.total if summed and summed.total else None))
-        return messages
+        return [model_message(row, self._store.evaluation_sum(row.version)) for row in self._store.models(limit)]
 
 
 def _table_in(text: str) -> dict[str, Any]:

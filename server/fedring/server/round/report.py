@@ -7,7 +7,7 @@ from typing import Any
 from fedring.server.round.events import Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.journal import rfc3339
-from fedring.server.state.rows import EventRow, JobRow, ModelRow, RoundRow
+from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 
 
@@ -37,6 +37,8 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
         server_accuracy=stats.get("server_accuracy"),
         server_loss=stats.get("server_loss"),
         started_at=rfc3339(row.started_at),
+        eval_classified=stats.get("classified", stats.get("total", 0)),
+        metrics=stats.get("metrics"),
         missing=[name for name in row.selected if name not in delivered_ids] if row.ended_at else [],
         clients=clients,
     )
@@ -66,8 +68,8 @@ def job_message(row: JobRow) -> pb.Job:
     )
 
 
-def model_message(row: ModelRow, accuracy: float | None) -> pb.Model:
-    """Return a model version as a message; `accuracy` is None if it was not evaluated."""
+def model_message(row: ModelRow, evaluation: EvaluationRow | None) -> pb.Model:
+    """Return a model version as a message, with the sum of its evaluations, if there are any."""
     return pb.Model(
         version=row.version,
         round=row.round,
@@ -76,7 +78,8 @@ def model_message(row: ModelRow, accuracy: float | None) -> pb.Model:
         parameters=row.parameters,
         bytes=row.bytes,
         created_at=rfc3339(row.created_at),
-        accuracy=accuracy,
+        accuracy=evaluation.accuracy if evaluation else None,
+        loss=evaluation.loss if evaluation else None,
     )
 
 

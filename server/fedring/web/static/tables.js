@@ -50,9 +50,9 @@ export function showRounds(rounds, job) {
 
 export function showModels(models) {
   if (!models?.length) return fill(at("models"), empty("The server has no model yet."));
-  const columns = [["version", "right"], ["round", "right"], ["accuracy", "right"], ["size", "right"], ["digest", ""]];
+  const columns = [["version", "right"], ["round", "right"], ["accuracy", "right"], ["loss", "right"], ["size", "right"], ["digest", ""]];
   const rows = models.map((model) => [
-    count(model.version), model.round || "first", percent(model.accuracy), bytes(model.bytes),
+    count(model.version), model.round || "first", percent(model.accuracy), number(model.loss), bytes(model.bytes),
     h("code", { title: `${model.digest}, ${count(model.parameters)} parameters` }, model.digest.slice(0, 8)),
   ]);
   fill(at("models"), table("models that the server keeps", columns, rows));
