@@ -9,11 +9,11 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: it m
 
 import typer
 
+from fedring.control.failure import Failure
 from fedring.ctl import help_topics, profile
 from fedring.ctl.access import with_access
 from fedring.ctl.admin import certs, doctor, state_backup
 from fedring.ctl.bench import data_parallel, demo, evaluate, federated, pipeline_memory, pipeline_schedules
-from fedring.ctl.failure import Failure
 from fedring.ctl.operate import job_control, lists, port_health, token, watch
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
@@ -64,6 +64,7 @@ _verb(
     "flctl run job.toml rounds=20 'model_args={\"hidden\": 128}'",
     "flctl run job.toml --no-wait --key nightly-7",
     "flctl run job.toml --output json | jq .text",
+    "flctl run job.toml --track tensorboard=runs/first",
     panel=_JOBS,
 )
 _verb(app, "stop", job_control.stop, "flctl stop", "flctl stop --round", "flctl stop --job 3", panel=_JOBS)

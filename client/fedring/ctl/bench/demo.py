@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedring.control.failure import Failure
 from fedring.ctl.bench.experiment import Experiment, make_job, run_with_progress
 from fedring.ctl.bench.presets import (
     PRESETS,
@@ -16,10 +17,8 @@ from fedring.ctl.bench.presets import (
     check_data_root,
     preset_job,
 )
-from fedring.ctl.failure import Failure
-from fedring.ctl.operate import round_figures
 from fedring.ctl.options import OutputOption, make_out_folder
-from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, stderr_console
+from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, quality, size, stderr_console
 from fedring.daemon.exits import Exit
 from fedring.train.data_parallel_table import HOOKS
 
@@ -245,5 +244,5 @@ def _print_profile(label: str, report: Mapping[str, Any]) -> None:
 
 
 def _title(label: str, report: Mapping[str, Any]) -> str:
-    figure = round_figures.sentence(report["accuracy"], report["loss"])
+    figure = quality(report["accuracy"], report["loss"])
     return ", ".join(filter(None, (f"{label}: {report['parameters']:,} parameters", figure)))

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedring.control.failure import Failure
 from fedring.ctl.access import connect
 from fedring.ctl.bench.presets import DataRootOption
-from fedring.ctl.failure import Failure
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
 from fedring.ctl.output import Output, number, percent, print_json, print_table
 from fedring.daemon.exits import Exit

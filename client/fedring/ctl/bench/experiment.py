@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fedring.control import figures
+from fedring.control.failure import Failure
 from fedring.ctl.bench.runner import run_job, running_fleet
-from fedring.ctl.failure import Failure
-from fedring.ctl.operate import round_figures
 from fedring.ctl.operate.event_display import Show, progress_on_stderr
 from fedring.daemon.config import explain
 from fedring.daemon.exits import Exit
@@ -117,15 +117,15 @@ def run_with_progress(experiment: Experiment, directory: Path, *, label: str) ->
 def _row(round_: pb.Round) -> dict[str, Any]:
     return {
         "round": round_.round,
-        "accuracy": round_figures.accuracy(round_),
-        "loss": round_figures.loss(round_),
+        "accuracy": figures.accuracy(round_),
+        "loss": figures.loss(round_),
         "metrics": dict(round_.metrics),
         "clients": round_.delivered,
         "seconds": round_.seconds,
         "evaluate_seconds": round_.evaluate_seconds,
         "train_seconds_max": round_.train_seconds_max,
-        "upload_bytes": round(round_figures.upload_per_client(round_)),
-        "download_bytes": round(round_figures.download_per_client(round_)),
+        "upload_bytes": round(figures.upload_per_client(round_)),
+        "download_bytes": round(figures.download_per_client(round_)),
     }
 
 

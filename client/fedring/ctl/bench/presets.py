@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 
 

@@ -6,12 +6,23 @@ from typing import Annotated
 
 import typer
 
+from fedring.control import figures
+from fedring.control.calls import Control
+from fedring.control.failure import Failure
 from fedring.ctl.access import connect
-from fedring.ctl.control import Control
-from fedring.ctl.failure import Failure
-from fedring.ctl.operate import round_figures
 from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption, check_out_file
-from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, stderr_console, to_dict
+from fedring.ctl.output import (
+    Output,
+    duration,
+    number,
+    percent,
+    print_json,
+    print_table,
+    quality,
+    size,
+    stderr_console,
+    to_dict,
+)
 from fedring.daemon.exits import Exit
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fb
@@ -177,11 +188,11 @@ def round_row(round_: pb.Round) -> Sequence[str]:
         str(round_.job_id),
         round_.phase,
         f"{round_.delivered}/{round_.selected}",
-        percent(round_figures.accuracy(round_)),
-        number(round_figures.loss(round_)),
+        percent(figures.accuracy(round_)),
+        number(figures.loss(round_)),
         duration(round_.seconds),
-        size(round_figures.upload_per_client(round_)),
-        size(round_figures.download_per_client(round_)),
+        size(figures.upload_per_client(round_)),
+        size(figures.download_per_client(round_)),
         round_.reason,
     )
 
@@ -229,5 +240,5 @@ def _figure(round_: pb.Round, name: str) -> str:
 def _round_sentence(round_: pb.Round) -> str:
     sentence = f"{round_.round} {round_.phase}, {round_.delivered} of {round_.selected} clients in"
     if round_.eval_total:
-        sentence += f", {round_figures.sentence(round_figures.accuracy(round_), round_figures.loss(round_))}"
+        sentence += f", {quality(figures.accuracy(round_), figures.loss(round_))}"
     return sentence + (f", {round_.reason}" if round_.reason else "")

@@ -1,7 +1,26 @@
-"""Figures of a round for people, computed from the sums that the server reports."""
+"""Figures of a round, computed from the sums that the server reports."""
 
-from fedring.ctl.output import number, percent
+from typing import TypeAlias
+
 from fedring.v1 import control_pb2 as pb
+
+Row: TypeAlias = dict[str, float | int | str | None]
+"""A round as one flat row of values by name, as pandas and trackers want it."""
+
+_FIELDS = (
+    *("round", "job_id", "job_round", "phase", "reason", "started_at", "model_version", "selected", "delivered"),
+    *("seconds", "train_seconds_max", "evaluate_seconds", "upload_bytes", "download_bytes"),
+)
+
+
+def row(round_: pb.Round) -> Row:
+    """Return a round as a row: its fields, accuracy and loss (None if they are not known), and every metric by name."""
+    server: Row = {
+        "server_accuracy": round_.server_accuracy if round_.HasField("server_accuracy") else None,
+        "server_loss": round_.server_loss if round_.HasField("server_loss") else None,
+    }
+    fields = {name: getattr(round_, name) for name in _FIELDS}
+    return {**fields, "accuracy": accuracy(round_), "loss": loss(round_), **server, **round_.metrics}
 
 
 def accuracy(round_: pb.Round) -> float | None:
@@ -16,13 +35,6 @@ def accuracy(round_: pb.Round) -> float | None:
 def loss(round_: pb.Round) -> float | None:
     """Return the mean loss over the same samples, or None."""
     return round_.eval_loss_sum / round_.eval_total if round_.eval_total else None
-
-
-def sentence(accuracy: float | None, loss: float | None) -> str:
-    """Return the accuracy in words, or the loss if accuracy is not defined; empty if neither is known."""
-    if accuracy is not None:
-        return f"accuracy {percent(accuracy)}"
-    return f"loss {number(loss)}" if loss is not None else ""
 
 
 def upload_per_client(round_: pb.Round) -> float:
