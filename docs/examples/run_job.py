@@ -18,9 +18,7 @@ try:
     with connect(*sys.argv[1:]) as server:  # without an address: FLCTL_SERVER, or 127.0.0.1:8444
         job = server.start(JOB)
         for row in job.watch():  # a row for each round, as soon as it has ended
-            print(
-                f"round {row['job_round']}: accuracy {row['accuracy']:.3f}, {row['upload_bytes']} bytes from the clients"
-            )
+            print(f"round {row['job_round']}: accuracy {row['accuracy']}, {row['upload_bytes']} bytes sent up")
         best = job.best()
         model = job.load_model(digits_mlp(), "best")
 except Failure as failure:
