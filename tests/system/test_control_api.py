@@ -162,7 +162,8 @@ def test_a_real_tracker_holds_what_the_rounds_had(
     if importlib.util.find_spec(name) is None:
         missing(f"the package {name}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
     job = server.start(JOB, rounds=2)
     with tracker(f"{name}={'runs' if name == 'tensorboard' else 'digits'}") as log:

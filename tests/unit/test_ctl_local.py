@@ -203,7 +203,7 @@ def test_the_report_has_bytes_per_client(tmp_path: Path) -> None:
     assert (report["accuracy"], report["parameters"], report["model_sha256"][:8]) == (0.75, 7, "ba7816bf")
     assert set(row) == {
         "round", "accuracy", "loss", "clients", "seconds", "evaluate_seconds", "train_seconds_max", "upload_bytes",
-        "download_bytes",
+        "download_bytes", "metrics",
     }  # fmt: skip
 
 

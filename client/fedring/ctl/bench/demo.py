@@ -141,9 +141,9 @@ def demo(
         "pipeline": {"stages": count, "schedule": schedule, "micro_batches": _number_or_word(micro_batches)},
     }
     _check_mode(mode, {**given, **tables["data_parallel"], **tables["pipeline"]})
-    keys = preset_job(dataset, mode) | {key: value for key, value in given.items() if value is not None}
+    keys = preset_job(dataset, mode, hook or "none") | {key: value for key, value in given.items() if value is not None}
     if mode is not Mode.FEDERATED:
-        keys[mode] = {key: value for key, value in tables[mode].items() if value is not None}
+        keys[mode] = keys.get(mode, {}) | {key: value for key, value in tables[mode].items() if value is not None}
     experiment = Experiment(make_job(count, keys), count, data_root.absolute() if data_root else None, web=True)
     check_data_root(dataset, data_root)
     make_out_folder(out)
@@ -207,7 +207,7 @@ def _print_report(label: str, report: Mapping[str, Any]) -> None:
 
 def _print_profile(label: str, report: Mapping[str, Any]) -> None:
     """Print what the workers of each round did together: their total rate, and their mean times and bytes."""
-    rows = []
+    rows, sent_by_one = [], 0.0
     for row in report["rounds"]:
         workers = list(row["workers"].values())
         if not workers:  # an abandoned round
@@ -215,6 +215,7 @@ def _print_profile(label: str, report: Mapping[str, Any]) -> None:
         # Every sample passes through each stage, so only those of stage 0 count.
         rate = sum(worker["samples_per_second"] for worker in workers if not worker.get("stage"))
         sent = sum(worker["bytes_sent"] for worker in workers)
+        sent_by_one += sent / len(workers)
         means = {key: sum(worker[key] for worker in workers) / len(workers) for key in ("seconds", "wait_seconds")}
         rows.append(
             (
@@ -240,7 +241,7 @@ def _print_profile(label: str, report: Mapping[str, Any]) -> None:
         "samples/s>",
         "sent/worker>",
     )
-    print_table(_title(label, report), columns, rows)
+    print_table(f"{_title(label, report)}, {size(round(sent_by_one))} sent per worker", columns, rows)
 
 
 def _title(label: str, report: Mapping[str, Any]) -> str:
