@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.train import load_model
 from fedring.train.errors import SeamError

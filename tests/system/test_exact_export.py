@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from tests.control_server import Server
 from tests.fleets import Control, Fleet
 from tests.system.wire import WireClient, deliver, outcome, run

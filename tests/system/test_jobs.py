@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import reason_of
 from fedring.server.state.rows import JobRow, RoundRow

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.train.models import digits_mlp, vector
 from fedring.train.seam import build_model
 from fedring.train.state import read_vectors

@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2
 from safetensors.torch import load_file
 from tests.control_server import SECONDS, Server
 
-from fedring.ctl.control import Control
-from fedring.ctl.failure import Failure
+from fedring.control.calls import Control
+from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import (

@@ -14,7 +14,7 @@ from tests.unit.rows import a_job, a_model, a_round, an_update
 from fedring.server.state.database import StoreError, open_database
 from fedring.server.state.failures import StorageError
 from fedring.server.state.interfaces import Acceptance
-from fedring.server.state.rows import LastAccepted
+from fedring.server.state.rows import EvaluationRow, LastAccepted
 from fedring.server.state.store import SqlStore
 from fedring.server.state.tables import meta
 
@@ -251,4 +251,22 @@ def test_a_state_of_protocol_1_can_be_continued(tmp_path: Path) -> None:
         "bob": LastAccepted(0, 2, rows[1].name),
     }
     assert store.update_counts() == {"ann": 2, "bob": 5, "eve": 2}
+    store.close()
+
+
+def test_evaluations_of_older_states_have_an_accuracy_over_all_samples(tmp_path: Path) -> None:
+    database_of(4, tmp_path / "facts.sqlite")
+    with closing(sqlite3.connect(tmp_path / "facts.sqlite")) as connection:
+        connection.execute("INSERT INTO evaluations VALUES (2, 'ann', 1, 3, 4, 2.0), (2, 'bob', 1, 1, 4, 6.0)")
+        connection.commit()
+    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    summed = store.evaluation_sum(2)
+    assert summed is not None
+    assert (summed.accuracy, summed.loss, summed.metrics) == (0.5, 1.0, {})
+    store.add_evaluation(EvaluationRow(1, 2, "ann", 0, 4, 2.0, classified=0, metrics={"f1": 0.5}))
+    store.add_evaluation(EvaluationRow(1, 2, "bob", 0, 12, 6.0, classified=0, metrics={"f1": 0.9}))
+    summed = store.evaluation_sum(2)
+    assert summed is not None
+    assert (summed.accuracy, summed.loss) == (None, 0.5)
+    assert summed.metrics == {"f1": pytest.approx(0.8)}
     store.close()

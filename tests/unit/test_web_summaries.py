@@ -48,7 +48,9 @@ def test_a_round_is_summarised_by_sums_over_its_clients() -> None:
         pb.RoundClient(client_id="c", upload_bytes=5, metrics={"bytes_sent": -3.0}),
         pb.RoundClient(client_id="d", encoding="fp32"),
     ]
-    summary = round_summary(pb.Round(round=4, eval_correct=3, eval_total=4, eval_loss_sum=2.0, clients=clients))
+    summary = round_summary(
+        pb.Round(round=4, eval_correct=3, eval_total=4, eval_classified=4, eval_loss_sum=2.0, clients=clients)
+    )
     assert summary["upload_by_encoding"] == {"packed": 30, "none": 5}
     assert summary["peer_bytes"] == 7
     assert (summary["accuracy"], summary["loss"], summary["server_accuracy"]) == (0.75, 0.5, None)
@@ -56,7 +58,7 @@ def test_a_round_is_summarised_by_sums_over_its_clients() -> None:
 
 def test_a_loss_that_is_not_finite_is_left_out() -> None:
     summary = round_summary(pb.Round(eval_total=4, eval_loss_sum=nan, server_accuracy=0.5, server_loss=float("inf")))
-    assert (summary["accuracy"], summary["loss"]) == (0.0, None)
+    assert (summary["accuracy"], summary["loss"]) == (None, None)
     assert (summary["server_accuracy"], summary["server_loss"]) == (0.5, None)
 
 

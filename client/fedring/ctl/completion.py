@@ -7,9 +7,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic import BaseModel
 
+from fedring.control.calls import Control
+from fedring.control.failure import Failure
 from fedring.ctl.access import access_of
-from fedring.ctl.control import Control
-from fedring.ctl.failure import Failure
 from fedring.ctl.options import DEFAULT_SERVER
 from fedring.daemon.config import ConfigError
 from fedring.train.data_parallel_table import HOOKS

@@ -1,8 +1,8 @@
 """The schema of a job: what to train, on how many clients, and for how many rounds."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from fedring.codec.encoding import NAMES, TILE, Encoding
 from fedring.train.bounds import (
@@ -19,6 +19,7 @@ from fedring.train.bounds import (
     Text,
 )
 from fedring.train.data_parallel_table import DataParallel
+from fedring.train.metrics import check_rule
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.start import NEWEST, Start
 
@@ -63,6 +64,7 @@ class Job(BaseModel):
         "fedring.train.optimizers:sgd", description="callable (parameters, lr, momentum) -> torch.optim.Optimizer"
     )
     trainer: Text = Field("", description="callable that trains instead of the built-in loop")
+    evaluator: Text = Field("", description="callable that evaluates instead of the built-in evaluation")
     partition: Literal["none", "iid", "shards", "dirichlet"] = Field(
         "iid", description="how samples are divided among the clients that share a data set"
     )
@@ -149,6 +151,11 @@ class Job(BaseModel):
     patience: Count = Field(
         0,
         description="number of rounds without a better result after which the job ends early; 0 = run all rounds",
+    )
+    best_by: Annotated[Text, AfterValidator(check_rule)] = Field(
+        "",
+        description='which model is the best of the job: "max NAME" or "min NAME" of a metric, such as "max eval/f1"; '
+        "empty = the highest accuracy, or the lowest loss if accuracy is not defined",
     )
     max_abandoned: PositiveCount = Field(
         3, description="number of rounds abandoned in a row after which the job has failed"

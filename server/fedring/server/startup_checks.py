@@ -29,6 +29,8 @@ def check_names(config: ServerConfig) -> Iterator[Check]:
         yield from check_data_root(config.data_root)
         yield check_data("job.data", job.data, config.trusted, root=config.data_root)
         yield check_name("job.loss", job.loss, config.trusted)
+        if job.evaluator:
+            yield check_name("job.evaluator", job.evaluator, config.trusted)
 
 
 def _check_init_path(config: ServerConfig, *, fits: bool) -> Iterator[Check]:

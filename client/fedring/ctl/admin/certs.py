@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from cryptography import x509
 
+from fedring.control.failure import Failure
 from fedring.ctl.admin.authority import load_authority, make_authority, names_for, write_pair
-from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table
 from fedring.daemon.config import ConfigError

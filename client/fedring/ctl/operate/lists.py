@@ -6,13 +6,25 @@ from typing import Annotated
 
 import typer
 
+from fedring.control import figures
+from fedring.control.calls import Control
+from fedring.control.failure import Failure
 from fedring.ctl.access import connect
 from fedring.ctl.completion import client_ids, job_ids, model_versions, round_numbers
-from fedring.ctl.control import Control
-from fedring.ctl.failure import Failure
-from fedring.ctl.operate import round_figures
 from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption, check_out_file
-from fedring.ctl.output import Output, counted, duration, number, percent, print_json, print_table, size, to_dict
+from fedring.ctl.output import (
+    Output,
+    counted,
+    duration,
+    number,
+    percent,
+    print_json,
+    print_table,
+    quality,
+    size,
+    stderr_console,
+    to_dict,
+)
 from fedring.daemon.exits import Exit
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fb
@@ -30,6 +42,7 @@ ROUND_COLUMNS = (
     "download/client>",
     "reason",
 )
+_IN_COLUMNS = {"eval/accuracy", "eval/loss"}
 
 
 def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
@@ -141,17 +154,26 @@ def rounds(
     job: Annotated[
         int, typer.Option("--job", metavar="ID", min=0, help="List only rounds of this job.", autocompletion=job_ids)
     ] = 0,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Show this metric, too, such as eval/f1; may be given several times."),
+    ] = None,
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """List the rounds, newest first, or show one round with the times and bytes of each client."""
+    """List the rounds, newest first, or show one round with its metrics, and the times and bytes of each client."""
     with connect(server) as control:
         if round_id:
             return _show_round(_find_round(control, round_id), output)
         known = control.rounds(limit=limit, job_id=job)
     if output is Output.JSON:
         return print_json(to_dict(pb.RoundList(rounds=known)))
-    print_table(counted(len(known), "round"), ROUND_COLUMNS, [round_row(round_) for round_ in known])
+    names = metric or []
+    rows = [(*round_row(round_), *(_figure(round_, name) for name in names)) for round_ in known]
+    print_table(counted(len(known), "round"), (*ROUND_COLUMNS, *(f"{name}>" for name in names)), rows)
+    others = sorted(set().union(*(round_.metrics for round_ in known)) - set(names) - _IN_COLUMNS)
+    if others:
+        stderr_console().print(f"further metrics, for --metric: {', '.join(others)}")
 
 
 def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
@@ -166,6 +188,7 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
             str(model.job_id or "-"),
             str(model.round),
             percent(model.accuracy if model.HasField("accuracy") else None),
+            number(model.loss if model.HasField("loss") else None),
             "best" if model.best_of_job else "",
             f"{model.parameters:,}",
             size(model.bytes),
@@ -174,7 +197,18 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
         )
         for model in known
     ]
-    columns = ("version>", "job>", "round>", "accuracy>", "of its job", "parameters>", "size>", "digest", "created")
+    columns = (
+        "version>",
+        "job>",
+        "round>",
+        "accuracy>",
+        "loss>",
+        "of its job",
+        "parameters>",
+        "size>",
+        "digest",
+        "created",
+    )
     print_table(f"{len(rows)} models", columns, rows)
 
 
@@ -215,11 +249,11 @@ def round_row(round_: pb.Round) -> Sequence[str]:
         round_.phase,
         str(round_.base_version or "-"),
         f"{round_.delivered}/{round_.selected}",
-        percent(round_figures.accuracy(round_)),
-        number(round_figures.loss(round_)),
+        percent(figures.accuracy(round_)),
+        number(figures.loss(round_)),
         duration(round_.seconds),
-        size(round_figures.upload_per_client(round_)),
-        size(round_figures.download_per_client(round_)),
+        size(figures.upload_per_client(round_)),
+        size(figures.download_per_client(round_)),
         round_.reason,
     )
 
@@ -247,6 +281,8 @@ def _show_round(round_: pb.Round, output: Output) -> None:
     if output is Output.JSON:
         return print_json(to_dict(round_))
     print_table(f"round {round_.round}", ROUND_COLUMNS, [round_row(round_)])
+    if round_.metrics:
+        print_table("metrics", ("metric", "value>"), [(name, _figure(round_, name)) for name in sorted(round_.metrics)])
     rows = [
         (
             client.client_id,
@@ -266,10 +302,14 @@ def _show_round(round_: pb.Round, output: Output) -> None:
     print_table(f"{len(rows)} delivered, {len(missing)} missing", columns, [*rows, *missing])
 
 
+def _figure(round_: pb.Round, name: str) -> str:
+    return f"{round_.metrics[name]:.6g}" if name in round_.metrics else "-"
+
+
 def _round_sentence(round_: pb.Round) -> str:
     if round_.phase == "waiting":
         return f"{round_.round} waits for clients"
     sentence = f"{round_.round} {round_.phase}, {round_.delivered} of {counted(round_.selected, 'client')} delivered"
     if round_.eval_total:
-        sentence += f", accuracy {percent(round_figures.accuracy(round_))}"
+        sentence += f", {quality(figures.accuracy(round_), figures.loss(round_))}"
     return sentence + (f", {round_.reason}" if round_.reason else "")

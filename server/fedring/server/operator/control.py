@@ -238,13 +238,12 @@ class ControlService(rpc.ControlServiceServicer):
         return [event_message(row, rounds.get(row.round)) for row in rows]
 
     def _models(self, limit: int) -> list[pb.Model]:
-        rows, messages = self._store.models(_ALL), []
+        rows = self._store.models(_ALL)
         best = best_of_each_job(rows)
-        for row in rows[:limit]:
-            summed = self._store.evaluation_sum(row.version)
-            accuracy = summed.correct / summed.total if summed and summed.total else None
-            messages.append(model_message(row, accuracy, best=row.version in best))
-        return messages
+        return [
+            model_message(row, self._store.evaluation_sum(row.version), best=row.version in best)
+            for row in rows[:limit]
+        ]
 
 
 def _table_in(text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from fedring.server.round.events import Phase, Round, State
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.sessions import Session, Sessions
 from fedring.server.state.journal import rfc3339
-from fedring.server.state.rows import JobRow, ModelRow
+from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fed
 
@@ -21,7 +21,7 @@ Summary = dict[str, Any]
 MOST_CLIENTS = 200
 MOST_NAMES = 10
 _GROUP_MODES = ("data_parallel", "pipeline")
-_JOB_KEYS = ("mode", "model", "data", "encoding", "download_encoding", "start")
+_JOB_KEYS = ("mode", "model", "data", "encoding", "download_encoding", "start", "best_by")
 _ROUND_KEYS = (
     *("round", "job_id", "job_round", "phase", "reason", "selected", "delivered", "base_version", "model_version"),
     *("seconds", "evaluate_seconds", "train_seconds_max", "upload_bytes", "download_bytes", "started_at"),
@@ -51,24 +51,30 @@ def round_summary(message: pb.Round) -> Summary:
         if client.upload_bytes:
             name = client.encoding or "none"
             by_encoding[name] = by_encoding.get(name, 0) + client.upload_bytes
-    total = message.eval_total
-    on_server = message.HasField("server_accuracy")
+    metrics = message.metrics
     return {
         **{key: getattr(message, key) for key in _ROUND_KEYS},
         "missing": list(message.missing[:MOST_NAMES]),
         "stalled": list(message.stalled[:MOST_NAMES]),
         "stragglers": list(message.stragglers[:MOST_NAMES]),
-        "accuracy": message.eval_correct / total if total else None,
-        "loss": _finite(message.eval_loss_sum / total) if total else None,
-        "server_accuracy": _finite(message.server_accuracy) if on_server else None,
-        "server_loss": _finite(message.server_loss) if on_server else None,
+        "accuracy": message.eval_correct / message.eval_classified if message.eval_classified else None,
+        "loss": _finite(message.eval_loss_sum / message.eval_total) if message.eval_total else None,
+        "server_accuracy": _finite(message.server_accuracy) if message.HasField("server_accuracy") else None,
+        "server_loss": _finite(message.server_loss) if message.HasField("server_loss") else None,
+        "metrics": {name: float(f"{metrics[name]:.6g}") for name in sorted(metrics)},
         "upload_by_encoding": by_encoding,
         "peer_bytes": _sum(client.metrics.get("bytes_sent", 0.0) for client in message.clients),
     }
 
 
-def model_summary(row: ModelRow, accuracy: float | None, *, best: bool) -> Summary:
-    """Summarize a model version; `best` says whether it is the best of its job."""
+def model_summary(row: ModelRow, evaluation: EvaluationRow | None, *, best: bool) -> Summary:
+    """Summarize a model version, with the sum of its evaluations, if there are any.
+
+    Args:
+        row: The version.
+        evaluation: The sum of its evaluations.
+        best: Whether it is the best version of its job.
+    """
     return {
         "version": row.version,
         "round": row.round,
@@ -76,7 +82,8 @@ def model_summary(row: ModelRow, accuracy: float | None, *, best: bool) -> Summa
         "parameters": row.parameters,
         "bytes": row.bytes,
         "created_at": rfc3339(row.created_at),
-        "accuracy": accuracy,
+        "accuracy": evaluation.accuracy if evaluation else None,
+        "loss": evaluation.loss if evaluation else None,
         "job_id": row.job_id,
         "best_of_job": best,
     }

@@ -19,7 +19,7 @@ from fedring.server.parts import Parts
 from fedring.server.round.report import event_message, round_message
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.ratings import best_of_each_job
-from fedring.server.state.rows import EventRow, JobRow, ModelRow, RoundRow
+from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 
 MOST_JOBS, MOST_MODELS, MOST_EVENTS, MOST_ROUNDS = 50, 10, 50, 1000
@@ -54,7 +54,7 @@ class View:
         self._version = version
         self._began = time.time()
         self._stored = _Stored()
-        self._accuracy: dict[int, float | None] = {}  # of older models
+        self._evaluations: dict[int, EvaluationRow | None] = {}  # of older models
         self._reading = asyncio.Lock()
 
     async def state(self) -> dict[str, Any]:
@@ -133,19 +133,15 @@ class View:
         )
 
     def _read_models(self) -> list[Summary]:
-        every, known = self._store.models(_ALL), self._accuracy
+        every, known = self._store.models(_ALL), self._evaluations
         rows, best = every[:MOST_MODELS], best_of_each_job(every)
         for row in rows[1:]:  # these are no longer evaluated
             if row.version not in known:
-                known[row.version] = self._read_accuracy(row)
-        self._accuracy = {row.version: known[row.version] for row in rows[1:]}
-        newest = {row.version: self._read_accuracy(row) for row in rows[:1]}
-        accuracy = self._accuracy | newest
-        return [model_summary(row, accuracy[row.version], best=row.version in best) for row in rows]
-
-    def _read_accuracy(self, row: ModelRow) -> float | None:
-        summed = self._store.evaluation_sum(row.version)
-        return summed.correct / summed.total if summed and summed.total else None
+                known[row.version] = self._store.evaluation_sum(row.version)
+        self._evaluations = {row.version: known[row.version] for row in rows[1:]}
+        newest = {row.version: self._store.evaluation_sum(row.version) for row in rows[:1]}
+        evaluations = self._evaluations | newest
+        return [model_summary(row, evaluations[row.version], best=row.version in best) for row in rows]
 
     def _last_round(self, stored: _Stored) -> pb.Round | None:
         row = self._rounds.last or stored.last

@@ -13,6 +13,7 @@ from fedring.server.round.open_round import OpenRound
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageFailed
 from fedring.server.state.rows import EvaluationRow, ModelRow, RoundRow
+from fedring.train.metrics import with_origin
 
 _ALL = 1_000_000_000
 
@@ -44,12 +45,14 @@ async def evaluation(
     """Return the evaluation's figures for the round's row, and the sum of the clients' counts, if there are any."""
     stats = open_.stats(open_.row.stats["seconds"])
     if open_.job.evaluate_on_server and (counts := await facts.heavy(test_set.evaluate, model, open_.job)):
-        total = max(counts.total, 1)
-        stats |= {"server_accuracy": counts.correct / total, "server_loss": counts.loss_sum / total}
+        stats |= {"server_accuracy": counts.accuracy, "server_loss": counts.loss}
+        means = with_origin("server", counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
+        stats["metrics"] |= means
     stats["evaluate_seconds"] = time.monotonic() - open_.started - stats["seconds"]
     summed = await facts.db(facts.store.evaluation_sum, model.version)
     if summed is not None:
-        stats |= {"correct": summed.correct, "total": summed.total, "loss_sum": summed.loss_sum}
+        stats |= {name: getattr(summed, name) for name in ("correct", "total", "loss_sum", "classified")}
+        stats["metrics"] |= with_origin("eval", summed.metrics, accuracy=summed.accuracy, loss=summed.loss)
     return stats, summed
 
 

@@ -8,6 +8,7 @@ from fedring.server.round.events import Phase
 from fedring.server.round.sessions import ClientTraffic
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.train.job import Job
+from fedring.train.metrics import combine, with_origin
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.rendezvous_pb2 import Done
 
@@ -61,7 +62,7 @@ class OpenRound:
 
     def stats(self, seconds: float) -> dict[str, Any]:
         """Return the figures that the round's row keeps; `seconds` is the time from the command to the model."""
-        clients = {}
+        clients: dict[str, dict[str, Any]] = {}
         for client in sorted(self.traffic.keys() | self.accepted.keys() | self.done.keys()):
             moved, update = self.traffic.get(client, ClientTraffic()), self.accepted.get(client)
             done = self.done.get(client, Done())
@@ -75,5 +76,11 @@ class OpenRound:
                 "download_seconds": moved.download_seconds,
                 "metrics": dict(update.metrics if update else done.metrics),
             }
+        trained = combine((row["num_samples"], row["metrics"]) for row in clients.values())
         waits_no_more = {"stalled": sorted(self.stalled), "stragglers": sorted(self.stragglers)}
-        return {"seconds": seconds, "clients": clients, **{key: names for key, names in waits_no_more.items() if names}}
+        return {
+            "seconds": seconds,
+            "clients": clients,
+            "metrics": with_origin("train", trained),
+            **{key: names for key, names in waits_no_more.items() if names},
+        }

@@ -63,6 +63,7 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         loss=job.loss,
         optimizer=job.optimizer,
         trainer=job.trainer,
+        evaluator=job.evaluator,
         partition=job.partition,
         alpha=job.alpha,
         seed=job.seed,

@@ -7,7 +7,7 @@ from typing import Any
 from fedring.server.round.events import Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.journal import rfc3339
-from fedring.server.state.rows import EventRow, JobRow, ModelRow, RoundRow
+from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow
 from fedring.train.start import NEWEST, spelled
 from fedring.v1 import control_pb2 as pb
 
@@ -41,6 +41,8 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
         base_version=row.base_version,
         stalled=stats.get("stalled", ()),
         stragglers=stats.get("stragglers", ()),
+        eval_classified=stats.get("classified", stats.get("total", 0)),
+        metrics=stats.get("metrics"),
         missing=[name for name in row.selected if name not in delivered_ids] if row.ended_at else [],
         clients=clients,
     )
@@ -72,13 +74,13 @@ def job_message(row: JobRow) -> pb.Job:
     )
 
 
-def model_message(row: ModelRow, accuracy: float | None, *, best: bool) -> pb.Model:
+def model_message(row: ModelRow, evaluation: EvaluationRow | None, *, best: bool) -> pb.Model:
     """Return a model version as a message.
 
     Args:
-        row: the version.
-        accuracy: None if it was not evaluated.
-        best: whether it is the best version of its job.
+        row: The version.
+        evaluation: The sum of its evaluations, if there are any.
+        best: Whether it is the best version of its job.
     """
     return pb.Model(
         version=row.version,
@@ -88,7 +90,8 @@ def model_message(row: ModelRow, accuracy: float | None, *, best: bool) -> pb.Mo
         parameters=row.parameters,
         bytes=row.bytes,
         created_at=rfc3339(row.created_at),
-        accuracy=accuracy,
+        accuracy=evaluation.accuracy if evaluation else None,
+        loss=evaluation.loss if evaluation else None,
         job_id=row.job_id,
         best_of_job=best,
     )

@@ -21,7 +21,7 @@ from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.eligibility import check_eligible
-from fedring.server.round.evaluation import check_evaluation
+from fedring.server.round.evaluation import check_evaluation, classified
 from fedring.server.round.events import (
     OPEN,
     Abandoned,
@@ -118,7 +118,8 @@ class Rounds:
         """
         known = (row.round for row in (self.open and self.open.row, self.last) if row)
         version = check_evaluation(report, client, self.state.round, self.latest, newest=max(known, default=0))
-        row = EvaluationRow(report.round, version, client, report.correct, report.total, report.loss_sum)
+        counts = (report.correct, report.total, report.loss_sum, classified(report), dict(report.metrics))
+        row = EvaluationRow(report.round, version, client, *counts)
         await self._facts.db(self._facts.store.add_evaluation, row)
         if self.state.round is not None and self.state.round.number == report.round:  # it may have ended meanwhile
             self.handle(Evaluated(client))

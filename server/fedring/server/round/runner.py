@@ -338,8 +338,11 @@ class RoundRunner:
         await self._facts.keep(self._facts.db, self._facts.store.update_round, open_.row)
         accuracy, loss = rating_in(stats)
         await self._facts.keep(self._facts.db, self._facts.store.rate_model, model.version, accuracy, loss)
-        result = f": accuracy {summed.correct / summed.total:.4f}" if summed and summed.total else ""
-        self._rounds.tell("round_evaluated", f"round {open_.row.round} is evaluated{result}")
+        figure = ""
+        if summed is not None and summed.total:
+            known = summed.accuracy is not None
+            figure = f": accuracy {summed.accuracy:.4f}" if known else f": loss {summed.loss:.4f}"
+        self._rounds.tell("round_evaluated", f"round {open_.row.round} is evaluated{figure}")
 
     def _begin(
         self, row: RoundRow, spec: Job, base: ModelRow, small: pb.SmallModel | None, *, residual_after: int

@@ -70,6 +70,14 @@ def _add_starts(connection: Connection) -> None:
     connection.execute(update(models).values(accuracy=1.0 * correct / total, loss=loss / total))
 
 
+def _add_metrics(connection: Connection) -> None:
+    """Give evaluations named figures; in older ones, accuracy is defined for all samples."""
+    _add_column(connection, evaluations.c.classified, "NOT NULL DEFAULT -1")
+    _add_column(connection, evaluations.c.metrics, "NOT NULL DEFAULT '{}'")
+    old = evaluations.c.classified < 0
+    connection.execute(update(evaluations).where(old).values(classified=evaluations.c.total))
+
+
 def _add_column(connection: Connection, column: Column[Any], constraint: str = "") -> None:
     """Add the column to its table, unless the table was created with it."""
     if column.name not in {found["name"] for found in inspect(connection).get_columns(column.table.name)}:
@@ -77,7 +85,14 @@ def _add_column(connection: Connection, column: Column[Any], constraint: str = "
         connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {column.name} {kind} {constraint}")
 
 
-MIGRATIONS: tuple[Migration, ...] = (_add_tokens, _add_clients, _add_seconds_left, _add_names, _add_starts)
+MIGRATIONS: tuple[Migration, ...] = (
+    _add_tokens,
+    _add_clients,
+    _add_seconds_left,
+    _add_names,
+    _add_starts,
+    _add_metrics,
+)
 """Number i migrates a database from schema version i + 1 to i + 2."""
 
 EPOCH = "epoch"

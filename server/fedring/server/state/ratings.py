@@ -10,7 +10,9 @@ from fedring.server.state.rows import ModelRow
 def rating_in(stats: Mapping[str, Any]) -> tuple[float | None, float | None]:
     """Return accuracy and mean loss of a round's model: the clients', or else the server's; None = not evaluated."""
     if total := stats.get("total"):
-        return _finite(stats["correct"] / total), _finite(stats["loss_sum"] / total)
+        classified = stats.get("classified", total)
+        accuracy = stats["correct"] / classified if classified else None  # not defined, as for a language model
+        return _finite(accuracy), _finite(stats["loss_sum"] / total)
     return _finite(stats.get("server_accuracy")), _finite(stats.get("server_loss"))
 
 

@@ -119,6 +119,18 @@ class EvaluationRow:
     correct: int
     total: int
     loss_sum: float
+    classified: int = 0  # samples among which `correct` counts; 0 = accuracy is not defined
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of correct answers; None if it is not known."""
+        return self.correct / self.classified if self.classified else None
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss; None without samples."""
+        return self.loss_sum / self.total if self.total else None
 
 
 @dataclass(frozen=True, slots=True)

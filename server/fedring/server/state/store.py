@@ -38,6 +38,7 @@ from fedring.server.state.rows import (
     UpdateRow,
 )
 from fedring.server.state.tables import evaluations, events, jobs, meta, models, rounds, tokens, updates
+from fedring.train.metrics import combine
 from fedring.train.start import version_of
 
 Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow, TokenRow)
@@ -235,8 +236,12 @@ class SqlStore:
         rows = [row for row in self.evaluations(version) if row.client_id]
         if not rows:
             return None
-        correct, total = sum(row.correct for row in rows), sum(row.total for row in rows)
-        return EvaluationRow(rows[0].round, version, "", correct, total, fsum(row.loss_sum for row in rows))
+        correct, total, classified = (
+            sum(getattr(row, name) for row in rows) for name in ("correct", "total", "classified")
+        )
+        metrics = combine((row.total, row.metrics) for row in rows)
+        loss_sum = fsum(row.loss_sum for row in rows)
+        return EvaluationRow(rows[0].round, version, "", correct, total, loss_sum, classified, metrics)
 
     def append_events(self, rows: Sequence[EventRow]) -> None:
         if rows:

@@ -152,6 +152,8 @@ evaluations = Table(
     _column("correct", _INT),
     _column("total", _INT),
     _column("loss_sum", _FLOAT),
+    _column("classified", _INT),
+    _column("metrics", _Json),
     sqlite_strict=True,
 )
 events = Table(

@@ -155,6 +155,10 @@ at("job").addEventListener("change", (event) => {
   shown.job = Number(event.target.value);
   refreshRounds();
 });
+at("metric").addEventListener("change", (event) => {
+  event.target.dataset.chosen = event.target.value;
+  showHistory();
+});
 // A hidden page needs no messages, so it closes the stream.
 document.addEventListener("visibilitychange", () => (document.hidden ? pause() : connect()));
 window.addEventListener("online", connect);

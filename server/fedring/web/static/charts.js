@@ -1,7 +1,7 @@
 // Curves and bars, drawn by plotly.
 
 import { at, empty, fill, h } from "./dom.js";
-import { bytes } from "./format.js";
+import { bestRule, bytes } from "./format.js";
 
 const ENCODINGS = ["uniform", "packed", "fp32", "int8", "fp32_sparse", "sq8", "fp16", "bf16", "none"];
 const CONFIG = { displayModeBar: false, responsive: true };
@@ -18,27 +18,52 @@ plotly.catch(() => {}); // the function that draws shows the error
 
 export async function showCharts(rounds, job) {
   const published = rounds.filter((round) => round.phase === "published");
+  const metric = chosenMetric(published, job);
   fill(at("totals"), totals(published, job));
   await Promise.all([
-    draw(at("accuracy"), curves(published, "accuracy", ".2%"), { tickformat: "~%" }, "No round has been evaluated yet."),
+    metric === "accuracy"
+      ? draw(at("accuracy"), curves(published, "accuracy", ".2%"), { tickformat: "~%" }, noAccuracy(published))
+      : draw(at("accuracy"), [curve(published, metric, (round) => round.metrics[metric], ".6~g", 0)], {}, ""),
     draw(at("loss"), curves(published, "loss", ".4f"), { rangemode: "tozero" }, "No round has been evaluated yet."),
     draw(at("bytes"), bars(published, job), { tickformat: "~s", ticksuffix: "B", rangemode: "tozero" },
       "No round has been published yet.", { barmode: "stack", bargap: 0.25 }),
   ]);
 }
 
+// The metric that the first plot shows: the user's choice, otherwise accuracy, otherwise what the job has instead of it.
+function chosenMetric(rounds, job) {
+  const select = at("metric");
+  const names = [...new Set(rounds.flatMap((round) => Object.keys(round.metrics)))].sort()
+    .filter((name) => !/^(eval|server)\/(accuracy|loss)$/.test(name));
+  const said = JSON.stringify(names);
+  if (select.dataset.said !== said) { // a list that the user has opened must stay open
+    select.dataset.said = said;
+    fill(select, h("option", { value: "accuracy" }, "Accuracy"), names.map((name) => h("option", { value: name }, name)));
+  }
+  const usual = isClassified(rounds) || !isEvaluated(rounds) ? "accuracy"
+    : [bestRule(job)[1], ...names].find((name) => names.includes(name) && !name.startsWith("train/")) ?? "accuracy";
+  select.value = names.includes(select.dataset.chosen) || select.dataset.chosen === "accuracy" ? select.dataset.chosen : usual;
+  return select.value;
+}
+
+const isEvaluated = (rounds) => rounds.some((round) => round.loss != null || round.server_loss != null);
+const isClassified = (rounds) => rounds.some((round) => round.accuracy != null || round.server_accuracy != null);
+const noAccuracy = (rounds) => (isEvaluated(rounds) ? "Accuracy is not defined for this job." : "No round has been evaluated yet.");
+
 function curves(rounds, key, format) {
-  const colors = palette();
-  const one = (name, field, color, dash) => {
-    const known = rounds.filter((round) => round[field] != null);
-    return {
-      type: "scatter", mode: "lines+markers", name, x: known.map((round) => round.job_round),
-      y: known.map((round) => round[field]), line: { color, width: 2, dash }, marker: { color, size: known.length > 60 ? 3 : 6 },
-      hovertemplate: `%{y:${format}}<extra>${name}</extra>`,
-    };
-  };
-  const traces = [one("clients' samples", key, colors.series[0]), one("server's samples", `server_${key}`, colors.series[1], "dot")];
+  const traces = [curve(rounds, "clients' samples", (round) => round[key], format, 0),
+                  curve(rounds, "server's samples", (round) => round[`server_${key}`], format, 1, "dot")];
   return traces.filter((trace) => trace.x.length);
+}
+
+function curve(rounds, name, of, format, series, dash) {
+  const color = palette().series[series];
+  const known = rounds.filter((round) => of(round) != null);
+  return {
+    type: "scatter", mode: "lines+markers", name, x: known.map((round) => round.job_round),
+    y: known.map(of), line: { color, width: 2, dash }, marker: { color, size: known.length > 60 ? 3 : 6 },
+    hovertemplate: `%{y:${format}}<extra>${name}</extra>`,
+  };
 }
 
 // The kinds of traffic: the name of each, and a function from a round to its bytes.

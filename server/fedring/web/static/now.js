@@ -1,7 +1,7 @@
 // The present state: the job, the phase of its round, and the clients that it waits for.
 
 import { at, bar, fill, h, empty } from "./dom.js";
-import { bytes, count, duration, longDuration, number, percent, plural, secondsUntil } from "./format.js";
+import { bestRule, bytes, count, duration, longDuration, number, percent, plural, secondsUntil } from "./format.js";
 
 const PHASES = [
   ["waiting", "Waiting"],
@@ -94,13 +94,12 @@ function sentence(round, open, group) {
 export function showTiles(state, job, rounds) {
   const published = rounds.filter((round) => round.phase === "published");
   const last = published.at(-1);
-  const rated = published.filter((round) => round.accuracy != null);
-  const best = rated.reduce((most, round) => Math.max(most, round.accuracy), 0);
+  const rated = published.filter((round) => round.loss != null);
   const sums = (key) => rounds.reduce((sum, round) => sum + round[key], 0);
   const server = state.server;
   const peer = sums("peer_bytes");
   const tiles = [
-    ["Accuracy", percent(rated.at(-1)?.accuracy), rated.length ? `best ${percent(best)}` : "not evaluated yet"],
+    ...quality(published, rated, job),
     ["Loss", number(rated.at(-1)?.loss), rated.length ? `after round ${rated.at(-1).job_round}` : ""],
     ["Round time", last ? duration(last.seconds) : "–", last ? `training ${duration(last.train_seconds_max)} at most` : ""],
     ["Clients", server ? count(server.watching) : "–", server ? `ready, of ${count(server.clients)} here` : ""],
@@ -109,6 +108,16 @@ export function showTiles(state, job, rounds) {
   ];
   fill(at("tiles"), tiles.map(([name, value, note]) =>
     h("div", {}, h("dt", {}, name), h("dd", {}, value), h("dd", { class: "note", title: note }, note || "\u00a0"))));
+}
+
+// The figure by which the models of the job are compared; nothing if that is the loss, which has its own tile.
+function quality(published, rated, job) {
+  const [direction, name] = bestRule(job);
+  const values = published.map((round) => round.metrics[name]).filter((value) => value != null);
+  if (!values.length) return rated.length ? [] : [["Accuracy", percent(null), "not evaluated yet"]];
+  const best = direction === "max" ? Math.max(...values) : Math.min(...values);
+  const show = name.endsWith("/accuracy") ? percent : number;
+  return [[name === "eval/accuracy" ? "Accuracy" : name, show(values.at(-1)), `best ${show(best)}`]];
 }
 
 const encodingNote = (encoding, job) => (job && encoding ? `as ${encoding === "full" ? "full models" : encoding}` : "");

@@ -56,10 +56,10 @@ function missing(round) {
 
 export function showModels(models) {
   if (!models?.length) return fill(at("models"), empty("The server has no model yet."));
-  const columns = [["version", "right"], ["job", "right"], ["round", "right"], ["accuracy", "right"], ["size", "right"], ["digest", ""]];
+  const columns = [["version", "right"], ["job", "right"], ["round", "right"], ["accuracy", "right"], ["loss", "right"], ["size", "right"], ["digest", ""]];
   const rows = models.map((model) => [
     count(model.version), model.job_id || "–", model.round || "first",
-    percent(model.accuracy) + (model.best_of_job ? " (best)" : ""), bytes(model.bytes),
+    percent(model.accuracy) + (model.best_of_job ? " (best)" : ""), number(model.loss), bytes(model.bytes),
     h("code", { title: `${model.digest}, ${count(model.parameters)} parameters` }, model.digest.slice(0, 8)),
   ]);
   fill(at("models"), table("models that the server keeps", columns, rows));

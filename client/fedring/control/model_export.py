@@ -7,7 +7,7 @@ import numpy as np
 
 from fedring.codec import CodecError, decode
 from fedring.codec.schema import Schema, Vectors, parse_schema
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.v1 import federation_pb2 as fb
 

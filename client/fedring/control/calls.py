@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from fedring.ctl.failure import Failure, Unreachable, failure_of
+from fedring.control.failure import Failure, Unreachable, failure_of
 from fedring.rpc.channel import open_sync_channel
 from fedring.v1 import control_pb2 as pb
 from fedring.v1.control_pb2_grpc import ControlServiceStub, TokenServiceStub
@@ -186,6 +186,17 @@ class Control:
                 return job
         raise Failure(f"fl-server at {self.address} has no job {job_id}: see `flctl status`")
 
+    def completed(self, job_id: int) -> pb.Job:
+        """Return a job that has ended.
+
+        Raises:
+            Failure: It did not complete; the sentence says why.
+        """
+        job = self.job(job_id)
+        if job.state != "completed":
+            raise Failure(f"job {job_id} {job.state}{': ' + job.reason if job.reason else ''}")
+        return job
+
     def events(self, after: int = 0) -> Events:
         """Return the events after the one with the id `after`, or those from now on if that is 0.
 
@@ -229,7 +240,7 @@ class Control:
             path: The file.
             exact: Add what `download_encoding` has left out of the model that clients train from.
         """
-        from fedring.ctl.model_export import write_model  # imports numpy, which most verbs do not need
+        from fedring.control.model_export import write_model  # imports numpy, which most verbs do not need
 
         with _translated(self.address, named=version > 0):
             stream = self._stub.ExportModel(FetchModelRequest(version=version, exact=exact))
