@@ -101,7 +101,7 @@ def test_a_demo_that_is_interrupted_leaves_no_process(tmp_path: Path, number: in
     with _demo(tmp_path, "--clients", "1", "--rounds", "100000") as demo:
         assert demo.stderr is not None
         assert "watch it at" in demo.stderr.readline()
-        assert "round 1 is evaluated" in demo.stderr.readline()
+        assert "round 1 of job 1 is evaluated" in demo.stderr.readline()
         daemons = _daemons(tmp_path)
         demo.send_signal(number)
         demo.communicate(timeout=120)

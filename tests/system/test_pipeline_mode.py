@@ -243,7 +243,7 @@ def test_a_loss_that_is_not_finite_ends_the_round_at_once(fleet_of: FleetOf) -> 
         spec = job({"replacement_seconds": 600}, hidden=45, lr=1e30, rounds=1)
         found = {event.kind: event for event in control.follow_job(control.start_job(spec).job_id, events)}
         abandoned = found["round_abandoned"]
-        assert abandoned.text == f"round {abandoned.round} was abandoned: diverged"
+        assert abandoned.text == f"round 1 of job {abandoned.job_id} was abandoned: diverged"
         assert "use a learning rate below" in "".join(client.tail(50) for client in fleet.clients)
 
 

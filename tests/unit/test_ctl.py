@@ -185,8 +185,8 @@ async def _bare_server() -> tuple[grpc.aio.Server, str]:
 
 
 def test_stop_says_what_it_stopped(server: Server, flctl: Call) -> None:
-    assert flctl("stop", "--job", "3")[:2] == (0, "job 3 stopped, and its round 7\n")
-    assert flctl("stop", "--round")[:2] == (0, "round 7 of job 1 ended\n")
+    assert flctl("stop", "--job", "3")[:2] == (0, "job 3 stopped, with round 2 of job 1\n")
+    assert flctl("stop", "--round")[:2] == (0, "round 2 of job 1 ended\n")
     assert flctl("stop", "--round", "--job", "3")[0] == Exit.USAGE
 
 
@@ -215,7 +215,7 @@ def test_status_as_json_has_the_names_of_the_proto(server: Server, flctl: Call) 
 
 def test_status_as_a_table_is_for_people(server: Server, flctl: Call) -> None:
     out = flctl("status")[1]
-    assert "7 published, 2 of 2 clients delivered, accuracy 90.00 %" in out
+    assert "2 of job 1 published, 2 of 2 clients delivered, accuracy 90.00 %" in out
     assert "none is running" in out
 
 
@@ -243,6 +243,35 @@ def test_a_round_is_shown_with_its_clients(server: Server, flctl: Call) -> None:
     assert "bob" in out
     assert json.loads(flctl("rounds", "7", "--output", "json")[1])["round"] == 7
     assert flctl("rounds", "6")[0] == flctl("rounds", "8")[0] == Exit.USAGE
+
+
+@pytest.mark.parametrize("words", [("1.2",), ("--job", "1", "2"), ("--job", "1", "1.2"), ("7",)])
+def test_a_round_is_named_as_lists_show_it_or_by_the_servers_number(
+    server: Server, flctl: Call, words: tuple[str, ...]
+) -> None:
+    assert "1.2" in flctl("rounds")[1].split()
+    assert json.loads(flctl("rounds", *words, "--output", "json")[1])["round"] == 7
+    assert "round 2 of job 1 (number 7 of the server)" in flctl("rounds", *words)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("1.1",), "job 1 has no round 1"),
+        (("--job", "1", "7"), "job 1 has no round 7"),
+        (("1.0",), "job 1 has no round 0"),
+        (("--job", "2", "1.2"), "round 1.2 is not one of job 2"),
+        (("twelve",), "give JOB.ROUND"),
+        (("1.2.3",), "give JOB.ROUND"),
+        (("0",), "there is no round with the number 0"),
+    ],
+)
+def test_a_round_that_does_not_exist_is_a_usage_error(
+    server: Server, flctl: Call, words: tuple[str, ...], sentence: str
+) -> None:
+    code, _, error = flctl("rounds", *words)
+    assert code == Exit.USAGE
+    assert sentence in error
 
 
 def test_an_exported_model_has_its_own_dtypes(server: Server, flctl: Call, tmp_path: Path) -> None:

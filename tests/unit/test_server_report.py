@@ -46,12 +46,15 @@ def test_a_job_shows_its_whole_specification() -> None:
 
 def test_a_model_without_evaluation_has_no_accuracy() -> None:
     row = ModelRow(5, 4, "blake3-" + "ab" * 32, "cd" * 32, "ef" * 32, 10, 99, 1.5)
-    assert not model_message(row, None, best=False).HasField("accuracy")
-    message = model_message(row, EvaluationRow(4, 5, "", 0, 8, 4.0, classified=8), best=True)
+    assert not model_message(row, None, None, best=False).HasField("accuracy")
+    message = model_message(
+        row, EvaluationRow(4, 5, "", 0, 8, 4.0, classified=8), RoundRow(4, 2, 3, "published", 1.5), best=True
+    )
     assert message.HasField("accuracy")
     assert message.best_of_job
+    assert message.job_round == 3
     assert (message.accuracy, message.loss) == (0.0, 0.5)
-    unclassified = model_message(row, EvaluationRow(4, 5, "", 0, 8, 4.0, classified=0), best=False)
+    unclassified = model_message(row, EvaluationRow(4, 5, "", 0, 8, 4.0, classified=0), None, best=False)
     assert not unclassified.HasField("accuracy")
     assert unclassified.loss == 0.5
     assert (message.digest, message.schema_hash) == ("blake3-" + "ab" * 32, b"\xef" * 32)

@@ -67,7 +67,7 @@ def test_every_summary_can_be_sent_as_json() -> None:
     summaries = [
         job_summary(JOB),
         round_summary(pb.Round(phase=Phase.TRAINING)),
-        model_summary(ModelRow(1, 0, "aa", "bb", "cc", 10, 40, 0.0), None, best=False),
+        model_summary(ModelRow(1, 0, "aa", "bb", "cc", 10, 40, 0.0), None, None, best=False),
         event_summary(pb.Event(id=2**60, text="t")),
         client_summaries([session], {"b": 2}, ROUND),
         wait_summary(a_state(ROUND, *"abc"), an_open_round()),

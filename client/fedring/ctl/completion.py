@@ -42,10 +42,12 @@ def job_ids(context: typer.Context, incomplete: str) -> list[Offer]:
     return _known(context, incomplete, lambda control: [(str(job.job_id), job.name) for job in control.jobs(limit=50)])
 
 
-def round_numbers(context: typer.Context, incomplete: str) -> list[Offer]:
-    """Offer the numbers of the server's newest rounds."""
+def round_names(context: typer.Context, incomplete: str) -> list[Offer]:
+    """Offer the server's newest rounds as JOB.ROUND."""
     return _known(
-        context, incomplete, lambda control: [(str(one.round), one.phase) for one in control.rounds(limit=50)]
+        context,
+        incomplete,
+        lambda control: [(f"{one.job_id}.{one.job_round}", one.phase) for one in control.rounds(limit=50)],
     )
 
 

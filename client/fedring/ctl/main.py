@@ -84,7 +84,8 @@ _verb(
     lists.rounds,
     "flctl rounds --limit 5",
     "flctl rounds --metric eval/f1",
-    "flctl rounds 12",
+    "flctl rounds 3.12",
+    "flctl rounds --job 3 12",
     panel=_SHOW,
 )
 _verb(app, "watch", watch.watch, "flctl watch", "flctl watch --output json >> events.jsonl", panel=_SHOW)

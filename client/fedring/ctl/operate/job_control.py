@@ -15,6 +15,7 @@ from fedring.control.trackers import Log, tracker
 from fedring.ctl.access import connect
 from fedring.ctl.completion import job_ids, job_keys
 from fedring.ctl.operate.event_display import display
+from fedring.ctl.operate.round_names import round_title
 from fedring.ctl.options import DEFAULT_SERVER, KeyOption, OutputOption, ServerOption
 from fedring.ctl.output import Output, counted, print_json, quality, to_dict
 from fedring.daemon.config import COMMAND_LINE, ConfigError, merge, parse_overrides, read_document
@@ -98,12 +99,13 @@ def stop(
         raise Failure("--round ends the round in progress, of whichever job: leave --job out", Exit.USAGE)
     with connect(server) as control:
         reply = control.stop_round() if round_only else control.stop_job(job)
+        round_ = round_title(control, reply.round) if reply.round and output is Output.TABLE else ""
     if output is Output.JSON:
         print_json(to_dict(reply))
     elif round_only:
-        print(f"round {reply.round} of job {reply.job_id} ended" if reply.round else "no round was open")
+        print(f"{round_} ended" if round_ else "no round was open")
     else:
-        print(f"job {reply.job_id} stopped" + (f", and its round {reply.round}" if reply.round else ""))
+        print(f"job {reply.job_id} stopped" + (f", with {round_}" if round_ else ""))
 
 
 def job_of(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from fedring.control import figures
-from fedring.control.calls import Control
 from fedring.control.failure import Failure
 from fedring.ctl.access import connect
-from fedring.ctl.completion import client_ids, job_ids, model_versions, round_numbers
+from fedring.ctl.completion import client_ids, job_ids, model_versions, round_names
+from fedring.ctl.operate.round_names import find_round, round_name
 from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption, check_out_file
 from fedring.ctl.output import (
     Output,
@@ -31,7 +31,6 @@ from fedring.v1 import federation_pb2 as fb
 
 ROUND_COLUMNS = (
     "round>",
-    "job>",
     "phase",
     "from>",
     "clients>",
@@ -144,15 +143,18 @@ def jobs(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output:
 
 
 def rounds(
-    round_id: Annotated[
-        int,
+    name: Annotated[
+        str,
         typer.Argument(
-            metavar="[ID]", min=0, help="Show only this round, with its clients.", autocompletion=round_numbers
+            metavar="[ROUND]",
+            help="Show only this round, with its clients: 3.12 is round 12 of job 3, as in the list. A number alone "
+            "counts the rounds of the job that --job names, or else of the server.",
+            autocompletion=round_names,
         ),
-    ] = 0,
+    ] = "",
     limit: LimitOption = 20,
     job: Annotated[
-        int, typer.Option("--job", metavar="ID", min=0, help="List only rounds of this job.", autocompletion=job_ids)
+        int, typer.Option("--job", metavar="ID", min=0, help="Only rounds of this job.", autocompletion=job_ids)
     ] = 0,
     metric: Annotated[
         list[str] | None,
@@ -163,8 +165,8 @@ def rounds(
 ) -> None:
     """List the rounds, newest first, or show one round with its metrics, and the times and bytes of each client."""
     with connect(server) as control:
-        if round_id:
-            return _show_round(_find_round(control, round_id), output)
+        if name:
+            return _show_round(find_round(control, name, job), output)
         known = control.rounds(limit=limit, job_id=job)
     if output is Output.JSON:
         return print_json(to_dict(pb.RoundList(rounds=known)))
@@ -185,8 +187,7 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
     rows = [
         (
             str(model.version),
-            str(model.job_id or "-"),
-            str(model.round),
+            round_name(model.job_id, model.job_round),
             percent(model.accuracy if model.HasField("accuracy") else None),
             number(model.loss if model.HasField("loss") else None),
             "best" if model.best_of_job else "",
@@ -199,7 +200,6 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
     ]
     columns = (
         "version>",
-        "job>",
         "round>",
         "accuracy>",
         "loss>",
@@ -244,8 +244,7 @@ def export_model(
 def round_row(round_: pb.Round) -> Sequence[str]:
     """Return the cells of a round, one for each of ROUND_COLUMNS."""
     return (
-        str(round_.round),
-        str(round_.job_id),
+        round_name(round_.job_id, round_.job_round),
         round_.phase,
         str(round_.base_version or "-"),
         f"{round_.delivered}/{round_.selected}",
@@ -271,16 +270,11 @@ def activity(value: int) -> str:
     return names.get(value, str(value)) if value else "idle"
 
 
-def _find_round(control: Control, round_id: int) -> pb.Round:
-    for round_ in control.rounds(number=round_id):
-        return round_
-    raise Failure(f"fl-server at {control.address} has no round {round_id}: see `flctl rounds`", Exit.USAGE)
-
-
 def _show_round(round_: pb.Round, output: Output) -> None:
     if output is Output.JSON:
         return print_json(to_dict(round_))
-    print_table(f"round {round_.round}", ROUND_COLUMNS, [round_row(round_)])
+    title = f"round {round_.job_round} of job {round_.job_id} (number {round_.round} of the server)"
+    print_table(title, ROUND_COLUMNS, [round_row(round_)])
     if round_.metrics:
         print_table("metrics", ("metric", "value>"), [(name, _figure(round_, name)) for name in sorted(round_.metrics)])
     rows = [
@@ -307,9 +301,10 @@ def _figure(round_: pb.Round, name: str) -> str:
 
 
 def _round_sentence(round_: pb.Round) -> str:
+    name = f"{round_.job_round} of job {round_.job_id}"
     if round_.phase == "waiting":
-        return f"{round_.round} waits for clients"
-    sentence = f"{round_.round} {round_.phase}, {round_.delivered} of {counted(round_.selected, 'client')} delivered"
+        return f"{name} waits for clients"
+    sentence = f"{name} {round_.phase}, {round_.delivered} of {counted(round_.selected, 'client')} delivered"
     if round_.eval_total:
         sentence += f", {quality(figures.accuracy(round_), figures.loss(round_))}"
     return sentence + (f", {round_.reason}" if round_.reason else "")

@@ -241,7 +241,9 @@ class ControlService(rpc.ControlServiceServicer):
         rows = self._store.models(_ALL)
         best = best_of_each_job(rows)
         return [
-            model_message(row, self._store.evaluation_sum(row.version), best=row.version in best)
+            model_message(
+                row, self._store.evaluation_sum(row.version), self._store.round(row.round), best=row.version in best
+            )
             for row in rows[:limit]
         ]
 

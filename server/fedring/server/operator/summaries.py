@@ -12,7 +12,7 @@ from fedring.server.round.events import Phase, Round, State
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.sessions import Session, Sessions
 from fedring.server.state.journal import rfc3339
-from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow
+from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fed
 
@@ -67,12 +67,13 @@ def round_summary(message: pb.Round) -> Summary:
     }
 
 
-def model_summary(row: ModelRow, evaluation: EvaluationRow | None, *, best: bool) -> Summary:
+def model_summary(row: ModelRow, evaluation: EvaluationRow | None, round_: RoundRow | None, *, best: bool) -> Summary:
     """Summarize a model version, with the sum of its evaluations, if there are any.
 
     Args:
         row: The version.
         evaluation: The sum of its evaluations.
+        round_: The round that published it; None if it is not kept, or for a first model.
         best: Whether it is the best version of its job.
     """
     return {
@@ -86,6 +87,7 @@ def model_summary(row: ModelRow, evaluation: EvaluationRow | None, *, best: bool
         "loss": evaluation.loss if evaluation else None,
         "job_id": row.job_id,
         "best_of_job": best,
+        "job_round": round_.job_round if round_ else 0,
     }
 
 

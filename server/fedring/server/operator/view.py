@@ -141,7 +141,10 @@ class View:
         self._evaluations = {row.version: known[row.version] for row in rows[1:]}
         newest = {row.version: self._store.evaluation_sum(row.version) for row in rows[:1]}
         evaluations = self._evaluations | newest
-        return [model_summary(row, evaluations[row.version], best=row.version in best) for row in rows]
+        return [
+            model_summary(row, evaluations[row.version], self._store.round(row.round), best=row.version in best)
+            for row in rows
+        ]
 
     def _last_round(self, stored: _Stored) -> pb.Round | None:
         row = self._rounds.last or stored.last

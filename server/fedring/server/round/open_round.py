@@ -45,6 +45,11 @@ class OpenRound:
         return pb.ServerEvent(train=command).SerializeToString()
 
     @property
+    def title(self) -> str:
+        """What people call the round: they know it by its job."""
+        return f"round {self.row.job_round} of job {self.row.job_id}"
+
+    @property
     def missing(self) -> list[str]:
         """The selected clients that neither delivered nor were done as members of a group, sorted."""
         return sorted(set(self.row.selected) - self.accepted.keys() - self.done.keys())

@@ -74,12 +74,13 @@ def job_message(row: JobRow) -> pb.Job:
     )
 
 
-def model_message(row: ModelRow, evaluation: EvaluationRow | None, *, best: bool) -> pb.Model:
+def model_message(row: ModelRow, evaluation: EvaluationRow | None, round_: RoundRow | None, *, best: bool) -> pb.Model:
     """Return a model version as a message.
 
     Args:
         row: The version.
         evaluation: The sum of its evaluations, if there are any.
+        round_: The round that published it; None if it is not kept, or for a first model.
         best: Whether it is the best version of its job.
     """
     return pb.Model(
@@ -94,6 +95,7 @@ def model_message(row: ModelRow, evaluation: EvaluationRow | None, *, best: bool
         loss=evaluation.loss if evaluation else None,
         job_id=row.job_id,
         best_of_job=best,
+        job_round=round_.job_round if round_ else 0,
     )
 
 

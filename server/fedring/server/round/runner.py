@@ -225,7 +225,7 @@ class RoundRunner:
         self._rounds.handle(Started(clients))
         self._gather(open_)
         self._dispatch.train_all(open_, clients)
-        text = f"round {row.round} ({row.job_round}/{open_.job.rounds}) trains on {len(clients)} clients"
+        text = f"{open_.title} trains on {len(clients)} clients"
         self._rounds.tell("round_started", text)
 
     def _gather(self, open_: OpenRound, *, resumed: bool = False) -> None:
@@ -242,7 +242,7 @@ class RoundRunner:
         if open_.stragglers:
             self._metrics.stragglers.inc(len(open_.stragglers))
             names, factor = ", ".join(sorted(open_.stragglers)), open_.job.straggler_factor
-            text = f"round {open_.row.round} ends without {names}: {factor:g} times the median time has passed"
+            text = f"{open_.title} ends without {names}: {factor:g} times the median time has passed"
             self._rounds.tell("round_stragglers", text)
         while self._phase is Phase.AGGREGATING:
             if open_.stop_reason:
@@ -276,7 +276,7 @@ class RoundRunner:
         self._end_training(open_)
         for client in evaluators:
             self._dispatch.evaluate(open_, model, client)
-        text = f"round {ended.round} published model {model.version} in {ended.stats['seconds']:.2f} s"
+        text = f"{open_.title} published model {model.version} in {ended.stats['seconds']:.2f} s"
         rounds.tell("round_published", text)
 
     async def _wait_for_disk(self, open_: OpenRound, *, phase: Phase) -> None:
@@ -328,7 +328,7 @@ class RoundRunner:
         self._end_training(open_)
         away = () if open_.row.selected else await facts.db(facts.store.update_counts)
         reason = why_abandoned(open_, self._rounds.state, away, self._config.listen)
-        self._rounds.tell("round_abandoned", f"round {round_.number} was abandoned: {reason}")
+        self._rounds.tell("round_abandoned", f"{open_.title} was abandoned: {reason}")
         return Outcome(published=False, reason=reason, retryable=open_.retryable)
 
     async def _finish_evaluation(self, open_: OpenRound, model: ModelRow) -> None:
@@ -342,7 +342,7 @@ class RoundRunner:
         if summed is not None and summed.total:
             known = summed.accuracy is not None
             figure = f": accuracy {summed.accuracy:.4f}" if known else f": loss {summed.loss:.4f}"
-        self._rounds.tell("round_evaluated", f"round {open_.row.round} is evaluated{figure}")
+        self._rounds.tell("round_evaluated", f"{open_.title} is evaluated{figure}")
 
     def _begin(
         self, row: RoundRow, spec: Job, base: ModelRow, small: pb.SmallModel | None, *, residual_after: int
@@ -369,7 +369,8 @@ class RoundRunner:
 
     def _tell_progress(self, now: float) -> float:
         """Tell what an open barrier waits for, or log what a round does. Returns seconds until there may be more."""
-        text, seconds = self._progress.news(self._rounds.state, now)
+        open_ = self._rounds.open
+        text, seconds = self._progress.news(self._rounds.state, open_.title if open_ else "", now)
         if text and self._phase is Phase.WAITING:
             self._rounds.tell("round_waits", text)
         elif text:  # the journal has its updates one by one
