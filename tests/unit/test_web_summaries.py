@@ -14,6 +14,7 @@ from fedring.server.operator.summaries import (
     client_summaries,
     event_summary,
     group_summary,
+    job_settings,
     job_summary,
     model_summary,
     round_summary,
@@ -135,3 +136,30 @@ def test_a_group_lists_its_workers_by_rank_with_their_states() -> None:
     pipeline = group_summary(rendezvous, sessions, replace(JOB, spec={"mode": "pipeline"}))
     assert pipeline is not None
     assert pipeline["mode"] == "pipeline"
+
+
+def test_the_settings_of_a_job_are_all_of_its_keys_and_which_of_them_are_not_the_defaults() -> None:
+    spec = Job.model_validate({"lr": 0.5, "model_args": {"hidden": 8}, "data_parallel": {"hook": "dgc"}})
+    told = job_settings(spec.model_dump(mode="json"))
+    assert told["changed"] == ["model_args", "lr", "data_parallel.hook"]
+    assert told["settings"]["model_args"] == {"hidden": 8}
+    assert told["settings"]["encoding"] == spec.encoding
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    assert job_settings({"key_of_an_older_version": 1})["changed"] == ["key_of_an_older_version"]
+
+
+def test_the_parts_of_the_clients_of_a_round_are_told_on_demand() -> None:
+    metrics = {"loss": 0.25, "bad": nan}
+    part = pb.RoundClient(num_samples=3, train_seconds=1.5, upload_bytes=10, metrics=metrics, encoding="packed")
+    message = pb.Round(round=4, clients=[part] * 30)
+    assert "clients" not in round_summary(message)
+    told = round_summary(message, clients=True)["clients"]
+    assert len(told) == 20
+    assert told[0] == {
+        "client_id": "",
+        "num_samples": 3,
+        "train_seconds": 1.5,
+        "upload_bytes": 10,
+        "download_bytes": 0,
+        "metrics": {"loss": 0.25},
+    }

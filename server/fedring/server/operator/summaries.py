@@ -13,6 +13,7 @@ from fedring.server.round.open_round import OpenRound
 from fedring.server.round.sessions import Session, Sessions
 from fedring.server.state.journal import rfc3339
 from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
+from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fed
 
@@ -20,12 +21,17 @@ Summary = dict[str, Any]
 
 MOST_CLIENTS = 200
 MOST_NAMES = 10
+MOST_CURVES = 20
+"""Clients of a round whose parts are told one by one."""
 _GROUP_MODES = ("data_parallel", "pipeline")
 _JOB_KEYS = ("mode", "model", "data", "encoding", "download_encoding", "start", "best_by")
 _ROUND_KEYS = (
     *("round", "job_id", "job_round", "phase", "reason", "selected", "delivered", "base_version", "model_version"),
     *("seconds", "evaluate_seconds", "train_seconds_max", "upload_bytes", "download_bytes", "started_at"),
 )
+_PART_KEYS = ("client_id", "num_samples", "train_seconds", "upload_bytes", "download_bytes")
+_DEFAULTS = Job.model_validate({}).model_dump(mode="json")
+_TABLES = ("data_parallel", "pipeline")
 _EVENT_KEYS = ("id", "at", "kind", "job_id", "round", "client_id", "text")
 
 
@@ -44,8 +50,15 @@ def job_summary(row: JobRow) -> Summary:
     }
 
 
-def round_summary(message: pb.Round) -> Summary:
-    """Summarize a round: of its clients, only sums."""
+def job_settings(spec: Mapping[str, Any]) -> Summary:
+    """Return all keys of a job by their dotted names, and the names of those that differ from the defaults."""
+    settings, defaults = _flat(spec), _flat(_DEFAULTS)
+    changed = [key for key, value in settings.items() if key not in defaults or value != defaults[key]]
+    return {"settings": settings, "changed": changed}
+
+
+def round_summary(message: pb.Round, *, clients: bool = False) -> Summary:
+    """Summarize a round: of its clients, only sums, unless `clients` asks for the part of each of the first ones."""
     by_encoding: dict[str, int] = {}
     for client in message.clients:
         if client.upload_bytes:
@@ -64,6 +77,7 @@ def round_summary(message: pb.Round) -> Summary:
         "metrics": {name: float(f"{metrics[name]:.6g}") for name in sorted(metrics)},
         "upload_by_encoding": by_encoding,
         "peer_bytes": _sum(client.metrics.get("bytes_sent", 0.0) for client in message.clients),
+        **({"clients": [_part_summary(client) for client in message.clients[:MOST_CURVES]]} if clients else {}),
     }
 
 
@@ -163,6 +177,22 @@ def activity_name(value: int) -> str:
     if not value or value not in fed.Activity.values():
         return ""
     return fed.Activity.Name(fed.Activity.ValueType(value)).removeprefix("ACTIVITY_").lower()
+
+
+def _part_summary(client: pb.RoundClient) -> Summary:
+    metrics = {name: float(f"{value:.6g}") for name, value in sorted(client.metrics.items()) if isfinite(value)}
+    return {**{key: getattr(client, key) for key in _PART_KEYS}, "metrics": metrics}
+
+
+def _flat(spec: Mapping[str, Any]) -> Summary:
+    """Return a job's keys with those of its tables as `table.key`."""
+    flat: Summary = {}
+    for key, value in spec.items():
+        if key in _TABLES:
+            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
+        else:
+            flat[key] = value
+    return flat
 
 
 def _worker(state: gr.State, name: str, sessions: Sessions) -> Summary:

@@ -10,6 +10,7 @@ from fedring.server.operator.summaries import (
     client_summaries,
     event_summary,
     group_summary,
+    job_settings,
     job_summary,
     model_summary,
     round_summary,
@@ -82,8 +83,14 @@ class View:
             "events": self._recent(stored),
         }
 
-    async def rounds(self, job_id: int, after: int) -> dict[str, Any]:
-        """Return a job (0 = the newest) with its ended rounds above the round `after`, oldest first."""
+    async def rounds(self, job_id: int, after: int, *, clients: bool = False) -> dict[str, Any]:
+        """Return a job (0 = the newest) with its ended rounds above the round `after`, oldest first.
+
+        Args:
+            job_id: The job.
+            after: The number of a round.
+            clients: Whether each round has the parts of its first clients.
+        """
         if not job_id:
             newest = await self._facts.db(self._store.jobs, 1)
             job_id = newest[0].job_id if newest else 0
@@ -92,13 +99,13 @@ class View:
         async with self._reading:  # one at a time: a request for much holds up only others like it
             limit, below = self._first_chunk(after), 0
             while job is not None and len(rounds) < MOST_ROUNDS:
-                chunk = await self._facts.db(self._read_rounds, limit, job_id, below)
+                chunk = await self._facts.db(self._read_rounds, limit, job_id, below, clients)
                 rounds += chunk
                 if len(chunk) < limit or chunk[-1]["round"] <= after + 1:
                     break
                 limit, below = CHUNK, chunk[-1]["round"]
         ended = [row for row in reversed(rounds) if row["round"] > after and row["phase"] in _ENDED]
-        return {"job": job_summary(job) if job else None, "rounds": ended}
+        return {"job": job_summary(job) | job_settings(job.spec) if job else None, "rounds": ended}
 
     async def events(self, after: int) -> dict[str, Any]:
         """Return the events after the event `after`, oldest first; 0 = the newest ones."""
@@ -117,8 +124,8 @@ class View:
             self._stored = stored
         return stored
 
-    def _read_rounds(self, limit: int, job_id: int, below: int) -> list[Summary]:
-        return [round_summary(round_message(row)) for row in self._store.rounds(limit, job_id, below)]
+    def _read_rounds(self, limit: int, job_id: int, below: int, clients: bool) -> list[Summary]:
+        return [round_summary(round_message(row), clients=clients) for row in self._store.rounds(limit, job_id, below)]
 
     def _read_store(self, newest: int) -> _Stored:
         store, first = self._store, self._stored.event < 0

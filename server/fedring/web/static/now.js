@@ -56,14 +56,14 @@ function nothingYet(state) {
   return [
     empty("No job has run yet. Start one: ", h("code", {}, "flctl start-round --wait"), " or ",
       h("code", {}, "flctl run job.toml")),
-    h("p", { class: "empty" }, clients ? `${plural(clients, "client")} ${clients === 1 ? "is" : "are"} here.`
-      : ["No client is here yet. On each client's machine: ", h("code", {}, "fl-client server=HOST:PORT")]),
+    h("p", { class: "empty" }, clients ? `${plural(clients, "client")} ${clients === 1 ? "is" : "are"} connected.`
+      : ["No client is connected yet. On each client's machine: ", h("code", {}, "fl-client server=HOST:PORT")]),
   ];
 }
 
 function phases(round, open) {
   const current = round.phase === "published" ? (open ? 3 : 4) : PHASES.findIndex(([name]) => name === round.phase);
-  return h("ol", { class: "phases", "aria-label": `phases of round ${round.round}` },
+  return h("ol", { class: "phases", "aria-label": `phases of round ${round.job_round}` },
     PHASES.map(([, title], i) => h("li", {
       class: round.phase === "abandoned" ? "failed" : i < current ? "past" : i === current ? "current" : "",
       "aria-current": i === current ? "step" : null,
@@ -71,9 +71,8 @@ function phases(round, open) {
 }
 
 function waits(round, state) {
-  const name = h("strong", { id: "round-name" }, `Round ${round.job_round}`);
-  const number = round.round === round.job_round ? " " : ` (number ${round.round}) `;
-  return h("p", { class: "waits number" }, name, number, sentence(round, state.waits_for, state.group));
+  const name = h("strong", { id: "round-name", title: `number ${round.round} of the server` }, `Round ${round.job_round}`);
+  return h("p", { class: "waits number" }, name, " ", sentence(round, state.waits_for, state.group));
 }
 
 function sentence(round, open, group) {
@@ -102,7 +101,7 @@ export function showTiles(state, job, rounds) {
     ...quality(published, rated, job),
     ["Loss", number(rated.at(-1)?.loss), rated.length ? `after round ${rated.at(-1).job_round}` : ""],
     ["Round time", last ? duration(last.seconds) : "–", last ? `training ${duration(last.train_seconds_max)} at most` : ""],
-    ["Clients", server ? count(server.watching) : "–", server ? `ready, of ${count(server.clients)} here` : ""],
+    ["Clients", server ? count(server.watching) : "–", server ? `ready, of ${count(server.clients)} connected` : ""],
     ["Sent up", bytes(sums("upload_bytes")), peer ? `+ ${bytes(peer)} to peers` : encodingNote(job?.mode === "federated" ? job.encoding : "fp32", job)],
     ["Sent down", bytes(sums("download_bytes")), encodingNote(job?.download_encoding, job)],
   ];
