@@ -126,8 +126,9 @@ async function savePng(id, plot) {
   const Plotly = await plotly;
   const { ink, card } = palette();
   const own = layout(plot);
-  const title = { text: plot.title, font: { size: 15, color: ink }, x: 0.02, xanchor: "left" };
-  const picture = { data: plot.traces, layout: { ...own, title, paper_bgcolor: card, margin: { ...own.margin, t: 64 } } };
+  const title = { text: plot.title, font: { size: 15, color: ink }, x: 0.02, xanchor: "left", y: 0.97, yanchor: "top" };
+  const xaxis = { ...own.xaxis, title: { text: "round" } };
+  const picture = { data: plot.traces, layout: { ...own, title, xaxis, paper_bgcolor: card, margin: { ...own.margin, t: 76, b: 52 } } };
   save(await Plotly.toImage(picture, { format: "png", width: 900, height: 480, scale: 2 }), fileName(plot, "png"));
 }
 

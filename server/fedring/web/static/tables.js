@@ -60,7 +60,7 @@ export function showModels(models) {
   const rows = models.map((model) => [
     count(model.version), publisher(model),
     percent(model.accuracy) + (model.best_of_job ? " (best)" : ""), number(model.loss), bytes(model.bytes),
-    h("code", { title: `${model.digest}, ${count(model.parameters)} parameters` }, model.digest.slice(0, 8)),
+    h("code", { title: `${model.digest}, ${count(model.parameters)} parameters` }, model.digest.replace("blake3-", "").slice(0, 8)),
   ]);
   fill(at("models"), table("models that the server keeps", columns, rows));
 }
