@@ -128,6 +128,7 @@ def test_a_job_starts_from_a_version_that_is_kept_while_it_waits_for_its_turn(tm
         outcome(control, job_id, events)
         version = control.models()[0].version
         first, _ = run(control, rounds=3)
+        assert control.job(first).start == "newest"  # what a program gets that does not name a start
         waiting, events = run(control, start=version)
         for _ in range(3):
             deliver(client)
