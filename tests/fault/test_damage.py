@@ -17,7 +17,7 @@ from fedring.v1 import federation_pb2 as pb
 from tests.damage import ask, flip, model_file, update_file
 from tests.fault.faulty_fleet import SECONDS
 from tests.fleets import Control, Fleet
-from tests.system.wire import Refused, WireClient, outcome, parameters, payload_of, run
+from tests.system.wire import Refused, WireClient, outcome, parameters, payload_of, run, vector_job
 
 SIZE = 50_000  # of the model: an update of it is too large for a row of the database
 ONES = np.ones(SIZE, np.float32)
@@ -179,7 +179,7 @@ def test_a_job_fails_with_a_reason_if_its_start_version_is_missing_damaged_or_of
         ({"start": 1, "model_args": {"size": 3}}, "start: Version 1 is not a model of the job's kind"),
     ):
         with pytest.raises(Failure, match=words) as refused:
-            control.start_job({**MODEL, **keys})
+            control.start_job(vector_job(**keys))
         assert refused.value.exit_code == Exit.CONFIG
     job_id, events = run(control, start=2, **MODEL)
     job = outcome(control, job_id, events)

@@ -259,12 +259,8 @@ class TestBadJobs:
     @pytest.mark.parametrize(
         ("keys", "sentence"),
         [
-            (
-                {"model": "nosuch:net"},
-                "model: nosuch:net lies in nosuch, but only fedring, torchvision",
-            ),
+            ({"model": "nosuch:net"}, "model: nosuch:net lies in nosuch, but only fedring, torch"),
             ({"model": "fedring.train.models:mnist_cn"}, "did you mean fedring.train.models:mnist_cnn?"),
-            ({"model": "digit_mlp"}, "model: The name 'digit_mlp' is not of the form module:attribute"),
             ({"model": "digit_mlp"}, "Did you mean fedring.train.models:digits_mlp?"),
             ({"model": "fedring.no_such_module:model"}, "model: There is no module fedring.no_such_module"),
             ({"model": "os:system", "model_args": {"command": "true"}}, "only fedring, torchvision is trusted here"),
@@ -279,10 +275,7 @@ class TestBadJobs:
             ({"mode": "data_parallel", "data_parallel": {"hook": "dgcc"}}, "a job cannot name the hook 'dgcc'"),
             ({"mode": "data_parallel", "data_parallel": {"hook": "fedring.ddp:hok"}}, "data_parallel.hook: "),
             ({"mode": "pipeline", "pipeline": {"cut": ["31"]}, **DIGITS}, "has no layer 31: did you mean"),
-            (
-                {"mode": "pipeline", "pipeline": {"replicas": 200}},
-                "needs 400 clients, but this server takes",
-            ),
+            ({"mode": "pipeline", "pipeline": {"replicas": 200}}, "needs 400 clients, but this server"),
             ({"min_clients": 301}, "min_clients: the job needs 301 clients, but this server takes max_clients=300"),
             ({"model_args": {"size": 300_000}}, "encoding: an update as fp32 has at least 1200000 bytes"),
             ({"start": "newst"}, "did you mean 'newest'?"),

@@ -214,9 +214,9 @@ def test_every_kind_of_pipeline_learns(fleet_of: FleetOf, hidden: int, table: di
         ("user_models:untraceable", {}, "cannot be cut automatically"),
         ("user_models:tied", {}, "tied weights must be in one stage"),
         (MODEL, {"stages": 3}, "cannot make 3 stages"),
-        (MODEL, {"cut": ["first"]}, "no layer begins at 'first'"),
+        (MODEL, {"cut": ["0"]}, "must be in the model's order, without its first layer"),
     ],
-    ids=["untraceable", "tied", "too few layers", "unknown layer"],
+    ids=["untraceable", "tied", "too few layers", "first layer"],
 )
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(
     fleet_of: FleetOf, model: str, table: dict[str, Any], sentence: str

@@ -15,7 +15,7 @@ from fedring.train.seam import build_model
 from fedring.train.state import read_vectors
 from fedring.v1 import control_pb2
 from fedring.v1 import federation_pb2 as pb
-from tests.fleets import Control, Fleet
+from tests.fleets import Control, Fleet, run_job, until_watching
 from tests.system.wire import (
     SIZE,
     WireClient,
@@ -128,6 +128,7 @@ def test_a_job_starts_from_a_version_that_is_kept_while_it_waits_for_its_turn(tm
         outcome(control, job_id, events)
         version = control.models()[0].version
         first, _ = run(control, rounds=3)
+        assert control.job(first).start == "newest"  # what a program gets that does not name a start
         waiting, events = run(control, start=version)
         for _ in range(3):
             deliver(client)
@@ -241,3 +242,23 @@ def test_a_job_starts_from_a_file_that_the_server_allows(tmp_path: Path) -> None
             assert job.reason.startswith(
                 "start names the file threes.safetensors, which is not on the server's machine"
             )
+
+
+def test_the_jobs_of_all_modes_start_where_they_are_told_to(tmp_path: Path) -> None:
+    with Fleet(tmp_path, {}, [{}, {}]) as fleet, Control(fleet.control) as control:
+        until_watching(control, 2)
+        starts = []
+        for mode, start, seed in (
+            ("data_parallel", "fresh", 1),
+            ("pipeline", "fresh", 2),
+            ("data_parallel", "newest", 3),
+            ("pipeline", "best", 3),
+            ("federated", "fresh", 1),
+        ):
+            job = run_job(control, {**DIGITS, "mode": mode, "start": start, "seed": seed, "batch_size": 256})
+            assert (job.state, job.start) == ("completed", start), job.reason
+            starts.append(job.start_version)
+        models = {model.version: model for model in control.models()}
+        best = max((models[version] for version in (2, 4, 5)), key=lambda model: (model.accuracy, -model.version))
+        assert starts == [1, 3, 4, best.version, 7]
+        assert models[1].digest == models[7].digest != models[3].digest

@@ -37,7 +37,13 @@ from fedring.server.round.events import (
 from fedring.server.round.metrics import REJECTIONS, Metrics
 from fedring.server.state.rows import UpdateRow
 
-OTHERS = {"bad_schema", "unknown_model", "unknown_job", "unknown_token"}  # no upload is refused for these reasons
+OTHERS = {
+    "bad_schema",
+    "unknown_model",
+    "unknown_job",
+    "unknown_token",
+    "no_residual",
+}  # no upload is refused for these reasons
 OTHERS |= {"other_job", "unknown_method", "unreadable", "unknown_client", "client_is_here", "bad_model", "wrong_state"}
 OTHERS |= {"no_session", "superseded", "gone", "stalled", "unavailable", "damaged"}  # after these, the upload continues
 

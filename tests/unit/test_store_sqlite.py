@@ -270,3 +270,33 @@ def test_evaluations_of_older_states_have_an_accuracy_over_all_samples(tmp_path:
     assert (summed.accuracy, summed.loss) == (None, 0.5)
     assert summed.metrics == {"f1": pytest.approx(0.8)}
     store.close()
+
+
+def test_a_state_from_before_jobs_said_what_they_start_from_learns_whose_its_models_are(tmp_path: Path) -> None:
+    file = tmp_path / "facts.sqlite"
+    store = SqlStore(f"sqlite:///{file}")
+    job = a_job(store)
+    opened = a_round(store, job)
+    store.publish(a_model(1))
+    store.publish(a_model(2, number=opened.round), replace(opened, phase="published", ended_at=9.0))
+    for client, correct in (("ann", 3), ("bob", 6)):
+        store.add_evaluation(EvaluationRow(opened.round, 2, client, correct, 10, 5.0))
+    store.add_evaluation(EvaluationRow(opened.round, 2, "", 10, 10, 0.0))  # the server's own
+    store.close()
+    with closing(sqlite3.connect(file)) as connection:
+        for table, columns in (
+            ("jobs", ("start_version", "residual_after")),
+            ("models", ("job_id", "accuracy", "loss")),
+        ):
+            for column in columns:
+                connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        connection.execute("PRAGMA user_version = 5")
+    for _ in range(2):
+        store = SqlStore(f"sqlite:///{file}")
+        found = [(row.version, row.job_id, row.accuracy, row.loss) for row in store.models()]
+        assert found == [(2, job.job_id, 0.45, 0.5), (1, 0, None, None)]
+        row = store.job(job.job_id)
+        assert row is not None
+        assert (row.start_version, row.residual_after) == (0, 0)
+        store.close()
+    assert (tmp_path / "facts.sqlite.v5.bak").exists()

@@ -152,13 +152,16 @@ class Rounds:
             self._metrics.stalled.inc()
             seconds = self.open.job.stalled_after_seconds
             text = f"{client} is stalled: it has reported no progress for {seconds:g} s, and nobody waits for it"
-            self._tell_of(client, "client_stalled", text)
+            state = self.message()
+            self._journal.write("client_stalled", text, job_id=self.open.row.job_id, client_id=client, state=state)
 
     def moved(self, client: str) -> None:
         """Note that the client makes progress."""
         if self.state.round is not None and client in self.state.round.stalled:
             self._note_stalled(Moved(client))
-            self._tell_of(client, "client_moves", f"{client} makes progress again")
+            text = f"{client} makes progress again"
+            job_id = self.open.row.job_id if self.open else 0
+            self._journal.write("client_moves", text, job_id=job_id, client_id=client, state=self.message())
 
     @contextmanager
     def transfer(self, session: Session) -> Iterator[None]:
@@ -175,10 +178,6 @@ class Rounds:
         self.handle(event)
         if self.open is not None and self.state.round is not None:
             self.open.stalled = self.state.round.stalled
-
-    def _tell_of(self, client: str, kind: str, text: str) -> None:
-        job_id = self.open.row.job_id if self.open else 0
-        self._journal.write(kind, text, job_id=job_id, client_id=client, state=self.message())
 
     def group(self, event: gr.Event) -> None:
         """Take an event into the state of the round's group, and tell operators what follows from it."""

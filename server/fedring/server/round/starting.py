@@ -33,9 +33,8 @@ async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[M
         version = await facts.db(facts.store.next_version)
         path = spec.start if is_path(spec.start) else ""
         made = await facts.heavy(models.maker.first, spec, version, path)
-        wanted, first = replace(made, job_id=job.job_id), replace(made, job_id=job.job_id)
-        source = f"from {path}" if path else "fresh"
-        why = f"starts {source}, as version {version}"
+        first = wanted = replace(made, job_id=job.job_id)
+        why = f"starts {f'from {path}' if path else 'fresh'}, as version {version}"
     else:
         first = None
         models.versions.remember(wanted)  # a model that was damaged when the server started is not known yet

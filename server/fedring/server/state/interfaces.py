@@ -81,10 +81,7 @@ class Store(Protocol):
         ...
 
     def begin_job(self, job_id: int, version: int, residual_after: int, first: ModelRow | None = None) -> None:
-        """Note the version that a job starts from, and after which round clients' residuals belong to it.
-
-        If that version is new, it is added in the same transaction, as `first`.
-        """
+        """Note the version that a job starts from, and the round after which residuals belong to it; add it if new."""
         ...
 
     def set_job_state(self, job_id: int, state: str, reason: str = "") -> None:
@@ -142,8 +139,7 @@ class Store(Protocol):
     def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
         """Accept updates, all in one transaction, and return what became of each, in order.
 
-        At most one update of a client is accepted for a round. If an update is repeated, or another one comes, also
-        within `rows`, the first one stays.
+        Of a client, only the first update for a round is accepted, also within `rows`.
 
         Raises:
             StorageError: "database", if there is no such round; then none of the updates was accepted.
@@ -151,10 +147,7 @@ class Store(Protocol):
         ...
 
     def accepted_name(self, number: int, client_id: str) -> str:
-        """Return the name of the client's accepted update in a round; empty if none is known.
-
-        Of the updates that were pruned, only the newest of each client is known.
-        """
+        """Return the name of the client's accepted update in a round; of pruned ones, only the newest is known."""
         ...
 
     def last_accepted(self) -> dict[str, LastAccepted]:
@@ -372,10 +365,9 @@ class Blobs(Protocol):
         ...
 
     def range_reader(self, digest: str) -> Callable[[int, int], bytes]:
-        """Return a function that reads `size` bytes at `offset` of a blob.
+        """Return a function that reads `size` bytes at `offset` of a blob, and raises as `reader` and `read` do.
 
-        It holds no file open between two calls, because a round may read thousands of blobs. Each call raises as
-        `reader` and `BlobReader.read` do.
+        It holds no file open between two calls, because a round may read thousands of blobs.
         """
         ...
 

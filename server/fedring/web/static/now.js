@@ -86,7 +86,7 @@ function sentence(round, open, group) {
   if (open.what === "evaluations") return `is evaluated: ${open.have} of ${open.need} have reported${names && `, it waits for ${names}`}.`;
   if (group && group.phase === "gathering") return `forms its group: it waits for workers to be ready${limit}.`;
   if (group && group.phase === "running") return `is trained by ${plural(group.members.length, "worker")} together${limit}.`;
-  const stalled = round.stalled.length ? `, not for ${round.stalled.join(", ")} (stalled)` : "";
+  const stalled = round.stalled?.length ? `, not for ${round.stalled.join(", ")} (stalled)` : "";
   return `has ${open.have} of ${open.need} updates${names && `, and waits for ${names}`}${stalled}${limit}.`;
 }
 

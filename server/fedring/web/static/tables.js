@@ -50,7 +50,7 @@ export function showRounds(rounds, job) {
 
 // The clients that did not deliver, and why if the round did not wait for them.
 function missing(round) {
-  const why = (name) => (round.stalled.includes(name) ? " (stalled)" : round.stragglers.includes(name) ? " (straggler)" : "");
+  const why = (name) => (round.stalled?.includes(name) ? " (stalled)" : round.stragglers?.includes(name) ? " (straggler)" : "");
   return round.missing.map((name) => name + why(name)).join(", ");
 }
 
