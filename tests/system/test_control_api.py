@@ -51,6 +51,7 @@ def test_a_job_is_started_watched_and_its_model_loaded(server: Server, tmp_path:
     assert list(job.watch()) == rows  # a job that has ended can be watched, too
     best = job.best()
     assert best == min(rows, key=lambda row: float(row["loss"] or 0))
+    assert best is not None
     assert job.export(tmp_path / "best.safetensors", "best") == best["model_version"]
     assert job.export(tmp_path / "newest.safetensors") == rows[-1]["model_version"]
     model = job.load_model(digits_mlp())
