@@ -9,6 +9,7 @@ import typer
 from fedring.control import figures
 from fedring.control.calls import Control
 from fedring.control.failure import Failure
+from fedring.control.server import Job
 from fedring.ctl.access import connect
 from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption, check_out_file
 from fedring.ctl.output import (
@@ -129,6 +130,7 @@ def rounds(
         if round_id:
             return _show_round(_find_round(control, round_id), output)
         known = control.rounds(limit=limit, job_id=job)
+        best = Job(control, job).best() if job and output is Output.TABLE else None
     if output is Output.JSON:
         return print_json(to_dict(pb.RoundList(rounds=known)))
     names = metric or []
@@ -137,6 +139,10 @@ def rounds(
     others = sorted(set().union(*(round_.metrics for round_ in known)) - set(names) - _IN_COLUMNS)
     if others:
         stderr_console().print(f"further metrics, for --metric: {', '.join(others)}")
+    if best:
+        stderr_console().print(
+            f"the best round of job {job} is {best['round']}: it published model {best['model_version']}"
+        )
 
 
 def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
