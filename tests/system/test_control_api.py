@@ -200,7 +200,8 @@ def test_a_real_tracker_holds_what_the_rounds_had(
             rows.append(row)
     wanted: Any = [float(row["eval/accuracy"] or 0) for row in rows]
     if name == "tensorboard":
-        assert in_tensorboard(tmp_path / "runs") == list(enumerate(map(pytest.approx, wanted), start=1))
+        close: Any = list(enumerate(map(pytest.approx, wanted), start=1))
+        assert in_tensorboard(tmp_path / "runs") == close
     elif name == "mlflow":
         module: Any = importlib.import_module("mlflow")
         (run,) = module.search_runs(experiment_names=["digits"], output_format="list")
