@@ -99,6 +99,7 @@ FEDERATION = Dashboard(
         "Model": (
             Panel("Accuracy of the newest model", "percentunit", {"{{instance}}": "fl_server_model_accuracy_ratio"}),
             Panel("Loss of the newest model", "short", {"{{instance}}": "fl_server_model_loss"}),
+            Panel("Named metrics of the newest round", "short", {"{{metric}}": "fl_server_round_metric"}),
             Panel("Aggregation", "s", {
                 "mean": mean("fl_server_aggregate_seconds"),
                 "95 %": quantile(0.95, "fl_server_aggregate_seconds"),

@@ -51,6 +51,7 @@ def test_a_job_is_started_watched_and_its_model_loaded(server: Server, tmp_path:
     assert list(job.watch()) == rows  # a job that has ended can be watched, too
     best = job.best()
     assert best == min(rows, key=lambda row: float(row["loss"] or 0))
+    assert best is not None
     assert job.export(tmp_path / "best.safetensors", "best") == best["model_version"]
     assert job.export(tmp_path / "newest.safetensors") == rows[-1]["model_version"]
     model = job.load_model(digits_mlp())
@@ -154,13 +155,39 @@ def test_trackers_get_metrics_and_no_identifiers() -> None:
     assert scalars(row) == {"round/seconds": 1.5, "round/upload_bytes": 10.0, "eval/accuracy": 0.5, "eval/f1": 0.25}
 
 
+def in_tensorboard(folder: Path) -> list[tuple[int, float]]:
+    """Return step and value of each accuracy in the event files of a folder."""
+    accumulator: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder)).Reload()
+    return [(event.step, event.value) for event in events.Scalars("eval/accuracy")]
+
+
+@pytest.mark.soak
+def test_flctl_run_writes_the_rounds_that_it_follows(fleet: Fleet, server: Server, tmp_path: Path) -> None:
+    if importlib.util.find_spec("tensorboard") is None:
+        missing("the packages of fedring[tensorboard]")
+    (tmp_path / "job.toml").write_text("rounds = 2\nmin_clients = 2\n")
+    words = [
+        "run",
+        str(tmp_path / "job.toml"),
+        "--server",
+        fleet.control,
+        "--track",
+        f"tensorboard={tmp_path / 'runs'}",
+    ]
+    done = forks.run("fedring.ctl.main", *words, timeout=120)
+    assert done.returncode == 0, done.stderr
+    wanted: Any = [(row["job_round"], pytest.approx(row["eval/accuracy"])) for row in server.job().rounds()]
+    assert in_tensorboard(tmp_path / "runs") == wanted
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
 def test_a_real_tracker_holds_what_the_rounds_had(
     name: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec(name) is None:
-        missing(f"the package {name}")
+        missing(f"the packages of fedring[{name}]")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -171,12 +198,10 @@ def test_a_real_tracker_holds_what_the_rounds_had(
         for row in job.watch():
             log(row)
             rows.append(row)
-    wanted = [float(row["eval/accuracy"] or 0) for row in rows]
+    wanted: Any = [float(row["eval/accuracy"] or 0) for row in rows]
     if name == "tensorboard":
-        accumulator: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-        events = accumulator.EventAccumulator("runs").Reload()
-        found = [(event.step, event.value) for event in events.Scalars("eval/accuracy")]
-        assert found == [(1, pytest.approx(wanted[0])), (2, pytest.approx(wanted[1]))]
+        close: Any = list(enumerate(map(pytest.approx, wanted), start=1))
+        assert in_tensorboard(tmp_path / "runs") == close
     elif name == "mlflow":
         module: Any = importlib.import_module("mlflow")
         (run,) = module.search_runs(experiment_names=["digits"], output_format="list")

@@ -153,7 +153,7 @@ def test_every_shipped_configuration_is_tested() -> None:
 
 
 def test_the_pages_name_every_example() -> None:
-    page = (ROOT / "docs" / "clients.md").read_text()
+    page = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("clients", "python"))
     declared = (EXAMPLES / "declared.toml").read_text().partition("\n")[2]
     assert declared in page
     for path in EXAMPLES.iterdir():

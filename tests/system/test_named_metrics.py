@@ -104,6 +104,7 @@ def test_a_users_metrics_reach_the_round_its_tables_and_prometheus(fleet: Fleet)
     _, table, error = flctl(fleet, "rounds", "--job", str(job.job_id), "--metric", "eval/perplexity")
     assert f"{metrics['eval/perplexity']:.6g}" in table
     assert "train/words_sum" in error
+    assert f"the best round of job {job.job_id} is {newest.round}:" in error  # the model still learns
     _, table, _ = flctl(fleet, "rounds", str(newest.round))
     assert all(name in table for name in metrics)
     _, text, _ = flctl(fleet, "rounds", str(newest.round), "--output", "json")
@@ -129,16 +130,15 @@ def test_a_client_from_before_this_version_has_an_accuracy_over_all_its_samples(
     asked = client.expect("evaluate")
     report = fed.EvaluationReport(round=asked.round, model_digest=asked.model_digest, correct=3, total=4, loss_sum=2.0)
     for wrong, reason in (
-        ({"classified": 5}, "bad_evaluation"),
-        ({"classified": 2}, "bad_evaluation"),
-        ({"metrics": {"a b": 1.0}}, "bad_metrics"),
-        ({"metrics": {"f1": math.nan}}, "bad_metrics"),
-        ({"metrics": {f"m{number}": 1.0 for number in range(33)}}, "bad_metrics"),
+        (fed.EvaluationReport(classified=5), "bad_evaluation"),
+        (fed.EvaluationReport(classified=2), "bad_evaluation"),
+        (fed.EvaluationReport(metrics={"a b": 1.0}), "bad_metrics"),
+        (fed.EvaluationReport(metrics={"f1": math.nan}), "bad_metrics"),
+        (fed.EvaluationReport(metrics={f"m{number}": 1.0 for number in range(33)}), "bad_metrics"),
     ):
-        changed = fed.EvaluationReport(**wrong)
-        changed.MergeFrom(report)
+        wrong.MergeFrom(report)
         with pytest.raises(grpc.RpcError) as refused:
-            client.commands.ReportEvaluation(changed, metadata=client.metadata)
+            client.commands.ReportEvaluation(wrong, metadata=client.metadata)
         assert reason_of(refused.value) == reason
     client.commands.ReportEvaluation(report, metadata=client.metadata)
     outcome(control, job_id, events)

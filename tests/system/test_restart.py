@@ -1,4 +1,4 @@
-"""fl-client imports edited code anew on SIGHUP, in the same process id, and only if it would start."""
+"""fl-client imports edited code anew on SIGUSR2, in the same process id, and only if it would start."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def logged(log: Path, text: str) -> bool:
     return any(text in json.loads(line)["text"] for line in lines if line.startswith("{") and line.endswith("\n"))
 
 
-def test_a_client_runs_edited_code_after_sighup_and_keeps_running_if_it_is_broken(tmp_path: Path) -> None:
+def test_a_client_runs_edited_code_after_sigusr2_and_keeps_running_if_it_is_broken(tmp_path: Path) -> None:
     code = tmp_path / "code" / "wards.py"
     code.parent.mkdir()
     code.write_text(TRAINER.replace("EDITION", "1"))
@@ -44,12 +44,12 @@ def test_a_client_runs_edited_code_after_sighup_and_keeps_running_if_it_is_broke
         os.utime(code, ns=(1, 1))  # another time than before, however fast this is
         assert edition(control) == 1  # a process imports a module once
         events = control.events()
-        os.kill(pid, signal.SIGHUP)
+        os.kill(pid, signal.SIGUSR2)
         next(event for event in events if event.kind == "client_joined")
         events.cancel()
         assert edition(control) == 2
         code.write_text("this is not Python\n")
-        os.kill(pid, signal.SIGHUP)
+        os.kill(pid, signal.SIGUSR2)
         until(lambda: logged(process.log, "not restarted"))
         assert edition(control) == 2
         os.kill(pid, signal.SIGTERM)

@@ -275,6 +275,7 @@ def test_a_job_of_another_model_fails_its_own_task_and_the_iteration_goes_on(
     other = nn.Sequential(nn.Linear(20, 31), nn.BatchNorm1d(31), nn.Linear(31, 2))
     server.publish(1, schema_of(other), read_vectors(other))
     ended: list[str] = []
+    failures: list[pb.Failure] = []
     with connect(**settings) as federation:
         server.joins.get(timeout=SECONDS)
         server.train(server.command(other, round_=1))
@@ -285,31 +286,15 @@ def test_a_job_of_another_model_fails_its_own_task_and_the_iteration_goes_on(
                 federation.close()
             except RoundOver as over:
                 ended.append(over.reason)
-                failure = server.failures.get(timeout=SECONDS)
+                failures.append(server.failures.get(timeout=SECONDS))
                 server.publish(1, schema_of(model), read_vectors(model))
                 server.train(server.command(model, round_=2))
     assert ended == ["wrong_schema"]
+    (failure,) = failures
     assert (failure.round, failure.reason) == (1, "wrong_schema")
     assert "0.weight float32[31, 20], got parameter 0.weight float32[30, 20]" in failure.detail
     assert server.accepted.get_nowait()[0].round == 2
     assert server.failures.empty()
-
-
-def test_an_error_of_the_users_evaluation_is_logged_and_the_iteration_goes_on(
-    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, caplog: pytest.LogCaptureFixture
-) -> None:
-    server.publish(3, schema_of(model), read_vectors(model))
-
-    def broken(model: nn.Module) -> tuple[int, int, float]:
-        raise KeyError("no such column")
-
-    with connect(**settings, model=model, evaluate=broken) as federation:
-        server.joins.get(timeout=SECONDS)
-        server.send(pb.ServerEvent(evaluate=server.evaluation(3)))
-        server.train(server.command(model, model_version=3))
-        assert next(federation).round == 1
-    assert server.evaluations.get_nowait().total == 0
-    assert "no such column" in caplog.text
 
 
 def test_sigterm_ends_the_iteration_and_the_handler_is_removed_afterwards(

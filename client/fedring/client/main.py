@@ -138,7 +138,7 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
     with federation:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
-        signal.signal(signal.SIGHUP, restart.ask)
+        signal.signal(signal.SIGUSR2, restart.ask)
         sd_notify("READY=1")
         gc.freeze()  # Collections need not look at these objects again, since they live as long as the process.
         try:

@@ -1,4 +1,4 @@
-"""Runs fl-client anew on SIGHUP, so that it imports the job's code as it is on disk now.
+"""Runs fl-client anew on SIGUSR2, so that it imports the job's code as it is on disk now.
 
 A process imports a module once. To import it again in place would leave objects of the old code behind, in every module
 that had taken them over, so the whole process begins anew, under the same process id and with the same arguments. Who
@@ -58,7 +58,9 @@ class Restart:
     def now(self) -> None:
         """Begin anew. This returns only by an OSError."""
         log.info("restarting, to import the code as it is now")
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # This outlives exec: a signal that comes too early must not kill.
+        signal.signal(
+            signal.SIGUSR2, signal.SIG_IGN
+        )  # This outlives exec: a signal that comes too early must not kill.
         os.execv(sys.executable, _command())
 
     def _check_first(self) -> None:

@@ -58,7 +58,7 @@ class DeclaredTrainer:
         self._device = pick_device(config.device)
         self._key = b""
         self._loaded: LoadedJob | None = None
-        self.in_users_code = False  # whether a user's trainer runs, which may never check whether to stop
+        self.in_users_code = False  # whether a user's trainer or evaluator runs, which may never check whether to stop
 
     def train(self, task: Task) -> None:
         """Train and submit, or report to the server why not.
@@ -107,6 +107,7 @@ class DeclaredTrainer:
         try:
             loaded = self._load(evaluation.job)
             evaluation.load_into(loaded.model)
+            self.in_users_code = loaded.evaluator is not None
             return run_evaluator(
                 loaded.evaluator, loaded.model, loaded.split.test, loss=loaded.loss, device=self._device
             )
@@ -116,6 +117,8 @@ class DeclaredTrainer:
             raise
         except Exception:  # the user's code may raise anything
             log.exception("model %d was not evaluated", evaluation.command.model_version)
+        finally:
+            self.in_users_code = False
         return Counts()
 
     @cached_property

@@ -8,6 +8,7 @@ import typer
 
 from fedring.control import figures
 from fedring.control.failure import Failure
+from fedring.control.server import Job
 from fedring.ctl.access import connect
 from fedring.ctl.completion import client_ids, job_ids, model_versions, round_names
 from fedring.ctl.operate.round_names import find_round, round_name
@@ -168,6 +169,7 @@ def rounds(
         if name:
             return _show_round(find_round(control, name, job), output)
         known = control.rounds(limit=limit, job_id=job)
+        best = Job(control, job).best() if job and output is Output.TABLE else None
     if output is Output.JSON:
         return print_json(to_dict(pb.RoundList(rounds=known)))
     names = metric or []
@@ -176,6 +178,10 @@ def rounds(
     others = sorted(set().union(*(round_.metrics for round_ in known)) - set(names) - _IN_COLUMNS)
     if others:
         stderr_console().print(f"further metrics, for --metric: {', '.join(others)}")
+    if best:
+        stderr_console().print(
+            f"the best round of job {job} is {best['round']}: it published model {best['model_version']}"
+        )
 
 
 def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
