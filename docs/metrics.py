@@ -65,6 +65,8 @@ promtool test rules deploy/prometheus/tests/alerts.yml
 - **fedring: data parallel and pipeline**: steps and where their time goes, compression, slow ranks, bubbles.
 - **fedring: process health**: processor, memory, disks, certificates, calls and bytes of gRPC.
 
+At the top of each, you choose the Prometheus and the instances. What is recorded for a whole ring is shown for all of
+them.
 `python deploy/grafana/generate.py` writes them. Change the tables in that script, not the JSON.
 
 ## What the metrics cost

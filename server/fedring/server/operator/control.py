@@ -146,7 +146,7 @@ class ControlService(rpc.ControlServiceServicer):
         if self._sessions.get(name) is not None:
             raise ClientInUse(f"{name} is in session: stop its fl-client first")
         if open_ is not None and name in open_.accepted:
-            raise ClientInUse(f"an update of {name} is in round {open_.row.round}: wait until the round has ended")
+            raise ClientInUse(f"an update of {name} is in {open_.title}: wait until the round has ended")
         await self._facts.db(self._facts.forget_client, name)
         text = f"{name} was forgotten, with {counts[name]} updates"
         self._journal.write("client_forgotten", text, client_id=name)
