@@ -93,6 +93,12 @@ def test_a_job_can_be_followed_live_without_a_reload(window: Window, fleet: Flee
     window.until(f"document.querySelectorAll('#accuracy .points path').length === {ROUNDS}")
     window.until(f"document.querySelectorAll('#models tbody tr').length === {ROUNDS + 1}")
     assert "uniform" in window.text("#totals")
+    assert "batch_size" in window.text("#settings")
+    window.page.click("#client-curves summary")
+    window.until(
+        f"(document.getElementById('by-client').data ?? []).map((one) => one.x.length).join() === '{ROUNDS},{ROUNDS}'"
+    )
+    window.page.click("#client-curves summary")
     window.until(f"document.querySelector('#events').textContent.includes('job {job_id} (digits) is completed')")
     with Control(fleet.control) as control:
         last = control.rounds(limit=1)[0]

@@ -60,6 +60,7 @@ def test_the_stages_of_a_pipeline_are_drawn_in_a_row(window: Window, script: Scr
     assert len({box["y"] for one in window.page.locator("#group rect").all() if (box := one.bounding_box())}) == 2
     script.now["group"] = group("data_parallel", *["joined"] * 4)
     window.until("document.querySelectorAll('#group .node').length === 4")
+    assert window.page.locator("#bytes-card").is_hidden()  # there are no bytes, so the group has the whole width
     script.now["group"] = None
     window.until("document.querySelector('#group').hidden")
 

@@ -10,7 +10,7 @@ export function showSettings(job, other) {
   const keys = Object.keys(job.settings).filter((key) => all || job.changed.includes(key) || different(key));
   if (!keys.length) return fill(at("settings"), empty("All settings have their defaults."));
   fill(at("settings"), h("dl", { class: "settings" }, keys.map((key) => h("div", { class: job.changed.includes(key) ? "changed" : "" },
-    h("dt", {}, key), h("dd", {}, text(job.settings[key])),
+    h("dt", {}, key.split(/(?<=[._])/).map((part) => [part, h("wbr", {})])), h("dd", {}, text(job.settings[key])),
     different(key) ? h("dd", { class: "muted" }, `job ${other.job_id}: ${text(other.settings[key])}`) : null))));
 }
 
