@@ -46,12 +46,14 @@ promtool test rules deploy/prometheus/tests/alerts.yml
 | `FlNoRoundCompleted` | a job runs, and no round has published a model for twice the deadline |
 | `FlUpdatesRejected` | more than 10 % of the updates within 15 minutes are refused |
 | `FlTooFewClients` | for 5 minutes, fewer clients are connected than the newest round needed |
+| `FlClientLost` | for 5 minutes, fewer clients are connected than at some time within the last hour |
 | `FlStraggler` | a ring of three or more ranks waits three times as long for one rank as for the median rank |
 | `FlResidualGrows` | the residual of a compression has doubled within half an hour and keeps growing |
 | `FlDiskFull` | less than 10 % of the state folder's disk is free |
 | `FlStorageFails` | the server can store nothing, because the disk is full or fails, and refuses updates |
 | `FlUpdateLost` | an accepted update was found damaged on the disk |
 | `FlCertificateExpires` | a certificate ends within 14 days |
+| `FlClientDown` | Prometheus cannot read the metrics of an fl-client that it knows |
 | `FlDown` | Prometheus cannot read the metrics of fl-server |
 
 ## Grafana
@@ -63,6 +65,8 @@ promtool test rules deploy/prometheus/tests/alerts.yml
 - **fedring: data parallel and pipeline**: steps and where their time goes, compression, slow ranks, bubbles.
 - **fedring: process health**: processor, memory, disks, certificates, calls and bytes of gRPC.
 
+At the top of each, you choose the Prometheus and the instances. What is recorded for a whole ring is shown for all of
+them.
 `python deploy/grafana/generate.py` writes them. Change the tables in that script, not the JSON.
 
 ## What the metrics cost

@@ -52,8 +52,7 @@ everything that would certainly make the daemon, or the job that `[job]` describ
   fl-client, these are `model`, `data`, `loss`, `optimizer` and `trainer`. For fl-server, they are the `model` of
   `[job]`, and with `evaluate_on_server` also its `data` and `loss`. What only clients import is not checked there;
 * a `server_optimizer` of `[job]` that cannot be created;
-* an `init_path` that cannot be read, or does not fit the model that `[job]` names, as long as `state_dir` holds no
-  model. After that, `init_path` is not read any more;
+* an `init_path` that does not exist; or a file there that cannot be read, or does not fit the model that `[job]` names;
 * a `device` that fl-client does not have.
 
 The check loads no samples and makes no calls. `flctl doctor` says whether a data set is complete and whether the

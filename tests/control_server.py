@@ -20,7 +20,7 @@ from fedring.v1 import federation_pb2 as fb
 SECONDS = 60.0
 ENTRIES = (Entry("w", (2, 3), "bfloat16", "parameter"), Entry("seen", (), "int64", "buffer"))
 ROUND = pb.Round(
-    round=7, job_id=1, job_round=1, phase="published", selected=2, delivered=2, model_version=8, seconds=1.5,
+    round=7, job_id=1, job_round=2, phase="published", selected=2, delivered=2, model_version=8, seconds=1.5,
     upload_bytes=3000, download_bytes=5000, eval_correct=9, eval_total=10, eval_loss_sum=2.5,
     clients=[pb.RoundClient(client_id=name, num_samples=5, upload_bytes=1500) for name in ("ann", "bob")],
 )  # fmt: skip

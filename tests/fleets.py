@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import grpc
 
-from fedring.ctl import control, fleet
+from fedring.control import calls
+from fedring.ctl import fleet
 from fedring.ctl.process import Process
 from fedring.v1 import control_pb2
 from tests.forks import Daemon
@@ -51,14 +52,14 @@ class Programs(Fleet):
     daemon = Process
 
 
-class Control(control.Control):
+class Control(calls.Control):
     """A control connection that waits PATIENCE seconds for an answer."""
 
     def __init__(self, address: str, *, channel: grpc.Channel | None = None, timeout_seconds: float = PATIENCE) -> None:
         super().__init__(address, channel=channel, timeout_seconds=timeout_seconds)
 
 
-def until_watching(control: control.Control, count: int) -> None:
+def until_watching(control: calls.Control, count: int) -> None:
     """Wait until this many clients are connected."""
     events = control.events()
     while sum(client.state == "watching" for client in control.clients()) < count:
@@ -66,7 +67,7 @@ def until_watching(control: control.Control, count: int) -> None:
     events.cancel()
 
 
-def run_job(control: control.Control, spec: Mapping[str, Any]) -> control_pb2.Job:
+def run_job(control: calls.Control, spec: Mapping[str, Any]) -> control_pb2.Job:
     """Start a job, and return it when it has ended, in whatever way."""
     events = control.events()
     job_id = control.start_job(dict(spec)).job_id

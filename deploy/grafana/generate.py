@@ -1,6 +1,7 @@
 """Write the dashboards: python deploy/grafana/generate.py. Each panel is an entry of a table below."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,26 @@ SCHEMA_VERSION = 38
 COLUMNS = 24
 HEIGHT = 8
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+VARIABLES = [
+    {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"},
+    {
+        "name": "instance",
+        "label": "Instance",
+        "type": "query",
+        "datasource": SOURCE,
+        "query": {"query": "label_values(fl_build_info, instance)", "refId": "instance"},
+        "refresh": 2,  # when the time range changes
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    },
+]
+# What rules record for a whole ring has no instance, so it is shown for all of them.
+_METRIC = re.compile(
+    r"\b(fl_\w+|grpc_(?:server|client)_\w+|process_\w+|up|fl:round_silence:seconds|fl:updates_rejected:\w+)\b(\{)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +72,11 @@ def quantile(share: float, metric: str, by: str = "") -> str:
     return f"histogram_quantile({share}, sum by ({labels}) (rate({metric}_bucket[$__rate_interval])))"
 
 
+def of_instances(query: str) -> str:
+    """Return the query for the instances that the user has chosen."""
+    return _METRIC.sub(lambda found: f'{found[1]}{{instance=~"$instance"{"," if found[2] else "}"}', query)
+
+
 FEDERATION = Dashboard(
     "fedring-federation",
     "fedring: federation",
@@ -73,6 +99,7 @@ FEDERATION = Dashboard(
         "Model": (
             Panel("Accuracy of the newest model", "percentunit", {"{{instance}}": "fl_server_model_accuracy_ratio"}),
             Panel("Loss of the newest model", "short", {"{{instance}}": "fl_server_model_loss"}),
+            Panel("Named metrics of the newest round", "short", {"{{metric}}": "fl_server_round_metric"}),
             Panel("Aggregation", "s", {
                 "mean": mean("fl_server_aggregate_seconds"),
                 "95 %": quantile(0.95, "fl_server_aggregate_seconds"),
@@ -174,7 +201,7 @@ PROCESS = Dashboard(
                 "{{instance}} ": "fl_client_certificate_expiry_timestamp_seconds - time()",
             }),
         ),
-        "Access": (
+        "Authentication": (
             Panel("Refused callers", "ops", {"{{reason}}": rate("fl_server_auth_refusals_total", "reason")}, 12),
             Panel("Handshakes", "ops", {
                 "begun": rate("fl_server_handshakes_total"),
@@ -230,8 +257,7 @@ def render(dashboard: Dashboard) -> str:
         "editable": False,
         "refresh": "30s",
         "time": {"from": "now-3h", "to": "now"},
-        "templating": {"list": [{"name": "datasource", "label": "Prometheus", "type": "datasource",
-                                 "query": "prometheus"}]},
+        "templating": {"list": VARIABLES},
         "panels": [{"id": number, **panel} for number, panel in enumerate(panels, start=1)],
     }  # fmt: skip
     return json.dumps(document, indent=2) + "\n"
@@ -239,7 +265,12 @@ def render(dashboard: Dashboard) -> str:
 
 def _panel(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
     targets = [
-        {"refId": chr(ord("A") + number), "datasource": SOURCE, "expr": query, "legendFormat": legend.strip()}
+        {
+            "refId": chr(ord("A") + number),
+            "datasource": SOURCE,
+            "expr": of_instances(query),
+            "legendFormat": legend.strip(),
+        }
         for number, (legend, query) in enumerate(panel.queries.items())
     ]
     return {

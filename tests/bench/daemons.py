@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedring.control.calls import Control
 from fedring.ctl.bench.runner import running_fleet
-from fedring.ctl.control import Control
 from fedring.ctl.fleet import Fleet
 from fedring.rpc.tls import PLAINTEXT, Tls
 

@@ -100,7 +100,8 @@ def _accuracy(args: argparse.Namespace, name: str, seed: int, group: dist.Proces
 
     if args.rank == 0:
         counts = evaluate(model, _mnist(args).test, loss=cross_entropy, device=torch.device("cpu"))
-        accuracy = round(counts.correct / counts.total, 4)
+        assert counts.accuracy is not None
+        accuracy = round(counts.accuracy, 4)
         print_line(
             {"bench": "ddp accuracy", "method": name, "workers": args.workers, "seed": seed, "accuracy": accuracy}
         )

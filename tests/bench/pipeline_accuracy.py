@@ -67,7 +67,8 @@ def _accuracy(table: Pipeline, data_root: Path, epochs: int, *, lr: float, subse
             pipeline = LocalPipeline(stages, table.schedule_of(len(batches)))
             pipeline.run([inputs for inputs, _ in batches], [labels for _, labels in batches])
     counts = evaluate(model, split.test, loss=cross_entropy, device=torch.device("cpu"))
-    return round(100 * counts.correct / counts.total, 2)
+    assert counts.accuracy is not None
+    return round(100 * counts.accuracy, 2)
 
 
 def _stages(model: nn.Module, table: Pipeline, lr: float) -> list[Stage]:

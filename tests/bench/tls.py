@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedring.control.calls import Control
 from fedring.ctl.bench.runner import alternate, run_job
-from fedring.ctl.control import Control
 from fedring.ctl.fleet import Fleet
 from tests.bench.daemons import ROOT, fleet_of, print_line
 from tests.bench.trainers import vector_job

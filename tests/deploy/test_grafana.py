@@ -77,7 +77,7 @@ def test_a_dashboard_keeps_to_the_conventions(path: Path) -> None:
     assert "id" not in document
     assert document["editable"] is False
     assert document["schemaVersion"] >= 36
-    assert [variable["name"] for variable in document["templating"]["list"]] == ["datasource"]
+    assert [variable["name"] for variable in document["templating"]["list"]] == ["datasource", "instance"]
     for panel in document["panels"]:
         if panel["type"] == "row":
             continue
@@ -87,6 +87,10 @@ def test_a_dashboard_keeps_to_the_conventions(path: Path) -> None:
         }
         for target in panel["targets"]:
             assert set(re.findall(r"\[([^]]*)\]", target["expr"])) <= {"$__rate_interval"}
+            chosen = target["expr"].count('instance=~"$instance"')
+            assert chosen == len(
+                re.findall(r"\b(?:fl_|grpc_(?:server|client)_|process_|up\b|fl:[^r]|fl:ro)", target["expr"])
+            )
 
 
 @each

@@ -8,8 +8,8 @@ from typing import Any, NoReturn, TypeVar
 
 import pytest
 
+from fedring.control.calls import Events
 from fedring.ctl import fleet as shipped
-from fedring.ctl.control import Events
 from fedring.v1 import control_pb2 as pb
 from tests.fleets import Control, Fleet
 

@@ -10,8 +10,8 @@ import safetensors.numpy
 
 from fedring.codec import decode
 from fedring.codec.digest import name_of
-from fedring.ctl.control import ENDED
-from fedring.ctl.failure import Failure
+from fedring.control.calls import ENDED
+from fedring.control.failure import Failure
 from fedring.train import load_model
 from fedring.train.errors import SeamError
 from fedring.train.models import vector

@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.train import load_model
 from fedring.train.errors import SeamError
@@ -17,7 +17,7 @@ from fedring.v1 import federation_pb2 as pb
 from tests.damage import ask, flip, model_file, update_file
 from tests.fault.faulty_fleet import SECONDS
 from tests.fleets import Control, Fleet
-from tests.system.wire import Refused, WireClient, outcome, parameters, payload_of, run
+from tests.system.wire import Refused, WireClient, outcome, parameters, payload_of, run, vector_job
 
 SIZE = 50_000  # of the model: an update of it is too large for a row of the database
 ONES = np.ones(SIZE, np.float32)
@@ -175,13 +175,16 @@ def test_a_job_fails_with_a_reason_if_its_start_version_is_missing_damaged_or_of
     flip(model_file(state, 2), 8 * 20)
     fleet.start_server()
     for keys, words in (
-        ({"start": 7, **MODEL}, "unknown_model: start = 7: no such version is kept"),
-        ({"start": 2, **MODEL}, "damaged_blob: model 2 is damaged"),
-        ({"start": 1, "model_args": {"size": 3}}, "Version 1 is not a model of the job's kind"),
+        ({"start": 7, **MODEL}, "start: version 7 is not kept, but these are: "),
+        ({"start": 1, "model_args": {"size": 3}}, "start: Version 1 is not a model of the job's kind"),
     ):
-        job_id, events = run(control, **keys)
-        job = outcome(control, job_id, events)
-        assert (job.state, job.reason[: len(words)]) == ("failed", words)
+        with pytest.raises(Failure, match=words) as refused:
+            control.start_job(vector_job(**keys))
+        assert refused.value.exit_code == Exit.CONFIG
+    job_id, events = run(control, start=2, **MODEL)
+    job = outcome(control, job_id, events)
+    words = "damaged_blob: model 2 is damaged"
+    assert (job.state, job.reason[: len(words)]) == ("failed", words)
 
 
 def start_half_delivered_round(fleet: Fleet, control: Control, **keys: Any) -> tuple[Any, Any, WireClient, WireClient]:

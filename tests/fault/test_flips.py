@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from tests.conftest import REPEATED
 from tests.damage import flip

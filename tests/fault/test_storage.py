@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fedring.ctl.control import Events
+from fedring.control.calls import Events
 from fedring.ctl.operate.port_health import check_health
 from fedring.daemon.exits import Exit
 from fedring.v1 import federation_pb2 as pb

@@ -142,7 +142,9 @@ def queries() -> Iterator[Any]:
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel.get("targets", []):
                 name = f"{path.stem}: {panel['title']} {target['refId']}"
-                yield pytest.param(target["expr"].replace("$__rate_interval", "10m"), id=name)
+                yield pytest.param(
+                    target["expr"].replace("$__rate_interval", "10m").replace("$instance", ".*"), id=name
+                )
 
 
 def shown(found: Series) -> bool:

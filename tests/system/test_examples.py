@@ -119,7 +119,7 @@ def test_a_shipped_job_is_accepted(path: Path, server: Fleet, control: Control, 
     assert flctl.returncode == 0, output
     job = control.job(int(json.loads(output)["job_id"]))
     table = tomllib.loads(path.read_text())
-    assert Job.model_validate(json.loads(job.spec)) == Job.model_validate(table)
+    assert Job.model_validate(json.loads(job.spec)) == Job.model_validate({"start": "fresh", **table})
     control.stop_job(job.job_id)
 
 
@@ -174,7 +174,7 @@ def test_every_shipped_configuration_is_tested() -> None:
 
 
 def test_the_pages_name_every_example() -> None:
-    page = (ROOT / "docs" / "clients.md").read_text()
+    page = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("clients", "python"))
     declared = (EXAMPLES / "declared.toml").read_text().partition("\n")[2]
     assert declared in page
     for path in EXAMPLES.iterdir():

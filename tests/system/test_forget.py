@@ -57,7 +57,7 @@ def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp_path:
             wait_until_away(control, "a")
             code, out, err = flctl(server, *forget)
             assert (code, out) == (Exit.FAILED, "")
-            assert err == "flctl: an update of a is in round 3: wait until the round has ended\n"
+            assert err == f"flctl: an update of a is in round 1 of job {job_id}: wait until the round has ended\n"
             deliver(b)
             outcome(control, job_id, events)
         code, out, err = flctl(server, *forget)

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.rpc.channel import open_sync_channel
 from fedring.rpc.contract import PROTOCOL
 from fedring.v1.federation_pb2 import JoinRequest

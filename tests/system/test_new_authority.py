@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedring.ctl.access import Access
+from fedring.control.access import Access
 from fedring.ctl.operate.port_health import check_health
 from fedring.ctl.process import stop_all
 from fedring.rpc.channel import open_sync_channel

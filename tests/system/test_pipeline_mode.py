@@ -214,9 +214,9 @@ def test_every_kind_of_pipeline_learns(fleet_of: FleetOf, hidden: int, table: di
         ("user_models:untraceable", {}, "cannot be cut automatically"),
         ("user_models:tied", {}, "tied weights must be in one stage"),
         (MODEL, {"stages": 3}, "cannot make 3 stages"),
-        (MODEL, {"cut": ["first"]}, "no layer begins at 'first'"),
+        (MODEL, {"cut": ["0"]}, "must be in the model's order, without its first layer"),
     ],
-    ids=["untraceable", "tied", "too few layers", "unknown layer"],
+    ids=["untraceable", "tied", "too few layers", "first layer"],
 )
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(
     fleet_of: FleetOf, model: str, table: dict[str, Any], sentence: str
@@ -243,7 +243,7 @@ def test_a_loss_that_is_not_finite_ends_the_round_at_once(fleet_of: FleetOf) -> 
         spec = job({"replacement_seconds": 600}, hidden=45, lr=1e30, rounds=1)
         found = {event.kind: event for event in control.follow_job(control.start_job(spec).job_id, events)}
         abandoned = found["round_abandoned"]
-        assert abandoned.text == f"round {abandoned.round} was abandoned: diverged"
+        assert abandoned.text == f"round 1 of job {abandoned.job_id} was abandoned: diverged"
         assert "use a learning rate below" in "".join(client.tail(50) for client in fleet.clients)
 
 

@@ -15,8 +15,8 @@ import grpc
 import pytest
 from cryptography import x509
 
-from fedring.ctl.access import Access
-from fedring.ctl.failure import Failure
+from fedring.control.access import Access
+from fedring.control.failure import Failure
 from fedring.ctl.main import main
 from fedring.ctl.operate.port_health import check_health
 from fedring.daemon.exits import Exit

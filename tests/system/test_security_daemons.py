@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedring.ctl.access import Access
+from fedring.control.access import Access
 from fedring.ctl.main import main
 from fedring.ctl.operate.port_health import check_health
 from fedring.daemon.exits import Exit

@@ -255,6 +255,8 @@ def test_the_progress_of_a_job_can_be_read_live_and_afterwards(tmp_path: Path) -
             f"client-{i}": "watching" for i in range(CLIENTS)
         }
         answer = read(fleet, f"/api/rounds?job={job_id}")
+        assert answer["job"].pop("changed") == ["name", "rounds", "epochs"]
+        assert answer["job"].pop("settings")["epochs"] == 2
         assert (
             answer["job"] | {"name": name, "mode": "federated", "encoding": "uniform"}
             == answer["job"]
@@ -267,6 +269,10 @@ def test_the_progress_of_a_job_can_be_read_live_and_afterwards(tmp_path: Path) -
             assert row["upload_by_encoding"] == {"uniform": round_.upload_bytes}
             assert row["download_bytes"] == round_.download_bytes
         assert read(fleet, f"/api/rounds?job={job_id}&after={expected[0].round}")["rounds"] == answer["rounds"][1:]
+        parts = read(fleet, f"/api/rounds?job={job_id}&clients=1")["rounds"]
+        for row, round_ in zip(parts, expected, strict=True):
+            sent = {client.client_id: client.upload_bytes for client in round_.clients}
+            assert {client["client_id"]: client["upload_bytes"] for client in row["clients"]} == sent
         models = {model.version: model.accuracy for model in control.models() if model.HasField("accuracy")}
         assert {row["version"]: row["accuracy"] for row in seen["models"] if row["accuracy"]} == models
         kinds = [event["kind"] for event in read(fleet, "/api/events")["events"] if event["job_id"] == job_id]

@@ -93,6 +93,12 @@ def test_a_job_can_be_followed_live_without_a_reload(window: Window, fleet: Flee
     window.until(f"document.querySelectorAll('#accuracy .points path').length === {ROUNDS}")
     window.until(f"document.querySelectorAll('#models tbody tr').length === {ROUNDS + 1}")
     assert "uniform" in window.text("#totals")
+    assert "batch_size" in window.text("#settings")
+    window.page.click("#client-curves summary")
+    window.until(
+        f"(document.getElementById('by-client').data ?? []).map((one) => one.x.length).join() === '{ROUNDS},{ROUNDS}'"
+    )
+    window.page.click("#client-curves summary")
     window.until(f"document.querySelector('#events').textContent.includes('job {job_id} (digits) is completed')")
     with Control(fleet.control) as control:
         last = control.rounds(limit=1)[0]
@@ -168,10 +174,10 @@ def test_older_jobs_can_be_chosen_with_the_keyboard(window: Window, fleet: Fleet
     window.until("document.querySelectorAll('#rounds tbody tr').length === 3")
     order = []
     window.page.evaluate("document.activeElement.blur()")
-    for _ in range(8):
+    for _ in range(30):
         window.page.keyboard.press("Tab")
         order.append(window.page.evaluate("document.activeElement.id || document.activeElement.className"))
-    assert {"skip", "job", "clients", "events", "rounds", "models"} <= set(order)
+    assert {"skip", "job", "metric", "clients", "events", "rounds", "models"} <= set(order)
 
 
 def test_names_of_jobs_do_not_become_markup(browser: Any, tmp_path: Path) -> None:
@@ -238,5 +244,29 @@ def test_the_page_fits_a_phone_and_has_a_dark_theme(browser: Any, fleet: Fleet, 
         picture(window, name, tmp_path)
         dark = window.page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(14, 19, 26)"
         assert dark == (name == "web-dark")
+        assert window.complaints == []
+        window.close()
+
+
+def test_a_job_without_accuracy_shows_none_and_any_metric_can_be_plotted(browser: Any, tmp_path: Path) -> None:
+    module = {"trusted": ["fedring", "user_metrics"]}
+    parts = [{**module, "partition_index": index, "partition_count": 2} for index in range(2)]
+    own = {name: f"user_metrics:{name}" for name in ("model", "loss")}
+    own |= {"data": "user_metrics:texts", "trainer": "user_metrics:train", "evaluator": "user_metrics:evaluate"}
+    job = {**own, "rounds": 2, "lr": 0.5, "best_by": "min eval/perplexity"}
+    code = ROOT / "tests" / "fixtures_user_code"
+    with Fleet(tmp_path, {**module, "web_port": 0}, parts, env=path_to(code)) as fleet:
+        run(fleet, **job)
+        window = Window(browser, fleet.web, **DESK)
+        window.until("document.querySelectorAll('#rounds tbody tr').length === 2")
+        window.until("document.querySelector('#metric').value === 'eval/perplexity'")
+        window.until("document.querySelectorAll('#accuracy .scatterlayer .point').length === 2")
+        tiles = window.page.evaluate("document.querySelector('#tiles').textContent")
+        assert "eval/perplexity" in tiles
+        assert "Accuracy" not in tiles
+        window.page.select_option("#metric", "train/words_sum")
+        window.until("document.querySelector('#accuracy').data[0].y.every((value) => value === 240)")
+        window.page.select_option("#metric", "accuracy")
+        window.until("document.querySelector('#accuracy').textContent.includes('not defined')")
         assert window.complaints == []
         window.close()

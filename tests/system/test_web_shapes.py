@@ -1,55 +1,13 @@
 """The page in a real browser, with states that real daemons reach only with many machines or rare failures."""
 
-import asyncio
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from fedring.web.serve import WebServer
-from tests.system.browser import SECONDS, Window, open_browser
-
-JOB = {
-    "job_id": 7, "name": "large", "state": "running", "reason": "", "rounds": 2000, "rounds_done": 990,
-    "created_at": "2026-01-01T00:00:00.000+00:00", "mode": "federated", "model": "m", "data": "d",
-    "encoding": "packed", "download_encoding": "uniform",
-}  # fmt: skip
-ROUND = {
-    "round": 1, "job_id": 7, "job_round": 1, "phase": "published", "reason": "", "selected": 3, "delivered": 3,
-    "model_version": 2, "seconds": 1.5, "evaluate_seconds": 0.1, "train_seconds_max": 1.0, "upload_bytes": 3000,
-    "download_bytes": 9000, "started_at": "2026-01-01T00:00:00.000+00:00", "missing": [], "accuracy": 0.5, "loss": 1.0,
-    "server_accuracy": None, "server_loss": None, "upload_by_encoding": {"packed": 3000}, "peer_bytes": 0,
-}  # fmt: skip
-SERVER = {
-    "version": "1",
-    "run_id": "r",
-    "started_at": ROUND["started_at"],
-    "clients": 3,
-    "watching": 3,
-    "model_version": 2,
-}
-
-
-class Script:
-    """A source of states that a test sets."""
-
-    def __init__(self) -> None:
-        self.now: dict[str, Any] = {
-            "server": SERVER, "round": None, "waits_for": None, "clients": [], "group": None,
-            "jobs": [], "models": [], "events": [],
-        }  # fmt: skip
-        self.history: list[dict[str, Any]] = []
-
-    async def state(self) -> Mapping[str, Any]:
-        return dict(self.now)
-
-    async def rounds(self, job_id: int, after: int) -> Mapping[str, Any]:
-        return {"job": JOB, "rounds": [row for row in self.history if row["round"] > after]}
-
-    async def events(self, after: int) -> Mapping[str, Any]:
-        return {"events": []}
+from tests.system.browser import Window, open_browser
+from tests.system.scripted_page import JOB, ROUND, SERVER, Script, served
 
 
 @pytest.fixture
@@ -59,18 +17,8 @@ def script() -> Script:
 
 @pytest.fixture
 def url(script: Script) -> Iterator[str]:
-    """Serve the page on a free port, with an event loop in a thread of its own; return its URL."""
-    loop = asyncio.new_event_loop()
-    server = WebServer(script, "127.0.0.1", 0, local=True)
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    run = asyncio.run_coroutine_threadsafe(server.run(), loop)
-    yield server.url
-    asyncio.run_coroutine_threadsafe(server.stop(5), loop).result(SECONDS)
-    run.result(SECONDS)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    with served(script) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +60,7 @@ def test_the_stages_of_a_pipeline_are_drawn_in_a_row(window: Window, script: Scr
     assert len({box["y"] for one in window.page.locator("#group rect").all() if (box := one.bounding_box())}) == 2
     script.now["group"] = group("data_parallel", *["joined"] * 4)
     window.until("document.querySelectorAll('#group .node').length === 4")
+    assert window.page.locator("#bytes-card").is_hidden()  # there are no bytes, so the group has the whole width
     script.now["group"] = None
     window.until("document.querySelector('#group').hidden")
 
@@ -131,8 +80,17 @@ def test_a_ring_of_any_size_is_drawn_without_overlap(window: Window, script: Scr
 def test_a_long_job_has_all_rounds_in_its_curves_and_the_newest_ones_in_its_table(
     window: Window, script: Script
 ) -> None:
-    script.history = [ROUND | {"round": i, "job_round": i, "accuracy": i / 1000} for i in range(1, 991)]
-    script.history[4] |= {"phase": "abandoned", "reason": "too_few_clients", "missing": ["b"], "accuracy": None}
+    script.history = [
+        ROUND | {"round": i, "job_round": i, "accuracy": i / 1000, "metrics": {"eval/accuracy": i / 1000}}
+        for i in range(1, 991)
+    ]
+    script.history[4] |= {
+        "phase": "abandoned",
+        "reason": "too_few_clients",
+        "missing": ["b"],
+        "accuracy": None,
+        "metrics": {},
+    }
     script.now |= {"jobs": [JOB], "round": script.history[-1]}
     window.until("document.getElementById('accuracy').data?.[0].x.length === 989")
     assert window.page.locator("#rounds tbody tr").count() == 200

@@ -13,7 +13,7 @@ import numpy as np
 from fedring.codec import Encoding, encode
 from fedring.codec.digest import name_of, update_name
 from fedring.codec.schema import Schema
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.rpc.contract import PROTOCOL
 from fedring.rpc.errors import reason_of
 from fedring.train.models import vector

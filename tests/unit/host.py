@@ -65,9 +65,9 @@ class GatedMaker(ModelMaker):
 
     gate: Gate
 
-    def first(self, job: Job, latest: ModelRow | None, version: int) -> ModelRow:
+    def first(self, job: Job, version: int, path: str = "") -> ModelRow:
         self.gate.pass_("first model")
-        return super().first(job, latest, version)
+        return super().first(job, version, path)
 
 
 class FullBlobs(FileBlobs):
@@ -230,7 +230,7 @@ class Host:
 async def running(root: Path) -> AsyncIterator[Host]:
     """Yield a host that accepts updates and runs jobs. At the end, both must still be running."""
     host = Host(root)
-    await reload(host.parts, keep_models=10)
+    await reload(host.parts)
     async with asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(part) for part in (host.parts.acceptor.run(), host.jobs.run())]
         yield host

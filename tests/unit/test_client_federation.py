@@ -269,6 +269,34 @@ def test_a_model_with_another_schema_is_refused_with_the_first_difference(
             next(federation).load_into(other)
 
 
+def test_a_job_of_another_model_fails_its_own_task_and_the_iteration_goes_on(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    other = nn.Sequential(nn.Linear(20, 31), nn.BatchNorm1d(31), nn.Linear(31, 2))
+    server.publish(1, schema_of(other), read_vectors(other))
+    ended: list[str] = []
+    failures: list[pb.Failure] = []
+    with connect(**settings) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(other, round_=1))
+        for task in federation:  # the loop of docs/clients.md
+            try:
+                task.load_into(model)
+                task.submit(model, samples=1)
+                federation.close()
+            except RoundOver as over:
+                ended.append(over.reason)
+                failures.append(server.failures.get(timeout=SECONDS))
+                server.publish(1, schema_of(model), read_vectors(model))
+                server.train(server.command(model, round_=2))
+    assert ended == ["wrong_schema"]
+    (failure,) = failures
+    assert (failure.round, failure.reason) == (1, "wrong_schema")
+    assert "0.weight float32[31, 20], got parameter 0.weight float32[30, 20]" in failure.detail
+    assert server.accepted.get_nowait()[0].round == 2
+    assert server.failures.empty()
+
+
 def test_sigterm_ends_the_iteration_and_the_handler_is_removed_afterwards(
     server: "ScriptedServer", settings: dict[str, Any]
 ) -> None:

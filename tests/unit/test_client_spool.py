@@ -208,6 +208,20 @@ def test_a_residual_of_the_update_that_the_server_names_is_kept(tmp_path: Path, 
     np.testing.assert_array_equal(residual(again, noted(spooled)), left)
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize(("after", "kept"), [(0, True), (6, True), (7, False), (8, False)])
+def test_a_residual_of_a_model_that_the_job_does_not_continue_is_dropped(
+    tmp_path: Path, after: int, kept: bool, restarted: bool
+) -> None:
+    spool = Spool(tmp_path)
+    last = write(spool, 1.0, round_=7)
+    spool.accept(last)
+    spool = Spool(tmp_path) if restarted else spool
+    for _ in range(2):
+        assert (spool.residual("run", HASH, noted(last), after=after) is not None) is kept
+    assert (Spool(tmp_path).residual("run", HASH, noted(last)) is not None) is kept
+
+
 def test_a_residual_is_checked_again_for_each_update(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     first = write(spool, 1.0)

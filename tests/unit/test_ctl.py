@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2
 from safetensors.torch import load_file
 from tests.control_server import SECONDS, Server
 
-from fedring.ctl.control import Control
-from fedring.ctl.failure import Failure
+from fedring.control.calls import Control
+from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 from fedring.rpc.channel import make_server
 from fedring.rpc.errors import (
@@ -42,7 +42,16 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 def test_start_round_sends_the_keys_and_prints_the_job(server: Server, flctl: Call) -> None:
     code, out, err = flctl("start-round", "lr=0.1", "encoding=int8", "--output", "json")
     assert (code, json.loads(out), err) == (0, {"job_id": 1, "already": False}, "")
-    assert server.script.started[0][1] == {"lr": 0.1, "encoding": "int8"}
+    assert server.script.started[0][1] == {"start": "newest", "lr": 0.1, "encoding": "int8"}
+
+
+@pytest.mark.parametrize("where", ["the file", "the command line"])
+def test_run_starts_where_it_is_told_to(server: Server, flctl: Call, tmp_path: Path, where: str) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('start = "best"\n' if where == "the file" else "")
+    flctl("run", job, "--no-wait", *(["start=best"] if where == "the command line" else []))
+    flctl("start-round", "start=11")
+    assert [sent for _, sent in server.script.started] == [{"start": "best"}, {"start": 11}]
 
 
 def test_the_same_key_again_starts_nothing(server: Server, flctl: Call) -> None:
@@ -71,7 +80,7 @@ def test_run_prints_one_json_line_per_event(server: Server, flctl: Call, tmp_pat
     kinds = [json.loads(line)["kind"] for line in out.splitlines()]
     assert (code, err) == (0, "")
     assert kinds == ["job_started", "round_started", "round_published", "round_evaluated", "job_ended"]
-    assert server.script.started[0][1] == {"rounds": 3, "lr": 0.25}
+    assert server.script.started[0][1] == {"start": "fresh", "rounds": 3, "lr": 0.25}
 
 
 def test_run_prints_plain_lines_where_there_is_no_terminal(server: Server, flctl: Call, tmp_path: Path) -> None:
@@ -176,8 +185,8 @@ async def _bare_server() -> tuple[grpc.aio.Server, str]:
 
 
 def test_stop_says_what_it_stopped(server: Server, flctl: Call) -> None:
-    assert flctl("stop", "--job", "3")[:2] == (0, "job 3 stopped, and its round 7\n")
-    assert flctl("stop", "--round")[:2] == (0, "round 7 of job 1 ended\n")
+    assert flctl("stop", "--job", "3")[:2] == (0, "job 3 stopped, with round 2 of job 1\n")
+    assert flctl("stop", "--round")[:2] == (0, "round 2 of job 1 ended\n")
     assert flctl("stop", "--round", "--job", "3")[0] == Exit.USAGE
 
 
@@ -206,7 +215,7 @@ def test_status_as_json_has_the_names_of_the_proto(server: Server, flctl: Call) 
 
 def test_status_as_a_table_is_for_people(server: Server, flctl: Call) -> None:
     out = flctl("status")[1]
-    assert "7 published, 2 of 2 clients delivered, accuracy 90.00 %" in out
+    assert "2 of job 1 published, 2 of 2 clients delivered, accuracy 90.00 %" in out
     assert "none is running" in out
 
 
@@ -234,6 +243,35 @@ def test_a_round_is_shown_with_its_clients(server: Server, flctl: Call) -> None:
     assert "bob" in out
     assert json.loads(flctl("rounds", "7", "--output", "json")[1])["round"] == 7
     assert flctl("rounds", "6")[0] == flctl("rounds", "8")[0] == Exit.USAGE
+
+
+@pytest.mark.parametrize("words", [("1.2",), ("--job", "1", "2"), ("--job", "1", "1.2"), ("7",)])
+def test_a_round_is_named_as_lists_show_it_or_by_the_servers_number(
+    server: Server, flctl: Call, words: tuple[str, ...]
+) -> None:
+    assert "1.2" in flctl("rounds")[1].split()
+    assert json.loads(flctl("rounds", *words, "--output", "json")[1])["round"] == 7
+    assert "round 2 of job 1 (number 7 of the server)" in flctl("rounds", *words)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("1.1",), "job 1 has no round 1"),
+        (("--job", "1", "7"), "job 1 has no round 7"),
+        (("1.0",), "job 1 has no round 0"),
+        (("--job", "2", "1.2"), "round 1.2 is not one of job 2"),
+        (("twelve",), "give JOB.ROUND"),
+        (("1.2.3",), "give JOB.ROUND"),
+        (("0",), "there is no round with the number 0"),
+    ],
+)
+def test_a_round_that_does_not_exist_is_a_usage_error(
+    server: Server, flctl: Call, words: tuple[str, ...], sentence: str
+) -> None:
+    code, _, error = flctl("rounds", *words)
+    assert code == Exit.USAGE
+    assert sentence in error
 
 
 def test_an_exported_model_has_its_own_dtypes(server: Server, flctl: Call, tmp_path: Path) -> None:

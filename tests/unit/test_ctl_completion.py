@@ -43,7 +43,7 @@ def test_ids_that_the_server_knows_are_offered(
     try:
         for line, expected in (
             ("flctl stop --job ", ["41"]),
-            ("flctl rounds ", ["7"]),
+            ("flctl rounds ", ["1.2"]),
             ("flctl clients forget a", ["ann"]),
             ("flctl models export ", ["8"]),
         ):

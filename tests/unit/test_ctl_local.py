@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from tests.conftest import ROOT
 
+from fedring.control.failure import Failure
 from fedring.ctl.bench.experiment import Result, make_job
 from fedring.ctl.bench.plots import Bars, plot_bars, plot_rounds
 from fedring.ctl.bench.presets import PRESETS, Dataset, preset_job
 from fedring.ctl.bench.runner import alternate, unique_names
-from fedring.ctl.failure import Failure
 from fedring.ctl.help_topics import EXIT_CODES
 from fedring.ctl.output import duration, percent, size, to_dict
 from fedring.ctl.process import Process, overrides, stop_all
@@ -203,7 +203,7 @@ def test_the_report_has_bytes_per_client(tmp_path: Path) -> None:
     assert (report["accuracy"], report["parameters"], report["model_sha256"][:8]) == (0.75, 7, "ba7816bf")
     assert set(row) == {
         "round", "accuracy", "loss", "clients", "seconds", "evaluate_seconds", "train_seconds_max", "upload_bytes",
-        "download_bytes",
+        "download_bytes", "metrics",
     }  # fmt: skip
 
 

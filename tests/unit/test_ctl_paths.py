@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from fedring.control.failure import Failure
 from fedring.ctl.bench.presets import Dataset, Mode, check_data_root
-from fedring.ctl.failure import Failure
 from fedring.daemon.exits import Exit
 
 Call = Callable[..., tuple[int, str, str]]

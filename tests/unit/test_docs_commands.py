@@ -15,7 +15,7 @@ from typer.main import get_command
 from fedring.client.config import ClientConfig
 from fedring.client.main import app as client_app
 from fedring.client.main import parse_partition
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.ctl.main import app as flctl_app
 from fedring.ctl.operate.job_control import job_of
 from fedring.daemon.config import ConfigError, load_config, split_arguments

@@ -12,14 +12,9 @@ from fedring.ctl.main import main as flctl
 from fedring.daemon.config import ConfigError, load_config
 from fedring.daemon.exits import Exit
 from fedring.server.config import ServerConfig
-from fedring.server.model.aggregate import store_model
 from fedring.server.startup_checks import check
-from fedring.server.state.blobs import FileBlobs
-from fedring.server.state.rows import ModelRow
-from fedring.server.state.store import SqlStore
 from fedring.train.files import save_model
 from fedring.train.models import digits_mlp, vector
-from fedring.train.state import read_vectors, schema_of
 
 VECTOR = {"model": "fedring.train.models:vector", "model_args": {"size": 3}}
 WRONG: list[tuple[Mapping[str, Any], str, str]] = [
@@ -41,6 +36,7 @@ GOOD: list[Mapping[str, Any]] = [
     {"init_path": "{tmp}/digits"},
     {"init_path": "{tmp}/vector"},  # if [job] names no model, each job brings its own
     {"init_path": "{tmp}/vector", "job": VECTOR},
+    {"init_path": "{tmp}"},  # a folder, of which jobs name the files
     {"data_root": "{tmp}/none"},  # only a server that evaluates reads its data
     {"job": {"evaluate_on_server": True, "server_optimizer": {"name": "Adam", "args": {"lr": 0.1}}}},
     {"job": {"trainer": "only.at:clients", "optimizer": "only.at:clients", "data": "only.at:clients"}},
@@ -82,20 +78,6 @@ def test_a_configuration_that_cannot_work_is_refused_by_the_daemon_and_reported_
 @pytest.mark.parametrize("keys", GOOD, ids=str)
 def test_a_configuration_that_may_work_is_not_refused(folder: Path, keys: Mapping[str, Any]) -> None:
     check(load_config(ServerConfig, write_config(keys, folder)).config)
-
-
-def test_init_path_is_not_checked_once_the_server_has_a_model(folder: Path) -> None:
-    path = write_config({"init_path": "{tmp}/none"}, folder)
-    state, given = folder / "state", vector(3)
-    blobs = FileBlobs(state)
-    store = SqlStore(f"sqlite:///{state / 'facts.sqlite'}")
-    with pytest.raises(ConfigError, match="init_path"):
-        check(load_config(ServerConfig, path).config)
-    new, schema = store_model(schema_of(given), read_vectors(given), blobs, {}), schema_of(given)
-    store.publish(ModelRow(1, 0, new.digest, new.blob, schema.hash.hex(), 3, new.bytes, 0.0))
-    check(load_config(ServerConfig, path).config)
-    store.close()
-    blobs.close()
 
 
 @pytest.mark.programs

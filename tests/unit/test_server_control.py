@@ -97,7 +97,7 @@ async def test_a_reply_ends_where_it_is_full_even_if_more_rounds_were_read(
 
 
 def control_of(parts: Parts, config: ServerConfig) -> ControlService:
-    return ControlService(parts, ModelBlobService(parts, config), config.job, "1", refused=dict)
+    return ControlService(parts, ModelBlobService(parts, config), config, "1", refused=dict)
 
 
 async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp_path: Path) -> None:
@@ -115,7 +115,9 @@ async def test_a_client_is_forgotten_once_it_is_away_and_its_round_has_ended(tmp
             await control.ForgetClient(request, None)
         host.sessions.drop(sessions["a"])
         host.rounds.handle(Left("a"))
-        with pytest.raises(ClientInUse, match=f"an update of a is in round {command.round}: wait until"):
+        with pytest.raises(
+            ClientInUse, match=f"an update of a is in round {command.job_round} of job {job.job_id}: wait until"
+        ):
             await control.ForgetClient(request, None)
         await host.offer(host.update(command, "b"))
         assert await host.ended(job.job_id) == "completed"

@@ -37,7 +37,13 @@ from fedring.server.round.events import (
 from fedring.server.round.metrics import REJECTIONS, Metrics
 from fedring.server.state.rows import UpdateRow
 
-OTHERS = {"bad_schema", "unknown_model", "unknown_job", "unknown_token"}  # no upload is refused for these reasons
+OTHERS = {
+    "bad_schema",
+    "unknown_model",
+    "unknown_job",
+    "unknown_token",
+    "no_residual",
+}  # no upload is refused for these reasons
 OTHERS |= {"other_job", "unknown_method", "unreadable", "unknown_client", "client_is_here", "bad_model", "wrong_state"}
 OTHERS |= {"no_session", "superseded", "gone", "stalled", "unavailable", "damaged"}  # after these, the upload continues
 
@@ -172,11 +178,33 @@ def test_the_size_and_the_norm_of_an_accepted_update_are_observed(metrics: Metri
 
 
 def test_the_servers_own_evaluation_is_used_if_no_client_has_evaluated(metrics: Metrics) -> None:
-    metrics.evaluated({"server_accuracy": 0.5, "server_loss": 2.0})
+    on_server = {"server/accuracy": 0.5, "server/loss": 2.0}
+    metrics.evaluated({"metrics": on_server})
     assert value(metrics, "fl_server_model_accuracy_ratio") == 0.5
-    metrics.evaluated({"correct": 9, "total": 10, "loss_sum": 5.0, "server_accuracy": 0.5, "server_loss": 2.0})
+    metrics.evaluated({"metrics": {**on_server, "eval/accuracy": 0.9, "eval/loss": 0.5}})
     assert value(metrics, "fl_server_model_accuracy_ratio") == 0.9
     assert value(metrics, "fl_server_model_loss") == 0.5
+    metrics.evaluated({"metrics": {"train/loss": 9.0}})  # it was not evaluated
+    assert value(metrics, "fl_server_model_accuracy_ratio") == 0.9
+
+
+def test_no_accuracy_is_shown_for_a_model_without_one(metrics: Metrics) -> None:
+    metrics.evaluated({"metrics": {"eval/accuracy": 0.9, "eval/loss": 0.5}})
+    metrics.evaluated({"metrics": {"eval/loss": 0.25}})
+    assert isnan(value(metrics, "fl_server_model_accuracy_ratio"))
+    assert value(metrics, "fl_server_model_loss") == 0.25
+
+
+def test_named_figures_are_those_of_the_newest_round_and_cannot_create_series_without_end(metrics: Metrics) -> None:
+    metrics.evaluated({"metrics": {"train/f1": 0.5, "eval/loss": 1.0}})
+    assert value(metrics, "fl_server_round_metric", metric="train/f1") == 0.5
+    for number in range(10):
+        metrics.evaluated({"metrics": {f"train/{number}-{name}": 1.0 for name in range(32)}})
+    names = {sample.labels["metric"] for family in metrics.named.collect() for sample in family.samples}
+    assert names == set()  # all names were used up before
+    metrics.evaluated({"metrics": {"train/f1": 0.75, "train/new": 1.0}})
+    (family,) = metrics.named.collect()
+    assert [(sample.labels["metric"], sample.value) for sample in family.samples] == [("train/f1", 0.75)]
 
 
 @dataclass(frozen=True)

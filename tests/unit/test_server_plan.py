@@ -16,6 +16,7 @@ JOB = Job.model_validate(
         "loss": "l:l",
         "optimizer": "o:o",
         "trainer": "t:t",
+        "evaluator": "e:e",
         "partition": "dirichlet",
         "alpha": 0.25,
         "subset_size": 11,

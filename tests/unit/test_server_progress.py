@@ -18,6 +18,8 @@ from fedring.v1 import federation_pb2 as pb
 OPENED = Opened(7, Rules(min_clients=2))
 LISTEN = "10.0.0.5:8443"
 
+TITLE = "round 2 of job 4"
+
 
 def after(*events: Event, state: State | None = None) -> State:
     return reduce(lambda before, event: apply(before, event, 0.0), events, state or State())
@@ -33,24 +35,26 @@ def opened(*selected: str, failures: tuple[str, ...] = ()) -> OpenRound:
 class TestProgress:
     def test_each_change_is_reported_once_and_at_most_twice_per_second(self) -> None:
         progress, alone = RoundProgress(), after(Matched("a"), OPENED)
-        text = "round 7 waits for clients: ready=1/2 (min=2, barrier matched)"
-        assert progress.news(alone, 10.0) == (text, inf)
-        assert progress.news(alone, 20.0) == ("", inf)
+        text = f"{TITLE} waits for clients: ready=1/2 (min=2, barrier matched)"
+        assert progress.news(alone, TITLE, 10.0) == (text, inf)
+        assert progress.news(alone, TITLE, 20.0) == ("", inf)
         joined = after(Joined("b"), Joined("c"), state=alone)
-        assert progress.news(joined, 10.25) == ("", 0.25)
-        assert progress.news(joined, 10.5)[0] == text.replace("1/2", "1/3")
+        assert progress.news(joined, TITLE, 10.25) == ("", 0.25)
+        assert progress.news(joined, TITLE, 10.5)[0] == text.replace("1/2", "1/3")
 
     def test_a_new_round_is_reported_at_once(self) -> None:
         progress = RoundProgress()
-        progress.news(after(OPENED), 10.0)
-        assert progress.news(after(replace(OPENED, number=8)), 10.1)[0].startswith("round 8 waits")
+        progress.news(after(OPENED), TITLE, 10.0)
+        assert progress.news(after(replace(OPENED, number=8)), "round 3 of job 4", 10.1)[0].startswith(
+            "round 3 of job 4 waits"
+        )
 
     def test_while_a_round_trains_its_deliveries_are_counted(self) -> None:
         state = after(Matched("a"), Matched("b"), OPENED, Started(frozenset("ab")))
-        assert RoundProgress().news(state, 10.0)[0] == "round 7: ready=0/2 (min=1)"
+        assert RoundProgress().news(state, TITLE, 10.0)[0] == f"{TITLE}: ready=0/2 (min=1)"
 
     def test_nothing_is_reported_without_a_round(self) -> None:
-        assert RoundProgress().news(State(), 10.0) == ("", inf)
+        assert RoundProgress().news(State(), "", 10.0) == ("", inf)
 
 
 class TestWhyARoundWasAbandoned:

@@ -3,7 +3,7 @@
 import json
 
 from fedring.server.round.report import job_message, model_message, round_message
-from fedring.server.state.rows import JobRow, ModelRow, RoundRow
+from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 
 CLIENTS = {
@@ -46,8 +46,16 @@ def test_a_job_shows_its_whole_specification() -> None:
 
 def test_a_model_without_evaluation_has_no_accuracy() -> None:
     row = ModelRow(5, 4, "blake3-" + "ab" * 32, "cd" * 32, "ef" * 32, 10, 99, 1.5)
-    assert not model_message(row, None).HasField("accuracy")
-    message = model_message(row, 0.0)
+    assert not model_message(row, None, None, best=False).HasField("accuracy")
+    message = model_message(
+        row, EvaluationRow(4, 5, "", 0, 8, 4.0, classified=8), RoundRow(4, 2, 3, "published", 1.5), best=True
+    )
     assert message.HasField("accuracy")
+    assert message.best_of_job
+    assert message.job_round == 3
+    assert (message.accuracy, message.loss) == (0.0, 0.5)
+    unclassified = model_message(row, EvaluationRow(4, 5, "", 0, 8, 4.0, classified=0), None, best=False)
+    assert not unclassified.HasField("accuracy")
+    assert unclassified.loss == 0.5
     assert (message.digest, message.schema_hash) == ("blake3-" + "ab" * 32, b"\xef" * 32)
     assert isinstance(message, pb.Model)

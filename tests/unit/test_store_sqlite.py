@@ -14,7 +14,7 @@ from tests.unit.rows import a_job, a_model, a_round, an_update
 from fedring.server.state.database import StoreError, open_database
 from fedring.server.state.failures import StorageError
 from fedring.server.state.interfaces import Acceptance
-from fedring.server.state.rows import LastAccepted
+from fedring.server.state.rows import EvaluationRow, LastAccepted
 from fedring.server.state.store import SqlStore
 from fedring.server.state.tables import meta
 
@@ -73,9 +73,9 @@ def test_a_newer_state_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "facts.sqlite"
     SqlStore(f"sqlite:///{file}").close()
     connection = sqlite3.connect(file)
-    connection.execute("PRAGMA user_version = 7")
+    connection.execute("PRAGMA user_version = 8")
     connection.close()
-    with pytest.raises(StoreError, match="newer version: schema 7, this program knows 5") as caught:
+    with pytest.raises(StoreError, match="newer version: schema 8, this program knows 7") as caught:
         SqlStore(f"sqlite:///{file}")
     assert caught.value.reason == "newer_state"
 
@@ -252,3 +252,51 @@ def test_a_state_of_protocol_1_can_be_continued(tmp_path: Path) -> None:
     }
     assert store.update_counts() == {"ann": 2, "bob": 5, "eve": 2}
     store.close()
+
+
+def test_evaluations_of_older_states_have_an_accuracy_over_all_samples(tmp_path: Path) -> None:
+    database_of(4, tmp_path / "facts.sqlite")
+    with closing(sqlite3.connect(tmp_path / "facts.sqlite")) as connection:
+        connection.execute("INSERT INTO evaluations VALUES (2, 'ann', 1, 3, 4, 2.0), (2, 'bob', 1, 1, 4, 6.0)")
+        connection.commit()
+    store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
+    summed = store.evaluation_sum(2)
+    assert summed is not None
+    assert (summed.accuracy, summed.loss, summed.metrics) == (0.5, 1.0, {})
+    store.add_evaluation(EvaluationRow(1, 2, "ann", 0, 4, 2.0, classified=0, metrics={"f1": 0.5}))
+    store.add_evaluation(EvaluationRow(1, 2, "bob", 0, 12, 6.0, classified=0, metrics={"f1": 0.9}))
+    summed = store.evaluation_sum(2)
+    assert summed is not None
+    assert (summed.accuracy, summed.loss) == (None, 0.5)
+    assert summed.metrics == {"f1": pytest.approx(0.8)}
+    store.close()
+
+
+def test_a_state_from_before_jobs_said_what_they_start_from_learns_whose_its_models_are(tmp_path: Path) -> None:
+    file = tmp_path / "facts.sqlite"
+    store = SqlStore(f"sqlite:///{file}")
+    job = a_job(store)
+    opened = a_round(store, job)
+    store.publish(a_model(1))
+    store.publish(a_model(2, number=opened.round), replace(opened, phase="published", ended_at=9.0))
+    for client, correct in (("ann", 3), ("bob", 6)):
+        store.add_evaluation(EvaluationRow(opened.round, 2, client, correct, 10, 5.0))
+    store.add_evaluation(EvaluationRow(opened.round, 2, "", 10, 10, 0.0))  # the server's own
+    store.close()
+    with closing(sqlite3.connect(file)) as connection:
+        for table, columns in (
+            ("jobs", ("start_version", "residual_after")),
+            ("models", ("job_id", "accuracy", "loss")),
+        ):
+            for column in columns:
+                connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        connection.execute("PRAGMA user_version = 5")
+    for _ in range(2):
+        store = SqlStore(f"sqlite:///{file}")
+        found = [(row.version, row.job_id, row.accuracy, row.loss) for row in store.models()]
+        assert found == [(2, job.job_id, 0.45, 0.5), (1, 0, None, None)]
+        row = store.job(job.job_id)
+        assert row is not None
+        assert (row.start_version, row.residual_after) == (0, 0)
+        store.close()
+    assert (tmp_path / "facts.sqlite.v5.bak").exists()

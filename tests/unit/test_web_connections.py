@@ -29,7 +29,7 @@ class Facts:
     async def state(self) -> Mapping[str, Any]:
         return {"number": self.now}
 
-    async def rounds(self, job_id: int, after: int) -> Mapping[str, Any]:
+    async def rounds(self, job_id: int, after: int, *, clients: bool = False) -> Mapping[str, Any]:
         return {}
 
     async def events(self, after: int) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from fedring.server.operator.summaries import (
     client_summaries,
     event_summary,
     group_summary,
+    job_settings,
     job_summary,
     model_summary,
     round_summary,
@@ -48,7 +49,9 @@ def test_a_round_is_summarised_by_sums_over_its_clients() -> None:
         pb.RoundClient(client_id="c", upload_bytes=5, metrics={"bytes_sent": -3.0}),
         pb.RoundClient(client_id="d", encoding="fp32"),
     ]
-    summary = round_summary(pb.Round(round=4, eval_correct=3, eval_total=4, eval_loss_sum=2.0, clients=clients))
+    summary = round_summary(
+        pb.Round(round=4, eval_correct=3, eval_total=4, eval_classified=4, eval_loss_sum=2.0, clients=clients)
+    )
     assert summary["upload_by_encoding"] == {"packed": 30, "none": 5}
     assert summary["peer_bytes"] == 7
     assert (summary["accuracy"], summary["loss"], summary["server_accuracy"]) == (0.75, 0.5, None)
@@ -56,7 +59,7 @@ def test_a_round_is_summarised_by_sums_over_its_clients() -> None:
 
 def test_a_loss_that_is_not_finite_is_left_out() -> None:
     summary = round_summary(pb.Round(eval_total=4, eval_loss_sum=nan, server_accuracy=0.5, server_loss=float("inf")))
-    assert (summary["accuracy"], summary["loss"]) == (0.0, None)
+    assert (summary["accuracy"], summary["loss"]) == (None, None)
     assert (summary["server_accuracy"], summary["server_loss"]) == (0.5, None)
 
 
@@ -65,7 +68,7 @@ def test_every_summary_can_be_sent_as_json() -> None:
     summaries = [
         job_summary(JOB),
         round_summary(pb.Round(phase=Phase.TRAINING)),
-        model_summary(ModelRow(1, 0, "aa", "bb", "cc", 10, 40, 0.0), None),
+        model_summary(ModelRow(1, 0, "aa", "bb", "cc", 10, 40, 0.0), None, None, best=False),
         event_summary(pb.Event(id=2**60, text="t")),
         client_summaries([session], {"b": 2}, ROUND),
         wait_summary(a_state(ROUND, *"abc"), an_open_round()),
@@ -133,3 +136,30 @@ def test_a_group_lists_its_workers_by_rank_with_their_states() -> None:
     pipeline = group_summary(rendezvous, sessions, replace(JOB, spec={"mode": "pipeline"}))
     assert pipeline is not None
     assert pipeline["mode"] == "pipeline"
+
+
+def test_the_settings_of_a_job_are_all_of_its_keys_and_which_of_them_are_not_the_defaults() -> None:
+    spec = Job.model_validate({"lr": 0.5, "model_args": {"hidden": 8}, "data_parallel": {"hook": "dgc"}})
+    told = job_settings(spec.model_dump(mode="json"))
+    assert told["changed"] == ["model_args", "lr", "data_parallel.hook"]
+    assert told["settings"]["model_args"] == {"hidden": 8}
+    assert told["settings"]["encoding"] == spec.encoding
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    assert job_settings({"key_of_an_older_version": 1})["changed"] == ["key_of_an_older_version"]
+
+
+def test_the_parts_of_the_clients_of_a_round_are_told_on_demand() -> None:
+    metrics = {"loss": 0.25, "bad": nan}
+    part = pb.RoundClient(num_samples=3, train_seconds=1.5, upload_bytes=10, metrics=metrics, encoding="packed")
+    message = pb.Round(round=4, clients=[part] * 30)
+    assert "clients" not in round_summary(message)
+    told = round_summary(message, clients=True)["clients"]
+    assert len(told) == 20
+    assert told[0] == {
+        "client_id": "",
+        "num_samples": 3,
+        "train_seconds": 1.5,
+        "upload_bytes": 10,
+        "download_bytes": 0,
+        "metrics": {"loss": 0.25},
+    }

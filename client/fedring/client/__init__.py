@@ -1,12 +1,15 @@
 """fl-client, and the library for programs with a training loop of their own.
 
-    from fedring.client import connect
+    from fedring.client import RoundOver, connect
 
     with connect(server="fl.example.org:8443", insecure=True) as federation:
         for task in federation:
-            task.load_into(model)
-            ...  # train as usual
-            task.submit(model, samples=len(data))
+            try:
+                task.load_into(model)
+                ...  # train as usual
+                task.submit(model, samples=len(data))
+            except RoundOver as over:  # this round needs nothing more from this client, but the next one may
+                print(over)
 
 The names in `__all__` are public. The modules here put together the three rooms: `session` talks with the server,
 `transfer` fetches models and delivers updates, and `group` trains with other workers. What may enter: the

@@ -54,6 +54,7 @@ class ClientConfig(BaseSettings):
     loss: str = Field("", description="module:attribute to use instead of the job's loss")
     optimizer: str = Field("", description="module:attribute to use instead of the job's optimizer")
     trainer: str = Field("", description="module:attribute to use instead of the job's trainer")
+    evaluator: str = Field("", description="module:attribute to use instead of the job's evaluator")
 
     peer_listen: TcpAddress = Field(
         "127.0.0.1:0", description="address where this worker listens for others of its group; port 0 = any"

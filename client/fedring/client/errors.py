@@ -16,8 +16,17 @@ class UpdateRefused(RoundOver):
     """The server has refused this update for good."""
 
 
-class WrongModel(ValueError):
-    """The model has another schema than the one that is trained; the sentence names the first difference."""
+class WrongModel(RoundOver, ValueError):
+    """The model has another schema than the one that is trained; the sentence names the first difference.
+
+    It concerns one round only, like every RoundOver: the next job may train another model.
+    """
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("wrong_schema", detail)
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 class BadModel(Exception):

@@ -3,7 +3,7 @@
 import logging
 import signal
 import threading
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
 from math import nan
 from types import FrameType, TracebackType
@@ -25,7 +25,8 @@ from fedring.daemon.lock import StateLock
 from fedring.daemon.metrics import serving
 from fedring.rpc.contract import MAX_FIGURE
 from fedring.rpc.tls import ends_at
-from fedring.train.evaluation import Counts
+from fedring.train.evaluation import Counts, counts_of
+from fedring.train.metrics import sendable_metrics
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def connect(
     config: ClientConfig | None = None,
     *,
     model: nn.Module | None = None,
-    evaluate: Callable[[nn.Module], Counts | tuple[int, int, float]] | None = None,
+    evaluate: Callable[[nn.Module], Counts | tuple[int | None, int, float] | Mapping[str, float]] | None = None,
     **overrides: Any,
 ) -> "Federation":
     """Connect to a server, and return a federation to iterate over within `with`.
@@ -49,7 +50,9 @@ def connect(
     Args:
         config: The configuration; None = from the environment.
         model: The module that is filled with the published model before each call of `evaluate`.
-        evaluate: Returns the counts (correct, total, sum of losses) of the model on samples of this client.
+        evaluate: Returns the counts (correct, total, sum of losses) of the model on samples of this client; `correct`
+            is None where accuracy is not defined. Or a mapping of "num_samples", the mean "loss", optionally
+            "accuracy", and any further metrics.
         overrides: Keys of the configuration, such as server="fl.example.org:8443"; they take precedence.
 
     Raises:
@@ -65,8 +68,7 @@ def connect(
         if evaluate is None or model is None:
             return Counts()
         evaluation.load_into(model)
-        counts = evaluate(model)
-        return counts if isinstance(counts, Counts) else Counts(*counts)
+        return counts_of(evaluate(model))
 
     return Federation(loaded.config, on_evaluate=count if evaluate else None)
 
@@ -181,13 +183,19 @@ class Federation:
                 counts = Counts()  # The server would refuse such a loss, and wait for another report.
         except RoundOver as over:
             log.warning("model %d was not evaluated: %s", order.command.model_version, over)
+        except Refused:
+            raise
+        except Exception:  # the user's function may raise anything, and the next model may suit it
+            log.exception("model %d was not evaluated", order.command.model_version)
         finally:
             report = pb.EvaluationReport(
                 round=order.command.round,
                 model_digest=order.command.model_digest,
-                correct=counts.correct,
+                correct=counts.correct or 0,
                 total=counts.total,
                 loss_sum=counts.loss_sum,
+                classified=None if counts.correct is not None else 0,  # it is sent only where it says something
+                metrics=sendable_metrics(counts.metrics),
             )
             self._link.call(lambda: self._link.session.report_evaluation(report))
 

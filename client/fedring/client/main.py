@@ -107,6 +107,7 @@ def parse_partition(text: str | None) -> dict[str, str | None]:
 def serve(loaded: Loaded[ClientConfig]) -> Exit:
     """Take part until told to stop or refused by the server; return the exit code."""
     from fedring.client.federation import Federation
+    from fedring.client.restart import Restart
     from fedring.client.startup_checks import warn_of_insecurity
     from fedring.client.trainer import MODES, DeclaredTrainer, prepare
 
@@ -124,8 +125,10 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
         config, on_evaluate=trainer.evaluate, modes=MODES, tell=lambda text: sd_notify(f"STATUS={text}")
     )
     log_always(lambda: federation.ids)
+    restart = Restart(federation.close)
 
     def stop(number: int, frame: FrameType | None) -> None:
+        restart.cancel()
         signal.signal(number, signal.SIG_DFL)  # A second signal ends the process at once.
         sd_notify("STOPPING=1\nSTATUS=stopping")
         federation.close()
@@ -135,15 +138,21 @@ def serve(loaded: Loaded[ClientConfig]) -> Exit:
     with federation:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
+        signal.signal(signal.SIGUSR2, restart.ask)
         sd_notify("READY=1")
         gc.freeze()  # Collections need not look at these objects again, since they live as long as the process.
         try:
             with suppress(KeyboardInterrupt):
                 for task in federation:
-                    trainer.train(task)
+                    with restart.after_training():
+                        trainer.train(task)
+                    if restart.wanted:
+                        break
         except Refused as error:
             log.error("%s", error)
             return error.exit_code
+    if restart.wanted:
+        restart.now()
     log.info("stopped")
     return Exit.OK
 

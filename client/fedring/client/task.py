@@ -81,10 +81,15 @@ class Task:
         """Load the values that this round starts from into `model`.
 
         Raises:
-            WrongModel: If the model has another schema than the one that is trained.
+            WrongModel: If the model has another schema than the one that is trained. The server has been told, and the
+                round goes on without this client.
             RoundOver: If the round has ended, or the model cannot be fetched.
         """
-        self._base = load(self.link, self._models, self.command, model, ended=lambda: self._assignment.stop_reason)
+        try:
+            self._base = load(self.link, self._models, self.command, model, ended=lambda: self._assignment.stop_reason)
+        except WrongModel as error:
+            self.fail(error.reason, error.detail)
+            raise
         self._loaded_at = time.perf_counter()
         self.link.session.begin(pb.ACTIVITY_TRAINING)
 
@@ -164,7 +169,7 @@ class Task:
             self.fail("wrong_schema", clause)
             raise WrongModel(f"this model is not the one that was loaded: {clause}")
         last = self.link.connection.last_accepted
-        residual = self._spool.residual(command.run_id, command.schema_hash, last)
+        residual = self._spool.residual(command.run_id, command.schema_hash, last, after=command.residual_after)
         try:
             update = make_update(command, self._client_id, base, read_vectors(model), training, residual)
         except CodecError as error:

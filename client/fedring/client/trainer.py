@@ -19,7 +19,7 @@ from fedring.daemon.tracing import span
 from fedring.data import DataError, Split, load_part
 from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure_detail, failure_reason
-from fedring.train.evaluation import Counts, evaluate
+from fedring.train.evaluation import Counts, Evaluator, run_evaluator
 from fedring.train.loop import Loss, OptimizerFactory, train, warm_up
 from fedring.train.plan import TrainResult
 from fedring.train.seam import build_model, resolve
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NAMES = ("model", "data", "loss", "optimizer", "trainer")
+NAMES = ("model", "data", "loss", "optimizer", "trainer", "evaluator")
 """The names in a job that the client's configuration may override."""
 
 MODES = ("federated", "data_parallel", "pipeline")
@@ -47,6 +47,7 @@ class LoadedJob:
     loss: Loss
     optimizer: OptimizerFactory
     trainer: Trainer | None  # None = the built-in loop
+    evaluator: Evaluator | None  # None = the built-in evaluation
 
 
 class DeclaredTrainer:
@@ -57,7 +58,7 @@ class DeclaredTrainer:
         self._device = pick_device(config.device)
         self._key = b""
         self._loaded: LoadedJob | None = None
-        self.in_users_code = False  # whether a user's trainer runs, which may never check whether to stop
+        self.in_users_code = False  # whether a user's trainer or evaluator runs, which may never check whether to stop
 
     def train(self, task: Task) -> None:
         """Train and submit, or report to the server why not.
@@ -81,12 +82,12 @@ class DeclaredTrainer:
         except TrainingStopped:
             task.done = True  # The server has ended the round, and may have told the group before this client.
             log.info("round %d ended before this client had trained", task.round)
+        except WrongModel as error:  # the task has told the server
+            log.error("round %d failed (%s): %s", task.round, error.reason, error)
         except RoundOver as over:
             log.warning("round %d takes no update from this client: %s", task.round, over)
         except (SeamError, TrainError, DataError) as error:
             self._fail(task, error.reason, str(error))
-        except WrongModel as error:
-            self._fail(task, "wrong_schema", str(error))
         except Refused:
             raise
         except Exception as error:  # the user's code may raise anything
@@ -106,13 +107,18 @@ class DeclaredTrainer:
         try:
             loaded = self._load(evaluation.job)
             evaluation.load_into(loaded.model)
-            return evaluate(loaded.model, loaded.split.test, loss=loaded.loss, device=self._device)
+            self.in_users_code = loaded.evaluator is not None
+            return run_evaluator(
+                loaded.evaluator, loaded.model, loaded.split.test, loss=loaded.loss, device=self._device
+            )
         except (SeamError, TrainError, DataError, WrongModel) as error:
             log.error("model %d was not evaluated: %s", evaluation.command.model_version, error)
         except (RoundOver, Refused):
             raise
         except Exception:  # the user's code may raise anything
             log.exception("model %d was not evaluated", evaluation.command.model_version)
+        finally:
+            self.in_users_code = False
         return Counts()
 
     @cached_property
@@ -174,6 +180,7 @@ class DeclaredTrainer:
             resolve(name["loss"], trusted),
             resolve(name["optimizer"], trusted),
             resolve(name["trainer"], trusted) if name["trainer"] else None,
+            resolve(name["evaluator"], trusted) if name["evaluator"] else None,
         )
 
     def _split(self, data: Callable[[Path | None, bool], Any], job: pb.JobSpec) -> Split:

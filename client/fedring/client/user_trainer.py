@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from fedring.train.errors import TrainError
 from fedring.train.loop import seeded
+from fedring.train.metrics import named_metrics
 from fedring.train.plan import Plan, TrainResult
 
 Trainer = Callable[[nn.Module, Dataset[Any], Plan], Any]
@@ -48,10 +49,9 @@ def _result(told: object) -> TrainResult:
     match told:
         case TrainResult():
             result = told
-        case {"num_samples": num_samples, **means}:
-            result = TrainResult(
-                _count(num_samples), _mean(means.get("loss"), "loss"), _mean(means.get("accuracy"), "accuracy")
-            )
+        case {"num_samples": num_samples, **named}:
+            loss, accuracy = (_mean(named.pop(name, None), name) for name in ("loss", "accuracy"))
+            result = TrainResult(_count(num_samples), loss, accuracy, named=_named(named))
         case _:
             result = TrainResult(_count(told))
     if result.num_samples < 1:
@@ -59,6 +59,13 @@ def _result(told: object) -> TrainResult:
             "bad_result", "The trainer reports that it used no samples: let it return how many, at least 1."
         )
     return result
+
+
+def _named(told: Mapping[Any, object]) -> dict[str, float]:
+    try:
+        return named_metrics(told)
+    except ValueError as error:
+        raise TrainError("bad_result", f"The trainer's result cannot be used: {error}.") from error
 
 
 def _count(value: object) -> int:

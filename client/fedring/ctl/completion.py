@@ -7,9 +7,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic import BaseModel
 
+from fedring.control.calls import Control
+from fedring.control.failure import Failure
 from fedring.ctl.access import access_of
-from fedring.ctl.control import Control
-from fedring.ctl.failure import Failure
 from fedring.ctl.options import DEFAULT_SERVER
 from fedring.daemon.config import ConfigError
 from fedring.train.data_parallel_table import HOOKS
@@ -42,10 +42,12 @@ def job_ids(context: typer.Context, incomplete: str) -> list[Offer]:
     return _known(context, incomplete, lambda control: [(str(job.job_id), job.name) for job in control.jobs(limit=50)])
 
 
-def round_numbers(context: typer.Context, incomplete: str) -> list[Offer]:
-    """Offer the numbers of the server's newest rounds."""
+def round_names(context: typer.Context, incomplete: str) -> list[Offer]:
+    """Offer the server's newest rounds as JOB.ROUND."""
     return _known(
-        context, incomplete, lambda control: [(str(one.round), one.phase) for one in control.rounds(limit=50)]
+        context,
+        incomplete,
+        lambda control: [(f"{one.job_id}.{one.job_round}", one.phase) for one in control.rounds(limit=50)],
     )
 
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.ctl.process import Process, stop_all
 
 _READY_SECONDS = 120.0

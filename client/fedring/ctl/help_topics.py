@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
 
 EXIT_CODES: Mapping[Exit, str] = {

@@ -9,11 +9,11 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: it m
 
 import typer
 
+from fedring.control.failure import Failure
 from fedring.ctl import help_topics, profile
 from fedring.ctl.access import with_access
 from fedring.ctl.admin import certs, doctor, meeting_store, state_backup
 from fedring.ctl.bench import data_parallel, demo, evaluate, federated, pipeline_memory, pipeline_schedules
-from fedring.ctl.failure import Failure
 from fedring.ctl.operate import job_control, lists, port_health, token, watch
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
@@ -66,8 +66,10 @@ _verb(
     job_control.run,
     "flctl run job.toml",
     "flctl run job.toml rounds=20 'model_args={\"hidden\": 128}'",
+    "flctl run job.toml start=newest",
     "flctl run job.toml --no-wait --key nightly-7",
     "flctl run job.toml --output json | jq .text",
+    "flctl run job.toml --track tensorboard=runs/first",
     panel=_JOBS,
 )
 _verb(app, "stop", job_control.stop, "flctl stop", "flctl stop --round", "flctl stop --job 3", panel=_JOBS)
@@ -77,10 +79,26 @@ clients_app.callback(
 )(with_access(lists.clients))
 _verb(clients_app, "forget", lists.forget, "flctl clients forget hospital-a")
 app.add_typer(clients_app, name="clients", rich_help_panel=_SHOW)
-_verb(app, "rounds", lists.rounds, "flctl rounds --limit 5", "flctl rounds 12", panel=_SHOW)
+_verb(app, "jobs", lists.jobs, "flctl jobs", "flctl jobs --output json | jq '.jobs[0].start_version'", panel=_SHOW)
+_verb(
+    app,
+    "rounds",
+    lists.rounds,
+    "flctl rounds --limit 5",
+    "flctl rounds --metric eval/f1",
+    "flctl rounds 3.12",
+    "flctl rounds --job 3 12",
+    panel=_SHOW,
+)
 _verb(app, "watch", watch.watch, "flctl watch", "flctl watch --output json >> events.jsonl", panel=_SHOW)
 _verb(models_app, "list", lists.models, "flctl models list")
-_verb(models_app, "export", lists.export_model, "flctl models export 0 --out newest.safetensors")
+_verb(
+    models_app,
+    "export",
+    lists.export_model,
+    "flctl models export 0 --out newest.safetensors",
+    "flctl models export 0 --out newest.safetensors --exact",
+)
 app.add_typer(models_app, name="models", rich_help_panel=_SHOW)
 _verb(
     app,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.ctl.output import Output
 from fedring.daemon.exits import Exit
 from fedring.rpc.address import check_address

@@ -92,6 +92,13 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.2f} %"
 
 
+def quality(accuracy: float | None, loss: float | None) -> str:
+    """Return the accuracy in words, or the loss if accuracy is not defined; empty if neither is known."""
+    if accuracy is not None:
+        return f"accuracy {percent(accuracy)}"
+    return f"loss {number(loss)}" if loss is not None else ""
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """Format a number with that many digits after the point; None is "-"."""
     return "-" if value is None else f"{value:.{digits}f}"

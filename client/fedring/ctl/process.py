@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 
 _TAIL_LINES = 12
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
+from fedring.control.failure import Failure
 from fedring.ctl.bench.presets import Dataset, check_data_root, preset_job
 from fedring.ctl.bench.runner import unique_names
-from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
 from fedring.daemon.exits import Exit

@@ -1,6 +1,7 @@
 """The evaluation of a model on samples that it was not trained on."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -8,20 +9,40 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedring.train.batches import fetch, size_of
+from fedring.train.errors import TrainError
 from fedring.train.loop import Loss
+from fedring.train.metrics import combine, named_metrics
 from fedring.train.tally import Tally
+
+Evaluator = Callable[[nn.Module, Dataset[Any]], Any]
+"""A user's function of (model, samples); see `counts_of` for what it returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Sums over samples; the counts of several clients add up to the counts of all their samples."""
 
-    correct: int = 0  # samples whose largest output is that of their label
+    correct: int | None = 0  # samples whose largest output is that of their label; None = labels are not classes
     total: int = 0  # samples
     loss_sum: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)  # named figures: means, or sums (fedring.train.metrics)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of the samples that are classified correctly; None if there are none, or labels are not classes."""
+        return None if self.correct is None or not self.total else self.correct / self.total
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss; None without samples."""
+        return self.loss_sum / self.total if self.total else None
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(self.correct + other.correct, self.total + other.total, self.loss_sum + other.loss_sum)
+        if not (self.total and other.total):
+            return self if self.total else other
+        correct = None if self.correct is None or other.correct is None else self.correct + other.correct
+        metrics = combine([(self.total, self.metrics), (other.total, other.metrics)])
+        return Counts(correct, self.total + other.total, self.loss_sum + other.loss_sum, metrics)
 
 
 @torch.no_grad()
@@ -38,7 +59,8 @@ def evaluate(
         device: Where to compute.
 
     Returns:
-        The counts over all samples.
+        The counts over all samples. `correct` is None unless outputs are [batch, classes] and labels are integers
+        [batch].
     """
     if (size := size_of(samples)) == 0:
         return Counts()
@@ -53,4 +75,68 @@ def evaluate(
     finally:
         for module, training in modes:
             module.training = training
-    return Counts(tally.correct, tally.total, tally.loss_sum)
+    return Counts(tally.correct if tally.classified else None, tally.total, tally.loss_sum)
+
+
+@torch.no_grad()
+def run_evaluator(
+    evaluator: Evaluator | None, model: nn.Module, samples: Dataset[Any], *, loss: Loss, device: torch.device
+) -> Counts:
+    """Evaluate a model with a user's function, or as `evaluate` does without one.
+
+    Args:
+        evaluator: The function of (model, samples); None = the built-in evaluation.
+        model: Is moved to `device`. It is in evaluation mode meanwhile, and in training mode afterwards.
+        samples: The held-out samples.
+        loss: The job's loss, which only the built-in evaluation uses.
+        device: Where to compute.
+
+    Raises:
+        TrainError: With the reason bad_result, if the function reports nonsense.
+    """
+    if evaluator is None:
+        return evaluate(model, samples, loss=loss, device=device)
+    if (size := size_of(samples)) == 0:
+        return Counts()
+    model.to(device).eval()
+    try:
+        return counts_of(evaluator(model, samples), size)
+    finally:
+        model.train()
+
+
+def counts_of(told: object, size: int | None = None) -> Counts:
+    """Return what a user's evaluation reports, checked.
+
+    Args:
+        told: Counts; or (correct, total, sum of losses), whose `correct` is None where accuracy is not defined; or a
+            mapping with "loss", optionally "accuracy" and "num_samples", and any further figures by name.
+        size: The number of samples, if the mapping does not say it.
+
+    Raises:
+        TrainError: With the reason bad_result, if it is something else.
+    """
+    try:
+        counts = _read(told, size)
+        if not 0 <= (counts.correct or 0) <= counts.total:
+            raise ValueError(f"{counts.correct} of {counts.total} samples cannot be correct")
+        return replace(counts, metrics=named_metrics(counts.metrics))
+    except (TypeError, ValueError) as error:
+        raise TrainError("bad_result", f"The evaluation's result cannot be used: {error}.") from error
+
+
+def _read(told: Any, size: int | None) -> Counts:
+    match told:
+        case Counts():
+            return told
+        case (correct, total, loss_sum):
+            return Counts(None if correct is None else int(correct), int(total), float(loss_sum))
+        case {"loss": loss}:
+            rest = dict(told)
+            total, accuracy = rest.pop("num_samples", size), rest.pop("accuracy", None)
+            if total is None:
+                raise ValueError("it does not say num_samples")
+            del rest["loss"]
+            correct = None if accuracy is None else round(float(accuracy) * total)
+            return Counts(correct, int(total), float(loss) * total, rest)
+    raise TypeError(f"it is {told!r:.100}; return a mapping with loss, and with further figures by name")

@@ -71,15 +71,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return stored
 
 
-def keeps_a_model(state_dir: Path) -> bool:
-    """Return whether this state folder of an fl-server keeps a model version; False if there is no such folder."""
-    try:
-        _version(state_dir, 0)
-    except SeamError:
-        return False
-    return True
-
-
 def save_model(model: nn.Module, path: str | Path) -> None:
     """Write the tensors of `model`, in their dtypes, to the safetensors file `path`; readers never see half of it."""
     _write({name: tensor.detach() for name, tensor in tensors_of(model)}, Path(path))

@@ -1,15 +1,15 @@
 """The schema of a job: what to train, on how many clients, and for how many rounds."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from fedring.codec.encoding import NAMES, TILE, Encoding
 from fedring.train.bounds import (
     MAX_JOB_BYTES,
     MAX_SAMPLES,
+    MAX_SECONDS,
     MAX_SEED,
-    MAX_WHOLE,
     Count,
     NonNegative,
     Positive,
@@ -19,7 +19,9 @@ from fedring.train.bounds import (
     Text,
 )
 from fedring.train.data_parallel_table import DataParallel
+from fedring.train.metrics import check_rule
 from fedring.train.pipeline_table import Pipeline
+from fedring.train.start import NEWEST, Start
 
 EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "packed", "uniform"]
 
@@ -46,11 +48,11 @@ class Job(BaseModel):
         description="how clients train: each one alone, all as workers that share each batch, or as the stages of a "
         "model",
     )
-    start: int = Field(
-        0,
-        ge=0,
-        le=MAX_WHOLE,
-        description="kept model version that the job starts from, even if there are newer ones; 0 = the newest",
+    start: Start = Field(
+        NEWEST,
+        description="what the job starts from: fresh = a new model, made from model and seed, or read from init_path; "
+        "newest = the newest version of this model; best = its best version; a version's number; or the path of a "
+        "file that init_path allows. flctl run sends fresh unless you say otherwise",
     )
     rounds: int = Field(1, ge=1, le=1_000_000, description="rounds to run, including those that are abandoned")
 
@@ -62,6 +64,7 @@ class Job(BaseModel):
         "fedring.train.optimizers:sgd", description="callable (parameters, lr, momentum) -> torch.optim.Optimizer"
     )
     trainer: Text = Field("", description="callable that trains instead of the built-in loop")
+    evaluator: Text = Field("", description="callable that evaluates instead of the built-in evaluation")
     partition: Literal["none", "iid", "shards", "dirichlet"] = Field(
         "iid", description="how samples are divided among the clients that share a data set"
     )
@@ -91,7 +94,8 @@ class Job(BaseModel):
     download_encoding: Literal["full"] | EncodingName = Field(
         "full",
         description="how the server encodes the difference to the model before, for clients that hold that one; "
-        "full = it sends the whole model",
+        "full = it sends the whole model; with a lossy encoding, the published model is the one that clients get, and "
+        "what was left out goes into the next one (flctl models export --exact adds it)",
     )
 
     min_clients: PositiveCount = Field(2, description="clients that the barrier waits for")
@@ -111,6 +115,22 @@ class Job(BaseModel):
         False, description="end a round as soon as min_clients_to_aggregate results are accepted"
     )
     deadline_seconds: Seconds = Field(600.0, description="longest time from the command to the last result")
+    stalled_after_seconds: float = Field(
+        120.0,
+        ge=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
+        description="time after which a round goes on without a client that reports no progress, until it reports "
+        "some; 0 = never (federated, without a trainer of your own)",
+    )
+    straggler_factor: float = Field(
+        0.0,
+        ge=0,
+        le=1000,
+        allow_inf_nan=False,
+        description="end a round after this many times the median time of the clients that have delivered, once these "
+        "are at least half of those that were selected; at least 1, or 0 = wait for all (federated)",
+    )
 
     data_parallel: DataParallel = Field(
         default_factory=lambda: DataParallel.model_validate({}),
@@ -128,6 +148,15 @@ class Job(BaseModel):
     evaluate_on_server: bool = Field(
         False, description="the server also evaluates each new model, on the whole test set"
     )
+    patience: Count = Field(
+        0,
+        description="number of rounds without a better result after which the job ends early; 0 = run all rounds",
+    )
+    best_by: Annotated[Text, AfterValidator(check_rule)] = Field(
+        "",
+        description='which model is the best of the job: "max NAME" or "min NAME" of a metric, such as "max eval/f1"; '
+        "empty = the highest accuracy, or the lowest loss if accuracy is not defined",
+    )
     max_abandoned: PositiveCount = Field(
         3, description="number of rounds abandoned in a row after which the job has failed"
     )
@@ -139,6 +168,14 @@ class Job(BaseModel):
                 f"min_clients_to_aggregate must be at most min_clients={self.min_clients}, and is "
                 f"{self.min_clients_to_aggregate}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _results_are_known(self) -> Self:
+        if self.patience and not (self.evaluate or self.evaluate_on_server):
+            raise ValueError("patience compares results: it needs evaluate = true or evaluate_on_server = true")
+        if 0 < self.straggler_factor < 1:
+            raise ValueError(f"straggler_factor must be 0 or at least 1, and is {self.straggler_factor:g}")
         return self
 
     @model_validator(mode="after")

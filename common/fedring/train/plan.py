@@ -1,7 +1,8 @@
 """What a round asks of a client, and what the client's training did."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,10 @@ class TrainResult:
     accuracy: float | None = None  # None unless outputs are [batch, classes] and labels are integers [batch]
     seconds: float = 0.0  # of the training loop alone
     steps: int = 0
+    named: Mapping[str, float] = field(default_factory=dict)  # further figures: means, or sums if they end in "_sum"
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The means that are known and finite, by name."""
-        means = {"loss": self.loss, "accuracy": self.accuracy}
+        """The figures that are known and finite, by name."""
+        means = {**self.named, "loss": self.loss, "accuracy": self.accuracy}
         return {name: value for name, value in means.items() if value is not None and math.isfinite(value)}

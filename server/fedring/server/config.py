@@ -40,7 +40,11 @@ class ServerConfig(BaseSettings):
     )
     reflection: bool = Field(False, description="let callers list the services")
     state_dir: Path = Field(Path("fl-server-state"), description="folder for models, updates and the database")
-    init_path: Path | None = Field(None, description="first weights, for an empty state_dir: .safetensors or .pt")
+    init_path: Path | None = Field(
+        None,
+        description="weights that jobs may start from, .safetensors or .pt: a file, which jobs read that start fresh; "
+        "or a folder, of which jobs name the files with start",
+    )
     trusted: list[str] = Field(["fedring", "torchvision"], description="modules that a job may import from")
     data_root: Path | None = Field(None, description="folder of the data sets, for evaluate_on_server")
 
@@ -58,6 +62,9 @@ class ServerConfig(BaseSettings):
     max_update_bytes: NonNegativeInt = Field(0, description="longest update; 0 = twice the dense model")
     threads: PositiveInt = Field(2, description="threads for checking and adding updates")
     keep_models: PositiveInt = Field(10, description="newest model versions to keep")
+    keep_jobs: NonNegativeInt = Field(
+        10, description="newest jobs of which to keep the newest and the best model version, besides keep_models"
+    )
     keep_update_rounds: PositiveInt = Field(2, description="newest rounds whose updates to keep")
     keep_rounds: PositiveInt = Field(
         10_000, description="newest rounds whose facts to keep: some 250 bytes for each client of a round"

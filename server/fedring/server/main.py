@@ -202,7 +202,7 @@ def _servers(parts: Parts, security: Security, config: ServerConfig) -> tuple[ai
     rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server(RendezvousService(parts, config), public)
     add_update_service(ClientUpdateService(parts, config), public)
     control = make_server([*guards, security.control, TraceCalls()], max_streams=64, tls=config.tls)
-    operate = ControlService(parts, downloads, config.job, VERSION, refused=security.tally.counts)
+    operate = ControlService(parts, downloads, config, VERSION, refused=security.tally.counts)
     control_pb2_grpc.add_ControlServiceServicer_to_server(operate, control)
     control_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(security.tokens, parts.sessions), control)
     return public, control

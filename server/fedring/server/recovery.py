@@ -52,7 +52,7 @@ async def recover(config: ServerConfig, stack: ExitStack, *, sweep: bool, drop_d
     parts = assemble(config, facts, models, sessions)
     if drop_damaged:
         await _drop_damaged(parts)
-    open_round = await reload(parts, config.keep_models, end_orphans=sweep)
+    open_round = await reload(parts, end_orphans=sweep)
     if sweep:
         resumable = _resumable(facts, open_round) if open_round else []
         if swept := await facts.db(blobs.sweep, await facts.db(store.named_blobs), resumable):
@@ -60,7 +60,7 @@ async def recover(config: ServerConfig, stack: ExitStack, *, sweep: bool, drop_d
     return parts
 
 
-async def reload(parts: Parts, keep_models: int, *, end_orphans: bool = True) -> int:
+async def reload(parts: Parts, *, end_orphans: bool = True) -> int:
     """Learn the newest models and the interrupted round from the store.
 
     Returns:
@@ -70,7 +70,7 @@ async def reload(parts: Parts, keep_models: int, *, end_orphans: bool = True) ->
         DamagedModel: if the newest model is missing or cut short.
     """
     facts, store, rounds = parts.facts, parts.facts.store, parts.rounds
-    rounds.latest = parts.models.versions.recover(await facts.db(store.models, keep_models))
+    rounds.latest = parts.models.versions.recover(await facts.db(store.models, _ALL))
     parts.journal.begin(await facts.db(store.last_event_id))
     if end_orphans:
         await facts.db(store.end_orphans)

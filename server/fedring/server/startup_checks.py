@@ -6,7 +6,7 @@ from fedring.daemon.checks import Check, Level, check_data_root, refuse_failed
 from fedring.server.config import ServerConfig
 from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
 from fedring.train.errors import SeamError
-from fedring.train.files import keeps_a_model, load_model, read_tensors
+from fedring.train.files import load_model, read_tensors
 from fedring.train.job import Job
 from fedring.train.name_checks import check_data, check_name
 from fedring.train.seam import build_model
@@ -29,12 +29,17 @@ def check_names(config: ServerConfig) -> Iterator[Check]:
         yield from check_data_root(config.data_root)
         yield check_data("job.data", job.data, config.trusted, root=config.data_root)
         yield check_name("job.loss", job.loss, config.trusted)
+        if job.evaluator:
+            yield check_name("job.evaluator", job.evaluator, config.trusted)
 
 
 def _check_init_path(config: ServerConfig, *, fits: bool) -> Iterator[Check]:
-    """Check that the first weights can be read if they will be, and, if asked, that they fit the job's model."""
+    """Check that the first weights can be read, and, if asked, that they fit the job's model."""
     path, job = config.init_path, config.job
-    if path is None or keeps_a_model(config.state_dir):
+    if path is None:
+        return
+    if path.is_dir():  # jobs name the files in it, and are checked when they are queued
+        yield Check("init_path", Level.OK, str(path))
         return
     try:
         if fits:

@@ -29,8 +29,8 @@ class Source(Protocol):
         """Return how things are now, in parts."""
         ...
 
-    async def rounds(self, job_id: int, after: int) -> Mapping[str, Any]:
-        """Return a job (0 = the newest) with its ended rounds above the round `after`."""
+    async def rounds(self, job_id: int, after: int, *, clients: bool = False) -> Mapping[str, Any]:
+        """Return a job (0 = the newest) with its ended rounds above `after`, and parts of their clients on demand."""
         ...
 
     async def events(self, after: int) -> Mapping[str, Any]:
@@ -45,7 +45,8 @@ def make_app(source: Source, feed: Feed, *, hosts: Sequence[str]) -> ASGIApp:
         return JSONResponse(await source.state())
 
     async def rounds(request: Request) -> Response:
-        return JSONResponse(await source.rounds(_number(request, "job"), _number(request, "after")))
+        clients = _number(request, "clients") > 0
+        return JSONResponse(await source.rounds(_number(request, "job"), _number(request, "after"), clients=clients))
 
     async def events(request: Request) -> Response:
         return JSONResponse(await source.events(_number(request, "after")))

@@ -9,7 +9,7 @@ POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self'",
+        "img-src 'self' blob:",  # plotly makes the picture for a PNG file from a blob of the page's own
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",

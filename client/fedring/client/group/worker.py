@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fedring.client.group.rendezvous import RendezvousStream
-from fedring.client.transfer.update import sendable_metrics
 from fedring.ring import Endpoint, RingError, RingOptions, Traffic, join, leave
 from fedring.train.errors import TrainingStopped
+from fedring.train.metrics import sendable_metrics
 from fedring.v1 import rendezvous_pb2 as pb
 from fedring.workers.training import Diverged, Watcher
 from fedring.workers.usage import Usage

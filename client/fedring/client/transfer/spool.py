@@ -114,7 +114,7 @@ class Spool:
         except OSError:
             return 0
 
-    def residual(self, run_id: str, schema_hash: bytes, last: pb.LastAccepted) -> Residual | None:
+    def residual(self, run_id: str, schema_hash: bytes, last: pb.LastAccepted, *, after: int = 0) -> Residual | None:
         """Return the residual for the next update; a residual that does not belong to it is dropped.
 
         Args:
@@ -123,13 +123,14 @@ class Spool:
             last: The newest update of this client that the server has accepted. If the residual was left by an older
                 one, it was sent in the meantime, and is dropped. If it was left by a newer one, the server has been
                 restored, and the residual stays.
+            after: The residuals of this round, and of earlier ones, belong to models that the job does not continue.
 
         Returns:
             What past updates left out, [num_parameters] float32; None if they left out nothing.
         """
         if self._cached is None or self._cached[:2] != (run_id, schema_hash):
             self._cached = (run_id, schema_hash, self._load(run_id, schema_hash))
-        if self._cached[2] is not None and self._was_sent_since(last):
+        if self._cached[2] is not None and (self._was_sent_since(last) or self._is_of_other_models(after)):
             self._residual_file.unlink(missing_ok=True)
             self._cached = (run_id, schema_hash, None)
         return self._cached[2]
@@ -239,6 +240,12 @@ class Spool:
         log.warning(
             "dropped the residual of round %d: an update of round %d was accepted since", noted.round, last.round
         )
+        return True
+
+    def _is_of_other_models(self, after: int) -> bool:
+        if self._noted is None or self._noted.round > after:
+            return False
+        log.info("dropped the residual of round %d: this job does not continue that model", self._noted.round)
         return True
 
     def _load(self, run_id: str, schema_hash: bytes) -> Residual | None:

@@ -1,6 +1,5 @@
 """Makes an update of a trained model: pure functions of arrays."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,12 +11,9 @@ from fedring.codec import BUFFERS, CodecError, Encoding, Vectors, encode_buffers
 from fedring.codec.dense import dense_header
 from fedring.codec.digest import name_of, update_name
 from fedring.compress.feedback import compress
-from fedring.rpc.contract import MAX_FIGURE
 from fedring.train.bounds import MAX_SECONDS
+from fedring.train.metrics import check_metrics, sendable_metrics
 from fedring.v1 import federation_pb2 as pb
-
-MAX_METRICS = 32
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +27,9 @@ class TrainingReport:
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise ValueError(f"samples is {self.samples}: it must be at least 1")
-        for name in self.metrics:
-            if not _NAME.fullmatch(name):
-                raise ValueError(f"{name!r} cannot name a metric: use 1 to 128 of A-Z a-z 0-9 . _ -")
         if not 0 <= self.train_seconds <= MAX_SECONDS:
             raise ValueError(f"train_seconds is {self.train_seconds:g}: it must be 0 to {MAX_SECONDS} (30 days)")
-        if len(self.metrics) > MAX_METRICS:
-            raise ValueError(f"there are {len(self.metrics)} metrics: there may be at most {MAX_METRICS}")
+        check_metrics(sendable_metrics(self.metrics))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,18 +87,6 @@ def make_update(
     sent, digest = header.SerializeToString(), name_of(*parts)
     offer = pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
     return Update(offer, parts, left_out)
-
-
-def sendable_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics without those for which a server would refuse an update.
-
-    Args:
-        metrics: Figures of a training, by name.
-
-    Returns:
-        Those that are numbers with a magnitude of at most MAX_FIGURE.
-    """
-    return {name: value for name, value in metrics.items() if abs(value) <= MAX_FIGURE}
 
 
 def encoding_of(message: pb.Encoding) -> Encoding:

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.rpc.certificates import load_authorities, load_pair
 from fedring.rpc.identity import Identity, Role, peer_name, uri_of

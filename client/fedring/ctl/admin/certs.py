@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from cryptography import x509
 
+from fedring.control.failure import Failure
 from fedring.ctl.admin.authority import (
     CRL,
     issued,
@@ -18,7 +19,6 @@ from fedring.ctl.admin.authority import (
     revoked,
     write_pair,
 )
-from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table
 from fedring.daemon.config import ConfigError

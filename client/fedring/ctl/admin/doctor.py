@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from fedring.client.config import ClientConfig
+from fedring.control.failure import Failure
 from fedring.ctl.admin import doctor_checks
-from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table, stderr_console
 from fedring.daemon.checks import Check, Level

@@ -12,7 +12,7 @@ from typing import TypeVar
 from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic_settings import BaseSettings
 
-from fedring.ctl.access import Access
+from fedring.control.access import Access
 from fedring.ctl.admin.tls_handshake import diagnose, shown_at
 from fedring.ctl.operate.port_health import check_health
 from fedring.daemon.checks import Check, Level, check_writable, existing_part

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.ctl.options import checked_address
 
 DEFAULT_LISTEN = "127.0.0.1:29500"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, duration, print_json, print_table, size, stderr_console
 

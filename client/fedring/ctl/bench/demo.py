@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedring.control.failure import Failure
 from fedring.ctl.bench.experiment import Experiment, Result, make_job, run_with_progress
 from fedring.ctl.bench.presets import (
     PRESETS,
@@ -18,10 +19,9 @@ from fedring.ctl.bench.presets import (
     check_data_root,
     preset_job,
 )
-from fedring.ctl.failure import Failure
 from fedring.ctl.fleet import Fleet
 from fedring.ctl.options import OutputOption, make_out_folder
-from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, size, stderr_console
+from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, quality, size, stderr_console
 from fedring.daemon.exits import Exit
 from fedring.train.data_parallel_table import HOOKS
 
@@ -147,9 +147,9 @@ def demo(
         "pipeline": {"stages": count, "schedule": schedule, "micro_batches": _number_or_word(micro_batches)},
     }
     _check_mode(mode, {**given, **tables["data_parallel"], **tables["pipeline"]})
-    keys = preset_job(dataset, mode) | {key: value for key, value in given.items() if value is not None}
+    keys = preset_job(dataset, mode, hook or "none") | {key: value for key, value in given.items() if value is not None}
     if mode is not Mode.FEDERATED:
-        keys[mode] = {key: value for key, value in tables[mode].items() if value is not None}
+        keys[mode] = keys.get(mode, {}) | {key: value for key, value in tables[mode].items() if value is not None}
     experiment = Experiment(make_job(count, keys), count, data_root.absolute() if data_root else None, web=True)
     check_data_root(dataset, data_root)
     make_out_folder(out)
@@ -227,13 +227,12 @@ def _print_report(label: str, report: Mapping[str, Any]) -> None:
         for row in report["rounds"]
     ]
     columns = ("round>", "clients>", "accuracy>", "loss>", "time>", "training>", "upload/client>", "download/client>")
-    title = f"{label}: {report['parameters']:,} parameters, accuracy {percent(report['accuracy'])}"
-    print_table(title, columns, rows)
+    print_table(_title(label, report), columns, rows)
 
 
 def _print_profile(label: str, report: Mapping[str, Any]) -> None:
     """Print what the workers of each round did together: their total rate, and their mean times and bytes."""
-    rows = []
+    rows, sent_by_one = [], 0.0
     for row in report["rounds"]:
         workers = list(row["workers"].values())
         if not workers:  # an abandoned round
@@ -241,6 +240,7 @@ def _print_profile(label: str, report: Mapping[str, Any]) -> None:
         # Every sample passes through each stage, so only those of stage 0 count.
         rate = sum(worker["samples_per_second"] for worker in workers if not worker.get("stage"))
         sent = sum(worker["bytes_sent"] for worker in workers)
+        sent_by_one += sent / len(workers)
         means = {key: sum(worker[key] for worker in workers) / len(workers) for key in ("seconds", "wait_seconds")}
         rows.append(
             (
@@ -266,5 +266,9 @@ def _print_profile(label: str, report: Mapping[str, Any]) -> None:
         "samples/s>",
         "sent/worker>",
     )
-    title = f"{label}: {report['parameters']:,} parameters, accuracy {percent(report['accuracy'])}"
-    print_table(title, columns, rows)
+    print_table(f"{_title(label, report)}, {size(round(sent_by_one))} sent per worker", columns, rows)
+
+
+def _title(label: str, report: Mapping[str, Any]) -> str:
+    figure = quality(report["accuracy"], report["loss"])
+    return ", ".join(filter(None, (f"{label}: {report['parameters']:,} parameters", figure)))

@@ -3,16 +3,19 @@
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedring.control.failure import Failure
 from fedring.ctl.access import connect
 from fedring.ctl.bench.presets import DataRootOption
-from fedring.ctl.failure import Failure
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
 from fedring.ctl.output import Output, number, percent, print_json, print_table
 from fedring.daemon.exits import Exit
+
+if TYPE_CHECKING:
+    from fedring.train.evaluation import Counts
 
 
 def evaluate(
@@ -30,6 +33,9 @@ def evaluate(
     loss: Annotated[
         str, typer.Option(help="The loss (outputs, labels) -> scalar, as module:attribute.")
     ] = "fedring.train.losses:cross_entropy",
+    evaluator: Annotated[
+        str, typer.Option(help="A function (model, samples) of your own instead of the built-in evaluation.")
+    ] = "",
     data_root: DataRootOption = None,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda or cuda:N.")] = "auto",
     server: ServerOption = DEFAULT_SERVER,
@@ -40,7 +46,7 @@ def evaluate(
         arguments = json.loads(model_args)
     except ValueError as error:
         raise Failure(f"--model-args {model_args!r} is not JSON: {error}", Exit.USAGE) from error
-    names = {"model": model, "data": data, "loss": loss}
+    names = {"model": model, "data": data, "loss": loss} | ({"evaluator": evaluator} if evaluator else {})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(source)
         if source.isdecimal() and not path.exists():
@@ -48,27 +54,27 @@ def evaluate(
             with connect(server) as control:
                 control.export_model(int(source), path)
         counts = evaluate_file(path, names, arguments, data_root=data_root, device=device)
-    accuracy, mean_loss = counts["correct"] / counts["total"], counts["loss_sum"] / counts["total"]
     if output is Output.JSON:
-        return print_json({"accuracy": accuracy, "loss": mean_loss, **counts})
-    row = (percent(accuracy), number(mean_loss), f"{counts['correct']:,} of {counts['total']:,}")
-    print_table(source, ("accuracy>", "loss>", "correct>"), [row])
+        table = {"correct": counts.correct, "total": counts.total, "loss_sum": counts.loss_sum}
+        return print_json({"accuracy": counts.accuracy, "loss": counts.loss, **table, "metrics": dict(counts.metrics)})
+    of = f"of {counts.total:,}"
+    row = (percent(counts.accuracy), number(counts.loss), of if counts.correct is None else f"{counts.correct:,} {of}")
+    named = sorted(counts.metrics.items())
+    columns = ("accuracy>", "loss>", "correct>", *(f"{name}>" for name, _ in named))
+    print_table(source, columns, [(*row, *(f"{value:.6g}" for _, value in named))])
 
 
 def evaluate_file(
     path: Path, names: dict[str, str], model_args: dict[str, Any], *, data_root: Path | None, device: str
-) -> dict[str, Any]:
+) -> "Counts":
     """Evaluate the model in a file.
 
     Args:
         path: The .safetensors file.
-        names: What to import, as module:attribute, by the keys `model`, `data` and `loss`.
+        names: What to import, as module:attribute, by the keys `model`, `data`, `loss` and perhaps `evaluator`.
         model_args: Keyword arguments of the model's function.
         data_root: Folder of the data sets.
         device: Where to compute.
-
-    Returns:
-        `correct` and `total` samples, and `loss_sum`, the sum of their losses.
 
     Raises:
         Failure: A name cannot be imported, or the model, the file and the samples do not fit together.
@@ -76,8 +82,8 @@ def evaluate_file(
     # torch takes seconds to import, so only this verb waits for it.
     from fedring.data import DataError
     from fedring.train.device import pick_device
-    from fedring.train.errors import SeamError
-    from fedring.train.evaluation import evaluate as count
+    from fedring.train.errors import SeamError, TrainError
+    from fedring.train.evaluation import run_evaluator
     from fedring.train.files import load_model
     from fedring.train.seam import build_model, resolve
 
@@ -86,9 +92,11 @@ def evaluate_file(
     try:
         network = load_model(path, build_model(names["model"], model_args, 0, trusted))
         samples = resolve(names["data"], trusted)(data_root, False)
-        counts = count(network, samples.test, loss=resolve(names["loss"], trusted), device=pick_device(device))
-    except (SeamError, DataError) as error:
+        evaluator = resolve(names["evaluator"], trusted) if names.get("evaluator") else None
+        wanted = {"loss": resolve(names["loss"], trusted), "device": pick_device(device)}
+        counts = run_evaluator(evaluator, network, samples.test, **wanted)
+    except (SeamError, TrainError, DataError) as error:
         raise Failure(str(error).rstrip("."), Exit.CONFIG) from error
     if not counts.total:
         raise Failure(f"{names['data']} has no test samples: name a data set that has some with --data")
-    return {"correct": counts.correct, "total": counts.total, "loss_sum": counts.loss_sum}
+    return counts

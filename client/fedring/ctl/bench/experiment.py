@@ -13,10 +13,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fedring.control import figures
+from fedring.control.failure import Failure
 from fedring.ctl.bench.runner import run_job, running_fleet
-from fedring.ctl.failure import Failure
 from fedring.ctl.fleet import Fleet
-from fedring.ctl.operate import round_figures
 from fedring.ctl.operate.event_display import Show, progress_on_stderr
 from fedring.daemon.config import explain
 from fedring.daemon.exits import Exit
@@ -51,6 +51,7 @@ class Result:
         return {
             "rounds": rows,
             "accuracy": rows[-1]["accuracy"] if rows else None,
+            "loss": rows[-1]["loss"] if rows else None,
             "parameters": self.parameters,
             "model_sha256": hashlib.sha256(self.model.read_bytes()).hexdigest(),
         }
@@ -132,14 +133,15 @@ def run_with_progress(
 def _row(round_: pb.Round) -> dict[str, Any]:
     return {
         "round": round_.round,
-        "accuracy": round_figures.accuracy(round_),
-        "loss": round_figures.loss(round_),
+        "accuracy": figures.accuracy(round_),
+        "loss": figures.loss(round_),
+        "metrics": dict(round_.metrics),
         "clients": round_.delivered,
         "seconds": round_.seconds,
         "evaluate_seconds": round_.evaluate_seconds,
         "train_seconds_max": round_.train_seconds_max,
-        "upload_bytes": round(round_figures.upload_per_client(round_)),
-        "download_bytes": round(round_figures.download_per_client(round_)),
+        "upload_bytes": round(figures.upload_per_client(round_)),
+        "download_bytes": round(figures.download_per_client(round_)),
     }
 
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from fedring.control import figures
 from fedring.ctl.bench.central import train_centrally
 from fedring.ctl.bench.experiment import Experiment, Result, make_job, run_with_progress
 from fedring.ctl.bench.presets import DataRootOption, Dataset, DatasetOption, check_data_root, preset_job
 from fedring.ctl.bench.runner import present, unique_names
-from fedring.ctl.operate import round_figures
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_table, size, stderr_console
 
@@ -60,9 +60,9 @@ def summary(encoding: str, result: Result) -> dict[str, Any]:
         "encoding": encoding,
         "accuracy": report["accuracy"],
         "accuracies": [row["accuracy"] for row in report["rounds"]],
-        "upload_bytes": fmean(round_figures.upload_per_client(round_) for round_ in published),
-        "download_bytes": fmean(round_figures.download_per_client(round_) for round_ in published),
-        "communication_seconds": median(round_figures.communication_seconds(round_) for round_ in published),
+        "upload_bytes": fmean(figures.upload_per_client(round_) for round_ in published),
+        "download_bytes": fmean(figures.download_per_client(round_) for round_ in published),
+        "communication_seconds": median(figures.communication_seconds(round_) for round_ in published),
         "round_seconds": median(round_.seconds for round_ in published),
         "train_seconds_max": median(round_.train_seconds_max for round_ in published),
         "model_sha256": report["model_sha256"],

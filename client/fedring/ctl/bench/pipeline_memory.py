@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fedring.control.failure import Failure
 from fedring.ctl.bench.pipeline_schedules import VersionsOption
-from fedring.ctl.failure import Failure
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table, size
 from fedring.daemon.exits import Exit

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedring.ctl.failure import Failure
+from fedring.control.failure import Failure
 from fedring.ctl.options import OutputOption, check_out_file
 from fedring.ctl.output import Output, percent, print_json, print_table, stderr_console, stdout_console
 from fedring.daemon.exits import Exit

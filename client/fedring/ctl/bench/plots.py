@@ -29,11 +29,18 @@ class Bars:
 
 
 def plot_rounds(report: Mapping[str, Any], path: Path) -> None:
-    """Draw accuracy and bytes per client over the rounds of `report`, and write the PNG `path`."""
+    """Draw accuracy and bytes per client over the rounds of `report`, and write the PNG `path`.
+
+    The loss takes the place of the accuracy where that is not defined.
+    """
     rounds = report["rounds"]
     figure = _figure(9, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    _plot_accuracy(above, [row["round"] for row in rounds], [row["accuracy"] for row in rounds])
+    numbers, classified = [row["round"] for row in rounds], any(row["accuracy"] is not None for row in rounds)
+    if classified or all(row["loss"] is None for row in rounds):
+        _plot_accuracy(above, numbers, [row["accuracy"] for row in rounds])
+    else:
+        _plot_loss(above, numbers, [row["loss"] for row in rounds])
     _plot_bytes(below, rounds)
     figure.savefig(path, dpi=_DPI)
 
@@ -58,12 +65,23 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _plot_accuracy(axes: Axes, rounds: Sequence[int], accuracies: Sequence[float | None]) -> None:
-    known = [(n, 100 * accuracy) for n, accuracy in zip(rounds, accuracies, strict=True) if accuracy is not None]
+    shares = [None if accuracy is None else 100 * accuracy for accuracy in accuracies]
+    _plot_curve(axes, rounds, shares, "{:.1f} %")
+    _title(axes, "Accuracy on the clients' held-out samples, %")
+
+
+def _plot_loss(axes: Axes, rounds: Sequence[int], losses: Sequence[float | None]) -> None:
+    _plot_curve(axes, rounds, losses, "{:.3f}")
+    _title(axes, "Mean loss over the clients' held-out samples")
+
+
+def _plot_curve(axes: Axes, rounds: Sequence[int], values: Sequence[float | None], label: str) -> None:
+    known = [(number, value) for number, value in zip(rounds, values, strict=True) if value is not None]
     if known:
         axes.plot(*zip(*known, strict=True), color=BLUE, linewidth=2, marker="o", markersize=5)
         last, value = known[-1]
-        axes.annotate(f"{value:.1f} %", (last, value), (8, 0), textcoords="offset points", va="center", color=BLUE)
-    _title(axes, "Accuracy on the clients' held-out samples, %")
+        text = label.format(value)
+        axes.annotate(text, (last, value), (8, 0), textcoords="offset points", va="center", color=BLUE)
     axes.grid(axis="y", color=GREY, alpha=0.4, linewidth=0.6)
     axes.margins(x=0.06)
 

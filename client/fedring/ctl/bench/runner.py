@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedring.ctl.control import Control
-from fedring.ctl.failure import Failure
+from fedring.control.calls import Control
+from fedring.control.failure import Failure
 from fedring.ctl.fleet import Fleet
 from fedring.ctl.operate.event_display import Show
 from fedring.ctl.output import Output, print_json, stderr_console

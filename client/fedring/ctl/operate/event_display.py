@@ -8,8 +8,8 @@ from typing import TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fedring.ctl.operate import round_figures
-from fedring.ctl.output import Output, percent, size, stderr_console, to_dict
+from fedring.control import figures
+from fedring.ctl.output import Output, quality, size, stderr_console, to_dict
 from fedring.v1 import control_pb2 as pb
 
 Show = Callable[[pb.Event], None]
@@ -85,9 +85,9 @@ def _bar(rounds: int, label: str) -> Iterator[Show]:
 def _summary(state: pb.Round) -> str:
     parts = [f"{state.phase}, {state.delivered} of {state.selected} updates"]
     if state.eval_total:
-        parts = [f"accuracy {percent(round_figures.accuracy(state))}"]
+        parts = [quality(figures.accuracy(state), figures.loss(state))]
     if state.clients:
-        up, down = round_figures.upload_per_client(state), round_figures.download_per_client(state)
+        up, down = figures.upload_per_client(state), figures.download_per_client(state)
         parts.append(f"↑ {size(up)} ↓ {size(down)} per client")
     return "  ".join(parts)
 

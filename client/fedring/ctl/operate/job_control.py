@@ -1,22 +1,26 @@
 """flctl start-round, run and stop: start jobs on fl-server, follow them, and end them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
+from fedring.control import figures
+from fedring.control.calls import Control, Events
+from fedring.control.failure import Failure
+from fedring.control.job_file import check_job
+from fedring.control.trackers import Log, tracker
 from fedring.ctl.access import connect
 from fedring.ctl.completion import job_ids, job_keys
-from fedring.ctl.control import Control, Events
-from fedring.ctl.failure import Failure
 from fedring.ctl.operate.event_display import display
+from fedring.ctl.operate.round_names import round_title
 from fedring.ctl.options import DEFAULT_SERVER, KeyOption, OutputOption, ServerOption
-from fedring.ctl.output import Output, counted, percent, print_json, to_dict
-from fedring.daemon.config import COMMAND_LINE, ConfigError, check_keys, explain, merge, parse_overrides, read_document
+from fedring.ctl.output import Output, counted, print_json, quality, to_dict
+from fedring.daemon.config import COMMAND_LINE, ConfigError, merge, parse_overrides, read_document
 from fedring.daemon.exits import Exit
-from fedring.train.job import Job
+from fedring.train.start import FRESH, NEWEST
 from fedring.v1 import control_pb2 as pb
 
 Overrides = Annotated[
@@ -37,8 +41,11 @@ def start_round(
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Start one round of the server's default job, with the keys that you give."""
-    job = job_of(None, overrides or [])
+    """Start one round of the server's default job, with the keys that you give.
+
+    The round starts from the newest version of the model, unless you give another start, such as start=fresh.
+    """
+    job = {"start": NEWEST, **job_of(None, overrides or [])}
     if job.get("rounds", 1) != 1:
         raise Failure(
             f"start-round runs one round, not {job['rounds']}: leave rounds out, or give a file to `flctl run`",
@@ -53,13 +60,27 @@ def run(
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Show the progress of the job, and return when it has ended.")
     ] = True,
+    track: Annotated[
+        str,
+        typer.Option(
+            metavar="WHERE",
+            help="Write the metrics of each round to tensorboard=FOLDER, mlflow=EXPERIMENT or wandb=PROJECT.",
+        ),
+    ] = "",
     key: KeyOption = "",
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Queue a job, and show its progress. The job goes on if you interrupt flctl."""
-    job = job_of(job_file, overrides or [])
-    _start(server, lambda control: control.start_job(job, key=key), wait=wait, output=output)
+    """Queue a job, and show its progress. The job goes on if you interrupt flctl.
+
+    The job starts fresh, with a new model, unless its file or the command line says otherwise: start=newest goes on
+    from the newest version of its model, start=best from the best one, start=11 from version 11.
+    """
+    job = {"start": FRESH, **job_of(job_file, overrides or [])}
+    if track and not wait:
+        raise Failure("--track writes while flctl waits: leave --no-wait out", Exit.USAGE)
+    with tracker(track) if track else nullcontext() as log:
+        _start(server, lambda control: control.start_job(job, key=key), wait=wait, output=output, log=log)
 
 
 def stop(
@@ -78,12 +99,13 @@ def stop(
         raise Failure("--round ends the round in progress, of whichever job: leave --job out", Exit.USAGE)
     with connect(server) as control:
         reply = control.stop_round() if round_only else control.stop_job(job)
+        round_ = round_title(control, reply.round) if reply.round and output is Output.TABLE else ""
     if output is Output.JSON:
         print_json(to_dict(reply))
     elif round_only:
-        print(f"round {reply.round} of job {reply.job_id} ended" if reply.round else "no round was open")
+        print(f"{round_} ended" if round_ else "no round was open")
     else:
-        print(f"job {reply.job_id} stopped" + (f", and its round {reply.round}" if reply.round else ""))
+        print(f"job {reply.job_id} stopped" + (f", with {round_}" if round_ else ""))
 
 
 def job_of(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
@@ -99,38 +121,28 @@ def job_of(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """
     table = read_document(path) if path else {}
     if path:
-        _check(table, where=str(path))
+        check_job(table, where=str(path))
     try:
         given = parse_overrides(overrides)
-        _check(given, where=COMMAND_LINE)
+        check_job(given, where=COMMAND_LINE)
     except ConfigError as error:
         raise Failure(f"{error}", Exit.USAGE) from error
     return merge(table, given)
 
 
-def _check(table: Mapping[str, Any], *, where: str) -> None:
-    check_keys(Job, table, where=where)
-    try:
-        Job.model_validate(table)
-    except ValidationError as error:
-        # Whether several keys fit together depends on the server's defaults, too, so the server checks that.
-        if any(row["loc"] for row in error.errors()):
-            raise ConfigError(explain(error, dict.fromkeys(table, where), Job)) from error
-
-
-def _start(server: str, start: Start, *, wait: bool, output: Output) -> None:
+def _start(server: str, start: Start, *, wait: bool, output: Output, log: Log | None = None) -> None:
     with connect(server) as control:
         events = control.events() if wait else None
         reply = start(control)
         if events is not None:
-            _follow(control, reply, events, output)
+            _follow(control, reply, events, output, log)
         elif output is Output.JSON:
             print_json(to_dict(reply))
         else:
             print(f"job {reply.job_id} {'was started before with this key' if reply.already else 'queued'}")
 
 
-def _follow(control: Control, reply: pb.StartReply, events: Events, output: Output) -> None:
+def _follow(control: Control, reply: pb.StartReply, events: Events, output: Output, log: Log | None) -> None:
     job_id = reply.job_id
     job = control.job(job_id)
     # A job that an earlier call has started with the same key may have ended before the events began.
@@ -138,10 +150,16 @@ def _follow(control: Control, reply: pb.StartReply, events: Events, output: Outp
     with display(output, rounds=job.rounds, label=f"job {job_id} {job.name}".strip()) as show:
         for event in followed:
             show(event)
-    job = control.job(job_id)
-    if job.state != "completed":
-        raise Failure(f"job {job_id} {job.state}{': ' + job.reason if job.reason else ''}")
+            if log and event.kind == "round_evaluated" and event.HasField("state"):
+                log(figures.row(event.state))
+    job = control.completed(job_id)
     if output is Output.TABLE:
-        accuracies = [model.accuracy for model in control.models(limit=1) if model.HasField("accuracy")]
-        accuracy = percent(next(iter(accuracies), None))
-        print(f"job {job_id} completed: {counted(job.rounds_done, 'round')}, accuracy {accuracy}")
+        done = f"job {job_id} completed: {counted(job.rounds_done, 'round')}"
+        print(", ".join(filter(None, [done, *map(_figure, control.models(limit=1))])))
+        if job.reason:
+            print(job.reason)
+
+
+def _figure(model: pb.Model) -> str:
+    accuracy, loss = (getattr(model, name) if model.HasField(name) else None for name in ("accuracy", "loss"))
+    return quality(accuracy, loss)

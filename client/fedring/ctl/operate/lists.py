@@ -6,21 +6,34 @@ from typing import Annotated
 
 import typer
 
+from fedring.control import figures
+from fedring.control.failure import Failure
+from fedring.control.server import Job
 from fedring.ctl.access import connect
-from fedring.ctl.completion import client_ids, job_ids, model_versions, round_numbers
-from fedring.ctl.control import Control
-from fedring.ctl.failure import Failure
-from fedring.ctl.operate import round_figures
+from fedring.ctl.completion import client_ids, job_ids, model_versions, round_names
+from fedring.ctl.operate.round_names import find_round, round_name
 from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption, check_out_file
-from fedring.ctl.output import Output, counted, duration, number, percent, print_json, print_table, size, to_dict
+from fedring.ctl.output import (
+    Output,
+    counted,
+    duration,
+    number,
+    percent,
+    print_json,
+    print_table,
+    quality,
+    size,
+    stderr_console,
+    to_dict,
+)
 from fedring.daemon.exits import Exit
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fb
 
 ROUND_COLUMNS = (
     "round>",
-    "job>",
     "phase",
+    "from>",
     "clients>",
     "accuracy>",
     "loss>",
@@ -29,6 +42,7 @@ ROUND_COLUMNS = (
     "download/client>",
     "reason",
 )
+_IN_COLUMNS = {"eval/accuracy", "eval/loss"}
 
 
 def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
@@ -38,6 +52,7 @@ def status(server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.
     if output is Output.JSON:
         return print_json(to_dict(now))
     job = f"{now.job.job_id} {now.job.name}, {now.job.rounds_done} of {counted(now.job.rounds, 'round')} done"
+    job += f", start {start_of(now.job)}" if now.job.start else ""
     rows = [
         ("server", f"{now.version}, run {now.run_id}, up {duration(now.uptime_seconds)}"),
         ("job", job if now.HasField("job") else "none is running"),
@@ -107,28 +122,66 @@ def forget(
     print(f"{forgotten.client_id} is forgotten, with {forgotten.updates} updates")
 
 
+def jobs(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
+    """List the jobs, newest first, with what each of them has started from."""
+    with connect(server) as control:
+        known = control.jobs(limit=limit)
+    if output is Output.JSON:
+        return print_json(to_dict(pb.JobList(jobs=known)))
+    rows = [
+        (
+            str(job.job_id),
+            job.name,
+            job.state,
+            f"{job.rounds_done}/{job.rounds}",
+            start_of(job),
+            job.created_at,
+            job.reason,
+        )
+        for job in known
+    ]
+    print_table(f"{len(rows)} jobs", ("job>", "name", "state", "rounds>", "start", "created", "reason"), rows)
+
+
 def rounds(
-    round_id: Annotated[
-        int,
+    name: Annotated[
+        str,
         typer.Argument(
-            metavar="[ID]", min=0, help="Show only this round, with its clients.", autocompletion=round_numbers
+            metavar="[ROUND]",
+            help="Show only this round, with its clients: 3.12 is round 12 of job 3, as in the list. A number alone "
+            "counts the rounds of the job that --job names, or else of the server.",
+            autocompletion=round_names,
         ),
-    ] = 0,
+    ] = "",
     limit: LimitOption = 20,
     job: Annotated[
-        int, typer.Option("--job", metavar="ID", min=0, help="List only rounds of this job.", autocompletion=job_ids)
+        int, typer.Option("--job", metavar="ID", min=0, help="Only rounds of this job.", autocompletion=job_ids)
     ] = 0,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Show this metric, too, such as eval/f1; may be given several times."),
+    ] = None,
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """List the rounds, newest first, or show one round with the times and bytes of each client."""
+    """List the rounds, newest first, or show one round with its metrics, and the times and bytes of each client."""
     with connect(server) as control:
-        if round_id:
-            return _show_round(_find_round(control, round_id), output)
+        if name:
+            return _show_round(find_round(control, name, job), output)
         known = control.rounds(limit=limit, job_id=job)
+        best = Job(control, job).best() if job and output is Output.TABLE else None
     if output is Output.JSON:
         return print_json(to_dict(pb.RoundList(rounds=known)))
-    print_table(counted(len(known), "round"), ROUND_COLUMNS, [round_row(round_) for round_ in known])
+    names = metric or []
+    rows = [(*round_row(round_), *(_figure(round_, name) for name in names)) for round_ in known]
+    print_table(counted(len(known), "round"), (*ROUND_COLUMNS, *(f"{name}>" for name in names)), rows)
+    others = sorted(set().union(*(round_.metrics for round_ in known)) - set(names) - _IN_COLUMNS)
+    if others:
+        stderr_console().print(f"further metrics, for --metric: {', '.join(others)}")
+    if best:
+        stderr_console().print(
+            f"the best round of job {job} is {best['round']}: it published model {best['model_version']}"
+        )
 
 
 def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
@@ -140,8 +193,10 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
     rows = [
         (
             str(model.version),
-            str(model.round),
+            round_name(model.job_id, model.job_round),
             percent(model.accuracy if model.HasField("accuracy") else None),
+            number(model.loss if model.HasField("loss") else None),
+            "best" if model.best_of_job else "",
             f"{model.parameters:,}",
             size(model.bytes),
             model.digest.removeprefix("blake3-")[:12],
@@ -149,7 +204,17 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
         )
         for model in known
     ]
-    columns = ("version>", "round>", "accuracy>", "parameters>", "size>", "digest", "created")
+    columns = (
+        "version>",
+        "round>",
+        "accuracy>",
+        "loss>",
+        "of its job",
+        "parameters>",
+        "size>",
+        "digest",
+        "created",
+    )
     print_table(f"{len(rows)} models", columns, rows)
 
 
@@ -161,13 +226,20 @@ def export_model(
     out: Annotated[
         Path, typer.Option("--out", metavar="FILE", help="The .safetensors file to write; its folder must exist.")
     ],
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Add what download_encoding has left out of the version.")
+    ] = False,
     server: ServerOption = DEFAULT_SERVER,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Write a model version to a safetensors file, in the dtypes of the model."""
+    """Write a model version to a safetensors file, in the dtypes of the model.
+
+    If the job has a lossy download_encoding, its versions are what clients train from: base plus encoded difference.
+    They differ from the clients' mean by what the encoding leaves out. With --exact, the file holds the mean itself.
+    """
     check_out_file(out)
     with connect(server) as control:
-        header = control.export_model(version, out)
+        header = control.export_model(version, out, exact=exact)
     written = out.stat().st_size
     if output is Output.JSON:
         row = {"version": header.version, "digest": header.model_digest, "file": str(out), "bytes": written}
@@ -178,17 +250,24 @@ def export_model(
 def round_row(round_: pb.Round) -> Sequence[str]:
     """Return the cells of a round, one for each of ROUND_COLUMNS."""
     return (
-        str(round_.round),
-        str(round_.job_id),
+        round_name(round_.job_id, round_.job_round),
         round_.phase,
+        str(round_.base_version or "-"),
         f"{round_.delivered}/{round_.selected}",
-        percent(round_figures.accuracy(round_)),
-        number(round_figures.loss(round_)),
+        percent(figures.accuracy(round_)),
+        number(figures.loss(round_)),
         duration(round_.seconds),
-        size(round_figures.upload_per_client(round_)),
-        size(round_figures.download_per_client(round_)),
+        size(figures.upload_per_client(round_)),
+        size(figures.download_per_client(round_)),
         round_.reason,
     )
+
+
+def start_of(job: pb.Job) -> str:
+    """Return what a job was asked to start from, and the version that this was."""
+    if not job.start_version or job.start == str(job.start_version):
+        return job.start
+    return f"{job.start}: {job.start_version}"
 
 
 def activity(value: int) -> str:
@@ -197,16 +276,13 @@ def activity(value: int) -> str:
     return names.get(value, str(value)) if value else "idle"
 
 
-def _find_round(control: Control, round_id: int) -> pb.Round:
-    for round_ in control.rounds(number=round_id):
-        return round_
-    raise Failure(f"fl-server at {control.address} has no round {round_id}: see `flctl rounds`", Exit.USAGE)
-
-
 def _show_round(round_: pb.Round, output: Output) -> None:
     if output is Output.JSON:
         return print_json(to_dict(round_))
-    print_table(f"round {round_.round}", ROUND_COLUMNS, [round_row(round_)])
+    title = f"round {round_.job_round} of job {round_.job_id} (number {round_.round} of the server)"
+    print_table(title, ROUND_COLUMNS, [round_row(round_)])
+    if round_.metrics:
+        print_table("metrics", ("metric", "value>"), [(name, _figure(round_, name)) for name in sorted(round_.metrics)])
     rows = [
         (
             client.client_id,
@@ -220,15 +296,21 @@ def _show_round(round_: pb.Round, output: Output) -> None:
         )
         for client in round_.clients
     ]
-    missing = [(name, *["-"] * 7) for name in round_.missing]
+    why = dict.fromkeys(round_.stalled, "stalled") | dict.fromkeys(round_.stragglers, "straggler")
+    missing = [(name, "-", why.get(name, "-"), *["-"] * 5) for name in round_.missing]
     columns = ("client", "samples>", "encoding", "training>", "download>", "upload>", "received>", "sent>")
     print_table(f"{len(rows)} delivered, {len(missing)} missing", columns, [*rows, *missing])
 
 
+def _figure(round_: pb.Round, name: str) -> str:
+    return f"{round_.metrics[name]:.6g}" if name in round_.metrics else "-"
+
+
 def _round_sentence(round_: pb.Round) -> str:
+    name = f"{round_.job_round} of job {round_.job_id}"
     if round_.phase == "waiting":
-        return f"{round_.round} waits for clients"
-    sentence = f"{round_.round} {round_.phase}, {round_.delivered} of {counted(round_.selected, 'client')} delivered"
+        return f"{name} waits for clients"
+    sentence = f"{name} {round_.phase}, {round_.delivered} of {counted(round_.selected, 'client')} delivered"
     if round_.eval_total:
-        sentence += f", accuracy {percent(round_figures.accuracy(round_))}"
+        sentence += f", {quality(figures.accuracy(round_), figures.loss(round_))}"
     return sentence + (f", {round_.reason}" if round_.reason else "")

@@ -7,8 +7,9 @@ import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fedring.ctl.access import PLAIN, Access, access
-from fedring.ctl.failure import Failure, Unreachable
+from fedring.control.access import Access
+from fedring.control.failure import Failure, Unreachable
+from fedring.ctl.access import PLAIN, access
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption, checked_address
 from fedring.ctl.output import Output, print_json, print_table
 from fedring.rpc.errors import status_of

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from fedring.control.failure import Failure
 from fedring.ctl.access import connect
-from fedring.ctl.failure import Failure
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
 from fedring.ctl.output import Output, print_json, print_table, to_dict
 from fedring.daemon.exits import Exit

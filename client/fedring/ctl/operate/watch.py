@@ -7,8 +7,8 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from fedring.control.calls import Control
 from fedring.ctl.access import connect
-from fedring.ctl.control import Control
 from fedring.ctl.operate.event_display import json_line, plain_line
 from fedring.ctl.operate.lists import ROUND_COLUMNS, round_row
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption

@@ -9,7 +9,7 @@ from fedring.codec.digest import name_of
 from fedring.codec.encoding import BUFFERS
 from fedring.codec.errors import CodecError
 from fedring.rpc.contract import SMALL_BYTES
-from fedring.rpc.errors import Unavailable
+from fedring.rpc.errors import Unavailable, UnknownModel
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.versions import ModelVersions
 from fedring.server.state.checked import CheckedReader, changed, find_damage, unreadable
@@ -84,7 +84,7 @@ class Downloads:
         """Open a download of the wanted version: as deltas to the held one if that is shorter, else in full.
 
         Raises:
-            UnknownModel: if the version is not kept.
+            UnknownModel: if the version is not kept, or "no_residual" if the exact model is wanted and is not.
             DamagedModel: if its file is damaged.
             Unavailable: if the file of a delta is damaged: the caller may ask again, and gets the model in full.
             StorageFailed: if the disk failed.
@@ -93,6 +93,8 @@ class Downloads:
         with ExitStack() as files:
             deltas = self._deltas_between(request.held_digest, row)
             packets, pieces, check = self._as_deltas(deltas, files) if deltas else self._in_full(row, files)
+            if request.exact:
+                packets, pieces, check = self._with_residual(row, files, (packets, pieces, check))
             base = request.held_digest if deltas else ""
             header = pb.ModelHeader(
                 run_id=self._run_id,
@@ -104,6 +106,7 @@ class Downloads:
                 total_bytes=sum(length for length, _ in pieces),
                 payload_name=name_of(f"{row.digest} {base}".encode()),
                 model_digest=row.digest,
+                exact=request.exact,
             )
             return Download(header, pieces, files.pop_all(), check)
 
@@ -190,6 +193,35 @@ class Downloads:
                 packets.append(pb.Packet(vector=vector, kind=pb.KIND_WEIGHTS, encoding=name, bytes=size))
                 pieces += [(len(head), _reader_of(head)), (stop - start, _shifted(checked.read, start))]
         return packets, pieces, check
+
+    def _with_residual(self, row: ModelRow, files: ExitStack, model: _Parts) -> _Parts:
+        """Add a packet of what download_encoding has left out of the model, if it has left out anything."""
+        packets, pieces, check_model = model
+        if not row.residual_blob and not row.delta_blob:
+            return model
+        try:
+            blob = files.enter_context(self._blobs.reader(row.residual_blob)) if row.residual_blob else None
+        except StorageError as error:
+            if not isinstance(unreadable(row.residual_blob, error), DamagedBlob):
+                raise
+            blob = None
+        if blob is None:
+            raise UnknownModel(
+                f"what the encoding has left out of model {row.version} is not kept any more: it is kept for the "
+                "newest and the best version of each of the last jobs",
+                reason="no_residual",
+            )
+        residual = CheckedReader(blob.read, blob.size, row.residual_blob)
+
+        def check() -> None:
+            check_model()
+            for damage in find_damage([residual]):
+                raise self._versions.damage_of(row, damage)
+
+        head = dense_header("fp32", blob.size // 4)
+        size = len(head) + blob.size
+        packet = pb.Packet(vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=size)
+        return [*packets, packet], [*pieces, (len(head), _reader_of(head)), (blob.size, residual.read)], check
 
     def _without_delta(self, row: ModelRow, error: StorageError) -> Exception:
         """Send the version in full from now on; return the error of the caller that was to get its delta."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
+from pathlib import Path
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from fedring.codec.schema import Schema
 from fedring.server.config import ServerConfig
 from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate, store_model
 from fedring.server.model.contributions import Contribution
+from fedring.server.model.initial import find_file
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.model.versions import ModelVersions
@@ -28,7 +30,7 @@ from fedring.train.state import read_vectors, schema_of
 
 
 class ModelMaker:
-    """Makes the models of a run, and seals their blobs. All methods but `is_known_to_fit` may take long.
+    """Makes the models of a run, and seals their blobs. All methods may take long.
 
     Args:
         blobs: takes the models.
@@ -45,10 +47,13 @@ class ModelMaker:
         self._versions = versions
         self._built: dict[str, Schema] = {}  # by what a job says about its model
 
-    def is_known_to_fit(self, row: ModelRow, job: Job) -> bool:
-        """Return whether a version is known to be of the job's kind, without building the job's model."""
-        built = self._built.get(_kind(job))
-        return built is not None and built.hash.hex() == row.schema_hash
+    def schema_of(self, job: Job) -> Schema:
+        """Return what the job's model consists of. The model is built only if it was not built before.
+
+        Raises:
+            SeamError: if the model cannot be built.
+        """
+        return self._built.get(_kind(job)) or self._build(job)[1]
 
     def check_fits(self, row: ModelRow, job: Job) -> None:
         """Return if a version is of the job's kind.
@@ -56,26 +61,33 @@ class ModelMaker:
         Raises:
             SeamError: "wrong_schema" if it is not, another reason if the job's model cannot be built.
         """
-        if self._build(job)[1].hash.hex() != row.schema_hash:
+        if self.schema_of(job).hash.hex() != row.schema_hash:
             raise SeamError("wrong_schema", f"Version {row.version} is not a model of the job's kind: see `start`.")
 
-    def first(self, job: Job, latest: ModelRow | None, version: int) -> ModelRow:
-        """Return the model that a job starts from: `latest` if it is of the job's kind, else a new one.
-
-        Args:
-            job: the job.
-            latest: the newest version; None if there is none. Only then the configured first weights are used.
-            version: the version of a new model.
+    def check_file(self, job: Job, path: str = "") -> None:
+        """Return if a job that starts anew, or from a file, can do so.
 
         Raises:
-            SeamError: if the model cannot be built, or the first weights do not fit it.
+            SeamError: if the file may not be named or cannot be read, or does not fit the job's model.
+        """
+        if (file := self._file_of(path)) is not None:
+            load_model(file, self._build(job)[0])
+
+    def first(self, job: Job, version: int, path: str = "") -> ModelRow:
+        """Make the first model of a line of versions.
+
+        Args:
+            job: says how the model is built, with which seed.
+            version: of the new model.
+            path: of a file with its weights; empty = those of the configured `init_path`, if that is a file.
+
+        Raises:
+            SeamError: if the model cannot be built, or if the file may not be named, cannot be read or does not fit.
             StorageError: if the new model cannot be kept.
         """
         model, schema = self._build(job)
-        if latest is not None and schema.hash.hex() == latest.schema_hash:
-            return latest
-        if latest is None and self._config.init_path is not None:
-            load_model(self._config.init_path, model)
+        if (file := self._file_of(path)) is not None:
+            load_model(file, model)
         new = store_model(schema, read_vectors(model), self._blobs, {"run_id": self._run_id})
         return _row(new, schema, version=version, number=0)
 
@@ -136,6 +148,10 @@ class ModelMaker:
                 check()  # because damaged bytes can cause any of these errors
                 raise
             return _row(new, reader.schema, version=version, number=number, base=base)
+
+    def _file_of(self, path: str) -> Path | None:
+        allowed = self._config.init_path
+        return find_file(allowed, path) if path else allowed if allowed and allowed.is_file() else None
 
     def _build(self, job: Job) -> tuple[nn.Module, Schema]:
         model = build_model(job.model, job.model_args, job.seed, self._config.trusted)

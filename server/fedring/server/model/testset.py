@@ -14,7 +14,7 @@ from fedring.server.state.checked import CheckedReader
 from fedring.server.state.interfaces import Blobs
 from fedring.server.state.rows import ModelRow
 from fedring.train.device import pick_device
-from fedring.train.evaluation import Counts, evaluate
+from fedring.train.evaluation import Counts, Evaluator, run_evaluator
 from fedring.train.job import Job
 from fedring.train.seam import build_model, resolve
 from fedring.train.state import write_vectors
@@ -28,6 +28,7 @@ class _Loaded:
     model: nn.Module
     samples: Any
     loss: Any
+    evaluator: Evaluator | None  # None = the built-in evaluation
 
 
 class TestSet:
@@ -50,7 +51,8 @@ class TestSet:
                 reader = ModelReader(checked)
                 write_vectors(loaded.model, reader.schema, reader.vectors())
                 checked.check()
-            counts = evaluate(loaded.model, loaded.samples, loss=loaded.loss, device=pick_device("auto"))
+            device = pick_device("auto")
+            counts = run_evaluator(loaded.evaluator, loaded.model, loaded.samples, loss=loaded.loss, device=device)
         except Exception:  # the user's model and loss may raise anything, and the round has published
             log.exception("the server could not evaluate model %d", row.version)
             return None
@@ -63,7 +65,7 @@ class TestSet:
         """Load what a job is evaluated with, unless it is loaded already.
 
         Raises:
-            SeamError: if the model, the data or the loss cannot be imported.
+            SeamError: if the model, the data, the loss or the evaluator cannot be imported.
             DataError: if the data cannot be loaded.
         """
         if self._loaded is None or self._loaded.job != job:
@@ -74,8 +76,9 @@ class TestSet:
         trusted = self._config.trusted
         model = build_model(job.model, job.model_args, job.seed, trusted)
         data, loss = resolve(job.data, trusted), resolve(job.loss, trusted)
+        evaluator = resolve(job.evaluator, trusted) if job.evaluator else None
         try:
-            return _Loaded(job, model, data(self._config.data_root, False).test, loss)
+            return _Loaded(job, model, data(self._config.data_root, False).test, loss, evaluator)
         except DataError:
             raise
         except Exception as error:  # the user's code may raise anything

@@ -5,17 +5,21 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
 
 from fedring.daemon.config import ConfigError, check_keys, explain, merge
 from fedring.rpc.errors import BadRequest, ClientInUse, NoSuchClient, NoSuchJob, OtherJob, UnknownRound
+from fedring.server.config import ServerConfig
 from fedring.server.model.optimizer import ServerOptimizer
+from fedring.server.operator.job_checks import JobChecks
 from fedring.server.parts import Parts
 from fedring.server.round.report import event_message, job_message, model_message, round_message
 from fedring.server.service.downloads import ModelBlobService
 from fedring.server.state.journal import printable, rfc3339
+from fedring.server.state.ratings import best_of_each_job
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
@@ -23,6 +27,7 @@ from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed
 
 MOST_ROWS = 1000
+_ALL = 1_000_000_000
 MOST_KEY = 128
 """Characters of an idempotency key, at most."""
 PAGE_BYTES = 1 << 20
@@ -41,7 +46,7 @@ class ControlService(rpc.ControlServiceServicer):
         self,
         parts: Parts,
         downloads: ModelBlobService,
-        defaults: Job,
+        config: ServerConfig,
         version: str,
         *,
         refused: Callable[[], Mapping[str, int]],
@@ -53,7 +58,8 @@ class ControlService(rpc.ControlServiceServicer):
             parts.journal,
         )
         self._facts, self._store = parts.facts, parts.facts.store
-        self._downloads, self._defaults, self._version = downloads, defaults, version
+        self._downloads, self._defaults, self._version = downloads, config.job, version
+        self._checks = JobChecks(config, parts.models.maker)
         self._refused = refused
         self._began = time.monotonic()
 
@@ -140,7 +146,7 @@ class ControlService(rpc.ControlServiceServicer):
         if self._sessions.get(name) is not None:
             raise ClientInUse(f"{name} is in session: stop its fl-client first")
         if open_ is not None and name in open_.accepted:
-            raise ClientInUse(f"an update of {name} is in round {open_.row.round}: wait until the round has ended")
+            raise ClientInUse(f"an update of {name} is in {open_.title}: wait until the round has ended")
         await self._facts.db(self._facts.forget_client, name)
         text = f"{name} was forgotten, with {counts[name]} updates"
         self._journal.write("client_forgotten", text, client_id=name)
@@ -186,12 +192,24 @@ class ControlService(rpc.ControlServiceServicer):
 
     async def _start(self, spec: Job, key: str) -> pb.StartReply:
         _check_key(key)
+        if not key or await self._facts.db(self._store.job_of_key, key) is None:  # else it was checked before
+            await self._check(spec)
         row, already = await self._jobs.start(spec, key)
         if already and not _is_of(row.spec, spec):
             raise OtherJob(
                 f"the key {row.idempotency_key!r} belongs to job {row.job_id}, another one: choose a new key"
             )
         return pb.StartReply(job_id=row.job_id, already=already)
+
+    async def _check(self, spec: Job) -> None:
+        """Return if nothing is known that would make the job fail; else BadRequest, "bad_job"."""
+        kept = await self._facts.db(self._store.models, _ALL)
+        waiting = await self._facts.db(self._store.next_queued_job)
+        runs_next = self._jobs.running is None and waiting is None
+        try:
+            await self._facts.heavy(partial(self._checks.check, runs_next=runs_next), spec, kept)
+        except ConfigError as error:
+            raise BadRequest(str(error), reason="bad_job") from error
 
     async def _newest_rounds(self, request: pb.ListRequest) -> list[pb.Round]:
         """Return the first of the wanted rounds, at least one: those of large fleets fill a message soon."""
@@ -220,11 +238,14 @@ class ControlService(rpc.ControlServiceServicer):
         return [event_message(row, rounds.get(row.round)) for row in rows]
 
     def _models(self, limit: int) -> list[pb.Model]:
-        messages = []
-        for row in self._store.models(limit):
-            summed = self._store.evaluation_sum(row.version)
-            messages.append(model_message(row, summed.correct / summed.total if summed and summed.total else None))
-        return messages
+        rows = self._store.models(_ALL)
+        best = best_of_each_job(rows)
+        return [
+            model_message(
+                row, self._store.evaluation_sum(row.version), self._store.round(row.round), best=row.version in best
+            )
+            for row in rows[:limit]
+        ]
 
 
 def _table_in(text: str) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from fedring.server.round.events import Phase, Round, State
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.sessions import Session, Sessions
 from fedring.server.state.journal import rfc3339
-from fedring.server.state.rows import JobRow, ModelRow
+from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
+from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fed
 
@@ -20,12 +21,17 @@ Summary = dict[str, Any]
 
 MOST_CLIENTS = 200
 MOST_NAMES = 10
+MOST_CURVES = 20
+"""Clients of a round whose parts are told one by one."""
 _GROUP_MODES = ("data_parallel", "pipeline")
-_JOB_KEYS = ("mode", "model", "data", "encoding", "download_encoding")
+_JOB_KEYS = ("mode", "model", "data", "encoding", "download_encoding", "start", "best_by")
 _ROUND_KEYS = (
-    *("round", "job_id", "job_round", "phase", "reason", "selected", "delivered", "model_version"),
+    *("round", "job_id", "job_round", "phase", "reason", "selected", "delivered", "base_version", "model_version"),
     *("seconds", "evaluate_seconds", "train_seconds_max", "upload_bytes", "download_bytes", "started_at"),
 )
+_PART_KEYS = ("client_id", "num_samples", "train_seconds", "upload_bytes", "download_bytes")
+_DEFAULTS = Job.model_validate({}).model_dump(mode="json")
+_TABLES = ("data_parallel", "pipeline")
 _EVENT_KEYS = ("id", "at", "kind", "job_id", "round", "client_id", "text")
 
 
@@ -40,32 +46,50 @@ def job_summary(row: JobRow) -> Summary:
         "rounds_done": row.rounds_done,
         "created_at": rfc3339(row.created_at),
         **{key: row.spec.get(key, "") for key in _JOB_KEYS},
+        "start_version": row.start_version,
     }
 
 
-def round_summary(message: pb.Round) -> Summary:
-    """Summarize a round: of its clients, only sums."""
+def job_settings(spec: Mapping[str, Any]) -> Summary:
+    """Return all keys of a job by their dotted names, and the names of those that differ from the defaults."""
+    settings, defaults = _flat(spec), _flat(_DEFAULTS)
+    changed = [key for key, value in settings.items() if key not in defaults or value != defaults[key]]
+    return {"settings": settings, "changed": changed}
+
+
+def round_summary(message: pb.Round, *, clients: bool = False) -> Summary:
+    """Summarize a round: of its clients, only sums, unless `clients` asks for the part of each of the first ones."""
     by_encoding: dict[str, int] = {}
     for client in message.clients:
         if client.upload_bytes:
             name = client.encoding or "none"
             by_encoding[name] = by_encoding.get(name, 0) + client.upload_bytes
-    total = message.eval_total
-    on_server = message.HasField("server_accuracy")
+    metrics = message.metrics
     return {
         **{key: getattr(message, key) for key in _ROUND_KEYS},
         "missing": list(message.missing[:MOST_NAMES]),
-        "accuracy": message.eval_correct / total if total else None,
-        "loss": _finite(message.eval_loss_sum / total) if total else None,
-        "server_accuracy": _finite(message.server_accuracy) if on_server else None,
-        "server_loss": _finite(message.server_loss) if on_server else None,
+        "stalled": list(message.stalled[:MOST_NAMES]),
+        "stragglers": list(message.stragglers[:MOST_NAMES]),
+        "accuracy": message.eval_correct / message.eval_classified if message.eval_classified else None,
+        "loss": _finite(message.eval_loss_sum / message.eval_total) if message.eval_total else None,
+        "server_accuracy": _finite(message.server_accuracy) if message.HasField("server_accuracy") else None,
+        "server_loss": _finite(message.server_loss) if message.HasField("server_loss") else None,
+        "metrics": {name: float(f"{metrics[name]:.6g}") for name in sorted(metrics)},
         "upload_by_encoding": by_encoding,
         "peer_bytes": _sum(client.metrics.get("bytes_sent", 0.0) for client in message.clients),
+        **({"clients": [_part_summary(client) for client in message.clients[:MOST_CURVES]]} if clients else {}),
     }
 
 
-def model_summary(row: ModelRow, accuracy: float | None) -> Summary:
-    """Summarize a model version."""
+def model_summary(row: ModelRow, evaluation: EvaluationRow | None, round_: RoundRow | None, *, best: bool) -> Summary:
+    """Summarize a model version, with the sum of its evaluations, if there are any.
+
+    Args:
+        row: The version.
+        evaluation: The sum of its evaluations.
+        round_: The round that published it; None if it is not kept, or for a first model.
+        best: Whether it is the best version of its job.
+    """
     return {
         "version": row.version,
         "round": row.round,
@@ -73,7 +97,11 @@ def model_summary(row: ModelRow, accuracy: float | None) -> Summary:
         "parameters": row.parameters,
         "bytes": row.bytes,
         "created_at": rfc3339(row.created_at),
-        "accuracy": accuracy,
+        "accuracy": evaluation.accuracy if evaluation else None,
+        "loss": evaluation.loss if evaluation else None,
+        "job_id": row.job_id,
+        "best_of_job": best,
+        "job_round": round_.job_round if round_ else 0,
     }
 
 
@@ -151,6 +179,22 @@ def activity_name(value: int) -> str:
     return fed.Activity.Name(fed.Activity.ValueType(value)).removeprefix("ACTIVITY_").lower()
 
 
+def _part_summary(client: pb.RoundClient) -> Summary:
+    metrics = {name: float(f"{value:.6g}") for name, value in sorted(client.metrics.items()) if isfinite(value)}
+    return {**{key: getattr(client, key) for key in _PART_KEYS}, "metrics": metrics}
+
+
+def _flat(spec: Mapping[str, Any]) -> Summary:
+    """Return a job's keys with those of its tables as `table.key`."""
+    flat: Summary = {}
+    for key, value in spec.items():
+        if key in _TABLES:
+            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
 def _worker(state: gr.State, name: str, sessions: Sessions) -> Summary:
     worker, session = state.workers.get(name), sessions.get(name)
     if worker is None:
@@ -177,6 +221,8 @@ def _part(name: str, round_: Round) -> str:
         return "failed"
     if name in round_.delivered:
         return "delivered"
+    if name in round_.stalled:
+        return "stalled"
     return "asked" if name in round_.selected or name in round_.evaluators else ""
 
 

@@ -10,6 +10,7 @@ from fedring.server.operator.summaries import (
     client_summaries,
     event_summary,
     group_summary,
+    job_settings,
     job_summary,
     model_summary,
     round_summary,
@@ -18,11 +19,13 @@ from fedring.server.operator.summaries import (
 from fedring.server.parts import Parts
 from fedring.server.round.report import event_message, round_message
 from fedring.server.state.journal import rfc3339
-from fedring.server.state.rows import EventRow, JobRow, ModelRow, RoundRow
+from fedring.server.state.ratings import best_of_each_job
+from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 
 MOST_JOBS, MOST_MODELS, MOST_EVENTS, MOST_ROUNDS = 50, 10, 50, 1000
 MOST_STORED_EVENTS = 1000
+_ALL = 1_000_000_000
 CHUNK = 10
 """Rounds that are read at once. Those of large fleets are long, and uploads wait for the same thread."""
 STORE_SECONDS = 2.0
@@ -52,7 +55,7 @@ class View:
         self._version = version
         self._began = time.time()
         self._stored = _Stored()
-        self._accuracy: dict[int, float | None] = {}  # of older models
+        self._evaluations: dict[int, EvaluationRow | None] = {}  # of older models
         self._reading = asyncio.Lock()
 
     async def state(self) -> dict[str, Any]:
@@ -80,8 +83,14 @@ class View:
             "events": self._recent(stored),
         }
 
-    async def rounds(self, job_id: int, after: int) -> dict[str, Any]:
-        """Return a job (0 = the newest) with its ended rounds above the round `after`, oldest first."""
+    async def rounds(self, job_id: int, after: int, *, clients: bool = False) -> dict[str, Any]:
+        """Return a job (0 = the newest) with its ended rounds above the round `after`, oldest first.
+
+        Args:
+            job_id: The job.
+            after: The number of a round.
+            clients: Whether each round has the parts of its first clients.
+        """
         if not job_id:
             newest = await self._facts.db(self._store.jobs, 1)
             job_id = newest[0].job_id if newest else 0
@@ -90,13 +99,13 @@ class View:
         async with self._reading:  # one at a time: a request for much holds up only others like it
             limit, below = self._first_chunk(after), 0
             while job is not None and len(rounds) < MOST_ROUNDS:
-                chunk = await self._facts.db(self._read_rounds, limit, job_id, below)
+                chunk = await self._facts.db(self._read_rounds, limit, job_id, below, clients)
                 rounds += chunk
                 if len(chunk) < limit or chunk[-1]["round"] <= after + 1:
                     break
                 limit, below = CHUNK, chunk[-1]["round"]
         ended = [row for row in reversed(rounds) if row["round"] > after and row["phase"] in _ENDED]
-        return {"job": job_summary(job) if job else None, "rounds": ended}
+        return {"job": job_summary(job) | job_settings(job.spec) if job else None, "rounds": ended}
 
     async def events(self, after: int) -> dict[str, Any]:
         """Return the events after the event `after`, oldest first; 0 = the newest ones."""
@@ -115,8 +124,8 @@ class View:
             self._stored = stored
         return stored
 
-    def _read_rounds(self, limit: int, job_id: int, below: int) -> list[Summary]:
-        return [round_summary(round_message(row)) for row in self._store.rounds(limit, job_id, below)]
+    def _read_rounds(self, limit: int, job_id: int, below: int, clients: bool) -> list[Summary]:
+        return [round_summary(round_message(row), clients=clients) for row in self._store.rounds(limit, job_id, below)]
 
     def _read_store(self, newest: int) -> _Stored:
         store, first = self._store, self._stored.event < 0
@@ -131,17 +140,18 @@ class View:
         )
 
     def _read_models(self) -> list[Summary]:
-        rows, known = self._store.models(MOST_MODELS), self._accuracy
+        every, known = self._store.models(_ALL), self._evaluations
+        rows, best = every[:MOST_MODELS], best_of_each_job(every)
         for row in rows[1:]:  # these are no longer evaluated
             if row.version not in known:
-                known[row.version] = self._read_accuracy(row)
-        self._accuracy = {row.version: known[row.version] for row in rows[1:]}
-        newest = {row.version: self._read_accuracy(row) for row in rows[:1]}
-        return [model_summary(row, (self._accuracy | newest)[row.version]) for row in rows]
-
-    def _read_accuracy(self, row: ModelRow) -> float | None:
-        summed = self._store.evaluation_sum(row.version)
-        return summed.correct / summed.total if summed and summed.total else None
+                known[row.version] = self._store.evaluation_sum(row.version)
+        self._evaluations = {row.version: known[row.version] for row in rows[1:]}
+        newest = {row.version: self._store.evaluation_sum(row.version) for row in rows[:1]}
+        evaluations = self._evaluations | newest
+        return [
+            model_summary(row, evaluations[row.version], self._store.round(row.round), best=row.version in best)
+            for row in rows
+        ]
 
     def _last_round(self, stored: _Stored) -> pb.Round | None:
         row = self._rounds.last or stored.last

@@ -4,7 +4,13 @@ from fedring.rpc.contract import MAX_FIGURE
 from fedring.rpc.errors import BadRequest, UnknownRound
 from fedring.server.round.events import Phase, Round
 from fedring.server.state.rows import ModelRow
+from fedring.train.metrics import check_metrics
 from fedring.v1 import federation_pb2 as pb
+
+
+def classified(report: pb.EvaluationReport) -> int:
+    """Return among how many samples `correct` counts: all of them, unless the client says otherwise."""
+    return report.classified if report.HasField("classified") else report.total
 
 
 def check_evaluation(
@@ -23,13 +29,20 @@ def check_evaluation(
         The version of the model that it is about.
 
     Raises:
-        BadRequest: "bad_evaluation" or "wrong_model".
+        BadRequest: "bad_evaluation", "bad_metrics" or "wrong_model".
         UnknownRound: "round_closed" if the evaluation is over, "unknown_round" if it never began, and "not_selected"
             if the client was not asked.
     """
-    if not (report.correct <= report.total < 2**48 and abs(report.loss_sum) <= MAX_FIGURE):
-        text = f"correct must be at most total, total below 2^48, and loss_sum a number of at most {MAX_FIGURE:g}"
+    if not (report.correct <= classified(report) <= report.total < 2**48 and abs(report.loss_sum) <= MAX_FIGURE):
+        text = (
+            "correct must be at most classified, that at most total, total below 2^48, and loss_sum a number of at "
+            f"most {MAX_FIGURE:g}"
+        )
         raise BadRequest(text, reason="bad_evaluation")
+    try:
+        check_metrics(report.metrics)
+    except ValueError as error:
+        raise BadRequest(str(error), reason="bad_metrics") from None
     current = round_ is not None and round_.number == report.round
     if round_ is None or not current or round_.phase is not Phase.PUBLISHED:
         if 0 < report.round <= newest and not current:

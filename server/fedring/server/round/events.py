@@ -49,13 +49,15 @@ class Rules:
     close_at_minimum: bool = False
     deadline: float = 600.0
     grace: float = 5.0
+    stalled_after: float = 0.0  # without progress a client is stalled; 0 = never
+    straggler_factor: float = 0.0  # times the median time of a delivery, after which the round ends; 0 = never
     evaluate_timeout: float = 120.0
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round. Its sets of clients only grow, except that a delivered update may be lost again."""
+    """One round. Its sets of clients only grow, except that a delivered update may be lost again, and `stalled`."""
 
     number: int
     rules: Rules
@@ -63,6 +65,8 @@ class Round:
     since: float  # when the phase began
     selected: frozenset[str] = frozenset()
     delivered: frozenset[str] = frozenset()
+    delivery_seconds: tuple[float, ...] = ()  # from the command to each delivery
+    stalled: frozenset[str] = frozenset()  # clients that make no progress: nobody waits for them until they do
     failed: frozenset[str] = frozenset()  # clients that said they cannot train
     evaluators: frozenset[str] = frozenset()
     evaluated: frozenset[str] = frozenset()
@@ -145,6 +149,20 @@ class Delivered:
 
 
 @dataclass(frozen=True, slots=True)
+class Stalled:
+    """The client is in session, but has reported no progress for too long."""
+
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The client makes progress again."""
+
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """The client's accepted update turned out to be damaged."""
 
@@ -200,6 +218,8 @@ Event = (
     | Started
     | Enlisted
     | Delivered
+    | Stalled
+    | Moved
     | Lost
     | Failed
     | Closed
@@ -220,6 +240,8 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Aggregate:
     """Close the round and make the next model of what was delivered (Closed, then Published)."""
+
+    stragglers: frozenset[str] = frozenset()  # clients that `straggler_factor` leaves out
 
 
 @dataclass(frozen=True, slots=True)

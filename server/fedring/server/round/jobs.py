@@ -17,11 +17,15 @@ from fedring.server.round.runner import RoundRunner
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.journal import Journal, printable
+from fedring.server.state.ratings import best_of, result_of
 from fedring.server.state.rows import JobRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
+from fedring.train.start import NEWEST
 
 log = logging.getLogger(__name__)
+
+_ALL = 1_000_000_000
 
 
 class Jobs:
@@ -96,6 +100,8 @@ class Jobs:
             finally:
                 self.running = None
                 self._metrics.job_started.set(0)
+            if state == "failed" and not reason.startswith("damaged_blob"):  # that one says itself how to go on
+                reason += await self._facts.keep(self._facts.db, self._way_on, row.job_id)
             await self._facts.keep(self._runner.prune)  # after the last round: each round does it for those before it
             await self._facts.keep(self._end, row.job_id, state, reason)
             self._rounds.recovering = False
@@ -105,6 +111,23 @@ class Jobs:
     async def _end(self, job_id: int, state: str, reason: str) -> None:
         await self._facts.db(self._store.set_job_state, job_id, state, reason)
         await self._facts.db(self._store.end_orphans)
+
+    def _no_better(self, job_id: int, patience: int) -> str:
+        """Return why a job ends early: since its best model it has published `patience` others. Empty if it has not."""
+        published = [model for model in self._store.models(_ALL, job_id) if model.round]
+        best = best_of(published)
+        # Every published round makes one version, and no other job runs meanwhile.
+        if best is None or published[0].version - best.version < patience:
+            return ""
+        result = f"version {best.version} ({result_of(best)})"
+        return f"it ended early: {result} was not surpassed for {patience} round{'s' if patience > 1 else ''}"
+
+    def _way_on(self, job_id: int) -> str:
+        """Return a clause that says how to go on from the last model of a job that has failed; empty without one."""
+        row, newest = self._store.job(job_id), self._store.models(1, job_id)
+        if row is None or not row.rounds_done or not newest:
+            return ""
+        return f"; to go on from its last model, version {newest[0].version}, start a job with start={NEWEST}"
 
     def _next(self) -> JobRow | None:
         return self._store.running_job() or self._store.next_queued_job()
@@ -116,10 +139,11 @@ class Jobs:
         except ValidationError as error:
             return "failed", printable(f"its specification is not valid: {explain(error, {}, Job)}")
         await self._facts.keep(self._facts.db, self._store.set_job_state, row.job_id, "running")
-        verb = "goes on" if row.state == "running" else "starts"
-        text = f"job {row.job_id} ({row.name}) {verb}: {row.rounds} rounds of {spec.model}"
-        self._journal.write("job_started", text, job_id=row.job_id)
         try:
+            with _faults_of_the_job(row.job_id):
+                what = await self._facts.keep(self._runner.begin, row, spec)
+            text = f"job {row.job_id} ({row.name}) {what}: {row.rounds} rounds of {spec.model}"
+            self._journal.write("job_started", text, job_id=row.job_id)
             return await self._run_rounds(row, spec)
         except _JobFault as fault:
             return "failed", str(fault)
@@ -147,6 +171,10 @@ class Jobs:
                 return "stopped", ""
             if abandoned and (not outcome.retryable or abandoned >= min(spec.max_abandoned, row.rounds)):
                 return "failed", outcome.reason
+            if outcome.published and spec.patience and done < row.rounds:
+                text = await self._facts.keep(self._facts.db, self._no_better, row.job_id, spec.patience)
+                if text:
+                    return "completed", text
         return "completed", ""
 
 

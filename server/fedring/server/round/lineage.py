@@ -1,6 +1,7 @@
-"""The model that a round starts from, the one that it publishes, and the evaluation of that one."""
+"""The model that a round publishes, its evaluation, and which models are kept."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from fedring.server.config import ServerConfig
@@ -10,39 +11,11 @@ from fedring.server.model.versions import files_of
 from fedring.server.round.events import Phase
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.facts import Facts
-from fedring.server.state.failures import StorageError, StorageFailed
-from fedring.server.state.rows import EvaluationRow, JobRow, ModelRow, RoundRow
-from fedring.train.job import Job
+from fedring.server.state.failures import StorageFailed
+from fedring.server.state.rows import EvaluationRow, ModelRow, RoundRow
+from fedring.train.metrics import with_origin
 
-
-async def base_of(facts: Facts, models: Models, latest: ModelRow | None, job: JobRow, spec: Job) -> ModelRow:
-    """Return the model that the job's next round starts from: `latest` if it fits, else a new one, which is published.
-
-    Until the job has published a model, it is the one that the job names.
-
-    Raises:
-        StorageError: if the job names a version that is not kept, or is damaged.
-        SeamError: if that version does not fit the job, or no model can be made.
-    """
-    if spec.start and not await facts.db(_rounds_done, facts, job.job_id):
-        wanted = await facts.db(facts.store.model, spec.start)
-        if wanted is None:
-            raise StorageError("unknown_model", f"start = {spec.start}: no such version is kept (`flctl models list`)")
-        models.versions.remember(wanted)  # a model that was damaged when the server started is not known yet
-        await facts.heavy(models.maker.check_fits, wanted, spec)
-        return wanted
-    if latest is not None and models.maker.is_known_to_fit(latest, spec):
-        return latest
-    model = await facts.heavy(models.maker.first, spec, latest, await facts.db(facts.store.next_version))
-    if model is not latest:
-        await facts.db(facts.store.publish, model)
-        models.versions.remember(model)
-    return model
-
-
-def _rounds_done(facts: Facts, job_id: int) -> int:
-    row = facts.store.job(job_id)
-    return row.rounds_done if row else 0
+_ALL = 1_000_000_000
 
 
 async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
@@ -55,7 +28,8 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
     """
     updates = [open_.accepted[client] for client in sorted(open_.accepted)]
     version = await facts.db(facts.store.next_version)
-    model = await facts.heavy(models.maker.next, open_.base, updates, open_.job, open_.row.round, version)
+    made = await facts.heavy(models.maker.next, open_.base, updates, open_.job, open_.row.round, version)
+    model = replace(made, job_id=open_.row.job_id)
     ended = open_.ended(Phase.PUBLISHED, model_version=model.version)
     try:
         await facts.db(facts.store.publish, model, ended)
@@ -71,18 +45,21 @@ async def evaluation(
     """Return the evaluation's figures for the round's row, and the sum of the clients' counts, if there are any."""
     stats = open_.stats(open_.row.stats["seconds"])
     if open_.job.evaluate_on_server and (counts := await facts.heavy(test_set.evaluate, model, open_.job)):
-        total = max(counts.total, 1)
-        stats |= {"server_accuracy": counts.correct / total, "server_loss": counts.loss_sum / total}
+        stats |= {"server_accuracy": counts.accuracy, "server_loss": counts.loss}
+        means = with_origin("server", counts.metrics, accuracy=counts.accuracy, loss=counts.loss)
+        stats["metrics"] |= means
     stats["evaluate_seconds"] = time.monotonic() - open_.started - stats["seconds"]
     summed = await facts.db(facts.store.evaluation_sum, model.version)
     if summed is not None:
-        stats |= {"correct": summed.correct, "total": summed.total, "loss_sum": summed.loss_sum}
+        stats |= {name: getattr(summed, name) for name in ("correct", "total", "loss_sum", "classified")}
+        stats["metrics"] |= with_origin("eval", summed.metrics, accuracy=summed.accuracy, loss=summed.loss)
     return stats, summed
 
 
 async def prune(facts: Facts, models: Models, config: ServerConfig, open_: OpenRound | None) -> None:
     """Delete models, updates and rounds that are older than the configuration keeps, except the base of `open_`."""
-    if await facts.db(facts.prune, config.keep_models, config.keep_update_rounds, config.keep_rounds):
-        kept = await facts.db(facts.store.models, config.keep_models)
+    keep = (config.keep_models, config.keep_update_rounds, config.keep_rounds, config.keep_jobs)
+    if await facts.db(facts.prune, *keep):
+        kept = await facts.db(facts.store.models, _ALL)
         base = {open_.base.version} if open_ else set()
         models.versions.forget({row.version for row in kept} | base)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, inf
+from statistics import median
 from types import MappingProxyType
 
 from fedring.server.round.events import (
@@ -35,6 +36,7 @@ from fedring.server.round.events import (
     Lost,
     Matched,
     Member,
+    Moved,
     Opened,
     Phase,
     Presence,
@@ -42,6 +44,7 @@ from fedring.server.round.events import (
     Resumed,
     Round,
     Rules,
+    Stalled,
     Start,
     Started,
     State,
@@ -96,13 +99,21 @@ def apply(state: State, event: Event, now: float) -> State:
 def _apply_to_round(round_: Round, event: Event, now: float) -> Round:
     match event:
         case Delivered(client) if round_.phase is Phase.TRAINING and client in round_.selected:
-            return replace(round_, delivered=round_.delivered | {client})
+            if client in round_.delivered:
+                return round_
+            seconds = (*round_.delivery_seconds, now - round_.since)
+            stalled, delivered = round_.stalled - {client}, round_.delivered | {client}
+            return replace(round_, delivered=delivered, delivery_seconds=seconds, stalled=stalled)
+        case Stalled(client):
+            return replace(round_, stalled=round_.stalled | {client} & _training(round_))
+        case Moved(client):
+            return replace(round_, stalled=round_.stalled - {client})
         case Enlisted(client) if round_.phase is Phase.TRAINING:
             return replace(round_, selected=round_.selected | {client})
         case Lost(client) if round_.phase is Phase.AGGREGATING:
             return replace(round_, delivered=round_.delivered - {client}, failed=round_.failed | {client})
-        case Delayed(seconds):
-            return replace(round_, since=round_.since + seconds)
+        case Delayed(lost):
+            return replace(round_, since=round_.since + lost)
         case Failed(client, number):
             known = number == round_.number and client in round_.selected
             return replace(round_, failed=round_.failed | {client}) if known else round_
@@ -139,12 +150,39 @@ def wake_at(state: State, now: float) -> float:
     if round_ is None or round_.phase is Phase.ABANDONED:
         return inf
     graces = (state.members[client].since + round_.rules.grace for client in _absent(state, round_))
-    return min([deadline(round_), *(at for at in graces if at > now)])
+    return min([deadline(round_), *(at for at in (*graces, stragglers_at(round_)) if at > now)])
 
 
 def deadline(round_: Round) -> float:
     """Return when the phase that the round is in ends at the latest, in monotonic seconds; inf means never."""
     return round_.since + seconds(round_.rules, round_.phase)
+
+
+def stalls_at(round_: Round | None, client: str, moved: float) -> float:
+    """Return when a client is stalled unless it makes progress before, in monotonic seconds; inf means never.
+
+    Args:
+        round_: the round in progress.
+        client: a client in session.
+        moved: when it last made progress, in monotonic seconds.
+    """
+    if round_ is None or not round_.rules.stalled_after or client not in _outstanding(round_) & round_.selected:
+        return inf
+    return max(moved, round_.since) + round_.rules.stalled_after
+
+
+def stragglers_at(round_: Round) -> float:
+    """Return when the round ends without those that have not delivered, in monotonic seconds; inf means not yet known.
+
+    That is `straggler_factor` times the median time of a delivery, once at least half of the clients have delivered:
+    the first few may be much faster than most.
+    """
+    rules, count = round_.rules, len(round_.delivered)
+    if round_.phase is not Phase.TRAINING or not rules.straggler_factor or not round_.delivery_seconds:
+        return inf
+    if count < rules.min_to_aggregate or 2 * count < len(round_.selected):
+        return inf
+    return round_.since + rules.straggler_factor * median(round_.delivery_seconds)
 
 
 def seconds(rules: Rules, phase: Phase) -> float:
@@ -213,7 +251,7 @@ def _nobody(round_: Round) -> frozenset[str]:
 
 
 def _training(round_: Round) -> frozenset[str]:
-    return round_.selected - round_.delivered - round_.failed
+    return round_.selected - round_.delivered - round_.failed - round_.stalled
 
 
 def _evaluating(round_: Round) -> frozenset[str]:
@@ -232,8 +270,9 @@ def _due_training(state: State, round_: Round, now: float) -> Effect | None:
     enough = len(round_.delivered) >= round_.rules.min_to_aggregate
     if round_.rules.close_at_minimum and enough:
         return Aggregate()
-    if pending(state, now) and now < deadline(round_):
-        return None
+    late = pending(state, now)
+    if late and now < deadline(round_):
+        return Aggregate(late) if now >= stragglers_at(round_) else None
     return Aggregate() if enough else Abandon("too_few_clients")
 
 

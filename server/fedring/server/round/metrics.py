@@ -18,6 +18,7 @@ from fedring.rpc.metrics import CallMetrics
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Presence, Round, State
 from fedring.server.round.guard_metrics import GuardMetrics
+from fedring.server.round.named_metrics import NamedMetrics
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import UpdateRow
 from fedring.v1 import control_pb2, federation_pb2, rendezvous_pb2
@@ -31,7 +32,7 @@ PHASES = {
 """The phases of a round that take time, by their label."""
 
 ROUND_RESULTS = {Phase.PUBLISHED: "published", Phase.ABANDONED: "abandoned"}
-CLIENT_STATES = ("selected", "pending", "delivered", "failed")
+CLIENT_STATES = ("selected", "pending", "delivered", "failed", "stalled")
 UPDATE_RESULTS = ("accepted", "duplicate", "rejected", "interrupted")
 
 # fmt: off
@@ -65,6 +66,8 @@ class Metrics:
         self.calls = CallMetrics("server", registry, [file.DESCRIPTOR for file in files])
         self.guard = GuardMetrics()
         registry.register(self.guard)
+        self.named = NamedMetrics()
+        registry.register(self.named)
         self._began = 0.0  # the training of the round in progress, monotonic
         self._declare_rounds()
         self._declare_updates()
@@ -80,6 +83,10 @@ class Metrics:
         text = "When the newest round published; 0 = none has since the start."
         self._completed = new.gauge("fl_server_round_last_completed_timestamp_seconds", text)
         self._clients = new.gauge("fl_server_round_clients", "Clients of the round in progress.", state=CLIENT_STATES)
+        text = "How often a client was found to be stalled: it had reported no progress for stalled_after_seconds."
+        self.stalled = new.counter("fl_server_clients_stalled_total", text)
+        text = "Clients that rounds went on without because of straggler_factor."
+        self.stragglers = new.counter("fl_server_stragglers_total", text)
         text = "What clients had in the newest round to train and deliver."
         self._deadline = new.gauge("fl_server_round_deadline_seconds", text)
         text = "Clients that the newest round needed to start; before it, those that the configuration says."
@@ -102,7 +109,10 @@ class Metrics:
         self._loss = new.gauge(
             "fl_server_model_loss", "Mean loss of the model that was evaluated last; NaN = none was yet."
         )
-        text = "Accuracy of the model that was evaluated last: on clients' held-out samples, or else on the server's."
+        text = (
+            "Accuracy of the model that was evaluated last: on clients' held-out samples, or else on the server's; "
+            "NaN = it is not defined, or not known yet."
+        )
         self._accuracy = new.gauge("fl_server_model_accuracy_ratio", text)
         for gauge in (self._loss, self._accuracy):
             gauge.set(nan)
@@ -169,12 +179,12 @@ class Metrics:
 
     def evaluated(self, stats: Mapping[str, Any]) -> None:
         """Show the figures of an evaluation that is over; `stats` are those of the round's row."""
-        if stats.get("total"):
-            self._accuracy.set(stats["correct"] / stats["total"])
-            self._loss.set(stats["loss_sum"] / stats["total"])
-        elif "server_accuracy" in stats:
-            self._accuracy.set(stats["server_accuracy"])
-            self._loss.set(stats["server_loss"])
+        figures = stats["metrics"]
+        for name, gauge in (("accuracy", self._accuracy), ("loss", self._loss)):
+            keys = [f"{origin}/{name}" for origin in ("eval", "server") if f"{origin}/loss" in figures]
+            if keys:
+                gauge.set(next((figures[key] for key in keys if key in figures), nan))
+        self.named.show(figures)
 
     def accepted(self, row: UpdateRow) -> None:
         """Count an accepted update."""

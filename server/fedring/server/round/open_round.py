@@ -8,6 +8,7 @@ from fedring.server.round.events import Phase
 from fedring.server.round.sessions import ClientTraffic
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.train.job import Job
+from fedring.train.metrics import combine, with_origin
 from fedring.v1 import federation_pb2 as pb
 from fedring.v1.rendezvous_pb2 import Done
 
@@ -25,6 +26,8 @@ class OpenRound:
     accepted: dict[str, UpdateRow] = field(default_factory=dict)
     traffic: dict[str, ClientTraffic] = field(default_factory=dict)
     done: dict[str, Done] = field(default_factory=dict)  # what the workers of a group say of their work
+    stalled: frozenset[str] = frozenset()  # as in the machine's Round
+    stragglers: frozenset[str] = frozenset()  # clients that straggler_factor has left out
     failures: list[str] = field(default_factory=list)  # sentences: who could not train, what was damaged
     stop_reason: str = ""  # why the round ends without a model if the disk refuses that model; "" = nobody asked
     waits_for_disk: bool = False  # whether its aggregation waits until the disk takes the model
@@ -40,6 +43,11 @@ class OpenRound:
         command = pb.TrainCmd(deadline_seconds=seconds, model=model)
         command.MergeFrom(self.command)
         return pb.ServerEvent(train=command).SerializeToString()
+
+    @property
+    def title(self) -> str:
+        """What people call the round: they know it by its job."""
+        return f"round {self.row.job_round} of job {self.row.job_id}"
 
     @property
     def missing(self) -> list[str]:
@@ -59,7 +67,7 @@ class OpenRound:
 
     def stats(self, seconds: float) -> dict[str, Any]:
         """Return the figures that the round's row keeps; `seconds` is the time from the command to the model."""
-        clients = {}
+        clients: dict[str, dict[str, Any]] = {}
         for client in sorted(self.traffic.keys() | self.accepted.keys() | self.done.keys()):
             moved, update = self.traffic.get(client, ClientTraffic()), self.accepted.get(client)
             done = self.done.get(client, Done())
@@ -73,4 +81,11 @@ class OpenRound:
                 "download_seconds": moved.download_seconds,
                 "metrics": dict(update.metrics if update else done.metrics),
             }
-        return {"seconds": seconds, "clients": clients}
+        trained = combine((row["num_samples"], row["metrics"]) for row in clients.values())
+        waits_no_more = {"stalled": sorted(self.stalled), "stragglers": sorted(self.stragglers)}
+        return {
+            "seconds": seconds,
+            "clients": clients,
+            "metrics": with_origin("train", trained),
+            **{key: names for key, names in waits_no_more.items() if names},
+        }

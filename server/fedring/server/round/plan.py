@@ -29,6 +29,10 @@ def rules_of(job: Job, *, grace: float) -> Rules:
         close_at_minimum=alone or job.close_at_minimum,
         deadline=job.deadline_seconds,
         grace=grace,
+        # The workers of a group wait for each other, so one that is slow or stands still holds up all of them.
+        # A trainer of the user's own cannot report how far it is.
+        stalled_after=0.0 if alone or job.trainer else job.stalled_after_seconds,
+        straggler_factor=0.0 if alone else job.straggler_factor,
         evaluate_timeout=job.evaluate_seconds,
         seed=job.seed,
     )
@@ -59,6 +63,7 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         loss=job.loss,
         optimizer=job.optimizer,
         trainer=job.trainer,
+        evaluator=job.evaluator,
         partition=job.partition,
         alpha=job.alpha,
         seed=job.seed,

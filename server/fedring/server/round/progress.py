@@ -18,9 +18,18 @@ class RoundProgress:
         self._told = ""
         self._round, self._at = 0, 0.0
 
-    def news(self, state: State, now: float) -> tuple[str, float]:
-        """Return what is to be told at `now` (monotonic seconds), or "", and the seconds after which to ask again."""
-        text = _progress(state)
+    def news(self, state: State, title: str, now: float) -> tuple[str, float]:
+        """Return what is to be told of the round, and when to ask again.
+
+        Args:
+            state: The machine's state.
+            title: What the round is called.
+            now: The time, monotonic seconds.
+
+        Returns:
+            A sentence, or "", and the seconds after which to ask again.
+        """
+        text = _progress(state, title)
         if not text or state.round is None or text == self._told:
             return "", inf
         if state.round.number == self._round and (left := self._at + _SECONDS - now) > 0:
@@ -54,14 +63,14 @@ def why_abandoned(open_: OpenRound, state: State, away: Iterable[str], listen: s
     return round_.reason
 
 
-def _progress(state: State) -> str:
+def _progress(state: State, title: str) -> str:
     round_ = state.round
     if round_ is None or round_.phase not in (Phase.WAITING, Phase.TRAINING):
         return ""
     if round_.phase is Phase.WAITING:
-        return f"round {round_.number} waits for clients: {_readiness(state, round_.rules)}"
+        return f"{title} waits for clients: {_readiness(state, round_.rules)}"
     have, expected = len(round_.delivered), len(round_.selected)
-    return f"round {round_.number}: ready={have}/{expected} (min={round_.rules.min_to_aggregate})"
+    return f"{title}: ready={have}/{expected} (min={round_.rules.min_to_aggregate})"
 
 
 def _readiness(state: State, rules: Rules) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 from fedring.server.round.events import Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.journal import rfc3339
-from fedring.server.state.rows import EventRow, JobRow, ModelRow, RoundRow
+from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, ModelRow, RoundRow
+from fedring.train.start import NEWEST, spelled
 from fedring.v1 import control_pb2 as pb
 
 
@@ -37,6 +38,11 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
         server_accuracy=stats.get("server_accuracy"),
         server_loss=stats.get("server_loss"),
         started_at=rfc3339(row.started_at),
+        base_version=row.base_version,
+        stalled=stats.get("stalled", ()),
+        stragglers=stats.get("stragglers", ()),
+        eval_classified=stats.get("classified", stats.get("total", 0)),
+        metrics=stats.get("metrics"),
         missing=[name for name in row.selected if name not in delivered_ids] if row.ended_at else [],
         clients=clients,
     )
@@ -63,11 +69,20 @@ def job_message(row: JobRow) -> pb.Job:
         reason=row.reason,
         created_at=rfc3339(row.created_at),
         spec=json.dumps(row.spec),
+        start=spelled(row.spec.get("start", NEWEST)),
+        start_version=row.start_version,
     )
 
 
-def model_message(row: ModelRow, accuracy: float | None) -> pb.Model:
-    """Return a model version as a message; `accuracy` is None if it was not evaluated."""
+def model_message(row: ModelRow, evaluation: EvaluationRow | None, round_: RoundRow | None, *, best: bool) -> pb.Model:
+    """Return a model version as a message.
+
+    Args:
+        row: The version.
+        evaluation: The sum of its evaluations, if there are any.
+        round_: The round that published it; None if it is not kept, or for a first model.
+        best: Whether it is the best version of its job.
+    """
     return pb.Model(
         version=row.version,
         round=row.round,
@@ -76,7 +91,11 @@ def model_message(row: ModelRow, accuracy: float | None) -> pb.Model:
         parameters=row.parameters,
         bytes=row.bytes,
         created_at=rfc3339(row.created_at),
-        accuracy=accuracy,
+        accuracy=evaluation.accuracy if evaluation else None,
+        loss=evaluation.loss if evaluation else None,
+        job_id=row.job_id,
+        best_of_job=best,
+        job_round=round_.job_round if round_ else 0,
     )
 
 

@@ -6,8 +6,10 @@ machine, tells operators and clients what changes, and performs nothing: that is
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 
 from opentelemetry import trace
 
@@ -19,7 +21,7 @@ from fedring.server.group.rendezvous import Rendezvous
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
 from fedring.server.round.eligibility import check_eligible
-from fedring.server.round.evaluation import check_evaluation
+from fedring.server.round.evaluation import check_evaluation, classified
 from fedring.server.round.events import (
     OPEN,
     Abandoned,
@@ -30,14 +32,16 @@ from fedring.server.round.events import (
     Event,
     Failed,
     Matched,
+    Moved,
     Phase,
     Round,
+    Stalled,
     State,
 )
 from fedring.server.round.metrics import Metrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.report import open_message
-from fedring.server.round.sessions import ClientTraffic, Sessions
+from fedring.server.round.sessions import ClientTraffic, Session, Sessions
 from fedring.server.state.facts import Facts
 from fedring.server.state.journal import Journal
 from fedring.server.state.rows import EvaluationRow, ModelRow, RoundRow, UpdateRow
@@ -114,7 +118,8 @@ class Rounds:
         """
         known = (row.round for row in (self.open and self.open.row, self.last) if row)
         version = check_evaluation(report, client, self.state.round, self.latest, newest=max(known, default=0))
-        row = EvaluationRow(report.round, version, client, report.correct, report.total, report.loss_sum)
+        counts = (report.correct, report.total, report.loss_sum, classified(report), dict(report.metrics))
+        row = EvaluationRow(report.round, version, client, *counts)
         await self._facts.db(self._facts.store.add_evaluation, row)
         if self.state.round is not None and self.state.round.number == report.round:  # it may have ended meanwhile
             self.handle(Evaluated(client))
@@ -135,6 +140,44 @@ class Rounds:
         if self.open.job.mode == "pipeline" and failure.reason != _FAULT_OF_THE_WORKER and self.rendezvous.can_give_up:
             self.group(gr.Closed(failure.reason[:64]))
             self.open.retryable = self.open.retryable and failure.reason not in _FAULTS_OF_THE_CODE
+
+    def stalls_at(self, session: Session) -> float:
+        """Return when the client is stalled unless it makes progress before, monotonic seconds; inf means never."""
+        return inf if session.transfers else rd.stalls_at(self.state.round, session.client_id, session.moved)
+
+    def stalled(self, client: str) -> None:
+        """Note that the client has made no progress for too long: the round goes on without it, until it does."""
+        self._note_stalled(Stalled(client))
+        if self.open is not None:
+            self._metrics.stalled.inc()
+            seconds = self.open.job.stalled_after_seconds
+            text = f"{client} is stalled: it has reported no progress for {seconds:g} s, and nobody waits for it"
+            state = self.message()
+            self._journal.write("client_stalled", text, job_id=self.open.row.job_id, client_id=client, state=state)
+
+    def moved(self, client: str) -> None:
+        """Note that the client makes progress."""
+        if self.state.round is not None and client in self.state.round.stalled:
+            self._note_stalled(Moved(client))
+            text = f"{client} makes progress again"
+            job_id = self.open.row.job_id if self.open else 0
+            self._journal.write("client_moves", text, job_id=job_id, client_id=client, state=self.message())
+
+    @contextmanager
+    def transfer(self, session: Session) -> Iterator[None]:
+        """Count an upload or a download of the client: while one is in progress, the client is not stalled."""
+        self.moved(session.client_id)
+        session.transfers += 1
+        try:
+            yield
+        finally:
+            session.transfers -= 1
+            session.moved = time.monotonic()
+
+    def _note_stalled(self, event: Stalled | Moved) -> None:
+        self.handle(event)
+        if self.open is not None and self.state.round is not None:
+            self.open.stalled = self.state.round.stalled
 
     def group(self, event: gr.Event) -> None:
         """Take an event into the state of the round's group, and tell operators what follows from it."""
@@ -177,6 +220,7 @@ class Rounds:
         for row in rows:
             open_.accepted[row.client_id] = row
             self.handle(Delivered(row.client_id))
+            open_.stalled -= {row.client_id}
             self._metrics.accepted(row)
         state = self.message(clients=False)  # the same for all of them, since they became durable at once
         for row in rows:

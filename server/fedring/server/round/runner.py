@@ -37,16 +37,18 @@ from fedring.server.round.events import (
     Start,
     Started,
 )
-from fedring.server.round.lineage import base_of, evaluation, prune, publish
+from fedring.server.round.lineage import evaluation, prune, publish
 from fedring.server.round.metrics import Metrics
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.plan import group_rules, round_command, rules_of
 from fedring.server.round.progress import RoundProgress, why_abandoned
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.sessions import Sessions
+from fedring.server.round.starting import base_of, begin
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed
 from fedring.server.state.journal import Journal
+from fedring.server.state.ratings import rating_in
 from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
@@ -85,6 +87,18 @@ class RoundRunner:
         self._dispatch = Dispatch(sessions)
         self._progress = RoundProgress()
 
+    async def begin(self, job: JobRow, spec: Job) -> str:
+        """Decide what a job starts from, and make it available. Returns a clause that says what it is.
+
+        Raises:
+            StorageFailed: if the disk refuses it; nothing was changed.
+            StorageError, SeamError: if the job cannot start from there.
+        """
+        base, text = await begin(self._facts, self._models, job, spec)
+        if self._rounds.latest is None or base.version > self._rounds.latest.version:  # it was just made
+            self._rounds.latest = base
+        return text
+
     async def open(self, job: JobRow, spec: Job, job_round: int) -> None:
         """Open the next round of a job.
 
@@ -93,15 +107,14 @@ class RoundRunner:
             StorageError, SeamError, DataError: if the round has no model to start from, or no samples to evaluate on.
         """
         rounds, facts = self._rounds, self._facts
-        base = await base_of(facts, self._models, rounds.latest, job, spec)
-        if rounds.latest is None or base.version > rounds.latest.version:  # it was just made
-            rounds.latest = base
+        base = await base_of(facts, self._models, job)
+        after = await self._residual_after(job.job_id)
         if spec.evaluate_on_server:
             await facts.heavy(self._test_set.load, spec)
         small = self._models.downloads.small(base, spec)  # before there is a row: it may fail, and be tried again
         wanted = RoundRow(0, job.job_id, job_round, Phase.WAITING, time.time(), base_version=base.version)
         row = await facts.db(facts.store.create_round, wanted)
-        self._begin(row, spec, base, small)
+        self._begin(row, spec, base, small, residual_after=after)
         rounds.handle(Opened(row.round, rules_of(spec, grace=self._config.lost_after_seconds)))
 
     async def resume(self, row: RoundRow, spec: Job) -> None:
@@ -115,21 +128,25 @@ class RoundRunner:
         if base is None:
             raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, now gone")
         self._models.versions.remember(base)
+        after = await self._residual_after(row.job_id)
         small = self._models.downloads.small(base, spec)
         rules = rules_of(spec, grace=self._config.lost_after_seconds)
         seconds = rd.seconds(rules, Phase(row.phase))
         elapsed = 0.0 if row.seconds_left is None else max(0.0, seconds - row.seconds_left)
         if row.phase == Phase.WAITING:
-            self._begin(row, spec, base, small)
+            self._begin(row, spec, base, small, residual_after=after)
             rounds.handle(Opened(row.round, rules, elapsed))
             return
         updates = await facts.db(facts.store.updates_of, row.round)
-        open_ = self._begin(replace(row, phase=Phase.TRAINING), spec, base, small)
+        resumed_row = replace(row, phase=Phase.TRAINING)
+        open_ = self._begin(resumed_row, spec, base, small, residual_after=after)
         open_.accepted = {update.client_id: update for update in updates}
         open_.started = time.monotonic() - elapsed
         selected, delivered = frozenset(row.selected), frozenset(open_.accepted)
         # An aggregation that the restart cut off is simply due again.
-        resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected=selected, delivered=delivered)
+        # When updates came is not kept: they came no later than now.
+        seconds_each = (elapsed,) * len(delivered)
+        resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected, delivered, seconds_each)
         rounds.handle(Resumed(resumed, RECOVERY_SECONDS, elapsed))
         self._gather(open_, resumed=True)
         for session in self._sessions:
@@ -188,7 +205,8 @@ class RoundRunner:
             match effect:
                 case Start(clients):
                     await self._start(open_, clients)
-                case Aggregate():
+                case Aggregate(stragglers):
+                    open_.stragglers = stragglers
                     rounds.handle(Closed())
                 case Abandon(reason):
                     rounds.handle(Abandoned(reason))
@@ -207,7 +225,7 @@ class RoundRunner:
         self._rounds.handle(Started(clients))
         self._gather(open_)
         self._dispatch.train_all(open_, clients)
-        text = f"round {row.round} ({row.job_round}/{open_.job.rounds}) trains on {len(clients)} clients"
+        text = f"{open_.title} trains on {len(clients)} clients"
         self._rounds.tell("round_started", text)
 
     def _gather(self, open_: OpenRound, *, resumed: bool = False) -> None:
@@ -221,6 +239,11 @@ class RoundRunner:
         """Make and publish the next model, or abandon the round if that cannot be done."""
         if open_.missing:
             log.warning("round %d ends without %s", open_.row.round, ", ".join(open_.missing))
+        if open_.stragglers:
+            self._metrics.stragglers.inc(len(open_.stragglers))
+            names, factor = ", ".join(sorted(open_.stragglers)), open_.job.straggler_factor
+            text = f"{open_.title} ends without {names}: {factor:g} times the median time has passed"
+            self._rounds.tell("round_stragglers", text)
         while self._phase is Phase.AGGREGATING:
             if open_.stop_reason:
                 return self._rounds.handle(Abandoned(open_.stop_reason))
@@ -253,7 +276,7 @@ class RoundRunner:
         self._end_training(open_)
         for client in evaluators:
             self._dispatch.evaluate(open_, model, client)
-        text = f"round {ended.round} published model {model.version} in {ended.stats['seconds']:.2f} s"
+        text = f"{open_.title} published model {model.version} in {ended.stats['seconds']:.2f} s"
         rounds.tell("round_published", text)
 
     async def _wait_for_disk(self, open_: OpenRound, *, phase: Phase) -> None:
@@ -305,7 +328,7 @@ class RoundRunner:
         self._end_training(open_)
         away = () if open_.row.selected else await facts.db(facts.store.update_counts)
         reason = why_abandoned(open_, self._rounds.state, away, self._config.listen)
-        self._rounds.tell("round_abandoned", f"round {round_.number} was abandoned: {reason}")
+        self._rounds.tell("round_abandoned", f"{open_.title} was abandoned: {reason}")
         return Outcome(published=False, reason=reason, retryable=open_.retryable)
 
     async def _finish_evaluation(self, open_: OpenRound, model: ModelRow) -> None:
@@ -313,15 +336,27 @@ class RoundRunner:
         self._metrics.evaluated(stats)
         open_.row = replace(open_.row, stats=stats)
         await self._facts.keep(self._facts.db, self._facts.store.update_round, open_.row)
-        accuracy = f": accuracy {summed.correct / summed.total:.4f}" if summed and summed.total else ""
-        self._rounds.tell("round_evaluated", f"round {open_.row.round} is evaluated{accuracy}")
+        accuracy, loss = rating_in(stats)
+        await self._facts.keep(self._facts.db, self._facts.store.rate_model, model.version, accuracy, loss)
+        figure = ""
+        if summed is not None and summed.total:
+            known = summed.accuracy is not None
+            figure = f": accuracy {summed.accuracy:.4f}" if known else f": loss {summed.loss:.4f}"
+        self._rounds.tell("round_evaluated", f"{open_.title} is evaluated{figure}")
 
-    def _begin(self, row: RoundRow, spec: Job, base: ModelRow, small: pb.SmallModel | None) -> OpenRound:
+    def _begin(
+        self, row: RoundRow, spec: Job, base: ModelRow, small: pb.SmallModel | None, *, residual_after: int
+    ) -> OpenRound:
         most, store = self._config.max_update_bytes, self._facts.store
         command = round_command(spec, row, base, run_id=store.run_id, epoch=store.epoch, most_bytes=most)
+        command.residual_after = residual_after
         open_ = OpenRound(row, spec, command, base, small)
         self._rounds.begin(open_)
         return open_
+
+    async def _residual_after(self, job_id: int) -> int:
+        job = await self._facts.db(self._facts.store.job, job_id)
+        return job.residual_after if job else 0
 
     def _end_training(self, open_: OpenRound) -> None:
         """Tell the workers of the group, and the clients that still train, that the round takes no more updates."""
@@ -334,7 +369,8 @@ class RoundRunner:
 
     def _tell_progress(self, now: float) -> float:
         """Tell what an open barrier waits for, or log what a round does. Returns seconds until there may be more."""
-        text, seconds = self._progress.news(self._rounds.state, now)
+        open_ = self._rounds.open
+        text, seconds = self._progress.news(self._rounds.state, open_.title if open_ else "", now)
         if text and self._phase is Phase.WAITING:
             self._rounds.tell("round_waits", text)
         elif text:  # the journal has its updates one by one

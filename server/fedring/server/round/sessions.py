@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hmac import compare_digest
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 from fedring.daemon.logs import log_with
@@ -45,6 +45,8 @@ class Session:
     activity: int = 0
     progress: float = 0.0
     last_seen: float = field(default_factory=time.time)  # wall clock, for people
+    moved: float = field(default_factory=time.monotonic)  # when its activity or progress last changed
+    transfers: int = 0  # uploads and downloads in progress, which end if their bytes do not move
     heard: float = field(default_factory=time.monotonic)
     spoke: float = field(default_factory=time.monotonic)  # when the newest event began to be written
     writing: bool = False  # whether the newest event is still being written
@@ -53,6 +55,14 @@ class Session:
     def hear(self) -> None:
         """Note that the client has said something just now."""
         self.last_seen, self.heard = time.time(), time.monotonic()
+
+    def report(self, activity: int, progress: float) -> bool:
+        """Note what the client says that it does, and how far it is. Returns whether that has changed."""
+        progress = progress if isfinite(progress) else 0.0
+        if (activity, progress) == (self.activity, self.progress):
+            return False
+        self.activity, self.progress, self.moved = activity, progress, time.monotonic()
+        return True
 
     def send(self, event: pb.ServerEvent | bytes) -> None:
         """Queue an event, or its bytes. A client that does not read is cut off: nobody waits for it."""

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from math import inf
 from typing import Any
 
 from fedring.rpc.contract import PROTOCOL
@@ -79,7 +80,8 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
     async def _listen(self, session: Session, requests: AsyncIterator[pb.WatchRequest]) -> None:
         async for request in requests:
             session.hear()
-            session.activity, session.progress = request.activity, request.progress
+            if session.report(request.activity, request.progress):
+                self._rounds.moved(session.client_id)
             if request.matched and not session.matched:
                 session.matched = True
                 self._rounds.matched(session.client_id)
@@ -111,8 +113,11 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
                 due = now + beat
                 if not session.writing:
                     session.send(_HEARTBEAT)
+            if now >= (stalls_at := self._rounds.stalls_at(session)):
+                self._rounds.stalled(session.client_id)
+                stalls_at = inf
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(session.heard + lost, due) - now):
+                async with asyncio.timeout(min(session.heard + lost, due, stalls_at) - now):
                     await session.closed.wait()
                 raise session.reason or Unavailable("the session was closed")
 

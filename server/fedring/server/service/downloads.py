@@ -27,15 +27,17 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
         self, request: pb.FetchModelRequest, context: Any
     ) -> None:
         session = self._parts.sessions.of(context)
+        request.exact = False  # clients train from the model that has the digest
         traffic, meter = self._parts.rounds.traffic(session.client_id), METER.get()
         began = time.monotonic()
         digest = ""
         try:
-            async with self._slots, aclosing(self.messages(request)) as messages:
-                async for message in messages:
-                    await write(context, message, self._config.no_progress_seconds)
-                    if isinstance(message, pb.ModelBlob):
-                        digest = message.header.model_digest
+            with self._parts.rounds.transfer(session):
+                async with self._slots, aclosing(self.messages(request)) as messages:
+                    async for message in messages:
+                        await write(context, message, self._config.no_progress_seconds)
+                        if isinstance(message, pb.ModelBlob):
+                            digest = message.header.model_digest
             session.holds = digest
         finally:
             traffic.download_bytes += meter.sent

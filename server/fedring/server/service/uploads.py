@@ -133,7 +133,8 @@ class ClientUpdateService:
             began, counted = now, received
 
         try:
-            yield count
+            with self._rounds.transfer(session):
+                yield count
         except (CodecError, FedringError, asyncio.CancelledError) as error:
             self._metrics.refused(error)
             raise

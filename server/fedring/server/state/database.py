@@ -26,7 +26,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
-from fedring.server.state.tables import METADATA, clients, meta, models, rounds, tokens, updates
+from fedring.server.state.tables import METADATA, clients, evaluations, jobs, meta, models, rounds, tokens, updates
 
 Migration = Callable[[Connection], None]
 
@@ -55,6 +55,29 @@ def _add_names(connection: Connection) -> None:
     connection.execute(update(models).where(models.c.base_digest == "").values(base_digest=func.coalesce(digest, "")))
 
 
+def _add_starts(connection: Connection) -> None:
+    """Add what a job starts from, and which job has published a model with which result."""
+    for column in (jobs.c.start_version, jobs.c.residual_after, models.c.job_id):
+        _add_column(connection, column, "NOT NULL DEFAULT 0")
+    for column in (models.c.accuracy, models.c.loss):
+        _add_column(connection, column)
+    publisher = select(rounds.c.job_id).where(rounds.c.round == models.c.round).scalar_subquery()
+    connection.execute(update(models).values(job_id=func.coalesce(publisher, 0)))
+    mine = (evaluations.c.version == models.c.version) & (evaluations.c.client_id != "")
+    total = select(func.nullif(func.sum(evaluations.c.total), 0)).where(mine).scalar_subquery()
+    correct = select(func.sum(evaluations.c.correct)).where(mine).scalar_subquery()
+    loss = select(func.sum(evaluations.c.loss_sum)).where(mine).scalar_subquery()
+    connection.execute(update(models).values(accuracy=1.0 * correct / total, loss=loss / total))
+
+
+def _add_metrics(connection: Connection) -> None:
+    """Give evaluations named figures; in older ones, accuracy is defined for all samples."""
+    _add_column(connection, evaluations.c.classified, "NOT NULL DEFAULT -1")
+    _add_column(connection, evaluations.c.metrics, "NOT NULL DEFAULT '{}'")
+    old = evaluations.c.classified < 0
+    connection.execute(update(evaluations).where(old).values(classified=evaluations.c.total))
+
+
 def _add_column(connection: Connection, column: Column[Any], constraint: str = "") -> None:
     """Add the column to its table, unless the table was created with it."""
     if column.name not in {found["name"] for found in inspect(connection).get_columns(column.table.name)}:
@@ -62,7 +85,14 @@ def _add_column(connection: Connection, column: Column[Any], constraint: str = "
         connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {column.name} {kind} {constraint}")
 
 
-MIGRATIONS: tuple[Migration, ...] = (_add_tokens, _add_clients, _add_seconds_left, _add_names)
+MIGRATIONS: tuple[Migration, ...] = (
+    _add_tokens,
+    _add_clients,
+    _add_seconds_left,
+    _add_names,
+    _add_starts,
+    _add_metrics,
+)
 """Number i migrates a database from schema version i + 1 to i + 2."""
 
 EPOCH = "epoch"

@@ -133,12 +133,12 @@ class Facts:
                 self.last_accepted[row.client_id] = max(self.last_accepted.get(row.client_id, new), new)
         return outcomes
 
-    def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int) -> bool:
+    def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int, keep_jobs: int) -> bool:
         """Remove what is old, as Store.prune does, with its blobs; return whether there was anything.
 
         Rows and blobs are removed in one call of `db`, so that nothing is sealed in between.
         """
-        return self._delete(self.store.prune(keep_models, keep_update_rounds, keep_rounds))
+        return self._delete(self.store.prune(keep_models, keep_update_rounds, keep_rounds, keep_jobs))
 
     def drop_updates(self, number: int, clients: Sequence[str]) -> None:
         """Remove the clients' accepted updates of a round, with their blobs."""

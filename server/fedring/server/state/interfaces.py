@@ -76,6 +76,14 @@ class Store(Protocol):
         """
         ...
 
+    def job_of_key(self, key: str) -> JobRow | None:
+        """Return the job with this idempotency key; None if there is none."""
+        ...
+
+    def begin_job(self, job_id: int, version: int, residual_after: int, first: ModelRow | None = None) -> None:
+        """Note the version that a job starts from, and the round after which residuals belong to it; add it if new."""
+        ...
+
     def set_job_state(self, job_id: int, state: str, reason: str = "") -> None:
         """Change the state of a job, and the reason for it."""
         ...
@@ -131,8 +139,7 @@ class Store(Protocol):
     def accept_updates(self, rows: Sequence[UpdateRow]) -> list[Acceptance]:
         """Accept updates, all in one transaction, and return what became of each, in order.
 
-        At most one update of a client is accepted for a round. If an update is repeated, or another one comes, also
-        within `rows`, the first one stays.
+        Of a client, only the first update for a round is accepted, also within `rows`.
 
         Raises:
             StorageError: "database", if there is no such round; then none of the updates was accepted.
@@ -140,10 +147,7 @@ class Store(Protocol):
         ...
 
     def accepted_name(self, number: int, client_id: str) -> str:
-        """Return the name of the client's accepted update in a round; empty if none is known.
-
-        Of the updates that were pruned, only the newest of each client is known.
-        """
+        """Return the name of the client's accepted update in a round; of pruned ones, only the newest is known."""
         ...
 
     def last_accepted(self) -> dict[str, LastAccepted]:
@@ -163,10 +167,10 @@ class Store(Protocol):
         ...
 
     def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None:
-        """Add the newest model and, in the same transaction, end the round that made it and count it in its job.
+        """Add the newest model, whose blobs are sealed, and end the round that made it and count it in its job.
 
         Args:
-            model: the model. Its blobs are sealed.
+            model: the model.
             ended: the round's row as it is after its end; None for a model that no round made.
 
         Raises:
@@ -178,8 +182,12 @@ class Store(Protocol):
         """Return a model; None if it is not kept."""
         ...
 
-    def models(self, limit: int = 100) -> list[ModelRow]:
-        """Return the newest models, newest first."""
+    def models(self, limit: int = 100, job_id: int = 0) -> list[ModelRow]:
+        """Return the newest models, newest first; those of one job, unless `job_id` is 0."""
+        ...
+
+    def rate_model(self, version: int, accuracy: float | None, loss: float | None) -> None:
+        """Note the result of a model's evaluation, by which models are compared."""
         ...
 
     def next_version(self) -> int:
@@ -234,16 +242,17 @@ class Store(Protocol):
         """Remove models. Their versions are not used again, because clients may hold these models."""
         ...
 
-    def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int) -> Pruned:
-        """Remove what is old. Open rounds, their updates and the models that they start from always stay.
+    def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int, keep_jobs: int = 0) -> Pruned:
+        """Remove what is old. Open rounds, their updates and the models that jobs start from always stay.
 
         Of each client, the number of its updates and the newest one's name stay known. Of all models but the newest,
-        the blobs that only the next aggregation reads are released: the residual and the optimizer's state.
+        and those that `keep_jobs` keeps, the residual and the optimizer's state are released.
 
         Args:
             keep_models: how many of the newest models stay, at least one.
             keep_update_rounds: of how many of the newest ended rounds the updates stay.
             keep_rounds: how many of the newest ended rounds stay, at least `keep_update_rounds`.
+            keep_jobs: of how many of the newest jobs the newest and the best model stay.
         """
         ...
 
@@ -319,9 +328,7 @@ class Blobs(Protocol):
     """
 
     def open_partial(self, name: str, *, fresh: bool = False) -> Partial:
-        """Open a partial to append to.
-
-        It holds what an interrupted upload has written. After a power loss its end may be wrong; its digest tells.
+        """Open a partial to append to. After a power loss its end may be wrong; its digest tells.
 
         Args:
             name: 1 to 200 characters of A-Z a-z 0-9 . _ -, not beginning with a dot.
@@ -335,9 +342,7 @@ class Blobs(Protocol):
         ...
 
     def seal_many(self, partials: Sequence[Partial]) -> list[str]:
-        """Close partials, make them durable blobs, and return the blobs' names, in order.
-
-        When it returns, rows may name the blobs.
+        """Close partials, make them durable blobs, which rows may name, and return the blobs' names, in order.
 
         Raises:
             StorageFailed: if the disk failed. No row may name any of them. The partials can be opened again.
@@ -360,10 +365,9 @@ class Blobs(Protocol):
         ...
 
     def range_reader(self, digest: str) -> Callable[[int, int], bytes]:
-        """Return a function that reads `size` bytes at `offset` of a blob.
+        """Return a function that reads `size` bytes at `offset` of a blob, and raises as `reader` and `read` do.
 
-        It holds no file open between two calls, because a round may read thousands of blobs. Each call raises as
-        `reader` and `BlobReader.read` do.
+        It holds no file open between two calls, because a round may read thousands of blobs.
         """
         ...
 
@@ -380,10 +384,7 @@ class Blobs(Protocol):
         ...
 
     def sweep(self, keep: Collection[str], keep_partials: Collection[str] = ()) -> int:
-        """Remove all blobs and closed partials but those to keep, and return how many were removed.
-
-        It must not run between `seal_many` and the commit of the rows that name the blobs.
-        """
+        """Remove all blobs and closed partials but those to keep; not between `seal_many` and the rows' commit."""
         ...
 
     def probe(self, size: int) -> None:

@@ -35,6 +35,8 @@ class JobRow:
     reason: str = ""
     rounds_done: int = 0  # of which a model was published
     idempotency_key: str | None = None  # unique
+    start_version: int = 0  # the version that it starts from; 0 = not known yet
+    residual_after: int = 0  # clients' residuals of this round and of earlier ones belong to other models
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,9 @@ class ModelRow:
     delta_packets: tuple[PacketSpec, ...] = ()
     residual_blob: str = ""  # what the encoded delta left out
     optimizer_blob: str = ""  # the server optimizer's state
+    job_id: int = 0  # the job that published it; 0 = not known
+    accuracy: float | None = None  # of its evaluation; None = it has none
+    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,18 @@ class EvaluationRow:
     correct: int
     total: int
     loss_sum: float
+    classified: int = 0  # samples among which `correct` counts; 0 = accuracy is not defined
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of correct answers; None if it is not known."""
+        return self.correct / self.classified if self.classified else None
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss; None without samples."""
+        return self.loss_sum / self.total if self.total else None
 
 
 @dataclass(frozen=True, slots=True)

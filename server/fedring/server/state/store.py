@@ -26,6 +26,7 @@ from fedring.daemon.crash import crashpoint
 from fedring.server.state import known
 from fedring.server.state.database import UNREADABLE, backup, epoch_in, open_database, translate
 from fedring.server.state.interfaces import KEEP_EVENTS, Acceptance, Pruned
+from fedring.server.state.ratings import versions_to_keep
 from fedring.server.state.rows import (
     EvaluationRow,
     EventRow,
@@ -37,6 +38,8 @@ from fedring.server.state.rows import (
     UpdateRow,
 )
 from fedring.server.state.tables import evaluations, events, jobs, meta, models, rounds, tokens, updates
+from fedring.train.metrics import combine
+from fedring.train.start import version_of
 
 Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow, TokenRow)
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
@@ -87,6 +90,18 @@ class SqlStore:
                 if found := _rows(connection, query, JobRow):
                     return found[0]
             return _insert(connection, jobs, job, "job_id")
+
+    def job_of_key(self, key: str) -> JobRow | None:
+        return self._first(select(jobs).where(jobs.c.idempotency_key == key), JobRow)
+
+    def begin_job(self, job_id: int, version: int, residual_after: int, first: ModelRow | None = None) -> None:
+        with self._transaction() as connection:
+            if first is not None:
+                connection.execute(insert(models), _values(first))
+            values = {"start_version": version, "residual_after": residual_after}
+            connection.execute(update(jobs).where(jobs.c.job_id == job_id).values(values))
+            crashpoint("before_begin_commit")
+        crashpoint("after_begin_commit")
 
     def set_job_state(self, job_id: int, state: str, reason: str = "") -> None:
         with self._transaction() as connection:
@@ -198,8 +213,14 @@ class SqlStore:
     def model(self, version: int) -> ModelRow | None:
         return self._first(select(models).where(models.c.version == version), ModelRow)
 
-    def models(self, limit: int = 100) -> list[ModelRow]:
-        return self._list(select(models).order_by(models.c.version.desc()).limit(limit), ModelRow)
+    def models(self, limit: int = 100, job_id: int = 0) -> list[ModelRow]:
+        query = select(models).order_by(models.c.version.desc()).limit(limit)
+        return self._list(query.where(models.c.job_id == job_id) if job_id else query, ModelRow)
+
+    def rate_model(self, version: int, accuracy: float | None, loss: float | None) -> None:
+        values = {"accuracy": accuracy, "loss": loss}
+        with self._transaction() as connection:
+            connection.execute(update(models).where(models.c.version == version).values(values))
 
     def add_evaluation(self, row: EvaluationRow) -> None:
         same = (evaluations.c.version == row.version) & (evaluations.c.client_id == row.client_id)
@@ -215,8 +236,12 @@ class SqlStore:
         rows = [row for row in self.evaluations(version) if row.client_id]
         if not rows:
             return None
-        correct, total = sum(row.correct for row in rows), sum(row.total for row in rows)
-        return EvaluationRow(rows[0].round, version, "", correct, total, fsum(row.loss_sum for row in rows))
+        correct, total, classified = (
+            sum(getattr(row, name) for row in rows) for name in ("correct", "total", "classified")
+        )
+        metrics = combine((row.total, row.metrics) for row in rows)
+        loss_sum = fsum(row.loss_sum for row in rows)
+        return EvaluationRow(rows[0].round, version, "", correct, total, loss_sum, classified, metrics)
 
     def append_events(self, rows: Sequence[EventRow]) -> None:
         if rows:
@@ -270,15 +295,13 @@ class SqlStore:
             removed = connection.execute(delete(models).where(models.c.version.in_(versions))).rowcount
             return Pruned(removed, frozenset(before - _named(connection)))
 
-    def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int) -> Pruned:
-        newest = select(models.c.version).order_by(models.c.version.desc())
+    def prune(self, keep_models: int, keep_update_rounds: int, keep_rounds: int, keep_jobs: int = 0) -> Pruned:
         ended = select(rounds.c.round).where(rounds.c.ended_at.is_not(None))
         kept_rounds = ended.order_by(rounds.c.round.desc()).limit(keep_update_rounds)
         held = rounds.c.round.in_(select(updates.c.round))  # only few rounds still hold updates
         old_rounds = ended.where(held, rounds.c.round.not_in(kept_rounds.scalar_subquery()))
         with self._transaction() as connection:
             before = _named(connection)
-            kept_models = connection.execute(newest.limit(max(keep_models, 1))).scalars().all()
             old = updates.c.round.in_(old_rounds)
             known.remember(connection, old)
             removed = connection.execute(delete(updates).where(old)).rowcount
@@ -286,13 +309,20 @@ class SqlStore:
             removed += connection.execute(
                 delete(rounds).where(rounds.c.round < oldest.scalar_subquery(), rounds.c.ended_at.is_not(None))
             ).rowcount
-            if kept_models:
-                bases = select(rounds.c.base_version).where(rounds.c.ended_at.is_(None)).scalar_subquery()
-                gone = (models.c.version < kept_models[-1]) & models.c.version.not_in(bases)
-                removed += connection.execute(delete(models).where(gone)).rowcount
-                connection.execute(delete(evaluations).where(evaluations.c.version < kept_models[-1]))
-                older = update(models).where(models.c.version < kept_models[0])
-                connection.execute(older.values(residual_blob="", optimizer_blob=""))
+            bases = connection.execute(select(rounds.c.base_version).where(rounds.c.ended_at.is_(None))).scalars()
+            waiting = jobs.c.state.in_(("queued", "running")) & (jobs.c.rounds_done == 0)
+            starts = connection.execute(select(jobs.c.start_version, jobs.c.spec).where(waiting)).all()
+            wanted = {version or version_of(str(spec.get("start", ""))) for version, spec in starts}
+            kept, complete = versions_to_keep(
+                _rows(connection, select(models), ModelRow),
+                newest=keep_models,
+                jobs=keep_jobs,
+                bases=wanted.union(bases),
+            )
+            removed += connection.execute(delete(models).where(models.c.version.not_in(kept))).rowcount
+            connection.execute(delete(evaluations).where(evaluations.c.version.not_in(kept)))
+            stale = (models.c.version.not_in(complete)) & ((models.c.residual_blob + models.c.optimizer_blob) != "")
+            connection.execute(update(models).where(stale).values(residual_blob="", optimizer_blob=""))
             return Pruned(removed, frozenset(before - _named(connection)))
 
     def named_blobs(self) -> set[str]:

@@ -77,6 +77,8 @@ jobs = Table(
     _column("reason", Text),
     _column("rounds_done", _INT),
     _column("idempotency_key", Text, null=True),
+    _column("start_version", _INT),
+    _column("residual_after", _INT),
     UniqueConstraint("idempotency_key"),
     sqlite_strict=True,
     sqlite_autoincrement=True,
@@ -136,6 +138,9 @@ models = Table(
     _column("residual_blob", Text),
     _column("optimizer_blob", Text),
     _column("base_digest", Text),
+    _column("job_id", _INT),
+    _column("accuracy", _FLOAT, null=True),
+    _column("loss", _FLOAT, null=True),
     sqlite_strict=True,
 )
 evaluations = Table(
@@ -147,6 +152,8 @@ evaluations = Table(
     _column("correct", _INT),
     _column("total", _INT),
     _column("loss_sum", _FLOAT),
+    _column("classified", _INT),
+    _column("metrics", _Json),
     sqlite_strict=True,
 )
 events = Table(

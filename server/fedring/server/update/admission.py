@@ -15,12 +15,13 @@ from fedring.codec import BUFFERS, DELTA_ONLY, NAMES, Decoder, Reader
 from fedring.codec.digest import is_blake3, update_name
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
-from fedring.rpc.contract import MAX_FIGURE, MAX_HEADER_BYTES
+from fedring.rpc.contract import MAX_HEADER_BYTES
 from fedring.rpc.errors import BadUpdate, DamagedOnTheWay
 from fedring.server.model.contributions import open_packet, values_at_a_time
 from fedring.server.model.walk import cut, tiles
 from fedring.server.state.rows import Kind, PacketSpec, Vector, lay_out
 from fedring.train.bounds import MAX_SAMPLES, MAX_SECONDS
+from fedring.train.metrics import check_metrics
 from fedring.v1 import federation_pb2 as pb
 
 MAX_PACKETS = 16
@@ -104,13 +105,10 @@ def check_figures(train_seconds: float, metrics: Mapping[str, float]) -> None:
         raise CodecError(
             "bad_metrics", f"train_seconds = {train_seconds:g} is not within 0 and {MAX_SECONDS} (30 days)"
         )
-    if len(metrics) > MAX_METRICS:
-        raise CodecError("bad_metrics", f"{len(metrics)} metrics; at most {MAX_METRICS} are taken")
-    for name, value in metrics.items():
-        if not _NAME.fullmatch(name):
-            raise CodecError("bad_metrics", f"{name[:128]!r} must be named with 1 to 128 of A-Z a-z 0-9 . _ -")
-        if not abs(value) <= MAX_FIGURE:
-            raise CodecError("bad_metrics", f"{name} = {value:g} must be a number of at most {MAX_FIGURE:g}")
+    try:
+        check_metrics(metrics)
+    except ValueError as error:
+        raise CodecError("bad_metrics", str(error)) from None
 
 
 def check_payload(reader: Reader, packets: Sequence[PacketSpec], schema: Schema) -> float:

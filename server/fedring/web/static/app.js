@@ -1,20 +1,27 @@
 // The page: it listens to the server's stream, keeps the newest state, and shows what has changed.
 
-import { showCharts } from "./charts.js";
+import { showCharts, showClientCurves } from "./charts.js";
 import { at, fill, h } from "./dom.js";
 import { clock, longDuration, setClock } from "./format.js";
 import { showGroup } from "./group.js";
 import { presentJob, showNow, showTiles } from "./now.js";
+import { showSettings } from "./settings.js";
 import { showClients, showEvents, showModels, showRounds } from "./tables.js";
 
 const SILENCE = 12_000; // milliseconds; without a message for so long, the connection counts as lost
 const state = {}; // the parts of api/state
-const shown = { job: 0, known: null, rounds: new Map() }; // job: the chosen job, 0 = the present one; known: the job that `rounds` belongs to
+// The rounds of a job: `job` as api/rounds tells it, `known` the id of the job that they belong to.
+const history = () => ({ job: null, known: null, rounds: new Map(), clients: false, fetching: false, again: false });
+const main = history();
+const other = history(); // of the job that is compared
+let chosen = 0; // the job that the user has chosen; 0 = the current one
+let compared = 0; // the job to compare it with; 0 = none
 
 // The parts of the page
 
-const chosenId = () => shown.job || presentJob(state)?.job_id || 0;
-const chosenJob = () => state.jobs?.find((job) => job.job_id === chosenId());
+const chosenId = () => chosen || presentJob(state)?.job_id || 0;
+const comparedId = () => (compared === chosenId() ? 0 : compared);
+const jobOf = (id) => state.jobs?.find((job) => job.job_id === id);
 
 function show(parts) {
   const has = (...names) => names.some((name) => parts.has(name));
@@ -35,59 +42,68 @@ function showServer() {
 }
 
 function showJobs() {
-  const select = at("job");
   const jobs = state.jobs ?? [];
-  const options = [["0", jobs.length ? "the present one" : "none yet"],
-                   ...jobs.map((job) => [String(job.job_id), `${job.job_id} · ${job.name} · ${job.state}`])];
+  const named = jobs.map((job) => [String(job.job_id), `${job.job_id} · ${job.name} · ${job.state}`]);
+  showOptions(at("job"), [["0", jobs.length ? "current job" : "none yet"], ...named], chosen, !jobs.length);
+  showOptions(at("other"), [["0", "no other"], ...named.filter(([id]) => Number(id) !== chosenId())], comparedId(), jobs.length < 2);
+}
+
+function showOptions(select, options, value, disabled) {
   const said = JSON.stringify(options);
   if (select.dataset.said !== said) { // a list that the user has opened must stay open
     select.dataset.said = said;
-    fill(select, options.map(([value, text]) => h("option", { value }, text)));
-    select.value = String(shown.job);
+    fill(select, options.map(([id, text]) => h("option", { value: id }, text)));
   }
-  select.disabled = !jobs.length;
+  if (select.value !== String(value)) select.value = String(value);
+  select.disabled = disabled;
 }
 
 function showHistory(drawn = true) {
-  const job = chosenJob();
-  const rounds = [...shown.rounds.values()];
+  const job = jobOf(chosenId());
+  const rounds = [...main.rounds.values()];
   showTiles(state, job, rounds);
   if (!drawn) return;
   showRounds(rounds, job);
-  showCharts(rounds, job);
+  const second = comparedId() && other.job?.job_id === comparedId() ? { job: other.job, rounds: [...other.rounds.values()] } : null;
+  showCharts({ job, rounds }, second);
+  showSettings(main.job?.job_id === chosenId() ? main.job : null, second?.job);
+  if (at("client-curves").open) showClientCurves(rounds, job);
 }
 
-// The rounds of the chosen job
+// The rounds of the chosen job, and of the job that it is compared with
 
-let fetching = false;
-let again = false;
+function refreshRounds() {
+  refresh(main, chosenId, at("client-curves").open);
+  refresh(other, comparedId, false);
+}
 
-async function refreshRounds() {
-  if (fetching) return void (again = true);
-  const job = chosenId();
-  if (shown.known !== job) {
-    shown.known = job;
-    shown.rounds.clear();
+async function refresh(told, idNow, clients) {
+  if (told.fetching) return void (told.again = true);
+  const id = idNow();
+  if (told.known !== id || (clients && !told.clients)) {
+    Object.assign(told, { known: id, clients });
+    told.rounds.clear();
   }
-  if (!job) return showHistory();
-  fetching = true;
+  if (!id) return showHistory();
+  told.fetching = true;
   // The newest known round is fetched again: it may have been evaluated since.
-  const after = Math.max(0, ...shown.rounds.keys()) - 1;
+  const after = Math.max(0, Math.max(0, ...told.rounds.keys()) - 1);
   try {
-    const response = await fetch(`api/rounds?job=${job}&after=${Math.max(0, after)}`);
+    const response = await fetch(`api/rounds?job=${id}&after=${after}${told.clients ? "&clients=1" : ""}`);
     if (!response.ok) throw new Error(response.statusText);
     setClock(response.headers.get("date"));
-    const told = await response.json();
-    if (job === chosenId()) {
-      for (const round of told.rounds) shown.rounds.set(round.round, round);
+    const answer = await response.json();
+    if (id === idNow() && id === told.known) {
+      told.job = answer.job;
+      for (const round of answer.rounds) told.rounds.set(round.round, round);
       showHistory();
-    } else again = true;
+    } else told.again = true;
   } catch {
     // When the stream is connected again, it sends everything, and the rounds are fetched again.
   }
-  fetching = false;
-  if (again) {
-    again = false;
+  told.fetching = false;
+  if (told.again) {
+    told.again = false;
     refreshRounds();
   }
 }
@@ -109,7 +125,7 @@ function connect() {
   stream.onmessage = (message) => {
     alive();
     const parts = JSON.parse(message.data);
-    if (parts.server && parts.server.run_id !== state.server?.run_id) shown.known = null; // the page is connected to another server
+    if (parts.server && parts.server.run_id !== state.server?.run_id) main.known = other.known = null; // the page is connected to another server
     Object.assign(state, parts);
     show(new Set(Object.keys(parts)));
   };
@@ -152,8 +168,20 @@ function setLink(word) {
 }
 
 at("job").addEventListener("change", (event) => {
-  shown.job = Number(event.target.value);
+  chosen = Number(event.target.value);
+  showJobs();
   refreshRounds();
+});
+at("other").addEventListener("change", (event) => {
+  compared = Number(event.target.value);
+  refreshRounds();
+});
+at("all-settings").addEventListener("change", () => showHistory());
+at("client-curves").addEventListener("toggle", () => refreshRounds());
+at("figure").addEventListener("change", () => showHistory());
+at("metric").addEventListener("change", (event) => {
+  event.target.dataset.chosen = event.target.value;
+  showHistory();
 });
 // A hidden page needs no messages, so it closes the stream.
 document.addEventListener("visibilitychange", () => (document.hidden ? pause() : connect()));

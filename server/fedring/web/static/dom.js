@@ -26,13 +26,15 @@ export function fill(element, ...children) {
 
 export const empty = (...children) => h("p", { class: "empty" }, ...children);
 
-// A table with rows of cells. A column is [title, class].
+// A table with rows of cells. A column is [title, class]. On narrow screens, each row becomes a block with the titles in
+// it. The roles keep it a table for screen readers there.
 export function table(caption, columns, rows) {
-  const head = columns.map(([title, kind]) => h("th", { scope: "col", class: kind }, title));
+  const head = columns.map(([title, kind]) => h("th", { scope: "col", role: "columnheader", class: kind }, title));
   const body = rows.map((cells) =>
-    h("tr", {}, cells.map((cell, i) => h("td", { class: columns[i][1] }, cell))),
+    h("tr", { role: "row" }, cells.map((cell, i) => h("td", { role: "cell", class: columns[i][1], "data-title": columns[i][0] }, h("span", {}, cell)))),
   );
-  return h("table", {}, h("caption", { class: "unseen" }, caption), h("thead", {}, h("tr", {}, head)), h("tbody", {}, body));
+  return h("table", { role: "table" }, h("caption", { class: "unseen" }, caption),
+    h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, head)), h("tbody", { role: "rowgroup" }, body));
 }
 
 // A share as a bar. Screen readers read `label`.

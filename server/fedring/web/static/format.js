@@ -7,6 +7,9 @@ export function setClock(date) {
   if (!Number.isNaN(told) && Math.abs(told - Date.now()) > 2000) ahead = told - Date.now();
 }
 
+// The two words of a job's key best_by: "max" or "min", and the name of a metric.
+export const bestRule = (job) => (job?.best_by || "max eval/accuracy").split(" ");
+
 export const secondsUntil = (time) => (Date.parse(time) - Date.now() - ahead) / 1000;
 
 export function bytes(count) {

@@ -1,7 +1,7 @@
 // The present state: the job, the phase of its round, and the clients that it waits for.
 
 import { at, bar, fill, h, empty } from "./dom.js";
-import { bytes, count, duration, longDuration, number, percent, plural, secondsUntil } from "./format.js";
+import { bestRule, bytes, count, duration, longDuration, number, percent, plural, secondsUntil } from "./format.js";
 
 const PHASES = [
   ["waiting", "Waiting"],
@@ -31,14 +31,20 @@ export function showNow(state) {
       h("p", { class: "headline" }, h("strong", {}, job.name), badge(job.state)),
       h("p", { class: "muted number" }, jobLine(job), queued ? ` · ${plural(queued, "job")} queued` : ""),
       bar(job.rounds_done / job.rounds, "published rounds of the job"),
-      job.reason ? h("p", { class: "bad" }, job.reason) : null,
+      job.reason ? h("p", { class: job.state === "completed" ? "muted" : "bad" }, job.reason) : null,
     ),
     h("div", {}, round ? [phases(round, state.waits_for), waits(round, state)] : h("p", { class: "muted" }, before(job))),
   ));
 }
 
 const jobLine = (job) =>
-  `job ${job.job_id} · ${job.mode.replace("_", "-")} · ${count(job.rounds_done)} of ${plural(job.rounds, "round")} published`;
+  `job ${job.job_id} · ${job.mode.replace("_", "-")} · ${count(job.rounds_done)} of ${plural(job.rounds, "round")} published${beginning(job)}`;
+
+// What the job has started from: "fresh" or a file makes a version, the other choices name one.
+function beginning(job) {
+  if (!job.start) return "";
+  return ` · start ${job.start}${job.start_version && job.start !== `${job.start_version}` ? `, version ${job.start_version}` : ""}`;
+}
 
 function before(job) {
   if (job.state === "queued") return "It waits for its turn.";
@@ -50,14 +56,14 @@ function nothingYet(state) {
   return [
     empty("No job has run yet. Start one: ", h("code", {}, "flctl start-round --wait"), " or ",
       h("code", {}, "flctl run job.toml")),
-    h("p", { class: "empty" }, clients ? `${plural(clients, "client")} ${clients === 1 ? "is" : "are"} here.`
-      : ["No client is here yet. On each client's machine: ", h("code", {}, "fl-client server=HOST:PORT")]),
+    h("p", { class: "empty" }, clients ? `${plural(clients, "client")} ${clients === 1 ? "is" : "are"} connected.`
+      : ["No client is connected yet. On each client's machine: ", h("code", {}, "fl-client server=HOST:PORT")]),
   ];
 }
 
 function phases(round, open) {
   const current = round.phase === "published" ? (open ? 3 : 4) : PHASES.findIndex(([name]) => name === round.phase);
-  return h("ol", { class: "phases", "aria-label": `phases of round ${round.round}` },
+  return h("ol", { class: "phases", "aria-label": `phases of round ${round.job_round}` },
     PHASES.map(([, title], i) => h("li", {
       class: round.phase === "abandoned" ? "failed" : i < current ? "past" : i === current ? "current" : "",
       "aria-current": i === current ? "step" : null,
@@ -65,9 +71,8 @@ function phases(round, open) {
 }
 
 function waits(round, state) {
-  const name = h("strong", { id: "round-name" }, `Round ${round.job_round}`);
-  const number = round.round === round.job_round ? " " : ` (number ${round.round}) `;
-  return h("p", { class: "waits number" }, name, number, sentence(round, state.waits_for, state.group));
+  const name = h("strong", { id: "round-name", title: `number ${round.round} of the server` }, `Round ${round.job_round}`);
+  return h("p", { class: "waits number" }, name, " ", sentence(round, state.waits_for, state.group));
 }
 
 function sentence(round, open, group) {
@@ -81,27 +86,37 @@ function sentence(round, open, group) {
   if (open.what === "evaluations") return `is evaluated: ${open.have} of ${open.need} have reported${names && `, it waits for ${names}`}.`;
   if (group && group.phase === "gathering") return `forms its group: it waits for workers to be ready${limit}.`;
   if (group && group.phase === "running") return `is trained by ${plural(group.members.length, "worker")} together${limit}.`;
-  return `has ${open.have} of ${open.need} updates${names && `, and waits for ${names}`}${limit}.`;
+  const stalled = round.stalled?.length ? `, not for ${round.stalled.join(", ")} (stalled)` : "";
+  return `has ${open.have} of ${open.need} updates${names && `, and waits for ${names}`}${stalled}${limit}.`;
 }
 
 export function showTiles(state, job, rounds) {
   const published = rounds.filter((round) => round.phase === "published");
   const last = published.at(-1);
-  const rated = published.filter((round) => round.accuracy != null);
-  const best = rated.reduce((most, round) => Math.max(most, round.accuracy), 0);
+  const rated = published.filter((round) => round.loss != null);
   const sums = (key) => rounds.reduce((sum, round) => sum + round[key], 0);
   const server = state.server;
   const peer = sums("peer_bytes");
   const tiles = [
-    ["Accuracy", percent(rated.at(-1)?.accuracy), rated.length ? `best ${percent(best)}` : "not evaluated yet"],
+    ...quality(published, rated, job),
     ["Loss", number(rated.at(-1)?.loss), rated.length ? `after round ${rated.at(-1).job_round}` : ""],
     ["Round time", last ? duration(last.seconds) : "–", last ? `training ${duration(last.train_seconds_max)} at most` : ""],
-    ["Clients", server ? count(server.watching) : "–", server ? `ready, of ${count(server.clients)} here` : ""],
+    ["Clients", server ? count(server.watching) : "–", server ? `ready, of ${count(server.clients)} connected` : ""],
     ["Sent up", bytes(sums("upload_bytes")), peer ? `+ ${bytes(peer)} to peers` : encodingNote(job?.mode === "federated" ? job.encoding : "fp32", job)],
     ["Sent down", bytes(sums("download_bytes")), encodingNote(job?.download_encoding, job)],
   ];
   fill(at("tiles"), tiles.map(([name, value, note]) =>
     h("div", {}, h("dt", {}, name), h("dd", {}, value), h("dd", { class: "note", title: note }, note || "\u00a0"))));
+}
+
+// The figure by which the models of the job are compared; nothing if that is the loss, which has its own tile.
+function quality(published, rated, job) {
+  const [direction, name] = bestRule(job);
+  const values = published.map((round) => round.metrics[name]).filter((value) => value != null);
+  if (!values.length) return rated.length ? [] : [["Accuracy", percent(null), "not evaluated yet"]];
+  const best = direction === "max" ? Math.max(...values) : Math.min(...values);
+  const show = name.endsWith("/accuracy") ? percent : number;
+  return [[name === "eval/accuracy" ? "Accuracy" : name, show(values.at(-1)), `best ${show(best)}`]];
 }
 
 const encodingNote = (encoding, job) => (job && encoding ? `as ${encoding === "full" ? "full models" : encoding}` : "");

@@ -7,17 +7,17 @@ import { badge } from "./now.js";
 const MOST_ROWS = 200;
 const GOOD = new Set(["round_published", "round_evaluated", "group_formed"]);
 const BAD = new Set([
-  "round_abandoned", "client_failed", "client_lost", "client_refused", "update_refused", "group_lost", "storage_failed",
+  "round_abandoned", "client_failed", "client_stalled", "round_stragglers", "client_lost", "client_refused", "update_refused", "group_lost", "storage_failed",
   "blob_damaged",
 ]);
 const STATES = { watching: ["good", "ready"], joined: ["warn", "joining"], away: ["bad", "away"] };
 
 export function showClients(clients, server) {
-  at("clients-title").replaceChildren("Clients ", h("span", { class: "muted" }, `${count(server?.clients ?? 0)} here`));
+  at("clients-title").replaceChildren("Clients ", h("span", { class: "muted" }, `${count(server?.clients ?? 0)} connected`));
   if (!clients?.length) {
-    return fill(at("clients"), empty("No client is here. On each client's machine: ", h("code", {}, "fl-client server=HOST:PORT")));
+    return fill(at("clients"), empty("No client is connected. On each client's machine: ", h("code", {}, "fl-client server=HOST:PORT")));
   }
-  const columns = [["client", ""], ["state", ""], ["does", ""], ["in this round", ""], ["updates", "right"], ["software", "extra"], ["address", "extra"]];
+  const columns = [["client", ""], ["state", ""], ["activity", ""], ["round", ""], ["updates", "right"], ["software", ""], ["address", ""]];
   const rows = clients.map((client) => {
     const [kind, word] = STATES[client.state] ?? ["", client.state];
     return [h("span", { title: client.client_id }, client.client_id), h("span", { class: `dot ${kind}` }, word), doing(client), client.part || "–", count(client.updates),
@@ -37,26 +37,37 @@ export function showRounds(rounds, job) {
   at("rounds-of").textContent = job ? `of job ${job.job_id}, newest first` : "";
   if (!rounds.length) return fill(at("rounds"), empty("No round of this job has ended yet."));
   const columns = [["round", "right"], ["phase", ""], ["clients", "right"], ["accuracy", "right"], ["loss", "right"], ["time", "right"],
-                   ["up", "right"], ["down", "right extra"], ["model", "right extra"], ["missing", "extra"]];
+                   ["sent", "right"], ["received", "right"], ["from model", "right"], ["new model", "right"], ["missing", ""]];
   const rows = rounds.slice(-MOST_ROWS).reverse().map((round) => [
-    count(round.job_round), badge(round.reason || round.phase, round.phase === "published" ? "good" : "bad"),
+    h("span", { title: `number ${round.round} of the server` }, count(round.job_round)), badge(round.reason || round.phase, round.phase === "published" ? "good" : "bad"),
     `${count(round.delivered)} of ${count(round.selected)}`,
     percent(round.accuracy), number(round.loss), round.seconds ? duration(round.seconds) : "–",
-    bytes(round.upload_bytes), bytes(round.download_bytes), round.model_version || "–", round.missing.join(", ") || "–",
+    bytes(round.upload_bytes), bytes(round.download_bytes), round.base_version || "–", round.model_version || "–", missing(round) || "–",
   ]);
   const more = rounds.length > MOST_ROWS ? empty(`and ${count(rounds.length - MOST_ROWS)} older ones: flctl rounds --job ${job.job_id}`) : null;
   fill(at("rounds"), table("rounds of the job", columns, rows), more);
 }
 
+// The clients that did not deliver, and why if the round did not wait for them.
+function missing(round) {
+  const why = (name) => (round.stalled?.includes(name) ? " (stalled)" : round.stragglers?.includes(name) ? " (straggler)" : "");
+  return round.missing.map((name) => name + why(name)).join(", ");
+}
+
 export function showModels(models) {
   if (!models?.length) return fill(at("models"), empty("The server has no model yet."));
-  const columns = [["version", "right"], ["round", "right"], ["accuracy", "right"], ["size", "right"], ["digest", ""]];
+  const columns = [["version", "right"], ["round", "right"], ["accuracy", "right"], ["loss", "right"], ["size", "right"], ["digest", ""]];
   const rows = models.map((model) => [
-    count(model.version), model.round || "first", percent(model.accuracy), bytes(model.bytes),
-    h("code", { title: `${model.digest}, ${count(model.parameters)} parameters` }, model.digest.slice(0, 8)),
+    count(model.version), publisher(model),
+    percent(model.accuracy) + (model.best_of_job ? " (best)" : ""), number(model.loss), bytes(model.bytes),
+    h("code", { title: `${model.digest}, ${count(model.parameters)} parameters` }, model.digest.replace("blake3-", "").slice(0, 8)),
   ]);
   fill(at("models"), table("models that the server keeps", columns, rows));
 }
+
+const publisher = (model) => (model.job_round
+  ? h("span", { title: `round ${model.job_round} of job ${model.job_id}, number ${model.round} of the server` }, `${model.job_id}.${model.job_round}`)
+  : model.round ? String(model.round) : "first");
 
 export function showEvents(events) {
   if (!events?.length) return fill(at("events"), empty("Nothing has happened yet."));

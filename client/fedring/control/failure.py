@@ -4,7 +4,7 @@ import grpc
 from grpc import StatusCode
 
 from fedring.daemon.exits import Exit
-from fedring.rpc.errors import status_of
+from fedring.rpc.errors import reason_of, status_of
 from fedring.rpc.probe import Listener, listener_at
 
 
@@ -49,6 +49,8 @@ def failure_of(error: grpc.RpcError, address: str, *, named: bool = True) -> Fai
         named: Whether the user has named what the server did not find, such as a job; then it is a usage error.
     """
     status = status_of(error)
+    if reason_of(error) == "bad_job":
+        return Failure(error.details() or "" if isinstance(error, grpc.Call) else str(error), Exit.CONFIG)
     details = (error.details() or "") if isinstance(error, grpc.Call) else str(error)
     match status:
         case StatusCode.UNAVAILABLE if "WRONG_VERSION_NUMBER" in details:

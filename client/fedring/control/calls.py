@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from fedring.ctl.failure import Failure, Unreachable, failure_of
+from fedring.control.failure import Failure, Unreachable, failure_of
 from fedring.rpc.channel import open_sync_channel
 from fedring.v1 import control_pb2 as pb
 from fedring.v1.control_pb2_grpc import ControlServiceStub, TokenServiceStub
@@ -21,6 +21,7 @@ ENDED = frozenset({"completed", "failed", "stopped"})
 
 _DEFAULT_ROWS = 100
 _MAX_ROWS = 1000  # of one answer of the server
+_START_SECONDS = 120.0  # for a call that starts a job, because the server builds the job's model to check it
 _ATTEMPTS = 3  # of a call that starts a job; its idempotency key makes a repetition harmless
 _R = TypeVar("_R")
 
@@ -86,12 +87,12 @@ class Control:
                 call has a new key.
         """
         request = pb.StartJobRequest(job=json.dumps(job), idempotency_key=key or str(uuid.uuid4()))
-        return self._start(lambda: self._stub.StartJob(request, timeout=self._timeout))
+        return self._start(lambda: self._stub.StartJob(request, timeout=max(self._timeout, _START_SECONDS)))
 
     def start_round(self, overrides: Mapping[str, Any], *, key: str = "") -> pb.StartReply:
         """Queue a job of one round, with the server's defaults and `overrides`; `key` is as in start_job."""
         request = pb.StartRoundRequest(overrides=json.dumps(overrides), idempotency_key=key or str(uuid.uuid4()))
-        return self._start(lambda: self._stub.StartRound(request, timeout=self._timeout))
+        return self._start(lambda: self._stub.StartRound(request, timeout=max(self._timeout, _START_SECONDS)))
 
     def stop_round(self) -> pb.StopReply:
         """End the round in progress; its job continues."""
@@ -185,6 +186,17 @@ class Control:
                 return job
         raise Failure(f"fl-server at {self.address} has no job {job_id}: see `flctl status`")
 
+    def completed(self, job_id: int) -> pb.Job:
+        """Return a job that has ended.
+
+        Raises:
+            Failure: It did not complete; the sentence says why.
+        """
+        job = self.job(job_id)
+        if job.state != "completed":
+            raise Failure(f"job {job_id} {job.state}{': ' + job.reason if job.reason else ''}")
+        return job
+
     def events(self, after: int = 0) -> Events:
         """Return the events after the one with the id `after`, or those from now on if that is 0.
 
@@ -220,12 +232,19 @@ class Control:
                 if event.kind == "job_ended" and event.job_id == job_id:
                     return
 
-    def export_model(self, version: int, path: Path) -> ModelHeader:
-        """Write a model version, or the newest if it is 0, to `path` as safetensors in the model's own dtypes."""
-        from fedring.ctl.model_export import write_model  # imports numpy, which most verbs do not need
+    def export_model(self, version: int, path: Path, *, exact: bool = False) -> ModelHeader:
+        """Write a model version, or the newest if it is 0, to `path` as safetensors in the model's own dtypes.
+
+        Args:
+            version: The version.
+            path: The file.
+            exact: Add what `download_encoding` has left out of the model that clients train from.
+        """
+        from fedring.control.model_export import write_model  # imports numpy, which most verbs do not need
 
         with _translated(self.address, named=version > 0):
-            return write_model(self._stub.ExportModel(FetchModelRequest(version=version)), path)
+            stream = self._stub.ExportModel(FetchModelRequest(version=version, exact=exact))
+            return write_model(stream, path, exact=exact)
 
     def _streams(self, first: Events | None, patience_seconds: float) -> Iterator[Events]:
         """Yield `first` or a new stream, and after its end one that continues where it ended, and so on."""

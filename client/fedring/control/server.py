@@ -1,0 +1,266 @@
+"""fl-server and its jobs as objects, for scripts and notebooks."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+from pydantic import ValidationError
+
+from fedring.control import figures
+from fedring.control.access import Access
+from fedring.control.calls import Control
+from fedring.control.failure import Failure
+from fedring.control.figures import Row
+from fedring.control.job_file import check_job
+from fedring.daemon.config import ConfigError, explain, read_document
+from fedring.daemon.exits import Exit
+from fedring.rpc.address import check_address
+from fedring.rpc.tls import Tls
+from fedring.train.metrics import best_of
+from fedring.v1 import control_pb2 as pb
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    _Module = TypeVar("_Module", bound=nn.Module)
+
+DEFAULT_SERVER = "127.0.0.1:8444"
+
+_ROUND_ENDED = ("round_evaluated", "round_abandoned")
+
+
+def connect(
+    server: str = "",
+    *,
+    tls_ca: str | Path | None = None,
+    tls_cert: str | Path | None = None,
+    tls_key: str | Path | None = None,
+    token_file: str | Path | None = None,
+) -> "Server":
+    """Connect to the control port of an fl-server. What is left out is read from the environment, as flctl reads it.
+
+    Args:
+        server: "host:port"; empty = FLCTL_SERVER, or 127.0.0.1:8444.
+        tls_ca: Certificate of the authority that signed fl-server's; without it, traffic is in plaintext.
+        tls_cert: Your own certificate, with the role operator.
+        tls_key: Its private key.
+        token_file: A file with your bearer token.
+
+    Raises:
+        Failure: If the address or the certificates cannot be used, or if the server does not answer.
+    """
+    given = {"ca": tls_ca, "cert": tls_cert, "key": tls_key}
+    try:
+        address = check_address(server or os.environ.get("FLCTL_SERVER", DEFAULT_SERVER))
+        tls = Tls.model_validate(
+            {name: path or os.environ.get(f"FLCTL_TLS_{name.upper()}") for name, path in given.items()}
+        )
+        token = token_file or os.environ.get("FLCTL_TOKEN_FILE")
+        control = Control(address, channel=Access(tls, Path(token) if token else None).channel(address))
+    except ValidationError as error:
+        raise Failure(explain(error, {}).replace("tls.", "tls_"), Exit.USAGE) from error
+    except ConfigError as error:
+        raise Failure(str(error), Exit.CONFIG) from error
+    except ValueError as error:
+        raise Failure(str(error), Exit.USAGE) from error
+    try:
+        control.status()
+    except Failure:
+        control.close()
+        raise
+    return Server(control)
+
+
+class Server:
+    """A connection to an fl-server. Close it, or use it within `with`.
+
+    Attributes:
+        control: All calls of the control port, with their messages.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self.control = control
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, and everything that waits for it."""
+        self.control.close()
+
+    def start(self, job: Mapping[str, Any] | str | Path, *, key: str = "", **keys: Any) -> "Job":
+        """Queue a job, and return at once.
+
+        Args:
+            job: Its keys (docs/configuration.md), or a .toml or .json file with them. The server has defaults for
+                those that are missing.
+            key: Idempotency key: the same job with the same key is queued once. By default every call has a new key.
+            keys: Further keys, which take precedence over those of `job`.
+
+        Raises:
+            Failure: If the file, a key or a value is wrong, or if the server refuses the job.
+        """
+        try:
+            table = dict(job) if isinstance(job, Mapping) else read_document(Path(job))
+            table |= keys
+            check_job(table, where="the job")
+        except ConfigError as error:
+            raise Failure(str(error), Exit.CONFIG) from error
+        return Job(self.control, self.control.start_job(table, key=key).job_id)
+
+    def job(self, job_id: int = 0) -> "Job":
+        """Return a job by its id, or the newest one.
+
+        Raises:
+            Failure: If there is no such job.
+        """
+        if job_id:
+            self.control.job(job_id)
+            return Job(self.control, job_id)
+        if jobs := self.jobs(limit=1):
+            return jobs[0]
+        raise Failure(f"fl-server at {self.control.address} has no job yet")
+
+    def jobs(self, *, limit: int = 0) -> list["Job"]:
+        """Return jobs, newest first, at most `limit`; 0 = 100."""
+        return [Job(self.control, message.job_id) for message in self.control.jobs(limit=limit)]
+
+
+class Job:
+    """A job of an fl-server, which goes on whether or not anybody watches it.
+
+    Attributes:
+        id: Its number, as flctl shows it.
+    """
+
+    def __init__(self, control: Control, job_id: int) -> None:
+        self._control = control
+        self.id = job_id
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id} of {self._control.address}>"
+
+    @property
+    def message(self) -> pb.Job:
+        """What the server says of the job now: name, state, reason, rounds_done, ..."""
+        return self._control.job(self.id)
+
+    @property
+    def state(self) -> str:
+        """The state: "queued", "running", "completed", "failed" or "stopped"."""
+        return self.message.state
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """All keys of the job, with the server's defaults."""
+        spec: dict[str, Any] = json.loads(self.message.spec)
+        return spec
+
+    def stop(self) -> None:
+        """End the job, with the round in progress."""
+        self._control.stop_job(self.id)
+
+    def events(self) -> Iterator[pb.Event]:
+        """Yield what happens from now on to the job and to clients, until the job has ended."""
+        return self._control.follow_job(self.id)
+
+    def watch(self) -> Iterator[Row]:
+        """Yield a row for each round as soon as it has ended, those before this call included, until the job has ended.
+
+        Raises:
+            Failure: If the job failed or was stopped; the sentence says why. Its rounds have been yielded before.
+        """
+        last = 0
+        for event in self._control.follow_job(self.id):
+            ended = event.kind == "job_ended" and event.job_id == self.id
+            if ended or (event.kind in _ROUND_ENDED and event.job_id == self.id):
+                for row in self._rows(after=last, limit=0 if last == 0 or ended else event.round - last):
+                    if ended or int(row["round"] or 0) <= event.round:
+                        yield row
+                        last = int(row["round"] or 0)
+        self._control.completed(self.id)
+
+    def wait(self) -> Self:
+        """Wait until the job has ended.
+
+        Raises:
+            Failure: If it failed or was stopped; the sentence says why.
+        """
+        for _ in self.events():
+            pass
+        self._control.completed(self.id)
+        return self
+
+    def rounds(self) -> list[Row]:
+        """Return a row for each round so far, oldest first: pandas.DataFrame(job.rounds()) is a table of them.
+
+        A row has the fields of a round (docs/flctl.md), `accuracy` and `loss`, which are None where they are not known,
+        and every metric under its name, such as "eval/f1".
+        """
+        return list(self._rows(after=0, limit=0))
+
+    def best(self) -> Row | None:
+        """Return the row of the best round, as the job's key best_by says; None if no round was evaluated."""
+        rows = [row for row in self.rounds() if row["model_version"]]
+        place = best_of([_numbers(row) for row in rows], self.spec.get("best_by", ""))
+        return None if place is None else rows[place]
+
+    def export(self, path: str | Path, version: int | Literal["newest", "best"] = "newest") -> int:
+        """Write a model of the job to a .safetensors file, and return its version.
+
+        Args:
+            path: The file.
+            version: A version number; "newest" is the job's last model, "best" that of its best round.
+
+        Raises:
+            Failure: If there is no such model, if the server keeps it no longer, or if the file cannot be written.
+        """
+        number = version if isinstance(version, int) else self._version(version)
+        return self._control.export_model(number, Path(path)).version
+
+    def load_model(self, model: "_Module", version: int | Literal["newest", "best"] = "newest") -> "_Module":
+        """Fill `model` with a model of the job, and return it.
+
+        Args:
+            model: A module with the same tensors.
+            version: As for export().
+
+        Raises:
+            Failure: As for export(), or if `model` does not fit.
+        """
+        from fedring.train.errors import SeamError  # these import torch
+        from fedring.train.files import load_model
+
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "model.safetensors"
+            self.export(path, version)
+            try:
+                load_model(path, model)
+            except SeamError as error:
+                raise Failure(str(error).replace(f"{path} ", f"the model of job {self.id} "), Exit.CONFIG) from error
+        return model
+
+    def _rows(self, *, after: int, limit: int) -> Iterator[Row]:
+        """Yield the rows of the rounds above `after`, oldest first."""
+        found = self._control.rounds(job_id=self.id, limit=limit or self.message.rounds)
+        return (figures.row(round_) for round_ in reversed(found) if round_.round > after)
+
+    def _version(self, which: str) -> int:
+        if which == "best":
+            row = self.best()
+        else:
+            row = next((row for row in reversed(self.rounds()) if row["model_version"]), None)
+        if row is None:
+            raise Failure(f"job {self.id} has no {which} model yet")
+        return int(row["model_version"] or 0)
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    return {name: value for name, value in row.items() if isinstance(value, int | float)}

@@ -1,0 +1,138 @@
+"""Named figures of trainings and evaluations: which are allowed, how they are combined, what is best.
+
+A name that ends in "_sum" stands for a sum over clients, and every other name for a mean, weighted by samples. So the
+name alone says how a figure is combined, and clients cannot disagree about it.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from math import fsum, nan
+from typing import Any
+
+from fedring.rpc.contract import MAX_FIGURE
+
+log = logging.getLogger(__name__)
+
+MAX_METRICS = 32
+"""The most figures of one training or evaluation, and the most names of each origin that a round keeps."""
+
+SUM = "_sum"
+"""The end of the names of figures that are added up."""
+
+ORIGINS = ("train", "eval", "server")
+"""Where a round's figures are from: its updates, its clients' evaluations, and the server's own evaluation."""
+
+RULES = ("max eval/accuracy", "max server/accuracy", "min eval/loss", "min server/loss")
+"""What makes a round the best of its job if the job does not say: the first of these figures that is known."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_RULE = re.compile(rf"(max|min) ({'|'.join(ORIGINS)})/{_NAME.pattern}")
+
+Metrics = Mapping[str, float]
+
+
+def check_metrics(metrics: Metrics) -> None:
+    """Check that figures can be sent: their number, their names, and their magnitudes.
+
+    Raises:
+        ValueError: If a server would refuse them.
+    """
+    if len(metrics) > MAX_METRICS:
+        raise ValueError(f"there are {len(metrics)} metrics: there may be at most {MAX_METRICS}")
+    for name, value in metrics.items():
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name[:128]!r} cannot name a metric: use 1 to 128 of A-Z a-z 0-9 . _ -")
+        if not abs(value) <= MAX_FIGURE:
+            raise ValueError(f"the metric {name} is {value:g}: it must be a number of at most {MAX_FIGURE:g}")
+
+
+def sendable_metrics(metrics: Metrics) -> dict[str, float]:
+    """Return the figures without those that are not finite or too large, for which a server would refuse an update."""
+    sendable = {name: float(value) for name, value in metrics.items() if abs(value) <= MAX_FIGURE}
+    if left_out := sorted(metrics.keys() - sendable.keys()):
+        log.warning(
+            "these metrics are left out because they are not finite numbers, or too large: %s", ", ".join(left_out)
+        )
+    return sendable
+
+
+def named_metrics(told: Mapping[Any, object]) -> dict[str, float]:
+    """Return the figures that a user's function has returned, without those that are not finite numbers.
+
+    Raises:
+        ValueError: If names, or their number, are not allowed.
+    """
+    numbers: dict[str, float] = {}
+    for name, value in told.items():
+        try:
+            numbers[str(name)] = float(value)  # type: ignore[arg-type]  # TypeError says so at run time
+        except (TypeError, ValueError):
+            numbers[str(name)] = nan
+    sendable = sendable_metrics(numbers)
+    check_metrics(sendable)
+    return sendable
+
+
+def combine(reports: Iterable[tuple[int, Metrics]]) -> dict[str, float]:
+    """Return the figures of several clients together.
+
+    The order of the reports makes no difference.
+
+    Args:
+        reports: For each client its number of samples, and its figures, which do not count without samples.
+
+    Returns:
+        For each name the sum or the mean over the clients that have reported it, sorted by name. If there are more
+        than MAX_METRICS names, those that most clients have reported, so that one client cannot crowd out the others.
+    """
+    found: dict[str, list[tuple[int, float]]] = {}
+    for samples, metrics in reports:
+        for name, value in metrics.items() if samples else ():
+            found.setdefault(name, []).append((samples, value))
+    kept = sorted(found, key=lambda name: (-len(found[name]), name))[:MAX_METRICS]
+    return {name: _combined(name, found[name]) for name in sorted(kept)}
+
+
+def with_origin(origin: str, metrics: Metrics, **means: float | None) -> dict[str, float]:
+    """Return the figures under their names in a round: "eval/f1".
+
+    Args:
+        origin: One of ORIGINS.
+        metrics: The figures by their own names.
+        means: Figures that take precedence over those of the same name, if they are not None.
+    """
+    known = {**metrics, **{name: value for name, value in means.items() if value is not None}}
+    return {f"{origin}/{name}": value for name, value in known.items()}
+
+
+def check_rule(rule: str) -> str:
+    """Return a rule that says which round is the best, such as "max eval/f1"; empty = RULES.
+
+    Raises:
+        ValueError: If it has another form.
+    """
+    if rule and not _RULE.fullmatch(rule):
+        raise ValueError(f'must be "max NAME" or "min NAME", with a NAME such as eval/f1 or train/loss, not {rule!r}')
+    return rule
+
+
+def best_of(rounds: Sequence[Metrics], rule: str = "") -> int | None:
+    """Return which of the rounds is the best: its place in the sequence, or None if no figure of it is known.
+
+    Args:
+        rounds: The figures of each round, as Round.metrics has them. Of equally good rounds, the first one is the best.
+        rule: The job's key best_by.
+    """
+    for known_rule in [rule] if rule else RULES:
+        direction, name = known_rule.split()
+        sign = 1 if direction == "max" else -1
+        if known := [place for place, metrics in enumerate(rounds) if name in metrics]:
+            return max(known, key=lambda place: sign * rounds[place][name])
+    return None
+
+
+def _combined(name: str, values: Sequence[tuple[int, float]]) -> float:
+    if name.endswith(SUM):
+        return fsum(value for _, value in values)
+    return fsum(samples * value for samples, value in values) / sum(samples for samples, _ in values)

@@ -1,0 +1,36 @@
+"""Which files a job may name as its first weights."""
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from fedring.train.errors import SeamError
+
+
+def find_file(allowed: Path | None, name: str) -> Path:
+    """Return the file that a job names, if the server's operator allows it.
+
+    Whoever may start jobs could otherwise have the server read any file of its machine.
+
+    Args:
+        allowed: The configuration's `init_path`: the only file that jobs may name, or the folder of such files.
+        name: The path that the job names. A relative path is relative to that folder.
+
+    Raises:
+        SeamError: "not_allowed" if the file is not allowed, "no_file" if it is not there.
+    """
+    if allowed is None:
+        raise SeamError(
+            "not_allowed",
+            f"start names the file {name}, but this server allows none: set its init_path to that file, or to a "
+            "folder of such files.",
+        )
+    root = allowed.resolve()
+    folder = root if root.is_dir() else root.parent
+    path = (folder / name).resolve()  # follows links, so that none leads out of the folder
+    if path != root and not (root.is_dir() and path.is_relative_to(root)):
+        raise SeamError("not_allowed", f"start names the file {name}, which is not in init_path = {allowed}.")
+    if not path.is_file():
+        near = get_close_matches(path.name, [file.name for file in folder.iterdir() if file.is_file()], n=1)
+        hint = f"did you mean {near[0]}?" if near else "see its init_path."
+        raise SeamError("no_file", f"start names the file {name}, which is not on the server's machine: {hint}")
+    return path

@@ -1,0 +1,144 @@
+"""What the server can know of a job before it runs: whether its parts exist and fit, and whether it can ever start.
+
+What only clients have, such as a module of their own, is found out when the job runs.
+"""
+
+import importlib
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+
+from fedring.codec.schema import Schema
+from fedring.daemon.checks import Level, check_data_root
+from fedring.daemon.config import ConfigError
+from fedring.server.config import ServerConfig
+from fedring.server.model.making import ModelMaker
+from fedring.server.state.ratings import best_of
+from fedring.server.state.rows import ModelRow
+from fedring.train.errors import SeamError
+from fedring.train.job import Job
+from fedring.train.name_checks import check_data
+from fedring.train.seam import build_model, resolve
+from fedring.train.start import BEST, FRESH, is_path, version_of
+
+_OWN = {
+    "model": "fedring.train.models",
+    "data": "fedring.data",
+    "loss": "fedring.train.losses",
+    "optimizer": "fedring.train.optimizers",
+}
+"""Where fedring's own parts lie, for advice."""
+
+_ON_CLIENTS_ONLY = ("not_trusted", "no_module")
+"""Reasons for which a server cannot use a part that clients may have."""
+
+_VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+"""The least bytes of a value in an encoding; other encodings leave values out."""
+
+
+class JobChecks:
+    """Checks jobs before they are queued. Its methods may take long: not for the event loop."""
+
+    def __init__(self, config: ServerConfig, maker: ModelMaker) -> None:
+        self._config, self._maker = config, maker
+
+    def check(self, job: Job, kept: Sequence[ModelRow], *, runs_next: bool) -> None:
+        """Return if nothing is known that would make the job fail.
+
+        Args:
+            job: the job.
+            kept: the model versions that are kept.
+            runs_next: whether no other job runs before it.
+
+        Raises:
+            ConfigError: if something is; one sentence that names the key.
+        """
+        for key, name in _names(job):
+            self._check_name(key, name, needed=job.evaluate_on_server and key in ("data", "loss"))
+        if job.evaluate_on_server:
+            checks = (
+                *check_data_root(self._config.data_root),
+                check_data("data", job.data, self._config.trusted, root=self._config.data_root),
+            )
+            for found in checks:
+                if found.level is Level.FAIL:
+                    raise ConfigError(f"{found.name}: {found.found}")
+        schema = self._check_model(job)
+        self._check_sizes(job, schema)
+        self._check_start(job, kept)
+        alike = (row for row in kept if row.schema_hash == schema.hash.hex())
+        if job.start == BEST and runs_next and best_of(alike) is None:
+            raise ConfigError("start: no version of this model that is kept was evaluated: use newest or fresh")
+
+    def _check_name(self, key: str, name: str, *, needed: bool) -> None:
+        try:
+            resolve(name, self._config.trusted)
+        except SeamError as error:
+            if needed or error.reason not in _ON_CLIENTS_ONLY or name.startswith("fedring."):
+                raise ConfigError(f"{key}: {error}{_advice(key, name, error)}") from error
+
+    def _check_model(self, job: Job) -> Schema:
+        try:
+            schema = self._maker.schema_of(job)
+            if job.mode == "pipeline" and isinstance(job.pipeline.cut, list):
+                self._check_layers(job)
+        except SeamError as error:
+            raise ConfigError(f"model: {error}{_advice('model', job.model, error)}") from error
+        return schema
+
+    def _check_layers(self, job: Job) -> None:
+        """Check that the layers that begin stages are parts of the model."""
+        model = build_model(job.model, job.model_args, job.seed, self._config.trusted)
+        known = [name for name, _ in model.named_modules() if name]
+        for layer in job.pipeline.cut:
+            if isinstance(layer, str) and layer not in known:
+                near = get_close_matches(layer, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known[:20])}"
+                raise ConfigError(f"pipeline.cut: {job.model} has no layer {layer}: {hint}")
+
+    def _check_sizes(self, job: Job, schema: Schema) -> None:
+        clients, most = job.pipeline.workers if job.mode == "pipeline" else job.min_clients, self._config.max_clients
+        if clients > most:
+            key = "pipeline" if job.mode == "pipeline" else "min_clients"
+            raise ConfigError(f"{key}: the job needs {clients} clients, but this server takes max_clients={most}")
+        limit = self._config.max_update_bytes
+        encoding = "fp32" if job.grouped else job.encoding
+        size = schema.num_parameters * _VALUE_BYTES.get(encoding, 0) + 8 * schema.num_buffers
+        if 0 < limit < size:
+            raise ConfigError(
+                f"encoding: an update as {encoding} has at least {size} bytes, but this server takes "
+                f"max_update_bytes={limit}: raise that, or choose another encoding"
+            )
+
+    def _check_start(self, job: Job, kept: Sequence[ModelRow]) -> None:
+        try:
+            if job.start == FRESH or is_path(job.start):
+                self._maker.check_file(job, job.start if is_path(job.start) else "")
+            elif version := version_of(job.start):
+                row = next((row for row in kept if row.version == version), None)
+                if row is None:
+                    versions = ", ".join(str(row.version) for row in kept[:10]) or "none"
+                    raise ConfigError(f"start: version {version} is not kept, but these are: {versions}")
+                self._maker.check_fits(row, job)
+        except SeamError as error:
+            raise ConfigError(f"start: {error}") from error
+
+
+def _names(job: Job) -> Iterator[tuple[str, str]]:
+    """Return the keys and names of the parts of a job that clients import, except its model."""
+    yield from (("data", job.data), ("loss", job.loss), ("optimizer", job.optimizer))
+    if job.trainer:
+        yield "trainer", job.trainer
+    if job.mode == "data_parallel" and job.data_parallel.chosen_hook(job.momentum) is None:
+        yield "data_parallel.hook", job.data_parallel.hook
+    if job.mode == "pipeline" and isinstance(job.pipeline.cut, str) and ":" in job.pipeline.cut:
+        yield "pipeline.cut", job.pipeline.cut
+
+
+def _advice(key: str, name: str, error: SeamError) -> str:
+    """Return a clause that names one of fedring's own parts, if the name is almost the name of one."""
+    module = _OWN.get(key)
+    if module is None:
+        return ""
+    known = [each for each in dir(importlib.import_module(module)) if not each.startswith("_")]
+    near = get_close_matches(name.rpartition(":")[2], known, n=1)
+    return f" Did you mean {module}:{near[0]}?" if near and f"{module}:{near[0]}" not in str(error) else ""

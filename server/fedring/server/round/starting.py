@@ -1,0 +1,101 @@
+"""What a job starts from: a new model, a version that the server keeps, or a file.
+
+It is decided once, when the job starts, and noted with the job. A restarted server goes on from there.
+"""
+
+from dataclasses import replace
+
+from fedring.server.model.models import Models
+from fedring.server.state.facts import Facts
+from fedring.server.state.failures import StorageError
+from fedring.server.state.ratings import best_of, result_of
+from fedring.server.state.rows import JobRow, ModelRow
+from fedring.train.job import Job
+from fedring.train.start import BEST, FRESH, NEWEST, is_path, version_of
+
+_ALL = 1_000_000_000
+
+
+async def begin(facts: Facts, models: Models, job: JobRow, spec: Job) -> tuple[ModelRow, str]:
+    """Return the model that a job starts from, or goes on from after a restart, and a clause that says which it is.
+
+    A new model is published. What was decided is durable when this returns.
+
+    Raises:
+        StorageError: if the version that the job names is not kept, or is damaged.
+        SeamError: if the version or the file does not fit the job, or no model can be made.
+    """
+    if (known := await _last_of(facts, job)) is not None:
+        return known, f"goes on from version {known.version}"
+    rows = await facts.db(facts.store.models, _ALL)
+    wanted, why = await _find(facts, models, spec, rows)
+    if wanted is None:
+        version = await facts.db(facts.store.next_version)
+        path = spec.start if is_path(spec.start) else ""
+        made = await facts.heavy(models.maker.first, spec, version, path)
+        first = wanted = replace(made, job_id=job.job_id)
+        why = f"starts {f'from {path}' if path else 'fresh'}, as version {version}"
+    else:
+        first = None
+        models.versions.remember(wanted)  # a model that was damaged when the server started is not known yet
+    newest = next((row for row in rows if row.schema_hash == wanted.schema_hash), None)
+    after = await facts.db(_residuals_end, facts, wanted, newest)
+    await facts.db(facts.store.begin_job, job.job_id, wanted.version, after, first)
+    models.versions.remember(wanted)
+    return wanted, why
+
+
+async def base_of(facts: Facts, models: Models, job: JobRow) -> ModelRow:
+    """Return the model that the next round of a job starts from: the newest that it published, or its first.
+
+    Raises:
+        StorageError: "unknown_model", if it is not kept any more.
+    """
+    base = await _last_of(facts, job)
+    if base is None:
+        raise StorageError("unknown_model", f"the model of job {job.job_id} is gone: start a job anew")
+    models.versions.remember(base)
+    return base
+
+
+async def _last_of(facts: Facts, job: JobRow) -> ModelRow | None:
+    """Return the newest model that the job has published, or the one that it has started from; None before that."""
+    mine = await facts.db(facts.store.models, 1, job.job_id)
+    if mine:
+        return mine[0]
+    row = await facts.db(facts.store.job, job.job_id)
+    return await facts.db(facts.store.model, row.start_version) if row and row.start_version else None
+
+
+async def _find(facts: Facts, models: Models, spec: Job, rows: list[ModelRow]) -> tuple[ModelRow | None, str]:
+    """Return the kept version that the job starts from, or None if a new one is to be made, and why."""
+    if spec.start == FRESH or is_path(spec.start):
+        return None, ""
+    if version := version_of(spec.start):
+        wanted = next((row for row in rows if row.version == version), None)
+        if wanted is None:
+            raise StorageError("unknown_model", f"start = {version}: no such version is kept (`flctl models list`)")
+        await facts.heavy(models.maker.check_fits, wanted, spec)
+        return wanted, f"starts from version {version}"
+    schema = await facts.heavy(models.maker.schema_of, spec)
+    alike = [row for row in rows if row.schema_hash == schema.hash.hex()]
+    if spec.start == NEWEST:
+        return (alike[0], f"starts from version {alike[0].version}, the newest") if alike else (None, "")
+    best = best_of(alike)
+    if best is None:
+        why = "none of this model's versions was evaluated" if alike else "there is no version of this model yet"
+        raise StorageError("unknown_model", f'start = "{BEST}": {why}: use start = "{NEWEST}" or "{FRESH}"')
+    return best, f"starts from version {best.version}, the best ({result_of(best)})"
+
+
+def _residuals_end(facts: Facts, base: ModelRow, newest: ModelRow | None) -> int:
+    """Return the last round whose residuals do not belong to a job that starts from `base`; 0 = there is none.
+
+    A residual is what updates have left out of the models so far. It still belongs to `newest`, the newest model with
+    this schema, and to those that follow it, and to no other.
+    """
+    if newest is not None and base.version == newest.version:
+        publisher = facts.store.job(newest.job_id)
+        return publisher.residual_after if publisher else 0
+    rounds = facts.store.rounds(1)
+    return rounds[0].round if rounds else 0

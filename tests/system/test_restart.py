@@ -1,0 +1,56 @@
+"""fl-client imports edited code anew on SIGUSR2, in the same process id, and only if it would start."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from tests.conftest import path_to
+from tests.fleets import Control, Programs, run_job, until_watching
+from tests.waiting import until
+
+TRAINER = """
+def train(model, samples, plan):
+    return {"num_samples": 1, "edition": EDITION}
+"""
+JOB = {"min_clients": 1, "evaluate": False}
+
+
+def edition(control: Control) -> float:
+    """Run a job, and return which edition of the trainer has trained it."""
+    job = run_job(control, JOB)
+    assert job.state == "completed", job.reason
+    (round_,) = control.rounds(job_id=job.job_id)
+    return round_.metrics["train/edition"]
+
+
+def logged(log: Path, text: str) -> bool:
+    """Return whether the client has logged a line with this text."""
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+    return any(text in json.loads(line)["text"] for line in lines if line.startswith("{") and line.endswith("\n"))
+
+
+def test_a_client_runs_edited_code_after_sigusr2_and_keeps_running_if_it_is_broken(tmp_path: Path) -> None:
+    code = tmp_path / "code" / "wards.py"
+    code.parent.mkdir()
+    code.write_text(TRAINER.replace("EDITION", "1"))
+    client = {"trainer": "wards:train"}
+    with Programs(tmp_path, {}, [client], env=path_to(code.parent)) as fleet, Control(fleet.control) as control:
+        until_watching(control, 1)
+        process = fleet.clients[0]
+        pid = process.pid  # exec keeps it
+        assert edition(control) == 1
+        code.write_text(TRAINER.replace("EDITION", "2"))
+        os.utime(code, ns=(1, 1))  # another time than before, however fast this is
+        assert edition(control) == 1  # a process imports a module once
+        events = control.events()
+        os.kill(pid, signal.SIGUSR2)
+        next(event for event in events if event.kind == "client_joined")
+        events.cancel()
+        assert edition(control) == 2
+        code.write_text("this is not Python\n")
+        os.kill(pid, signal.SIGUSR2)
+        until(lambda: logged(process.log, "not restarted"))
+        assert edition(control) == 2
+        os.kill(pid, signal.SIGTERM)
+        assert process.wait(60) == 0

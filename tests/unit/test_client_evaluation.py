@@ -1,0 +1,64 @@
+"""A user's evaluation of published models, with `connect`: what it may return, and what its errors end."""
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedring.client import connect
+from fedring.train.state import read_vectors, schema_of
+from fedring.v1 import federation_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.unit.conftest import ScriptedServer
+
+SECONDS = 60.0
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("told", "report"),
+    [
+        ((8, 10, 2.5), pb.EvaluationReport(correct=8, total=10, loss_sum=2.5)),  # as before this could be absent
+        ((None, 10, 2.5), pb.EvaluationReport(total=10, loss_sum=2.5, classified=0)),
+        (
+            {"num_samples": 4, "loss": 0.5, "f1": 0.75, "lost": float("nan")},
+            pb.EvaluationReport(total=4, loss_sum=2.0, classified=0, metrics={"f1": 0.75}),
+        ),
+    ],
+)
+def test_what_an_evaluation_returns_is_reported(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, told: Any, report: pb.EvaluationReport
+) -> None:
+    server.publish(3, schema_of(model), read_vectors(model))
+    with connect(**settings, model=model, evaluate=lambda _: told) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.send(pb.ServerEvent(evaluate=server.evaluation(3)))
+        server.train(server.command(model, model_version=3))
+        next(federation)
+    got = server.evaluations.get_nowait()
+    report.round, report.model_digest = got.round, got.model_digest
+    assert got == report
+
+
+def test_an_error_of_the_users_evaluation_is_logged_and_the_iteration_goes_on(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.publish(3, schema_of(model), read_vectors(model))
+
+    def broken(model: nn.Module) -> tuple[int, int, float]:
+        raise KeyError("no such column")
+
+    with connect(**settings, model=model, evaluate=broken) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.send(pb.ServerEvent(evaluate=server.evaluation(3)))
+        server.train(server.command(model, model_version=3))
+        assert next(federation).round == 1
+    assert server.evaluations.get_nowait().total == 0
+    assert "no such column" in caplog.text
