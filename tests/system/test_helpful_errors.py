@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -75,8 +75,8 @@ def test_a_client_says_what_is_wrong_with_its_servers_address(
     server: str, sentence: str, place: Place, tmp_path: Path
 ) -> None:
     told: queue.Queue[str] = queue.Queue()
-    config = ClientConfig(client_id="ann", state_dir=tmp_path, server=server.format(**place._asdict()))
-    with Federation(config, tell=told.put):
+    settings: dict[str, Any] = {"client_id": "ann", "state_dir": tmp_path, "server": server.format(**place._asdict())}
+    with Federation(ClientConfig(**settings), tell=told.put):
         assert sentence in told.get(timeout=SECONDS)
 
 
