@@ -92,7 +92,7 @@ def test_a_job_is_stopped(server: Server) -> None:
     [
         ({"rouns": 3}, "rounds", Exit.CONFIG),
         ({"rounds": 0}, "rounds", Exit.CONFIG),
-        ({"min_clients": 1, "min_clients_to_aggregate": 2}, "min_clients_to_aggregate", Exit.USAGE),
+        ({"min_clients": 1, "min_clients_to_aggregate": 2}, "min_clients_to_aggregate", Exit.CONFIG),
     ],
 )
 def test_a_wrong_job_is_refused_as_flctl_refuses_it(
