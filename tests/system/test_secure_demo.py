@@ -32,7 +32,7 @@ def test_one_command_makes_certificates_and_trains_with_mutual_tls(tmp_path: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     summary = done.stdout.partition("==> summary")[2]
     assert "federated:     job 1 completed: 3 rounds, accuracy" in summary
-    assert "data parallel: job 2 completed: 1 rounds, accuracy" in summary
+    assert "data parallel: job 2 completed: 1 round, accuracy" in summary
     assert "fedring://client/ann is not an operator" in done.stdout
     assert "1 not_operator" in done.stdout
     assert "2 workers go on" in (folder / "logs" / "server.log").read_text()
