@@ -31,7 +31,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
 def test_the_first_line_has_the_version_and_the_settings(records: Records, name: str, tmp_path: Path) -> None:
     first = records[name][0]["text"]
     assert SOFTWARE in first
-    assert "configuration from override" in first
+    assert "configuration from the command line" in first
     assert ("client-1" in first) == (name == "client-1")
     server = records["addresses"][0]["listen"]
     assert server in first if name != "server" else "clients at 127.0.0.1:" in first

@@ -34,7 +34,7 @@ def test_a_port_above_65535_is_refused_in_every_setting(model: type[BaseSettings
     assert getattr(model.model_validate({key: "127.0.0.1:65535"}), key) == "127.0.0.1:65535"
     for port in ("65536", "99999", "1" * 5000):
         with pytest.raises(
-            ConfigError, match=rf"^{key} \(from flag\): .* is not host:port: the largest port is 65535$"
+            ConfigError, match=rf"^{key} \(from the command line\): .* is not host:port: the largest port is 65535$"
         ):
             load_config(model, flags={key: f"127.0.0.1:{port}"})
 
