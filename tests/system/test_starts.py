@@ -89,7 +89,7 @@ def test_a_job_that_starts_fresh_has_a_new_model_of_its_seed_on_a_used_server(
         words = (
             f"starts fresh, as version {version}" if start == "fresh" else f"starts from version {version}, the newest"
         )
-        assert f"job {job_id} (job) {words}: 1 rounds of {DIGITS['model']}" == told
+        assert f"job {job_id} (job) {words}: 1 round of {DIGITS['model']}" == told
         job = control.job(job_id)
         assert (job.state, job.start, job.start_version) == ("completed", start, version)
         assert [round_.base_version for round_ in control.rounds(job_id=job_id)] == [version]

@@ -140,7 +140,7 @@ def jobs(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output:
         )
         for job in known
     ]
-    print_table(f"{len(rows)} jobs", ("job>", "name", "state", "rounds>", "start", "created", "reason"), rows)
+    print_table(counted(len(rows), "job"), ("job>", "name", "state", "rounds>", "start", "created", "reason"), rows)
 
 
 def rounds(
@@ -215,7 +215,7 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
         "digest",
         "created",
     )
-    print_table(f"{len(rows)} models", columns, rows)
+    print_table(counted(len(rows), "model"), columns, rows)
 
 
 def export_model(
