@@ -142,7 +142,8 @@ class Jobs:
         try:
             with _faults_of_the_job(row.job_id):
                 what = await self._facts.keep(self._runner.begin, row, spec)
-            text = f"job {row.job_id} ({row.name}) {what}: {row.rounds} {'round' if row.rounds == 1 else 'rounds'} of {spec.model}"
+            rounds = "1 round" if row.rounds == 1 else f"{row.rounds} rounds"
+            text = f"job {row.job_id} ({row.name}) {what}: {rounds} of {spec.model}"
             self._journal.write("job_started", text, job_id=row.job_id)
             return await self._run_rounds(row, spec)
         except _JobFault as fault:
