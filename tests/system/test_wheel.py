@@ -21,7 +21,7 @@ from tests.conftest import ROOT, missing
 
 SOURCES = ("server", "client", "common", "protos", "pyproject.toml", "README.md", "LICENSE")
 PARTS = (
-    *("client", "codec", "compress", "ctl", "daemon", "data", "ddp", "pipeline"),
+    *("client", "codec", "compress", "control", "ctl", "daemon", "data", "ddp", "pipeline"),
     *("ring", "rpc", "schedules", "server", "train", "v1", "vision", "web", "workers"),
 )
 
