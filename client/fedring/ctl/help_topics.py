@@ -16,7 +16,7 @@ EXIT_CODES: Mapping[Exit, str] = {
     Exit.UNAVAILABLE: "fl-server cannot be reached",
     Exit.TRY_AGAIN: "not possible now; the same call may work later",
     Exit.NOT_ALLOWED: "you are not allowed to do this",
-    Exit.CONFIG: "a configuration or job file, or something that it names, is wrong; "
+    Exit.CONFIG: "a configuration or a job, or something that it names, is wrong; "
     "or a state folder is in use, or is not what the verb needs",
 }
 _INTERRUPTED = 130
