@@ -15,12 +15,7 @@ from tests.system.ring_scripts import ranks
 
 SCRIPT = str(Path(__file__).parent / "ring_scripts" / "plain.py")
 SECONDS = 240
-ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("client", "common", "protos")),
-    "GRPC_VERBOSITY": "ERROR",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONFAULTHANDLER": "1",  # torchrun ends hanging workers with a signal
-}
+ENVIRONMENT = ranks.PROGRAM_ENVIRONMENT | {"PYTHONFAULTHANDLER": "1"}  # torchrun ends hanging workers with a signal
 
 
 def results(output: str) -> list[dict[str, Any]]:

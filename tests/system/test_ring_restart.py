@@ -11,18 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.forks import Fork
 from tests.ports import free_port
+from tests.system.ring_scripts import ranks
 
 SCRIPT = str(Path(__file__).parent / "ring_scripts" / "restarted.py")
 SECONDS = 240
-ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("client", "common", "protos")),
-    "GRPC_VERBOSITY": "ERROR",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "OMP_NUM_THREADS": "1",
-}
+ENVIRONMENT = ranks.PROGRAM_ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
 
 

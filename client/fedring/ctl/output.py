@@ -73,11 +73,6 @@ def stderr_console() -> Console:
     return Console(stderr=True, highlight=False, markup=False)
 
 
-def counted(count: int, noun: str) -> str:
-    """Format a number of things, such as "1 round" or "3 rounds"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def size(count: float) -> str:
     """Format a number of bytes in decimal units, such as "4.80 MB"."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

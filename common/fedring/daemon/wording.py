@@ -46,3 +46,8 @@ def either(texts: list[str]) -> str:
     """Join alternatives into one clause: "must be text or a list"."""
     first, *others = dict.fromkeys(texts)
     return " or ".join([first, *(other.removeprefix("must be ") for other in others)])
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a number of things, such as "1 round" or "3 rounds"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

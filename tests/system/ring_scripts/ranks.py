@@ -12,6 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tests import forks
+from tests.conftest import ROOT
+
+PROGRAM_ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("client", "common", "protos")),
+    "GRPC_VERBOSITY": "ERROR",
+    "OMP_NUM_THREADS": "1",
+}
+"""The variables of a script that is started as users start theirs."""
 
 _SECONDS = 220  # for a whole run; after that each process prints where it hangs
 _PATIENCE = 60.0  # seconds, enough for ranks on a busy machine

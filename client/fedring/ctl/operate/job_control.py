@@ -17,9 +17,10 @@ from fedring.ctl.completion import job_ids, job_keys
 from fedring.ctl.operate.event_display import display
 from fedring.ctl.operate.round_names import round_title
 from fedring.ctl.options import DEFAULT_SERVER, KeyOption, OutputOption, ServerOption
-from fedring.ctl.output import Output, counted, print_json, quality, to_dict
+from fedring.ctl.output import Output, print_json, quality, to_dict
 from fedring.daemon.config import COMMAND_LINE, ConfigError, merge, parse_overrides, read_document
 from fedring.daemon.exits import Exit
+from fedring.daemon.wording import counted
 from fedring.train.start import FRESH, NEWEST
 from fedring.v1 import control_pb2 as pb
 

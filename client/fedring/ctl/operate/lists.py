@@ -15,7 +15,6 @@ from fedring.ctl.operate.round_names import find_round, round_name
 from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption, check_out_file
 from fedring.ctl.output import (
     Output,
-    counted,
     duration,
     number,
     percent,
@@ -27,6 +26,7 @@ from fedring.ctl.output import (
     to_dict,
 )
 from fedring.daemon.exits import Exit
+from fedring.daemon.wording import counted
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fb
 

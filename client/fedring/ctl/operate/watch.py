@@ -12,7 +12,8 @@ from fedring.ctl.access import connect
 from fedring.ctl.operate.event_display import json_line, plain_line
 from fedring.ctl.operate.lists import ROUND_COLUMNS, round_row
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
-from fedring.ctl.output import Output, counted, make_table, stdout_console
+from fedring.ctl.output import Output, make_table, stdout_console
+from fedring.daemon.wording import counted
 from fedring.v1 import control_pb2 as pb
 
 _ROUNDS, _LINES = 12, 5

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pydantic import ValidationError
 
 from fedring.daemon.config import explain
+from fedring.daemon.wording import counted
 from fedring.data import DataError
 from fedring.rpc.errors import NoSuchJob
 from fedring.server.round.metrics import Metrics
@@ -142,8 +143,7 @@ class Jobs:
         try:
             with _faults_of_the_job(row.job_id):
                 what = await self._facts.keep(self._runner.begin, row, spec)
-            rounds = "1 round" if row.rounds == 1 else f"{row.rounds} rounds"
-            text = f"job {row.job_id} ({row.name}) {what}: {rounds} of {spec.model}"
+            text = f"job {row.job_id} ({row.name}) {what}: {counted(row.rounds, 'round')} of {spec.model}"
             self._journal.write("job_started", text, job_id=row.job_id)
             return await self._run_rounds(row, spec)
         except _JobFault as fault:
