@@ -9,6 +9,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from fedring.rpc.address import HostOrEmpty, TcpAddress
 
+MAX_STREAMS = 16
+"""The largest number of streams from one worker to another."""
+
 _MIB = 1 << 20
 _PREFIX = "FEDRING_RING_"
 
@@ -26,6 +29,13 @@ class RingOptions(BaseSettings):
     local_transport: bool = Field(
         default=True,
         description="ranks on one host use a Unix socket and shared memory between them; false = gRPC streams only",
+    )
+    streams: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_STREAMS,
+        description="gRPC streams to each peer on another host, each with a connection of its own; several are faster on "
+        "a long line",
     )
     frame_checksum: bool = Field(
         default=False,

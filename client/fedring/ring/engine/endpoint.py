@@ -10,7 +10,7 @@ from types import MappingProxyType
 from fedring.ring.engine.group import EarlyFrames, Group
 from fedring.ring.engine.operation import Operation
 from fedring.ring.errors import BY_REASON, BadFrame, CollectiveTimeout, Overrun, PeerLost, RingError
-from fedring.ring.options import RingOptions
+from fedring.ring.options import MAX_STREAMS, RingOptions
 from fedring.ring.transport.channels import Pulse, advertised, dial, is_on_this_host
 from fedring.ring.transport.frames import Frame
 from fedring.ring.transport.interface import Outgoing, Traffic, Transport, Wait
@@ -18,6 +18,7 @@ from fedring.ring.transport.listener import Listener, Members, PeerService
 from fedring.ring.transport.local import SameHostTransport
 from fedring.ring.transport.receiver import Receiver
 from fedring.ring.transport.stream import GrpcStream
+from fedring.ring.transport.streams import Streams
 from fedring.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Endpoint:
         self._ranks: dict[str, int] = {}  # of all peers, in the first group that has them; for errors
         self._early: EarlyFrames[int, str] = EarlyFrames(self.options.max_early_bytes)  # by the group's id, from a peer
         self._connected: set[str] = set()  # peers whose stream to this worker is open
+        self._leaving: dict[str, int] = {}  # the streams of a peer that have ended in order
         self._left: set[str] = set()
         self._closed = threading.Event()
         self.members = Members(members_only=self.options.tls_members_only)
@@ -218,39 +220,49 @@ class Endpoint:
         with self._lock:
             link = self._links.get(peer)
             if link is None and not self._closed.is_set():
-                name = self.members.name_of(peer)
-                channel = dial(peer, self.options, name=name)
-                pulse_channel = dial(peer, self.options, pulse=True, name=name)
-                transport = SameHostTransport if self._is_local(peer) else GrpcStream
-                link = self._links[peer] = transport(
-                    channel,
-                    Pulse(pulse_channel, ended=lambda detail: self._stopped(peer, detail)),
-                    me=self.address,
-                    checksum=self.options.frame_checksum,
-                    traffic=self.traffic,
-                    ended=lambda detail: self._lost(peer, f"cannot be reached ({detail})"),
-                )
+                link = self._links[peer] = self._new_link(peer)
                 link.open(self._head(pb.FRAME_KIND_HELLO))
                 if self.failure:  # an operation has just asked for the link, and has ended: its memory is not its own
                     link.give_up(self._abort(self.failure))
             return link
+
+    def _new_link(self, peer: str) -> Transport:
+        name = self.members.name_of(peer)
+        pulse_channel = dial(peer, self.options, pulse=True, name=name)
+        pulse = Pulse(pulse_channel, ended=lambda detail: self._stopped(peer, detail))
+
+        def stream(kind: type[GrpcStream]) -> GrpcStream:
+            return kind(
+                dial(peer, self.options, name=name),
+                pulse,
+                me=self.address,
+                checksum=self.options.frame_checksum,
+                traffic=self.traffic,
+                ended=lambda detail: self._lost(peer, f"cannot be reached ({detail})"),
+            )
+
+        if self._is_local(peer):
+            return stream(SameHostTransport)
+        if self.options.streams == 1:
+            return stream(GrpcStream)
+        return Streams([stream(GrpcStream) for _ in range(self.options.streams)])
 
     def _is_local(self, peer: str) -> bool:
         """Return whether the link to the peer may take the local transport. It carries no checksums."""
         return self.options.local_transport and not self.options.frame_checksum and is_on_this_host(peer)
 
     def _serve(self, peer: str, receiver: Receiver) -> None:
-        """Handle the frames of one peer until it leaves, or is lost."""
-        greeted = False
+        """Handle the frames of one of a peer's streams until the peer leaves, or is lost."""
+        streams = 0  # that the peer opens; 0 = it has not said
         try:
             for frame in receiver.frames():
-                if not greeted:
+                if not streams:
+                    streams = _streams_of(frame)
                     self._greet(peer)
-                    greeted = True
                 if frame.head.memory and self._is_local(peer) and not self._is_stranger(peer):
                     self._open_offer(peer, frame.head, receiver)
                 if frame.head.kind == pb.FRAME_KIND_LEAVING:
-                    self._peer_left(peer)
+                    self._stream_left(peer, streams)
                     return
                 self._arrived(peer, frame)
         except BadFrame as error:
@@ -302,8 +314,12 @@ class Endpoint:
         if not self._is_stranger(peer):
             self._link(peer)
 
-    def _peer_left(self, peer: str) -> None:
+    def _stream_left(self, peer: str, streams: int) -> None:
+        """Count that one of a peer's streams has ended in order. With the last one the peer has left."""
         with self._lock:
+            self._leaving[peer] = self._leaving.get(peer, 0) + 1
+            if self._leaving[peer] < streams:
+                return
             self._left.add(peer)
             groups = [group for group in self._groups.values() if group.has_member(peer)]
         for group in groups:
@@ -359,6 +375,17 @@ class Endpoint:
             for group in groups:
                 if operation := group.overdue(now):
                     self.fail(_timeout(group, operation))
+
+
+def _streams_of(hello: Frame) -> int:
+    """Return how many streams a peer opens, as the first frame of each of them says.
+
+    Raises:
+        BadFrame: No peer of ours opens as many.
+    """
+    if hello.head.streams > MAX_STREAMS:
+        raise BadFrame(f"a peer opens {hello.head.streams} streams, more than {MAX_STREAMS}")
+    return hello.head.streams or 1
 
 
 def _timeout(group: Group, operation: Operation) -> CollectiveTimeout:

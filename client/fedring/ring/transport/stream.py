@@ -64,6 +64,11 @@ class GrpcStream:
         """Queue a frame for gRPC's thread."""
         self._queue.put(frame)
 
+    @property
+    def waiting_frames(self) -> int:
+        """The number of frames that gRPC has not asked for yet."""
+        return self._queue.qsize()
+
     def peer_mapped(self, moved: pb.Head) -> None:
         """Do nothing: HELLO offered nothing."""
 
