@@ -1,4 +1,4 @@
-"""A long line on one host: a proxy that delays every byte, and keeps at most a window of bytes of a connection under way.
+"""A long line on one host: a proxy that delays bytes, and keeps at most a window of each connection's under way.
 
     python -m tests.bench.long_line --port 7001 --target 127.0.0.1:7000 --delay 0.05 --window 4194304
 
@@ -44,6 +44,9 @@ async def _carry(reader: StreamReader, writer: StreamWriter, delay: float, windo
     room = asyncio.Condition()
     under_way = 0
 
+    def has_room() -> bool:
+        return under_way < window
+
     async def receipt(size: int) -> None:
         nonlocal under_way
         await asyncio.sleep(delay)
@@ -68,7 +71,7 @@ async def _carry(reader: StreamReader, writer: StreamWriter, delay: float, windo
     with suppress(OSError):
         while piece := await reader.read(_PIECE):
             async with room:
-                await room.wait_for(lambda: under_way < window)
+                await room.wait_for(has_room)
                 under_way += len(piece)
             line.put_nowait((loop.time() + delay, piece))
     line.put_nowait((loop.time() + delay, b""))

@@ -20,7 +20,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from tests.ports import free_port
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
@@ -29,6 +28,7 @@ from fedring.ring import RingOptions
 from tests.bench.daemons import ROOT, print_line
 from tests.bench.networks import network
 from tests.bench.ranks import add_rank_options, leave_groups, run_ranks
+from tests.ports import free_port
 
 _RANKS = 2
 _WARM_UP = 2  # turns, in which the windows grow

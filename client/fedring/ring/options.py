@@ -34,8 +34,8 @@ class RingOptions(BaseSettings):
         default=1,
         ge=1,
         le=MAX_STREAMS,
-        description="gRPC streams to each peer on another host, each with a connection of its own; several are faster on "
-        "a long line",
+        description="gRPC streams to each peer on another host, each with its own connection; several fill a long line "
+        "better",
     )
     frame_checksum: bool = Field(
         default=False,

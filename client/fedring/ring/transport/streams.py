@@ -60,7 +60,8 @@ class Streams:
 
     def has_unsent(self) -> bool:
         """Return whether a stream has ended with frames of operations unsent, and drop them."""
-        return any([stream.has_unsent() for stream in self._streams])  # of all streams, so that all drop theirs
+        unsent = [stream.has_unsent() for stream in self._streams]  # asked of all, so that all drop theirs
+        return any(unsent)
 
     def obstacle(self) -> str:
         """Return why the peer cannot be reached, as far as a call to it can tell."""
