@@ -78,6 +78,7 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "topk": ({"hook": "topk", "ratio": 0.05}, 0.25),
     "ef21": ({"hook": "topk", "ratio": 0.05, "feedback": "ef21"}, 0.25),
     "powersgd": ({"hook": "powersgd", "rank": 2}, 0.35),
+    "wrapped": ({"hook": "fp16(powersgd)", "rank": 2}, 0.25),
     "batched": ({"hook": "batched_powersgd", "rank": 4}, 0.35),
     "dgc": ({"hook": "dgc", "ratio": 0.01, "warmup_epochs": 0}, 0.1),
     "clipped": ({"hook": "dgc", "ratio": 0.01, "warmup_epochs": 0, "clip": 5.0, "clip_norm": "global"}, 0.1),

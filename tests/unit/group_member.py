@@ -127,6 +127,7 @@ SCENARIOS: dict[str, Any] = {
     "bf16": lambda rank: plain(rank, hook="bf16"),
     "dgc": lambda rank: plain(rank, hook="dgc", ratio=0.05),
     "accumulated": lambda rank: plain(rank, accumulation_steps=2),
+    "wrapped": lambda rank: plain(rank, hook="fp16(powersgd)", start_iteration=2),
     "own": lambda rank: plain(rank, hook="tests.unit.group_member:own_hook"),
     "late buffers": lambda rank: plain(rank, buffers="before_evaluation"),
     "some buffers": lambda rank: plain(rank, buffers=1),

@@ -49,6 +49,9 @@ def job(**keys: Any) -> Job:
             "topk has no parameter 'rati': it takes ratio, precision, ",
         ),
         ({"data_parallel": {"hook": "int8(chunk=6)"}}, "cannot work with chunk='6': Input should be a multiple of 4"),
+        ({"data_parallel": {"hook": "fp16(noop)"}}, "a job cannot name the hook 'noop'"),
+        ({"data_parallel": {"hook": "bf16(topk(rati=1))"}}, "topk has no parameter 'rati'"),
+        ({"data_parallel": {"hook": "bf16(powersgd)", "feedback": "ef21"}}, "powersgd takes the feedback ef or none"),
         ({"data_parallel": {"rati": 0.1}}, "Extra inputs"),
         ({"data_parallel": {"ratio": 0}}, "greater than 0"),
         ({"data_parallel": {"buffers": "never"}}, "buffers"),
@@ -120,6 +123,14 @@ def test_parameters_that_the_table_has_no_key_for_follow_the_hook_s_name() -> No
     assert (state.warm_start, state.random_seed, state.matrix_approximation_rank) == (False, 7, 3)
     assert state_of("topk(ratio=0.5)", ratio=0.2).ratio == 0.5
     assert state_of("dgc(momentum=0.5, clip=none)", clip=2.0).config.clip is None
+
+
+def test_a_wrapped_hook_gets_the_keys_of_its_table() -> None:
+    table = DataParallel.model_validate({"hook": "fp16(dgc(nesterov=yes))", "clip": 2.0})
+    assert table.hook_name == "dgc"
+    assert state_of("fp16(powersgd(random_seed=7))", rank=3).matrix_approximation_rank == 3
+    config = state_of(table.hook, clip=2.0).config
+    assert (config.clip, config.nesterov) == (2.0, True)
 
 
 def test_parameters_that_do_not_fit_the_job_are_refused_by_the_client() -> None:

@@ -45,7 +45,7 @@ def alone(epochs: int = 2) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("scenario", [*HOOKS, "accumulated", "own", "late buffers"])
+@pytest.mark.parametrize("scenario", [*HOOKS, "accumulated", "wrapped", "own", "late buffers"])
 def test_members_end_equal(scenario: str, results: Results) -> None:
     first, second = results[scenario]
     assert first["equal"]
