@@ -58,6 +58,12 @@ FLCTL = [
         "hook dgc has no parameter 'sampl_ratio': it takes ratio, warmup_epochs, momentum, ",
     ),
     (
+        "start-round -s {plain.control} optimizer_args.weight_deacy=0.1",
+        Exit.CONFIG,
+        "optimizer_args: The optimizer fedring.train.optimizers:sgd cannot be made with lr=0.05, momentum=0.9 and "
+        "optimizer_args={'weight_deacy': 0.1}: TypeError: ",
+    ),
+    (
         "run {folder}/hook.toml -s {plain.control}",
         Exit.CONFIG,
         "hook powersgd cannot work with warm_start='perhaps': ",

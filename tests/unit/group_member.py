@@ -139,6 +139,11 @@ SCENARIOS: dict[str, Any] = {
 }
 
 
+def nadam(parameters: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
+    """Return an optimizer that ignores the momentum that a job gives it."""
+    return torch.optim.NAdam(parameters, lr)
+
+
 def own_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Exchange gradients like a user's own hook: it returns the sum instead of the mean."""
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)

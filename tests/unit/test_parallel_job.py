@@ -12,10 +12,12 @@ from pydantic import ValidationError
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+from fedring.client.group.data_parallel import make_optimizer
 from fedring.client.hooks import JobHook, make_hook
 from fedring.compress.correction import Correction
 from fedring.ctl.bench.presets import Dataset, Mode, preset_job
 from fedring.ctl.operate.job_control import job_of
+from fedring.ddp import DGCSGD
 from fedring.ddp.hooks import TopKState, by_name, topk_hook
 from fedring.ddp.hooks.by_name import ReadyHook, hook_by_name
 from fedring.ddp.hooks.plain import PlainState
@@ -24,6 +26,7 @@ from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.plan import Plan
+from fedring.train.seam import optimizer_factory
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,6 +153,38 @@ def test_a_users_own_hook_must_come_from_a_trusted_module() -> None:
     assert isinstance(make_hook(table, Plan(), [], ["tests"]).state, PlainState)
     with pytest.raises(SeamError, match="trusted"):
         make_hook(table, Plan(), [], ["fedring"])
+
+
+def optimizer_of(hook: str, momentum: float = 0.9, name: str = "fedring.train.optimizers:sgd", **args: Any) -> Any:
+    parameters = [nn.Parameter(torch.zeros(3))]
+    factory, plan = optimizer_factory(name, args, ["fedring", "tests"]), Plan(lr=0.1, momentum=momentum)
+    state = make_hook(DataParallel.model_validate({"hook": hook}), plan, [("weight", parameters[0])], []).state
+    return make_optimizer(factory, parameters, plan, state)
+
+
+def test_momentum_acts_in_dgc_or_in_the_optimizer_and_the_log_says_where(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert optimizer_of("topk").param_groups[0]["momentum"] == 0.9
+    assert optimizer_of("dgc(momentum=0)").param_groups[0]["momentum"] == 0.9
+    assert not caplog.text
+    group = optimizer_of("fp16(dgc)", weight_decay=0.25).param_groups[0]
+    assert (group["momentum"], group["weight_decay"]) == (0.0, 0.25)
+    assert "dgc applies the momentum 0.9 before it sends: the optimizer is made with momentum 0" in caplog.text
+    assert optimizer_of("dgc", name="fedring.train.optimizers:adam").param_groups[0]["betas"] == (0.0, 0.999)
+
+
+def test_the_momentum_of_weight_decay_stays_with_the_optimizer_of_dgc() -> None:
+    optimizer = optimizer_of("dgc", name="fedring.ddp:DGCSGD", weight_decay=0.5, nesterov=True)
+    assert isinstance(optimizer, DGCSGD)
+    assert (optimizer.defaults["momentum"], optimizer.defaults["weight_decay"]) == (0.9, 0.5)
+
+
+def test_an_optimizer_with_momentum_of_its_own_is_refused_with_dgc() -> None:
+    with pytest.raises(SeamError, match=r"does not fit the hook: NAdam has betas=.* momentum would act twice") as wrong:
+        optimizer_of("dgc", name="tests.unit.group_member:nadam")
+    assert wrong.value.reason == "bad_job"
+    with pytest.raises(SeamError, match=r"made with momentum 0; for Nesterov's momentum, use dgc\(nesterov=true\)"):
+        optimizer_of("dgc", nesterov=True)
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
+import torch
+
 from fedring.codec.schema import Schema
 from fedring.daemon.checks import Level, check_data_root
 from fedring.daemon.config import ConfigError
@@ -17,7 +19,7 @@ from fedring.server.state.rows import ModelRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.name_checks import check_data
-from fedring.train.seam import build_model, resolve
+from fedring.train.seam import build_model, optimizer_factory, resolve
 from fedring.train.start import BEST, FRESH, is_path, version_of
 
 _OWN = {
@@ -54,6 +56,7 @@ class JobChecks:
         """
         for key, name in _names(job):
             self._check_name(key, name, needed=job.evaluate_on_server and key in ("data", "loss"))
+        self._check_optimizer(job)
         if job.evaluate_on_server:
             checks = (
                 *check_data_root(self._config.data_root),
@@ -75,6 +78,15 @@ class JobChecks:
         except SeamError as error:
             if needed or error.reason not in _ON_CLIENTS_ONLY or name.startswith("fedring."):
                 raise ConfigError(f"{key}: {error}{_advice(key, name, error)}") from error
+
+    def _check_optimizer(self, job: Job) -> None:
+        """Check that the optimizer takes its arguments, if it can be imported here."""
+        try:
+            make = optimizer_factory(job.optimizer, job.optimizer_args, self._config.trusted)
+            make([torch.nn.Parameter(torch.zeros(1))], job.lr, job.momentum)
+        except SeamError as error:
+            if error.reason not in _ON_CLIENTS_ONLY:
+                raise ConfigError(f"optimizer_args: {error}") from error
 
     def _check_model(self, job: Job) -> Schema:
         try:
