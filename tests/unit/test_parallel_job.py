@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
+from tests.unit import group_member
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
@@ -20,6 +21,7 @@ from fedring.ctl.operate.job_control import job_of
 from fedring.ddp import DGCSGD
 from fedring.ddp.hooks import TopKState, by_name, topk_hook
 from fedring.ddp.hooks.by_name import ReadyHook, hook_by_name
+from fedring.ddp.hooks.own import BadHook, OwnState, own_hook
 from fedring.ddp.hooks.plain import PlainState
 from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
 from fedring.train.data_parallel_table import HOOKS, DataParallel
@@ -153,6 +155,39 @@ def test_a_users_own_hook_must_come_from_a_trusted_module() -> None:
     assert isinstance(make_hook(table, Plan(), [], ["tests"]).state, PlainState)
     with pytest.raises(SeamError, match="trusted"):
         make_hook(table, Plan(), [], ["fedring"])
+
+
+def own_state_of(function: Any) -> Any:
+    return own_hook("mine:make", function, [("weight", nn.Parameter(torch.zeros(3)))]).state
+
+
+@pytest.mark.usefixtures("_group")
+def test_the_state_of_a_users_own_hook_is_kept() -> None:
+    state, again = (own_state_of(group_member.own_with_state) for _ in range(2))
+    assert (type(state), type(again)) == (OwnState, OwnState)
+    state.own.sums["weight"].fill_(2)
+    state.own.buckets = 3
+    again.load_state_dict(state.state_dict())
+    assert (again.own.buckets, again.own.sums["weight"].tolist()) == (3, [2.0, 2.0, 2.0])
+
+
+def test_the_state_of_a_users_own_hook_may_be_a_hook_state_or_none() -> None:
+    assert own_state_of(lambda parameters: (TopKState(None), topk_hook)).parameters.keys() == {"weight"}
+    assert isinstance(own_state_of(lambda parameters: (None, group_member.own_hook)), PlainState)
+    assert isinstance(own_state_of(group_member.own_hook), PlainState)
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (lambda parameters: 1 / 0, "the hook mine:make cannot be made: ZeroDivisionError: division by zero"),
+        (lambda parameters: TopKState(None), "let it return a state and a hook"),
+        (lambda parameters: ({}, topk_hook), "is a dict, which cannot be kept in checkpoints: let it be a fedring.ddp"),
+    ],
+)
+def test_a_users_own_hook_that_cannot_be_made_is_refused(function: Any, sentence: str) -> None:
+    with pytest.raises(BadHook, match=sentence):
+        own_state_of(function)
 
 
 def optimizer_of(hook: str, momentum: float = 0.9, name: str = "fedring.train.optimizers:sgd", **args: Any) -> Any:

@@ -65,8 +65,8 @@ class Job(BaseModel):
     )
     optimizer_args: Table = Field(
         default_factory=dict,
-        description="its further keyword arguments: for sgd weight_decay, dampening, nesterov; for adam weight_decay, beta2, "
-        "eps, amsgrad",
+        description="its further keyword arguments: for sgd weight_decay, dampening, nesterov; for adam weight_decay, "
+        "beta2, eps, amsgrad",
     )
     trainer: Text = Field("", description="callable that trains instead of the built-in loop")
     evaluator: Text = Field("", description="callable that evaluates instead of the built-in evaluation")
