@@ -124,6 +124,16 @@ def test_the_state_of_another_model_is_refused_with_the_first_difference(group: 
         state.load_state_dict({**state.state_dict(), "version": 99})
 
 
+def test_a_state_names_its_kind_and_reads_older_checkpoints_that_do_not(group: dist.ProcessGroup) -> None:
+    state = state_of(model(), group)
+    saved = state.state_dict()
+    with pytest.raises(ValueError, match="a topk state of version 1 cannot be read as dgc"):
+        state.load_state_dict({**saved, "kind": "topk"})
+    assert saved.pop("kind") == "dgc"
+    state.load_state_dict({**saved, "step": 7})
+    assert state.step == 7
+
+
 def test_residuals_are_scaled_to_another_number_of_workers(group: dist.ProcessGroup) -> None:
     net = model()
     state = state_of(net, group)
