@@ -170,6 +170,7 @@ class OwnSums:
     def __init__(self, named_parameters: list[tuple[str, torch.Tensor]]) -> None:
         self.buckets = 0
         self.sums = {name: torch.zeros_like(parameter) for name, parameter in named_parameters}
+        self.names = {id(parameter): name for name, parameter in named_parameters}
 
     def state_dict(self) -> dict[str, Any]:
         return {"buckets": self.buckets, "sums": self.sums}
@@ -183,9 +184,8 @@ def own_with_state(named_parameters: list[tuple[str, torch.Tensor]]) -> Any:
 
     def hook(state: OwnSums, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         state.buckets += 1
-        for sum_, gradient in zip(state.sums.values(), bucket.gradients(), strict=False):
-            if sum_.shape == gradient.shape:
-                gradient.add_(sum_.add_(gradient), alpha=0.1)
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            gradient.add_(state.sums[state.names[id(parameter)]].add_(gradient), alpha=0.1)
         return own_hook(None, bucket)
 
     return OwnSums(named_parameters), hook

@@ -72,6 +72,24 @@ class JobHook:
         self.state.end_step()
         self._steps = steps
 
+    def saved(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return self.state.state_dict()
+
+    def restore(self, saved: dict[str, Any], steps: int) -> None:
+        """Restore the state from a checkpoint, scaled to the size of the default group.
+
+        Args:
+            saved: What saved() returned.
+            steps: The steps of the job that were taken before the checkpoint.
+
+        Raises:
+            ValueError: If the checkpoint is of another hook or model.
+        """
+        self.state.load_state_dict(saved)
+        self.state.end_step()
+        self._steps = steps
+
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch of the job, counted from 0; what is sent may depend on it."""
         self.state.start_epoch(epoch)

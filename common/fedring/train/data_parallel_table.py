@@ -70,6 +70,11 @@ class DataParallel(BaseModel):
     lr_step_epochs: Positive = Field(10.0, description="epochs between two decreases of the learning rate (step)")
     lr_gamma: float = Field(0.1, gt=0, le=1, description="factor of each decrease of the learning rate (step)")
 
+    checkpoint_every: Count = Field(
+        100,
+        description="steps between two checkpoints that each worker writes to its state_dir; it also writes one at the "
+        "end of each round; 0 = none at all",
+    )
     replacement_seconds: float = Field(
         10.0,
         ge=0,

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
+from fedring.client.group.checkpoints import JobCheckpoints, job_name
 from fedring.client.group.round import job_key, parse_table, peer_options, plan_of, take_part
 from fedring.client.hooks import JobHook, make_hook
 from fedring.client.ring_metrics import RingMetrics
@@ -33,6 +34,7 @@ class DataParallelState:
 
     replica: Replica
     hook: JobHook
+    checkpoints: JobCheckpoints | None = None  # None = the job takes none
     workers: int = 0  # in its newest group; 0 = it has not been in one
 
 
@@ -47,6 +49,7 @@ class DataParallelTrainer:
 
     def __init__(self, config: ClientConfig, trusted: Sequence[str], device: torch.device) -> None:
         self._options = peer_options(config)
+        self._folder = config.state_dir / "checkpoints"
         self._trusted = trusted
         self._device = device
         self._key: tuple[object, ...] = ()
@@ -95,7 +98,8 @@ class DataParallelTrainer:
             parameters = [p for p in model.parameters() if p.requires_grad]
             replica = Replica(model, make_optimizer(optimizer, parameters, plan, hook.state))
             replica.shared = hook.shared
-            self._state, self._key = DataParallelState(replica, hook), key
+            checkpoints = JobCheckpoints(self._folder, job_name(key[:3])) if table.checkpoint_every else None
+            self._state, self._key = DataParallelState(replica, hook, checkpoints), key
         return self._state
 
 
@@ -111,27 +115,41 @@ class DataParallelPart:
 
     @property
     def steps(self) -> int:
-        """The steps of the job that this worker has taken."""
-        return self.state.replica.progress.steps
+        """The steps of the job that this worker has taken, or that its newest checkpoint has."""
+        state = self.state
+        if state.checkpoints and state.checkpoints.steps and not state.workers:
+            return state.checkpoints.steps[0]
+        return state.replica.progress.steps
 
     @property
     def metrics(self) -> dict[str, float]:
         """The figures of the training, by name."""
-        return {**self._means, **self.usage.metrics, "workers": self.state.workers, "job_steps": self.steps}
+        facts = {"workers": self.state.workers, "job_steps": self.steps}
+        cost = self.state.checkpoints.metrics if self.state.checkpoints else {}
+        return {**self._means, **self.usage.metrics, **cost, **facts}
 
     def enter(self, generation: int, *, workers: int) -> None:
-        """Take over the state of the worker with the most steps, and scale the residuals to the size of the group."""
-        state, hook = self.state, self.state.hook
+        """Take over the state of the worker with the most steps, and scale the residuals to the size of the group.
+
+        If no worker has the job's state in memory, the group continues from a checkpoint first.
+        """
+        state, hook, checkpoints = self.state, self.state.hook, self.state.checkpoints
+        live, round_ = state.workers > 0, self.setup.plan.round
+        resumed = checkpoints.resume(state.replica, hook, live=live, round_=round_) if checkpoints else None
         hook.leave()
         source = synchronize(state.replica)
-        hook.enter(state.workers, self.steps)
+        steps = state.replica.progress.steps
+        if not (resumed and resumed.on_all):  # else the hook's states of all workers belong together as they are
+            hook.enter(state.workers, steps)
+        if checkpoints:
+            checkpoints.drop_after(steps)
         log.info(
             "generation %d: %d workers continue after step %d of the job, with the state of rank %d",
             generation,
             workers,
-            self.steps,
+            steps,
             source,
-            extra={"generation": generation, "workers": workers, "step": self.steps},
+            extra={"generation": generation, "workers": workers, "step": steps},
         )
         if workers < state.workers:
             log.warning("the residuals of %d lost workers are lost", state.workers - workers)
@@ -139,9 +157,14 @@ class DataParallelPart:
 
     def train(self, watcher: Watcher) -> None:
         """Train to the end of the round."""
-        training = DataParallelTraining(self.state.replica, self.setup, self.state.hook, watcher)
+        state, checkpoints = self.state, self.state.checkpoints
+        training = DataParallelTraining(state.replica, self.setup, state.hook, watcher)
+        if checkpoints:
+            round_ = self.setup.plan.round
+            training.keep = lambda random: checkpoints.take(state.replica, state.hook, random, round_=round_)
+            training.random, checkpoints.random = checkpoints.random, None
         try:
-            with self.shown.training(training, workers=self.state.workers):
+            with self.shown.training(training, workers=state.workers):
                 self._means = training.run() or self._means
         finally:
             self.usage += training.usage
