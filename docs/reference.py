@@ -52,8 +52,9 @@ everything that would certainly make the daemon, or the job that `[job]` describ
 * names that cannot be imported, that `trusted` does not allow, or that are neither a function nor a class. For
   fl-client, these are `model`, `data`, `loss`, `optimizer` and `trainer`. For fl-server, they are the `model` of
   `[job]`, and with `evaluate_on_server` also its `data` and `loss`. What only clients import is not checked there;
-* a `server_optimizer` of `[job]` that cannot be created;
-* an `init_path` that does not exist; or a file there that cannot be read, or does not fit the model that `[job]` names;
+* a `server_optimizer` of `[job]` that cannot be created, and an `optimizer` that does not take its `optimizer_args`;
+* an `init_path` that does not exist; or a file there that cannot be read, or does not fit the model that `[job]` names.
+  If `start` of `[job]` keeps jobs from reading that file, a warning says so;
 * a `device` that fl-client does not have.
 
 The check loads no samples and makes no calls. `flctl doctor` says whether a data set is complete and whether the

@@ -56,7 +56,10 @@ class JobChecks:
         """
         for key, name in _names(job):
             self._check_name(key, name, needed=job.evaluate_on_server and key in ("data", "loss"))
-        self._check_optimizer(job)
+        try:
+            try_optimizer(job, self._config.trusted)
+        except SeamError as error:
+            raise ConfigError(f"optimizer_args: {error}") from error
         if job.evaluate_on_server:
             checks = (
                 *check_data_root(self._config.data_root),
@@ -78,15 +81,6 @@ class JobChecks:
         except SeamError as error:
             if needed or error.reason not in _ON_CLIENTS_ONLY or name.startswith("fedring."):
                 raise ConfigError(f"{key}: {error}{_advice(key, name, error)}") from error
-
-    def _check_optimizer(self, job: Job) -> None:
-        """Check that the optimizer takes its arguments, if it can be imported here."""
-        try:
-            make = optimizer_factory(job.optimizer, job.optimizer_args, self._config.trusted)
-            make([torch.nn.Parameter(torch.zeros(1))], job.lr, job.momentum)
-        except SeamError as error:
-            if error.reason not in _ON_CLIENTS_ONLY:
-                raise ConfigError(f"optimizer_args: {error}") from error
 
     def _check_model(self, job: Job) -> Schema:
         try:
@@ -133,6 +127,15 @@ class JobChecks:
                 self._maker.check_fits(row, job)
         except SeamError as error:
             raise ConfigError(f"start: {error}") from error
+
+
+def try_optimizer(job: Job, trusted: Sequence[str]) -> None:
+    """Make the clients' optimizer once, if it can be imported here; SeamError if it does not take its arguments."""
+    try:
+        make = optimizer_factory(job.optimizer, job.optimizer_args, trusted)
+    except SeamError:  # it was checked already, or only clients have it
+        return
+    make([torch.nn.Parameter(torch.zeros(1))], job.lr, job.momentum)
 
 
 def _names(job: Job) -> Iterator[tuple[str, str]]:
