@@ -14,6 +14,7 @@ from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
 from fedring.train.bounds import MAX_COUNT
 from fedring.train.data_parallel_table import DataParallel
+from fedring.train.hooks import DGCParameters, Int8Parameters, PowerSGDParameters, TopKParameters
 from fedring.train.job import Job, ServerOptimizer
 from fedring.train.pipeline_table import Pipeline
 
@@ -23,9 +24,9 @@ INTRO = """# Configuration
 
 `python docs/reference.py` writes this page from the models that read the configuration.
 
-The page lists all keys of [fl-server](#fl-server) and [fl-client](#fl-client), of [jobs](#jobs) and their tables, and
-of the [streams between workers](#streams-between-workers). [deploy/config](../deploy/config) holds examples with
-comments.
+The page lists all keys of [fl-server](#fl-server) and [fl-client](#fl-client), of [jobs](#jobs), their tables and
+[hooks](#hook-dgc), and of the [streams between workers](#streams-between-workers).
+[deploy/config](../deploy/config) holds examples with comments.
 
 A daemon takes its keys from these sources. A later source overrides an earlier one:
 
@@ -51,8 +52,9 @@ everything that would certainly make the daemon, or the job that `[job]` describ
 * names that cannot be imported, that `trusted` does not allow, or that are neither a function nor a class. For
   fl-client, these are `model`, `data`, `loss`, `optimizer` and `trainer`. For fl-server, they are the `model` of
   `[job]`, and with `evaluate_on_server` also its `data` and `loss`. What only clients import is not checked there;
-* a `server_optimizer` of `[job]` that cannot be created;
-* an `init_path` that does not exist; or a file there that cannot be read, or does not fit the model that `[job]` names;
+* a `server_optimizer` of `[job]` that cannot be created, and an `optimizer` that does not take its `optimizer_args`;
+* an `init_path` that does not exist; or a file there that cannot be read, or does not fit the model that `[job]` names.
+  If `start` of `[job]` keeps jobs from reading that file, a warning says so;
 * a `device` that fl-client does not have.
 
 The check loads no samples and makes no calls. `flctl doctor` says whether a data set is complete and whether the
@@ -78,6 +80,21 @@ SECTIONS = (
         DataParallel,
         "The table `[data_parallel]` of a data-parallel job. See [data-parallel.md](data-parallel.md).",
     ),
+    (
+        "Hook dgc",
+        DGCParameters,
+        'The parameters of the hooks follow the name of a hook in parentheses: `hook = "dgc(nesterov=true)"` in a '
+        "job, and the same text in scripts, `flctl profile` and `flctl bench`. In a job, `ratio`, `warmup_epochs`, "
+        "`clip` and `clip_norm` are also keys of its table, with defaults of their own. See [hooks.md](hooks.md).",
+    ),
+    (
+        "Hook powersgd",
+        PowerSGDParameters,
+        "`batched_powersgd` takes the same parameters. In a job, the keys `rank`, `start_iteration` and `feedback` of "
+        "its table stand for the first two of them and `use_error_feedback`.",
+    ),
+    ("Hook topk", TopKParameters, "In a job, `ratio` and `feedback` are also keys of its table."),
+    ("Hook int8", Int8Parameters, "In a job, `feedback` is also a key of its table."),
     (
         "Pipelines",
         Pipeline,

@@ -51,8 +51,8 @@ MUTANTS = {
     # Merged tests: one fleet runs all jobs of the file.
     "learning rate": Mutant(
         "common/fedring/train/optimizers.py",
-        "torch.optim.SGD(parameters, lr=lr,",
-        "torch.optim.SGD(parameters, lr=lr / 2,",
+        "        lr=lr,\n        momentum=momentum,",
+        "        lr=lr / 2,\n        momentum=momentum,",
         "tests/system/test_data_parallel.py",
     ),
     "hook by name": Mutant(
@@ -81,8 +81,8 @@ MUTANTS = {
     ),
     "adam's state": Mutant(
         "common/fedring/train/optimizers.py",
-        "betas=(momentum, 0.999)",
-        "betas=(0.0, 0.999)",
+        "betas=(momentum, beta2)",
+        "betas=(0.0, beta2)",
         "tests/system/test_pipeline_mode.py",
     ),
     "packages": Mutant(
@@ -255,8 +255,8 @@ MUTANTS = {
     ),
     "residual of before": Mutant(
         "client/fedring/client/task.py",
-        "command.schema_hash, last)",
-        "command.schema_hash, type(last)())",
+        "command.schema_hash, last, after",
+        "command.schema_hash, type(last)(), after",
         "tests/fault/test_restored_clients.py",
     ),
     "accepted unheard": Mutant(

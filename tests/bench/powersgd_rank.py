@@ -1,7 +1,7 @@
-"""Measure what the rank of PowerSGD does to the accuracy, on two workers and the digits.
+"""Measure what the rank and the start of PowerSGD do to the accuracy, on two workers and the digits.
 
-python -m tests.bench.powersgd_rank [--steps N] [--lr LR] prints one JSON line for each hook, with the accuracies of
-three seeds after the same number of steps.
+python -m tests.bench.powersgd_rank [--steps N] [--lr LR] [--hooks HOOK,...] prints one JSON line for each hook, with
+the accuracies of three seeds after the same number of steps.
 """
 
 import argparse
@@ -19,15 +19,19 @@ from torch.utils.data import DataLoader
 
 from fedring.data.images import digits
 from fedring.ddp.hooks import hook_by_name
+from fedring.train.hooks import split_hooks
 from fedring.train.models import digits_mlp
 from tests.system.ring_scripts import ranks
 
 SEEDS = (0, 1, 2)
 RANKS = (1, 2, 4, 8)
+STARTS = (20, 50, 100)  # steps; without one it is 2
 HOOKS = [
     "none",
     *(f"batched_powersgd(matrix_approximation_rank={rank})" for rank in RANKS),
     *(f"powersgd(matrix_approximation_rank={rank})" for rank in RANKS),
+    *(f"batched_powersgd(matrix_approximation_rank=1,start_powerSGD_iter={start})" for start in STARTS),
+    *(f"powersgd(matrix_approximation_rank=1,start_powerSGD_iter={start})" for start in STARTS),
 ]
 BATCH = 32  # of one worker
 
@@ -65,8 +69,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--hooks", type=split_hooks, default=HOOKS)
     options = parser.parse_args()
-    for hook in HOOKS:
+    for hook in options.hooks:
         with tempfile.TemporaryDirectory() as folder:
             body = partial(train, hook=hook, steps=options.steps, lr=options.lr)
             accuracies = ranks.run(body, 2, Path(folder))[0]

@@ -44,6 +44,11 @@ def net() -> nn.Module:
     return nn.Sequential(hidden, SignalAtPass(), nn.Linear(32, 10))
 
 
+def dropout_net() -> nn.Module:
+    """Build a small network for the 8 x 8 digits, with random numbers in each step."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3), SignalAtPass(), nn.Linear(32, 10))
+
+
 def stages() -> nn.Module:
     """Build a small network for the 8 x 8 digits; any third of it can be the stage whose process gets the signal."""
     thirds = [(nn.Linear(width, 32), SignalAtPass(), nn.ReLU()) for width in (64, 32, 32)]

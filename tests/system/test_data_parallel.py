@@ -18,6 +18,7 @@ from tests.fleets import Control, Fleet, run_job
 from tests.reference_training import train_in_one_process
 
 BATCH, WORKERS, ROUNDS = 32, 2, 2
+OPTIMIZER_ARGS: dict[str, Any] = {"weight_decay": 0.01, "nesterov": True}
 
 
 def job(**keys: Any) -> dict[str, Any]:
@@ -44,13 +45,13 @@ def train_alone(rounds: Iterable[int]) -> torch.nn.Module:
     """Train `job()` in one process, with steps as large as those of all workers together; return the model."""
     samples: Any = digits().train
     model = build_model("fedring.train.models:digits_mlp", {}, 0, ["fedring"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **OPTIMIZER_ARGS)
     orders = [epoch_order(len(samples), seed=round_, epoch=0) for round_ in rounds]
     return train_in_one_process(model, optimizer, samples, orders, batch=BATCH, replicas=WORKERS)
 
 
 def test_two_workers_compute_what_one_process_would(fleet: Fleet, tmp_path: Path) -> None:
-    rounds, path = trained(fleet, job()), tmp_path / "model.safetensors"
+    rounds, path = trained(fleet, job(optimizer_args=OPTIMIZER_ARGS)), tmp_path / "model.safetensors"
     assert [round_.job_round for round_ in rounds] == [1, 2]
     with Control(fleet.control) as control:
         control.export_model(0, path)
@@ -78,6 +79,7 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "topk": ({"hook": "topk", "ratio": 0.05}, 0.25),
     "ef21": ({"hook": "topk", "ratio": 0.05, "feedback": "ef21"}, 0.25),
     "powersgd": ({"hook": "powersgd", "rank": 2}, 0.35),
+    "wrapped": ({"hook": "fp16(powersgd)", "rank": 2}, 0.25),
     "batched": ({"hook": "batched_powersgd", "rank": 4}, 0.35),
     "dgc": ({"hook": "dgc", "ratio": 0.01, "warmup_epochs": 0}, 0.1),
     "clipped": ({"hook": "dgc", "ratio": 0.01, "warmup_epochs": 0, "clip": 5.0, "clip_norm": "global"}, 0.1),

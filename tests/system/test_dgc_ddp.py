@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Subset
 
 from fedring.codec import CodecError
 from fedring.data import digits
-from fedring.ddp import DGC, DGCSGD, DGCState, DGCStepper, dgc_hook, exchange
+from fedring.ddp import DGC, DGCSGD, DGCState, DGCStepper, dgc_hook, evaluate_together, exchange
+from fedring.train.evaluation import evaluate
 from fedring.train.models import digits_mlp
 from tests import forks
 
@@ -244,3 +246,33 @@ def test_every_worker_refuses_a_step_in_which_one_gradient_is_not_finite(backend
     for result in run(one_bad_gradient, world=3, backend=backend, folder=tmp_path):
         assert result["messages"] == [[], [1], [2, 2]]
         assert "non_finite: from rank 1" in result["error"]
+
+
+def evaluation(place: Place) -> dict[str, Any]:
+    """Evaluate a model whose BatchNorm has other statistics on each rank, in several ways."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Linear(16, 10))
+    data: Any = digits().test
+    net[2].running_mean.fill_(place.rank)  # type: ignore[operator]
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    counts = evaluate_together(DistributedDataParallel(net, init_sync=False), data, batch_size=50)
+    few = evaluate_together(net, Subset(data, [0, 1]))  # fewer than there are workers
+    alone = evaluate(net, data, loss=functional.cross_entropy, device=torch.device("cpu"))
+    unchanged = all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+    return {
+        "together": [counts.correct, counts.total, counts.loss_sum],
+        "few": few.total,
+        "alone": [alone.correct, alone.total, alone.loss_sum],
+        "unchanged": unchanged and net.training,
+    }
+
+
+def test_all_workers_evaluate_as_the_first_one_would_alone(backend: str, tmp_path: Path) -> None:
+    results = run(evaluation, world=3, backend=backend, folder=tmp_path)
+    correct, total, loss_sum = results[0]["alone"]
+    assert total == 360
+    for result in results:
+        assert result["together"][:2] == [correct, total]
+        assert result["together"][2] == pytest.approx(loss_sum, rel=1e-5)
+        assert (result["few"], result["unchanged"]) == (2, True)
+    assert results[1]["alone"] != results[0]["alone"]

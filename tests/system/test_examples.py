@@ -16,6 +16,7 @@ from tests.conftest import ROOT
 from tests.fleets import PATIENT, Control, Fleet
 from tests.forks import Fork
 from tests.pages import Page, commands, exported, written
+from tests.ports import free_port
 
 EXAMPLES = ROOT / "docs" / "examples"
 CONFIGS = sorted((ROOT / "deploy" / "config").glob("*.toml"))
@@ -179,3 +180,20 @@ def test_the_pages_name_every_example() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     for path in EXAMPLES.iterdir():
         assert path.name in pages or path.name.startswith("__"), path
+
+
+def test_the_script_with_dgc_trains_and_evaluates_with_all_workers(tmp_path: Path) -> None:
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    with (
+        run("dgc", "3", cwd=tmp_path, RANK="0", **group) as first,
+        run("dgc", "3", cwd=tmp_path, RANK="1", **group) as second,
+    ):
+        out, other = (worker.communicate(timeout=200)[0] for worker in (first, second))
+    assert (first.returncode, second.returncode) == (0, 0), out + other
+    assert other == ""
+    accuracies = re.findall(r"epoch \d: accuracy (0\.\d+) over 360 samples", out)
+    assert len(accuracies) == 3
+    assert float(accuracies[-1]) > 0.7
+    assert re.search(r"steps 41 to 60, means: .* ms waiting \(at most .*\), .* bytes of messages", out)
+    share = float(re.search(r"sent (.*) % of the gradients' bytes", out)[1])  # type: ignore[index]
+    assert share < 25

@@ -33,6 +33,8 @@ class Place(NamedTuple):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("place")
+    hook = 'mode = "data_parallel"\ndata_parallel = { hook = "fp16(powersgd(warm_start=perhaps))" }\n'
+    (folder / "hook.toml").write_text(hook)
     pki = Pki(folder / "pki")
     with Fleet(folder / "plain") as plain, Fleet(folder / "secure", {"tls": pki.table("server")}) as secure:
         yield Place(plain, secure, folder, f"127.0.0.1:{free_port()}")
@@ -50,6 +52,22 @@ FLCTL = [
     ("start-round -s {plain.control} epoch=1", Exit.USAGE, "on the command line; did you mean 'epochs'?"),
     ("start-round -s {plain.control} lr=fast", Exit.USAGE, "must be a number"),
     ("run {folder}/none.toml -s {plain.control}", Exit.CONFIG, "cannot read"),
+    (
+        "start-round -s {plain.control} mode=data_parallel data_parallel.hook=dgc(sampl_ratio=0.1)",
+        Exit.USAGE,
+        "hook dgc has no parameter 'sampl_ratio': it takes ratio, warmup_epochs, momentum, ",
+    ),
+    (
+        "start-round -s {plain.control} optimizer_args.weight_deacy=0.1",
+        Exit.CONFIG,
+        "optimizer_args: The optimizer fedring.train.optimizers:sgd cannot be made with lr=0.05, momentum=0.9 and "
+        "optimizer_args={'weight_deacy': 0.1}: TypeError: ",
+    ),
+    (
+        "run {folder}/hook.toml -s {plain.control}",
+        Exit.CONFIG,
+        "hook powersgd cannot work with warm_start='perhaps': ",
+    ),
 ]
 
 

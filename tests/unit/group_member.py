@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import GradBucket
 from fedring.client.hooks import JobHook, make_hook
 from fedring.data import Samples
 from fedring.train.data_parallel_table import HOOKS, DataParallel
+from fedring.train.errors import SeamError
 from fedring.train.losses import cross_entropy
 from fedring.train.plan import Plan
 from fedring.workers.data_parallel_epochs import DataParallelSetup, DataParallelTraining
@@ -75,6 +76,16 @@ def plain(rank: int, **table: Any) -> dict[str, Any]:
     return result_of(replica, train(replica, setup), equal=all_equal(replica))
 
 
+def failing(rank: int) -> dict[str, Any]:
+    """Train with a hook of the user's own that needs a state and has none; return the error."""
+    replica, setup = replica_of(net()), setup_of(Plan(batch_size=8), hook="tests.unit.group_member:needs_a_state")
+    try:
+        train(replica, setup)
+    except SeamError as error:
+        return {"reason": error.reason, "error": str(error)}
+    return {}
+
+
 def newcomer(rank: int) -> dict[str, Any]:
     """Join with another model and without momentum, while rank 0 is in the middle of an epoch."""
     model = net()
@@ -127,9 +138,12 @@ SCENARIOS: dict[str, Any] = {
     "bf16": lambda rank: plain(rank, hook="bf16"),
     "dgc": lambda rank: plain(rank, hook="dgc", ratio=0.05),
     "accumulated": lambda rank: plain(rank, accumulation_steps=2),
+    "wrapped": lambda rank: plain(rank, hook="fp16(powersgd)", start_iteration=2),
     "own": lambda rank: plain(rank, hook="tests.unit.group_member:own_hook"),
+    "own with state": lambda rank: plain(rank, hook="tests.unit.group_member:own_with_state"),
     "late buffers": lambda rank: plain(rank, buffers="before_evaluation"),
     "some buffers": lambda rank: plain(rank, buffers=1),
+    "failing": failing,
     "newcomer": newcomer,
     **{hook: partial(plain, hook=hook, ratio=0.2, start_iteration=2) for hook in HOOKS[3:-1]},
     **{f"newcomer to {hook}": partial(newcomer_to, hook=hook) for hook in HOOKS[3:-1]},
@@ -138,11 +152,48 @@ SCENARIOS: dict[str, Any] = {
 }
 
 
+def nadam(parameters: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
+    """Return an optimizer that ignores the momentum that a job gives it."""
+    return torch.optim.NAdam(parameters, lr)
+
+
 def own_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Exchange gradients like a user's own hook: it returns the sum instead of the mean."""
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
     future: torch.futures.Future[Any] = work.get_future()
     return future.then(lambda done: done.value()[0])
+
+
+class OwnSums:
+    """The state of `own_with_state`: the steps, and the sum of all gradients of each parameter."""
+
+    def __init__(self, named_parameters: list[tuple[str, torch.Tensor]]) -> None:
+        self.buckets = 0
+        self.sums = {name: torch.zeros_like(parameter) for name, parameter in named_parameters}
+        self.names = {id(parameter): name for name, parameter in named_parameters}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"buckets": self.buckets, "sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.buckets, self.sums = state["buckets"], {name: sum_.clone() for name, sum_ in state["sums"].items()}
+
+
+def own_with_state(named_parameters: list[tuple[str, torch.Tensor]]) -> Any:
+    """Return a state and a hook, as users' functions do: its momentum depends on the state."""
+
+    def hook(state: OwnSums, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        state.buckets += 1
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            gradient.add_(state.sums[state.names[id(parameter)]].add_(gradient), alpha=0.1)
+        return own_hook(None, bucket)
+
+    return OwnSums(named_parameters), hook
+
+
+def needs_a_state(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Fail like a hook with a state, if it gets none."""
+    return own_hook(state.group, bucket)
 
 
 def main(rank: int, size: int, folder: Path) -> None:

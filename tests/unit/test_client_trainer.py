@@ -146,6 +146,7 @@ def broken(*arguments: Any) -> Any:
         ({"trainer": "my_project:broken"}, "train_error"),
         ({"mode": "sideways"}, "unknown_mode"),
         ({"model_args": '{"colour": 3}'}, "no_model"),
+        ({"optimizer_args": '{"colour": 3}'}, "bad_optimizer"),
     ],
 )
 def test_a_job_that_fails_is_reported_and_the_next_one_is_trained(

@@ -81,7 +81,11 @@ def test_momentum_in_both_compression_and_optimizer_is_refused() -> None:
 
 def test_optimizers_without_momentum_of_gradients_are_accepted() -> None:
     tensors = [parameter(1.0)]
-    for optimizer in (torch.optim.SGD(tensors, 0.1, weight_decay=0.1), DGCSGD(tensors, 0.1, momentum=0.9)):
+    for optimizer in (
+        torch.optim.SGD(tensors, 0.1, weight_decay=0.1),
+        DGCSGD(tensors, 0.1, momentum=0.9),
+        torch.optim.Adam(tensors, betas=(0.0, 0.999)),
+    ):
         check_optimizer(optimizer, DGC())
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 
 from fedring.codec import CodecError
-from fedring.ddp import DGC, DGCSGD, DGCState, DGCStepper, Profile, exchange
+from fedring.ddp import DGC, DGCSGD, DGCState, DGCStepper, Profile, StepLog, exchange
 from fedring.ddp.profile import Meter
 
 CONFIG = DGC(ratio=0.01, warmup_epochs=0, min_numel_to_compress=100)
@@ -124,6 +124,16 @@ def test_the_state_of_another_model_is_refused_with_the_first_difference(group: 
         state.load_state_dict({**state.state_dict(), "version": 99})
 
 
+def test_a_state_names_its_kind_and_reads_older_checkpoints_that_do_not(group: dist.ProcessGroup) -> None:
+    state = state_of(model(), group)
+    saved = state.state_dict()
+    with pytest.raises(ValueError, match="a topk state of version 1 cannot be read as dgc"):
+        state.load_state_dict({**saved, "kind": "topk"})
+    assert saved.pop("kind") == "dgc"
+    state.load_state_dict({**saved, "step": 7})
+    assert state.step == 7
+
+
 def test_residuals_are_scaled_to_another_number_of_workers(group: dist.ProcessGroup) -> None:
     net = model()
     state = state_of(net, group)
@@ -182,6 +192,37 @@ def test_global_clipping_scales_the_whole_gradient(group: dist.ProcessGroup) -> 
     assert norm > 0.1
     for ours, theirs in zip(plain, whole, strict=True):
         torch.testing.assert_close(ours, theirs * (0.1 / norm))
+
+
+def test_statistics_come_once_in_so_many_steps(group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    net = model()
+    state = state_of(net, group)
+    stepper = DGCStepper(state)
+    step(net, stepper, 0)
+    statistics = StepLog(state, every=3)  # without what was before
+    windows = []
+    for seed in range(7):
+        step(net, stepper, seed)
+        windows.append(statistics.step())
+    assert [window is not None for window in windows] == [False, False, True, False, False, True, False]
+    assert [window.steps for window in windows if window] == [3, 3]
+    assert [record.getMessage().partition(", means: ")[0] for record in caplog.records] == [
+        "steps 1 to 3",
+        "steps 4 to 6",
+    ]
+    with pytest.raises(ValueError, match="every must be at least 1, not 0"):
+        StepLog(state, every=0)
+
+
+def test_statistics_let_what_was_sent_go(group: dist.ProcessGroup) -> None:
+    net = model()
+    state = state_of(net, group)
+    step(net, DGCStepper(state), 0)
+    StepLog(state).step()
+    residual = state.state_dict()["residual"]["0.weight"].clone()
+    state.undo()
+    assert torch.equal(state.state_dict()["residual"]["0.weight"], residual)
 
 
 def test_frozen_parameters_and_missing_gradients_are_allowed(group: dist.ProcessGroup) -> None:

@@ -251,7 +251,7 @@ def test_every_library_that_works_with_the_ring_has_a_test() -> None:
 
 
 def test_every_figure_that_workers_report_is_documented() -> None:
-    reported = {*Usage().metrics, "workers", "job_steps", "loss", "accuracy"}
+    reported = {*Usage().metrics, "workers", "job_steps", "loss", "accuracy", "checkpoint_bytes", "checkpoint_seconds"}
     assert first_cells("data-parallel.md", "What it took") == reported
     assert first_cells("pipeline.md", "What it took") == {*PipelineProfile().metrics, "bytes_sent"}
 

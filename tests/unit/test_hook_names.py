@@ -85,6 +85,10 @@ def test_parameters_reach_the_state() -> None:
         ("topk(0.1)", "write each parameter of a hook once, as name=value, not '0.1'"),
         ("int8(feedback=most)", "cannot work with feedback='most': Input should be 'none', 'ef' or 'ef21'"),
         ("powersgd(start_powerSGD_iter=1)", "hook powersgd: start_powerSGD_iter must be above 1"),
+        ("fp16(powersgd(rank=1))", "hook powersgd has no parameter 'rank': it takes matrix_approximation_rank, "),
+        ("fp16(zip)", "there is no hook 'zip'"),
+        ("fp16(bf16)", "hook fp16 cannot wrap 'bf16': it wraps a hook other than fp16 and bf16"),
+        ("topk(fp16)", "write each parameter of a hook once, as name=value, not 'fp16'"),
         ("dgc(nesterov=true,momentum=0)", "hook dgc: nesterov needs a momentum above 0"),
     ],
 )
@@ -130,7 +134,29 @@ def test_a_state_refuses_the_same_values_as_the_list(name: str, wrong: dict[str,
         DGC(**wrong) if name == "dgc" else STATES[name](None, **wrong)
 
 
+def test_every_parameter_says_what_it_does() -> None:
+    for kind in PARAMETERS.values():
+        assert all(field.description for field in kind.model_fields.values())
+
+
+def test_a_hook_can_be_wrapped() -> None:
+    chosen = choose_hook(" bf16( powersgd(matrix_approximation_rank=4, warm_start=no) )")
+    assert (chosen.name, chosen.wrapper) == ("powersgd", "bf16")
+    assert (chosen.parameters["matrix_approximation_rank"], chosen.parameters["warm_start"]) == (4, False)
+    assert choose_hook("fp16") == ("fp16", {}, "")
+    state, hook = hook_by_name("fp16(powersgd)", nn.Linear(2, 2).named_parameters())
+    assert isinstance(state, PowerSGDState)
+    assert "fp16_compress_wrapper" in hook.__qualname__
+    assert "bf16_wrapper" in hook_by_name("bf16(none)", []).hook.__qualname__
+
+
 def test_commas_in_parentheses_do_not_separate_hooks() -> None:
+    wrapped = "fp16(powersgd(warm_start=no,random_seed=1))"
+    assert split_hooks(f"{wrapped}, dgc(clip=1,momentum=0),bf16(topk)") == [
+        wrapped,
+        "dgc(clip=1,momentum=0)",
+        "bf16(topk)",
+    ]
     assert split_hooks("none, topk(ratio=0.1,feedback=ef21) ,,dgc") == ["none", "topk(ratio=0.1,feedback=ef21)", "dgc"]
     assert split_hooks("") == []
 

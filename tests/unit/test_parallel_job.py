@@ -9,21 +9,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
+from tests.unit import group_member
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+from fedring.client.group.data_parallel import make_optimizer
 from fedring.client.hooks import JobHook, make_hook
 from fedring.compress.correction import Correction
 from fedring.ctl.bench.presets import Dataset, Mode, preset_job
 from fedring.ctl.operate.job_control import job_of
+from fedring.ddp import DGCSGD
 from fedring.ddp.hooks import TopKState, by_name, topk_hook
 from fedring.ddp.hooks.by_name import ReadyHook, hook_by_name
+from fedring.ddp.hooks.own import BadHook, OwnState, own_hook
 from fedring.ddp.hooks.plain import PlainState
 from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
 from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.plan import Plan
+from fedring.train.seam import optimizer_factory
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +54,9 @@ def job(**keys: Any) -> Job:
             "topk has no parameter 'rati': it takes ratio, precision, ",
         ),
         ({"data_parallel": {"hook": "int8(chunk=6)"}}, "cannot work with chunk='6': Input should be a multiple of 4"),
+        ({"data_parallel": {"hook": "fp16(noop)"}}, "a job cannot name the hook 'noop'"),
+        ({"data_parallel": {"hook": "bf16(topk(rati=1))"}}, "topk has no parameter 'rati'"),
+        ({"data_parallel": {"hook": "bf16(powersgd)", "feedback": "ef21"}}, "powersgd takes the feedback ef or none"),
         ({"data_parallel": {"rati": 0.1}}, "Extra inputs"),
         ({"data_parallel": {"ratio": 0}}, "greater than 0"),
         ({"data_parallel": {"buffers": "never"}}, "buffers"),
@@ -122,6 +130,14 @@ def test_parameters_that_the_table_has_no_key_for_follow_the_hook_s_name() -> No
     assert state_of("dgc(momentum=0.5, clip=none)", clip=2.0).config.clip is None
 
 
+def test_a_wrapped_hook_gets_the_keys_of_its_table() -> None:
+    table = DataParallel.model_validate({"hook": "fp16(dgc(nesterov=yes))", "clip": 2.0})
+    assert table.hook_name == "dgc"
+    assert state_of("fp16(powersgd(random_seed=7))", rank=3).matrix_approximation_rank == 3
+    config = state_of(table.hook, clip=2.0).config
+    assert (config.clip, config.nesterov) == (2.0, True)
+
+
 def test_parameters_that_do_not_fit_the_job_are_refused_by_the_client() -> None:
     table = DataParallel.model_validate({"hook": "dgc(nesterov=true)"})
     with pytest.raises(SeamError, match="nesterov needs a momentum"):
@@ -139,6 +155,71 @@ def test_a_users_own_hook_must_come_from_a_trusted_module() -> None:
     assert isinstance(make_hook(table, Plan(), [], ["tests"]).state, PlainState)
     with pytest.raises(SeamError, match="trusted"):
         make_hook(table, Plan(), [], ["fedring"])
+
+
+def own_state_of(function: Any) -> Any:
+    return own_hook("mine:make", function, [("weight", nn.Parameter(torch.zeros(3)))]).state
+
+
+@pytest.mark.usefixtures("_group")
+def test_the_state_of_a_users_own_hook_is_kept() -> None:
+    state, again = (own_state_of(group_member.own_with_state) for _ in range(2))
+    assert (type(state), type(again)) == (OwnState, OwnState)
+    state.own.sums["weight"].fill_(2)
+    state.own.buckets = 3
+    again.load_state_dict(state.state_dict())
+    assert (again.own.buckets, again.own.sums["weight"].tolist()) == (3, [2.0, 2.0, 2.0])
+
+
+def test_the_state_of_a_users_own_hook_may_be_a_hook_state_or_none() -> None:
+    assert own_state_of(lambda parameters: (TopKState(None), topk_hook)).parameters.keys() == {"weight"}
+    assert isinstance(own_state_of(lambda parameters: (None, group_member.own_hook)), PlainState)
+    assert isinstance(own_state_of(group_member.own_hook), PlainState)
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (lambda parameters: 1 / 0, "the hook mine:make cannot be made: ZeroDivisionError: division by zero"),
+        (lambda parameters: TopKState(None), "let it return a state and a hook"),
+        (lambda parameters: ({}, topk_hook), "is a dict, which cannot be kept in checkpoints: let it be a fedring.ddp"),
+    ],
+)
+def test_a_users_own_hook_that_cannot_be_made_is_refused(function: Any, sentence: str) -> None:
+    with pytest.raises(BadHook, match=sentence):
+        own_state_of(function)
+
+
+def optimizer_of(hook: str, momentum: float = 0.9, name: str = "fedring.train.optimizers:sgd", **args: Any) -> Any:
+    parameters = [nn.Parameter(torch.zeros(3))]
+    factory, plan = optimizer_factory(name, args, ["fedring", "tests"]), Plan(lr=0.1, momentum=momentum)
+    state = make_hook(DataParallel.model_validate({"hook": hook}), plan, [("weight", parameters[0])], []).state
+    return make_optimizer(factory, parameters, plan, state)
+
+
+def test_momentum_acts_in_dgc_or_in_the_optimizer_and_the_log_says_where(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert optimizer_of("topk").param_groups[0]["momentum"] == 0.9
+    assert optimizer_of("dgc(momentum=0)").param_groups[0]["momentum"] == 0.9
+    assert not caplog.text
+    group = optimizer_of("fp16(dgc)", weight_decay=0.25).param_groups[0]
+    assert (group["momentum"], group["weight_decay"]) == (0.0, 0.25)
+    assert "dgc applies the momentum 0.9 before it sends: the optimizer is made with momentum 0" in caplog.text
+    assert optimizer_of("dgc", name="fedring.train.optimizers:adam").param_groups[0]["betas"] == (0.0, 0.999)
+
+
+def test_the_momentum_of_weight_decay_stays_with_the_optimizer_of_dgc() -> None:
+    optimizer = optimizer_of("dgc", name="fedring.ddp:DGCSGD", weight_decay=0.5, nesterov=True)
+    assert isinstance(optimizer, DGCSGD)
+    assert (optimizer.defaults["momentum"], optimizer.defaults["weight_decay"]) == (0.9, 0.5)
+
+
+def test_an_optimizer_with_momentum_of_its_own_is_refused_with_dgc() -> None:
+    with pytest.raises(SeamError, match=r"does not fit the hook: NAdam has betas=.* momentum would act twice") as wrong:
+        optimizer_of("dgc", name="tests.unit.group_member:nadam")
+    assert wrong.value.reason == "bad_job"
+    with pytest.raises(SeamError, match=r"made with momentum 0; for Nesterov's momentum, use dgc\(nesterov=true\)"):
+        optimizer_of("dgc", nesterov=True)
 
 
 @pytest.fixture

@@ -29,6 +29,11 @@ WRONG: list[tuple[Mapping[str, Any], str, str]] = [
     ({"job": {"evaluate_on_server": True, "loss": "fedring.train:losses"}}, "job.loss", "is a module"),
     ({"job": {"server_optimizer": {"name": "SGDD"}}}, "job.server_optimizer", "'SGDD' does not treat each value"),
     ({"job": {"server_optimizer": {"args": {"rl": 1.0}}}}, "job.server_optimizer", "SGD takes no rl"),
+    (
+        {"job": {"optimizer_args": {"rl": 1.0}}},
+        "job.optimizer_args",
+        "cannot be made with lr=0.05, momentum=0.9 and opt",
+    ),
 ]
 GOOD: list[Mapping[str, Any]] = [
     {},
@@ -39,6 +44,8 @@ GOOD: list[Mapping[str, Any]] = [
     {"init_path": "{tmp}"},  # a folder, of which jobs name the files
     {"data_root": "{tmp}/none"},  # only a server that evaluates reads its data
     {"job": {"evaluate_on_server": True, "server_optimizer": {"name": "Adam", "args": {"lr": 0.1}}}},
+    {"job": {"optimizer_args": {"weight_decay": 0.1}}},
+    {"job": {"optimizer": "only.at:clients", "optimizer_args": {"rl": 0.1}}},
     {"job": {"trainer": "only.at:clients", "optimizer": "only.at:clients", "data": "only.at:clients"}},
 ]
 
@@ -78,6 +85,17 @@ def test_a_configuration_that_cannot_work_is_refused_by_the_daemon_and_reported_
 @pytest.mark.parametrize("keys", GOOD, ids=str)
 def test_a_configuration_that_may_work_is_not_refused(folder: Path, keys: Mapping[str, Any]) -> None:
     check(load_config(ServerConfig, write_config(keys, folder)).config)
+
+
+@pytest.mark.parametrize(
+    ("start", "told"), [("newest", True), ("best", True), (3, True), ("fresh", False), ("./vector", False), ("", False)]
+)
+def test_weights_that_jobs_would_not_read_are_told(
+    folder: Path, caplog: pytest.LogCaptureFixture, start: str | int, told: bool
+) -> None:
+    keys = {"init_path": "{tmp}/vector", "job": {**VECTOR, **({"start": start} if start else {})}}
+    check(load_config(ServerConfig, write_config(keys, folder)).config)
+    assert (f"vector is ignored by jobs that take start = {start} from [job]" in caplog.text) == told
 
 
 @pytest.mark.programs

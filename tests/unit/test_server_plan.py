@@ -15,6 +15,7 @@ JOB = Job.model_validate(
         "data": "d:d",
         "loss": "l:l",
         "optimizer": "o:o",
+        "optimizer_args": {"nesterov": True},
         "trainer": "t:t",
         "evaluator": "e:e",
         "partition": "dirichlet",

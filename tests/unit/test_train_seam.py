@@ -10,7 +10,7 @@ import torch
 from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError
 from fedring.train.models import cifar_cnn, digits_mlp, mnist_cnn, vector
-from fedring.train.seam import build_model, resolve
+from fedring.train.seam import build_model, optimizer_factory, resolve
 
 TRUSTED = ["fedring", "torchvision", "user_seam", "user_broken"]
 
@@ -162,3 +162,30 @@ def test_devices_are_checked_before_they_are_used() -> None:
 
 def test_clients_on_one_host_share_its_cores() -> None:
     assert threads_for(1) >= threads_for(2) >= threads_for(10_000) == 1
+
+
+def test_an_optimizer_is_made_with_the_jobs_arguments() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3))]
+    args = {"weight_decay": 0.25, "nesterov": True}
+    (group,) = optimizer_factory("fedring.train.optimizers:sgd", args, TRUSTED)(parameters, 0.1, 0.9).param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"], group["nesterov"]) == (0.1, 0.9, 0.25, True)
+    args = {"beta2": 0.5, "eps": 0.1, "amsgrad": True}
+    (group,) = optimizer_factory("fedring.train.optimizers:adam", args, TRUSTED)(parameters, 0.1, 0.9).param_groups
+    assert (group["betas"], group["eps"], group["amsgrad"]) == ((0.9, 0.5), 0.1, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "sentence"),
+    [
+        ("fedring.train.optimizers:sgd", {"weight_deacy": 1}, "momentum=0.9 and optimizer_args={'weight_deacy': 1}: "),
+        ("fedring.train.optimizers:sgd", {"weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
+        ("user_seam:my_optimizer", {"own": 1}, "returned a int: let it return a torch.optim.Optimizer"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_refused_with_its_arguments(
+    name: str, args: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(SeamError) as caught:
+        optimizer_factory(name, args, TRUSTED)([torch.nn.Parameter(torch.ones(3))], 1, 0.9)
+    assert caught.value.reason == "bad_optimizer"
+    assert sentence in str(caught.value)

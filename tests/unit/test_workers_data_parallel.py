@@ -45,7 +45,7 @@ def alone(epochs: int = 2) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("scenario", [*HOOKS, "accumulated", "own", "late buffers"])
+@pytest.mark.parametrize("scenario", [*HOOKS, "accumulated", "wrapped", "own", "own with state", "late buffers"])
 def test_members_end_equal(scenario: str, results: Results) -> None:
     first, second = results[scenario]
     assert first["equal"]
@@ -56,6 +56,16 @@ def test_members_end_equal(scenario: str, results: Results) -> None:
     assert first["usage"]["steps"] == expected
     assert first["usage"]["wait_seconds"] > 0
     assert first["usage"]["compute_seconds"] > 0
+
+
+def test_a_hook_that_needs_a_state_and_has_none_is_named(results: Results) -> None:
+    for result in results["failing"]:
+        assert result["reason"] == "bad_job"
+        assert result["error"].startswith(
+            "the hook tests.unit.group_member:needs_a_state was called with the state None and failed with "
+            "AttributeError: "
+        )
+        assert "name a function that takes the named parameters and returns the state and the hook" in result["error"]
 
 
 def test_a_group_computes_what_one_process_would(results: Results) -> None:

@@ -11,7 +11,7 @@ from torch.futures import Future
 from fedring.ddp import HookState
 from fedring.ddp.hooks.by_name import ReadyHook
 from fedring.ddp.hooks.by_name import make_hook as ready_hook
-from fedring.ddp.hooks.plain import PlainState, plain
+from fedring.ddp.hooks.own import BadHook, own_hook
 from fedring.train.data_parallel_table import DataParallel
 from fedring.train.errors import SeamError
 from fedring.train.plan import Plan
@@ -39,8 +39,15 @@ class JobHook:
         self._steps = 0  # of the job, as far as they count here
 
     def function(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
-        """Exchange a bucket, as the hook does it."""
-        return self._function(state, bucket)
+        """Exchange a bucket, as the hook does it.
+
+        Raises:
+            SeamError: With the reason bad_job, if it is a hook of the user's own that needs a state and has none.
+        """
+        try:
+            return self._function(state, bucket)
+        except BadHook as error:
+            raise SeamError("bad_job", f"{error}.") from error
 
     def leave(self) -> None:
         """Fill `shared` with what a new group begins with, without what a step that broke has done to it."""
@@ -62,6 +69,24 @@ class JobHook:
         self.state.regroup(self.shared, steps=steps)
         if workers_before:
             self.state.rescale(workers_before, dist.get_world_size())
+        self.state.end_step()
+        self._steps = steps
+
+    def saved(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return self.state.state_dict()
+
+    def restore(self, saved: dict[str, Any], steps: int) -> None:
+        """Restore the state from a checkpoint, scaled to the size of the default group.
+
+        Args:
+            saved: What saved() returned.
+            steps: The steps of the job that were taken before the checkpoint.
+
+        Raises:
+            ValueError: If the checkpoint is of another hook or model.
+        """
+        self.state.load_state_dict(saved)
         self.state.end_step()
         self._steps = steps
 
@@ -107,8 +132,8 @@ def make_hook(table: DataParallel, plan: Plan, parameters: Parameters, trusted: 
     """
     try:
         choice = table.chosen_hook(plan.momentum)
+        if choice is None:
+            return JobHook(own_hook(table.hook, resolve(table.hook, trusted), list(parameters)))
+        return JobHook(ready_hook(choice, parameters))
     except ValueError as error:
-        raise SeamError("bad_job", str(error)) from error
-    if choice is None:
-        return JobHook(ReadyHook(PlainState(), plain(resolve(table.hook, trusted))))
-    return JobHook(ready_hook(choice, parameters))
+        raise SeamError("bad_job", f"{error}.") from error

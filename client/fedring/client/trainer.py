@@ -22,7 +22,7 @@ from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure
 from fedring.train.evaluation import Counts, Evaluator, run_evaluator
 from fedring.train.loop import Loss, OptimizerFactory, train, warm_up
 from fedring.train.plan import TrainResult
-from fedring.train.seam import build_model, resolve
+from fedring.train.seam import build_model, optimizer_factory, resolve
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class DeclaredTrainer:
             model if job.mode == "pipeline" else model.to(self._device),  # The device may be too small for all stages.
             self._split(resolve(name["data"], trusted), job),
             resolve(name["loss"], trusted),
-            resolve(name["optimizer"], trusted),
+            optimizer_factory(name["optimizer"], json.loads(job.optimizer_args or "{}"), trusted),
             resolve(name["trainer"], trusted) if name["trainer"] else None,
             resolve(name["evaluator"], trusted) if name["evaluator"] else None,
         )

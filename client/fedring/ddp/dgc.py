@@ -201,14 +201,8 @@ class DGCState(HookState):
             if name not in whole:
                 memory.momentum.mul_(new_world / old_world)
 
-    def state_dict(self) -> dict[str, Any]:
-        """See HookState.state_dict; checkpoints of this kind do not name it."""
-        state = super().state_dict()
-        del state["kind"]
-        return state
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See HookState.load_state_dict."""
+        """See HookState.load_state_dict; older checkpoints of this kind do not name it."""
         super().load_state_dict({"kind": self.kind, **state})
 
     def __getstate__(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def exchange(group: dist.ProcessGroup, payload: bytes | memoryview, *, limit: in
         raise ValueError(f"a message of {len(payload)} bytes is larger than the limit that was agreed on, {limit}")
     if isinstance(group, BytesGroup):
         return group.allgather_bytes(payload, limit=limit).future
-    device = _device(group)
+    device = device_of(group)
     mine = _padded(payload, _PREFIX + limit).to(device)
     everyone = torch.empty(group.size(), mine.numel(), dtype=torch.uint8, device=device)
     work = dist.all_gather(list(everyone), mine, group=group, async_op=True)
@@ -77,7 +77,7 @@ def exchange(group: dist.ProcessGroup, payload: bytes | memoryview, *, limit: in
     return ready
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: dist.ProcessGroup) -> torch.device:
     """Return the device that the tensors of `group` have to be on."""
     on_device = dist.get_backend(group) == dist.Backend.NCCL
     return torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")

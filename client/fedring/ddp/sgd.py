@@ -28,8 +28,8 @@ class DGCSGD(Optimizer):
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float,
-        *,
         momentum: float = 0.0,
+        *,
         weight_decay: float = 0.0,
         nesterov: bool = False,
     ) -> None:
@@ -89,10 +89,10 @@ def check_optimizer(optimizer: Optimizer, config: DGC) -> None:
     if not config.momentum or isinstance(optimizer, DGCSGD):
         return
     for group in optimizer.param_groups:
-        for name in ("momentum", "betas"):
-            value = group.get(name, 0)
-            if value if isinstance(value, int | float) else any(value):
+        betas = group.get("betas") or (0,)  # the first one is Adam's momentum, the second one scales the step
+        for name, value in (("momentum", group.get("momentum", 0)), ("betas", betas[0])):
+            if value:
                 raise ValueError(
-                    f"{type(optimizer).__name__} has {name}={value}, and DGC has momentum={config.momentum}: momentum "
-                    "would act twice. Use DGCSGD, or SGD without momentum, or DGC(momentum=0)."
+                    f"{type(optimizer).__name__} has {name}={group[name]}, and DGC has momentum={config.momentum}: "
+                    "momentum would act twice. Use DGCSGD, or SGD without momentum, or DGC(momentum=0)."
                 )

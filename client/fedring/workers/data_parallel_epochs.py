@@ -4,7 +4,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,15 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from fedring.train.batches import cut, fetch, size_of
 from fedring.train.data_parallel_table import DataParallel
 from fedring.train.errors import TrainError
-from fedring.train.loop import Loss, seeded
+from fedring.train.loop import Loss, random_state, seeded, set_random_state
 from fedring.train.plan import Plan
 from fedring.train.tally import Tally
+from fedring.workers.checkpoint_files import Content
 from fedring.workers.replica import Replica, all_equal, share_buffers
 from fedring.workers.shards import World, epoch_order, shares
 from fedring.workers.training import Diverged, Watcher, means_over_workers, worker_seed
@@ -60,7 +63,10 @@ class DataParallelTraining:
     hook: Hook
     watcher: Watcher = field(default_factory=Watcher)
     usage: Usage = field(default_factory=Usage)
+    keep: Callable[[Content], None] = lambda random: None  # takes a checkpoint, with this state of random numbers
+    random: Content | None = None  # with which the round goes on from a checkpoint; None = its own seed
     _logged: Usage = field(default_factory=Usage)
+    _rehearsing: bool = False
 
     def run(self) -> dict[str, float]:
         """Train the rest of the round, together with all other members.
@@ -77,11 +83,17 @@ class DataParallelTraining:
         ddp = self._wrap()
         tally = Tally(setup.device)
         with seeded(worker_seed(setup.plan.seed, progress.steps), setup.device):
+            if self.random is not None:
+                if progress.round_steps:
+                    self._rehearse(ddp)
+                set_random_state(self.random, setup.device)
             while progress.epoch < setup.plan.epochs:
                 self.hook.start_epoch(setup.first_epoch + progress.epoch)
                 tally.clear()
                 self._epoch(ddp, world, tally)
                 progress.epoch, progress.taken = progress.epoch + 1, 0
+            if setup.table.checkpoint_every:
+                self.keep(random_state(setup.device))
         self.replica.optimizer.zero_grad()
         return means_over_workers(tally)
 
@@ -96,8 +108,34 @@ class DataParallelTraining:
             init_sync=False,  # synchronize() has made the workers equal, including their optimizers
             **buffers,
         )
-        ddp.register_comm_hook(self.hook.state, self.hook.function)
+        ddp.register_comm_hook(self.hook.state, self._exchange)
         return ddp
+
+    def _exchange(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
+        if not self._rehearsing:
+            return self.hook.function(state, bucket)
+        unchanged: Future[Tensor] = Future()
+        unchanged.set_result(bucket.buffer())
+        return unchanged
+
+    def _rehearse(self, ddp: DistributedDataParallel) -> None:
+        """Compute gradients that are not used, so that DDP makes other buckets, as it did after the first step.
+
+        An all-reduce adds in an order that depends on the places in buckets. So that a round goes on from a checkpoint
+        with the same bits, its next step needs the buckets that it would have had.
+        """
+        setup, model = self.setup, self.replica.model
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        indices = torch.arange(min(setup.plan.batch_size, size_of(setup.samples)))
+        ((inputs, labels),) = fetch(setup.samples, [indices], setup.device)
+        self._rehearsing = True
+        try:
+            setup.loss(ddp(inputs), labels).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        finally:
+            self._rehearsing = False
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
     def _epoch(self, ddp: DistributedDataParallel, world: World, tally: Tally) -> None:
         setup, progress = self.setup, self.replica.progress
@@ -159,12 +197,14 @@ class DataParallelTraining:
         self.watcher.progress(share)
 
     def _after_step(self) -> None:
-        """Share buffers, compare parameters and log the usage, each if it is due after this step."""
+        """Share buffers, compare parameters, take a checkpoint and log the usage, each if it is due after this step."""
         table, steps = self.setup.table, self.replica.progress.steps
         if isinstance(table.buffers, int) and steps % table.buffers == 0:
             share_buffers(self.replica.model)
         if table.hash_every and steps % table.hash_every == 0 and not all_equal(self.replica):
             raise Diverged(f"the parameters of the workers differ after step {steps} of the job")
+        if table.checkpoint_every and steps % table.checkpoint_every == 0:
+            self.keep(random_state(self.setup.device))
         if steps % _WINDOW == 0:
             window, self._logged = self.usage - self._logged, self.usage
             log.info("step %d of the job", steps, extra={"step": steps, **window.metrics})

@@ -68,7 +68,7 @@ def synchronize(replica: Replica) -> int:
     """
     progress = replica.progress
     mine = [progress.steps, *_words(digest_of(replica.tensors()))]
-    everyone = _gather(mine)
+    everyone = gather(mine)
     steps = [row[0] for row in everyone]
     source = steps.index(max(steps))
     if any(row != everyone[0] for row in everyone):
@@ -86,7 +86,7 @@ def all_equal(replica: Replica) -> bool:
 
 def equal_on_all(digest: bytes, group: dist.ProcessGroup | None = None) -> bool:
     """Compare a digest of 32 bytes with those of all workers of the group, and return whether they are equal."""
-    rows = _gather(_words(digest), group)
+    rows = gather(_words(digest), group)
     return all(row == rows[0] for row in rows)
 
 
@@ -209,7 +209,7 @@ def broadcast(tensor: Tensor, source: int) -> None:
         tensor.detach().copy_(dense)
 
 
-def _gather(values: list[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
+def gather(values: list[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
     """Return the `values` of every worker, by rank."""
     mine = torch.tensor(values)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

@@ -36,6 +36,10 @@ DELIVERING = {
 """Every crash point in fl-client: around the spooling of an update, and around the note that it was accepted."""
 
 
+TRAINING = {"worker_checkpoint_written"}
+"""Every crash point in the training of a worker: a checkpoint is on the disk, but has not got its name."""
+
+
 def crashpoint(name: str) -> None:
     """End the process at once if FL_CRASH_AT names this place; else do nothing."""
     if os.environ.get("FL_CRASH_AT") == name:

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedring.train.bounds import MAX_COUNT, Count, NonNegative, Positive, PositiveCount, Text
-from fedring.train.hooks import PARAMETERS, HookChoice, choose_hook
+from fedring.train.hooks import PARAMETERS, WRAPPERS, HookChoice, choose_hook, split_wrapper
 
 HOOKS = tuple(name for name in PARAMETERS if name != "noop")
 """The hooks that a job can name: those that leave all workers with equal parameters."""
@@ -22,8 +22,9 @@ class DataParallel(BaseModel):
 
     hook: Text = Field(
         "none",
-        description=f"how gradients are sent: {', '.join(HOOKS)}, with parameters in parentheses if need be; or a "
-        "communication hook as module:attribute",
+        description=f"how gradients are sent: {', '.join(HOOKS)}, with parameters in parentheses if need be; "
+        f"{' or '.join(WRAPPERS)} around another one, such as fp16(powersgd); or a communication hook of your own as "
+        "module:attribute",
     )
     ratio: float | None = Field(
         None,
@@ -69,6 +70,11 @@ class DataParallel(BaseModel):
     lr_step_epochs: Positive = Field(10.0, description="epochs between two decreases of the learning rate (step)")
     lr_gamma: float = Field(0.1, gt=0, le=1, description="factor of each decrease of the learning rate (step)")
 
+    checkpoint_every: Count = Field(
+        100,
+        description="steps between two checkpoints that each worker writes to its state_dir; it also writes one at the "
+        "end of each round; 0 = none at all",
+    )
     replacement_seconds: float = Field(
         10.0,
         ge=0,
@@ -81,8 +87,8 @@ class DataParallel(BaseModel):
 
     @property
     def hook_name(self) -> str:
-        """The name of the hook, without parameters."""
-        return self.hook.partition("(")[0].strip()
+        """The name of the hook, without a wrapper and parameters."""
+        return split_wrapper(self.hook)[1].partition("(")[0].strip()
 
     def chosen_hook(self, momentum: float) -> HookChoice | None:
         """Return the hook that the job names, with all its parameters.

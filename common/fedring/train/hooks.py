@@ -3,7 +3,9 @@
 Jobs, `flctl profile`, `flctl bench data-parallel` and scripts name hooks in the same way: by a name, followed by those
 parameters whose defaults do not fit, as in a call:
 
-    none    topk(ratio=0.05, feedback=ef21)    powersgd(matrix_approximation_rank=2)
+    none    topk(ratio=0.05, feedback=ef21)    fp16(powersgd(matrix_approximation_rank=2))
+
+In the last example, `fp16` wraps another hook, as torch's fp16_compress_wrapper does.
 
 This module describes hooks and does not import torch, so that the server can check a job. The parameters are those of
 the states in `fedring.ddp.hooks`, and `fedring.ddp.hooks.by_name` makes the hooks.
@@ -23,6 +25,8 @@ _MAX_RANDOM_SEED = 2**32 - 1  # numpy's RandomState takes no larger seed
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Feedback = Literal["none", "ef", "ef21"]
+_FEEDBACK = "what happens to the part of the gradient that messages leave out"
+_PRECISION = "of the values that are sent; sign = only their signs, and one magnitude for each tensor"
 
 
 class Parameters(BaseModel):
@@ -34,30 +38,47 @@ class Parameters(BaseModel):
 class Int8Parameters(Parameters):
     """The parameters of `fedring.ddp.hooks.Int8State`."""
 
-    chunk: int = Field(256, ge=4, le=1 << 20, multiple_of=4)
-    feedback: Feedback = "ef"
+    chunk: int = Field(256, ge=4, le=1 << 20, multiple_of=4, description="entries that share a scale, a multiple of 4")
+    feedback: Feedback = Field("ef", description=_FEEDBACK)
 
 
 class TopKParameters(Parameters):
     """The parameters of `fedring.ddp.hooks.TopKState`."""
 
-    ratio: Share = 0.01
-    precision: Literal["fp32", "fp16", "sign"] = "fp16"
-    feedback: Feedback = "ef"
+    ratio: Share = Field(0.01, description="share of the entries that is sent")
+    precision: Literal["fp32", "fp16", "sign"] = Field("fp16", description=_PRECISION)
+    feedback: Feedback = Field("ef", description=_FEEDBACK)
 
 
 class PowerSGDParameters(Parameters):
     """The parameters of `fedring.ddp.hooks.PowerSGDState`, under torch's names."""
 
-    matrix_approximation_rank: PositiveCount = 1
-    start_powerSGD_iter: Count = 2  # the first step that can be compressed; torch waits for 1000 steps
-    min_compression_rate: Positive = 2
-    use_error_feedback: bool = True
-    warm_start: bool = True
-    orthogonalization_epsilon: NonNegative = 0
-    random_seed: int = Field(0, ge=0, le=min(MAX_SEED, _MAX_RANDOM_SEED))
-    compression_stats_logging_frequency: Count = 10_000
-    batch_tensors_with_same_shape: bool = False
+    matrix_approximation_rank: PositiveCount = Field(
+        1, description="rank of the factors; a higher one sends more, and keeps more of the gradient"
+    )
+    start_powerSGD_iter: Count = Field(  # 2 is the first step that can be compressed; torch waits for 1000 steps
+        2, description="first steps, which send whole gradients; at least 2 with error feedback or a warm start"
+    )
+    min_compression_rate: Positive = Field(
+        2, description="a matrix is sent whole unless its factors have this many times fewer entries"
+    )
+    use_error_feedback: bool = Field(True, description="add what the factors leave out to the next gradient")
+    warm_start: bool = Field(
+        True, description="start from the right factor of the step before, not from random numbers"
+    )
+    orthogonalization_epsilon: NonNegative = Field(
+        0,
+        description="added to the norms of columns before they are divided by them; a column of zeros needs none here",
+    )
+    random_seed: int = Field(
+        0, ge=0, le=min(MAX_SEED, _MAX_RANDOM_SEED), description="seed of the random factors, equal on all workers"
+    )
+    compression_stats_logging_frequency: Count = Field(
+        10_000, description="steps between two log lines that state the compression rate"
+    )
+    batch_tensors_with_same_shape: bool = Field(
+        False, description="factor matrices of one shape together; powersgd only"
+    )
 
     @model_validator(mode="after")
     def _start_after_buckets_are_rebuilt(self) -> Self:
@@ -67,23 +88,36 @@ class PowerSGDParameters(Parameters):
 
 
 class DGCParameters(Parameters):
-    """The parameters of `fedring.ddp.DGC`, which says what each of them does."""
+    """The parameters of `fedring.ddp.DGC`."""
 
-    ratio: Share = 0.001
-    warmup_epochs: Count = 4
-    momentum: float = Field(0.9, ge=0, lt=1)
-    nesterov: bool = False
-    masking: bool = True
-    clip: Annotated[Positive | None, BeforeValidator(lambda value: None if value == "none" else value)] = None
-    clip_norm: Literal["tensor", "global"] = "tensor"
-    precision: Literal["fp32", "fp16", "sign"] = "fp16"
-    min_numel_to_compress: Count = 256
-    sample_ratio: Share = 0.01
-    strided: bool = True
-    lower_bound: float = Field(0.8, gt=0, lt=1)
-    upper_bound: float = Field(1.3, gt=1, allow_inf_nan=False)
-    resample: bool = True
-    max_iterations: Count = 10
+    ratio: Share = Field(0.001, description="share of the entries that is sent after the warm-up")
+    warmup_epochs: Count = Field(4, description="epochs in which the share falls exponentially to `ratio`")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the correction; in a job, the job's momentum")
+    nesterov: bool = Field(False, description="whether the momentum is Nesterov's")
+    masking: bool = Field(True, description="forget the momentum of entries that were sent")
+    clip: Annotated[Positive | None, BeforeValidator(lambda value: None if value == "none" else value)] = Field(
+        None, description="largest norm of a gradient over all workers; none = do not clip"
+    )
+    clip_norm: Literal["tensor", "global"] = Field(
+        "tensor", description="clip each tensor's gradient by its own norm, or all together"
+    )
+    precision: Literal["fp32", "fp16", "sign"] = Field("fp16", description=_PRECISION)
+    min_numel_to_compress: Count = Field(256, description="tensors with fewer entries are sent whole")
+    sample_ratio: Share = Field(0.01, description="share of the entries from which the threshold is estimated")
+    strided: bool = Field(True, description="sample entries at equal distances; false = at random")
+    lower_bound: float = Field(
+        0.8, gt=0, lt=1, description="lower the threshold if it selects less than this share of the wanted entries"
+    )
+    upper_bound: float = Field(
+        1.3,
+        gt=1,
+        allow_inf_nan=False,
+        description="change the threshold, or select again, if it selects more than this multiple of those wanted",
+    )
+    resample: bool = Field(
+        True, description="of too many entries, keep the largest; false = raise the threshold, which may send fewer"
+    )
+    max_iterations: Count = Field(10, description="how often the threshold is changed at most")
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> Self:
@@ -105,19 +139,24 @@ PARAMETERS: Mapping[str, type[Parameters]] = {
 }
 """The name of every hook, and the parameters that it takes."""
 
+WRAPPERS = ("fp16", "bf16")
+"""The hooks that can also wrap another one, which then works on gradients of that precision."""
+
 
 class HookChoice(NamedTuple):
     """A hook by name, with a value for each of its parameters."""
 
     name: str
     parameters: dict[str, Any]
+    wrapper: str = ""  # one of WRAPPERS; empty = none
 
 
 def choose_hook(text: str, given: Mapping[str, Any] | None = None) -> HookChoice:
     """Parse the name of a hook and check its parameters.
 
     Args:
-        text: A name such as `topk`, or a call such as `topk(ratio=0.05, feedback=ef21)`.
+        text: A name such as `topk`, a call such as `topk(ratio=0.05, feedback=ef21)`, or a hook in a wrapper such as
+            `fp16(powersgd)`.
         given: Values for parameters that the call does not name.
 
     Returns:
@@ -126,15 +165,31 @@ def choose_hook(text: str, given: Mapping[str, Any] | None = None) -> HookChoice
     Raises:
         ValueError: If there is no such hook or parameter, or if a value does not fit. The text lists what there is.
     """
-    call = _CALL.fullmatch(text.strip())
-    name = call.group(1) if call else text.strip()
+    wrapper, inner = split_wrapper(text)
+    call = _CALL.fullmatch(inner)
+    name = call.group(1) if call else inner
     if call is None or name not in PARAMETERS:
         raise ValueError(f"there is no hook {name!r}: choose from {', '.join(PARAMETERS)}")
+    if wrapper and name in WRAPPERS:
+        raise ValueError(f"hook {wrapper} cannot wrap {name!r}: it wraps a hook other than {' and '.join(WRAPPERS)}")
     values = {**(given or {}), **_arguments(call.group(2) or "")}
     try:
-        return HookChoice(name, PARAMETERS[name].model_validate(values).model_dump())
+        return HookChoice(name, PARAMETERS[name].model_validate(values).model_dump(), wrapper)
     except ValidationError as error:
         raise ValueError("; ".join(_sentence(name, dict(one)) for one in error.errors())) from None
+
+
+def split_wrapper(text: str) -> tuple[str, str]:
+    """Split `fp16(powersgd(...))` into the wrapper and the hook that it wraps.
+
+    Returns:
+        The wrapper, or an empty text if there is none, and the rest of `text`; both without spaces around them.
+    """
+    call = _CALL.fullmatch(text.strip())
+    inner = (call.group(2) or "").strip() if call else ""
+    if call is None or call.group(1) not in WRAPPERS or not inner or "=" in inner.partition("(")[0]:
+        return "", text.strip()
+    return call.group(1), inner
 
 
 def split_hooks(text: str) -> list[str]:

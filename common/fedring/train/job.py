@@ -63,6 +63,11 @@ class Job(BaseModel):
     optimizer: Text = Field(
         "fedring.train.optimizers:sgd", description="callable (parameters, lr, momentum) -> torch.optim.Optimizer"
     )
+    optimizer_args: Table = Field(
+        default_factory=dict,
+        description="its further keyword arguments: for sgd weight_decay, dampening, nesterov; for adam weight_decay, "
+        "beta2, eps, amsgrad",
+    )
     trainer: Text = Field("", description="callable that trains instead of the built-in loop")
     evaluator: Text = Field("", description="callable that evaluates instead of the built-in evaluation")
     partition: Literal["none", "iid", "shards", "dirichlet"] = Field(

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,6 +89,19 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         for index in cuda:
             torch.cuda.default_generators[index].manual_seed(seed)
         yield
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's global generators, each [n] uint8: of the CPU and, if it is CUDA, of the device."""
+    states = {"cpu": torch.get_rng_state()}
+    return states | {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else states
+
+
+def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set torch's global generators to what random_state() returned for the same kind of device."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def warm_up(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers that come with fedring; a job can name each of them."""
+"""Optimizers that come with fedring; a job can name each of them, and gives further arguments in `optimizer_args`."""
 
 from collections.abc import Iterable
 
@@ -6,11 +6,38 @@ import torch
 from torch import nn
 
 
-def sgd(parameters: Iterable[nn.Parameter], lr: float, momentum: float) -> torch.optim.Optimizer:
+def sgd(
+    parameters: Iterable[nn.Parameter],
+    lr: float,
+    momentum: float,
+    *,
+    weight_decay: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+) -> torch.optim.Optimizer:
     """Return torch's stochastic gradient descent, with one fused kernel for all tensors."""
-    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, fused=True)
+    return torch.optim.SGD(
+        parameters,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        dampening=dampening,
+        nesterov=nesterov,
+        fused=True,
+    )
 
 
-def adam(parameters: Iterable[nn.Parameter], lr: float, momentum: float) -> torch.optim.Optimizer:
-    """Return torch's Adam with `momentum` as beta1 and 0.999 as beta2, with one fused kernel for all tensors."""
-    return torch.optim.Adam(parameters, lr=lr, betas=(momentum, 0.999), fused=True)
+def adam(
+    parameters: Iterable[nn.Parameter],
+    lr: float,
+    momentum: float,
+    *,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+) -> torch.optim.Optimizer:
+    """Return torch's Adam with `momentum` as beta1, with one fused kernel for all tensors."""
+    return torch.optim.Adam(
+        parameters, lr=lr, betas=(momentum, beta2), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True
+    )

@@ -72,6 +72,41 @@ def build_model(name: str, args: dict[str, Any], seed: int, trusted: Sequence[st
     return model
 
 
+def optimizer_factory(
+    name: str, args: dict[str, Any], trusted: Sequence[str]
+) -> Callable[[Any, float, float], torch.optim.Optimizer]:
+    """Import the optimizer that a job names.
+
+    Args:
+        name: A callable (parameters, lr, momentum) that returns an optimizer.
+        args: Its further keyword arguments.
+        trusted: As for resolve().
+
+    Returns:
+        A function of (parameters, lr, momentum). It raises SeamError, with the reason bad_optimizer, if the optimizer
+        cannot be made.
+
+    Raises:
+        SeamError: As for resolve().
+    """
+    build = resolve(name, trusted)
+
+    def make(parameters: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
+        try:
+            optimizer = build(parameters, lr, momentum, **args)
+        except Exception as error:  # the user's code may raise anything
+            given = f"lr={lr:g}, momentum={momentum:g} and optimizer_args={args}"
+            raise SeamError(
+                "bad_optimizer", f"The optimizer {name} cannot be made with {given}: {_describe(error)}."
+            ) from error
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            detail = f"{name} returned a {type(optimizer).__name__}: let it return a torch.optim.Optimizer."
+            raise SeamError("bad_optimizer", detail)
+        return optimizer
+
+    return make
+
+
 def _check_trusted(module_name: str, trusted: Sequence[str], name: str) -> None:
     if not any(module_name == root or module_name.startswith(root + ".") for root in trusted):
         known = ", ".join(trusted) or "no module"

@@ -1,20 +1,37 @@
 """Checks of fl-server's configuration before it starts: whether what it names can be used on this machine."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 
 from fedring.daemon.checks import Check, Level, check_data_root, refuse_failed
 from fedring.server.config import ServerConfig
 from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
+from fedring.server.operator.job_checks import try_optimizer
 from fedring.train.errors import SeamError
 from fedring.train.files import load_model, read_tensors
 from fedring.train.job import Job
 from fedring.train.name_checks import check_data, check_name
 from fedring.train.seam import build_model
+from fedring.train.start import FRESH, is_path
+
+log = logging.getLogger(__name__)
 
 
 def check(config: ServerConfig) -> None:
-    """Check that what the configuration names can be used here; ConfigError if the default job would surely fail."""
-    refuse_failed(check_names(config))
+    """Check that what the configuration names can be used here, and log warnings.
+
+    Raises:
+        ConfigError: if the default job would surely fail.
+    """
+    refuse_failed(_told(check_names(config)))
+
+
+def _told(checks: Iterator[Check]) -> Iterator[Check]:
+    """Return the same checks, after logging those that warn."""
+    for check in checks:
+        if check.level is Level.WARN:
+            log.warning("%s: %s: %s", check.name, check.found, check.advice)
+        yield check
 
 
 def check_names(config: ServerConfig) -> Iterator[Check]:
@@ -25,6 +42,7 @@ def check_names(config: ServerConfig) -> Iterator[Check]:
     if named or model.level is Level.OK:  # nobody has asked for the default model, and each job may name its own
         yield model
     yield from _check_optimizer(job)
+    yield from _check_optimizer_args(job, config.trusted)
     if job.evaluate_on_server:
         yield from check_data_root(config.data_root)
         yield check_data("job.data", job.data, config.trusted, root=config.data_root)
@@ -50,6 +68,11 @@ def _check_init_path(config: ServerConfig, *, fits: bool) -> Iterator[Check]:
         yield Check("init_path", Level.FAIL, str(error))
     else:
         yield Check("init_path", Level.OK, str(path))
+        if "start" in job.model_fields_set and job.start != FRESH and not is_path(job.start):
+            found = f"{path} is ignored by jobs that take start = {job.start} from [job], if there is such a version"
+            yield Check(
+                "init_path", Level.WARN, found, "leave start out of [job], or start those jobs with start=fresh"
+            )
 
 
 def _check_optimizer(job: Job) -> Iterator[Check]:
@@ -62,3 +85,16 @@ def _check_optimizer(job: Job) -> Iterator[Check]:
         yield Check(key, Level.FAIL, str(error))
     else:
         yield Check(key, Level.OK, chosen.name)
+
+
+def _check_optimizer_args(job: Job, trusted: Sequence[str]) -> Iterator[Check]:
+    """Check that the clients' optimizer takes its arguments, if it can be imported here."""
+    if not job.optimizer_args:
+        return
+    key = "job.optimizer_args"
+    try:
+        try_optimizer(job, trusted)
+    except SeamError as error:
+        yield Check(key, Level.FAIL, str(error))
+    else:
+        yield Check(key, Level.OK, str(job.optimizer_args))

@@ -10,12 +10,16 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
+from fedring.client.group.checkpoints import JobCheckpoints, job_name
 from fedring.client.group.round import job_key, parse_table, peer_options, plan_of, take_part
 from fedring.client.hooks import JobHook, make_hook
 from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
+from fedring.ddp import DGCSGD, DGCState, HookState, check_optimizer
 from fedring.train.data_parallel_table import DataParallel
+from fedring.train.errors import SeamError
 from fedring.train.loop import Loss, OptimizerFactory
+from fedring.train.plan import Plan
 from fedring.workers.data_parallel_epochs import DataParallelSetup, DataParallelTraining
 from fedring.workers.replica import Replica, synchronize
 from fedring.workers.training import Watcher
@@ -30,6 +34,7 @@ class DataParallelState:
 
     replica: Replica
     hook: JobHook
+    checkpoints: JobCheckpoints | None = None  # None = the job takes none
     workers: int = 0  # in its newest group; 0 = it has not been in one
 
 
@@ -44,6 +49,7 @@ class DataParallelTrainer:
 
     def __init__(self, config: ClientConfig, trusted: Sequence[str], device: torch.device) -> None:
         self._options = peer_options(config)
+        self._folder = config.state_dir / "checkpoints"
         self._trusted = trusted
         self._device = device
         self._key: tuple[object, ...] = ()
@@ -89,12 +95,11 @@ class DataParallelTrainer:
         if self._state is None or self._key != key:
             plan = plan_of(task)
             hook = make_hook(table, plan, model.named_parameters(), self._trusted)
-            # DGC applies momentum before it compresses, so the optimizer must not apply it again.
-            momentum = 0.0 if table.hook_name == "dgc" else plan.momentum
             parameters = [p for p in model.parameters() if p.requires_grad]
-            replica = Replica(model, optimizer(parameters, plan.lr, momentum))
+            replica = Replica(model, make_optimizer(optimizer, parameters, plan, hook.state))
             replica.shared = hook.shared
-            self._state, self._key = DataParallelState(replica, hook), key
+            checkpoints = JobCheckpoints(self._folder, job_name(key[:3])) if table.checkpoint_every else None
+            self._state, self._key = DataParallelState(replica, hook, checkpoints), key
         return self._state
 
 
@@ -110,27 +115,41 @@ class DataParallelPart:
 
     @property
     def steps(self) -> int:
-        """The steps of the job that this worker has taken."""
-        return self.state.replica.progress.steps
+        """The steps of the job that this worker has taken, or that its newest checkpoint has."""
+        state = self.state
+        if state.checkpoints and state.checkpoints.steps and not state.workers:
+            return state.checkpoints.steps[0]
+        return state.replica.progress.steps
 
     @property
     def metrics(self) -> dict[str, float]:
         """The figures of the training, by name."""
-        return {**self._means, **self.usage.metrics, "workers": self.state.workers, "job_steps": self.steps}
+        facts = {"workers": self.state.workers, "job_steps": self.steps}
+        cost = self.state.checkpoints.metrics if self.state.checkpoints else {}
+        return {**self._means, **self.usage.metrics, **cost, **facts}
 
     def enter(self, generation: int, *, workers: int) -> None:
-        """Take over the state of the worker with the most steps, and scale the residuals to the size of the group."""
-        state, hook = self.state, self.state.hook
+        """Take over the state of the worker with the most steps, and scale the residuals to the size of the group.
+
+        If no worker has the job's state in memory, the group continues from a checkpoint first.
+        """
+        state, hook, checkpoints = self.state, self.state.hook, self.state.checkpoints
+        live, round_ = state.workers > 0, self.setup.plan.round
+        resumed = checkpoints.resume(state.replica, hook, live=live, round_=round_) if checkpoints else None
         hook.leave()
         source = synchronize(state.replica)
-        hook.enter(state.workers, self.steps)
+        steps = state.replica.progress.steps
+        if not (resumed and resumed.on_all):  # else the hook's states of all workers belong together as they are
+            hook.enter(state.workers, steps)
+        if checkpoints:
+            checkpoints.drop_after(steps)
         log.info(
             "generation %d: %d workers continue after step %d of the job, with the state of rank %d",
             generation,
             workers,
-            self.steps,
+            steps,
             source,
-            extra={"generation": generation, "workers": workers, "step": self.steps},
+            extra={"generation": generation, "workers": workers, "step": steps},
         )
         if workers < state.workers:
             log.warning("the residuals of %d lost workers are lost", state.workers - workers)
@@ -138,9 +157,14 @@ class DataParallelPart:
 
     def train(self, watcher: Watcher) -> None:
         """Train to the end of the round."""
-        training = DataParallelTraining(self.state.replica, self.setup, self.state.hook, watcher)
+        state, checkpoints = self.state, self.state.checkpoints
+        training = DataParallelTraining(state.replica, self.setup, state.hook, watcher)
+        if checkpoints:
+            round_ = self.setup.plan.round
+            training.keep = lambda random: checkpoints.take(state.replica, state.hook, random, round_=round_)
+            training.random, checkpoints.random = checkpoints.random, None
         try:
-            with self.shown.training(training, workers=self.state.workers):
+            with self.shown.training(training, workers=state.workers):
                 self._means = training.run() or self._means
         finally:
             self.usage += training.usage
@@ -148,6 +172,39 @@ class DataParallelPart:
     def digest(self) -> bytes:
         """Return BLAKE3 of the parameters, 32 bytes."""
         return self.state.replica.digest()
+
+
+def make_optimizer(
+    factory: OptimizerFactory, parameters: list[nn.Parameter], plan: Plan, state: HookState
+) -> torch.optim.Optimizer:
+    """Make the optimizer of a job; with dgc, which applies the job's momentum itself, one without momentum.
+
+    Args:
+        factory: Makes the optimizer that the job names.
+        parameters: The parameters that are trained.
+        plan: The job's plan, which has the learning rate and the momentum.
+        state: The state of the job's hook.
+
+    Raises:
+        SeamError: With the reason bad_optimizer, if the optimizer cannot be made, or bad_job, if it has momentum beside
+            that of dgc.
+    """
+    optimizer = factory(parameters, plan.lr, plan.momentum)
+    if not isinstance(state, DGCState) or not state.config.momentum or isinstance(optimizer, DGCSGD):
+        return optimizer
+    if plan.momentum:
+        momentum = state.config.momentum
+        log.info("dgc applies the momentum %g before it sends: the optimizer is made with momentum 0", momentum)
+        try:
+            optimizer = factory(parameters, plan.lr, 0.0)
+        except SeamError as error:
+            hint = "With dgc, an optimizer is made with momentum 0; for Nesterov's momentum, use dgc(nesterov=true)."
+            raise SeamError(error.reason, f"{error} {hint}") from error
+    try:
+        check_optimizer(optimizer, state.config)
+    except ValueError as error:
+        raise SeamError("bad_job", f"The optimizer does not fit the hook: {error}") from error
+    return optimizer
 
 
 def table_of(task: Task) -> DataParallel:

@@ -9,12 +9,16 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
 
 from fedring.compress.dgc import DGC
 from fedring.ddp.dgc import DGCState, dgc_hook
 from fedring.ddp.hooks.int8 import Int8State, int8_hook
-from fedring.ddp.hooks.plain import HookFunction, PlainState, bf16_hook, plain
+from fedring.ddp.hooks.plain import HookFunction, PlainState, bf16_hook, bf16_wrapper, plain
 from fedring.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from fedring.ddp.hooks.powersgd_state import PowerSGDState
 from fedring.ddp.hooks.topk import TopKState, topk_hook
@@ -37,7 +41,8 @@ def hook_by_name(
     """Make a hook with a new state.
 
     Args:
-        text: The name of the hook, followed by parameters if need be: `topk` or `topk(ratio=0.05, feedback=ef21)`.
+        text: The name of the hook, followed by parameters if need be: `topk` or `topk(ratio=0.05, feedback=ef21)`;
+            `fp16` and `bf16` can also wrap another hook: `fp16(powersgd)`.
         named_parameters: As from `model.named_parameters()`.
         group: The group to exchange with; None is the default group.
         parameters: Parameters of the hook that `text` does not name.
@@ -56,6 +61,8 @@ def make_hook(
 ) -> ReadyHook:
     """See hook_by_name, for a choice whose parameters have been checked."""
     state, hook = HOOKS[choice.name]
+    if choice.wrapper:
+        hook = _WRAPPERS[choice.wrapper](hook)
     return ReadyHook(state(group, named_parameters=named_parameters, **choice.parameters), hook)
 
 
@@ -79,3 +86,5 @@ HOOKS: dict[str, tuple[Callable[..., HookState], HookFunction]] = {
     "noop": (_plain, plain(noop_hook)),
 }
 """How the state of each hook is made, and the hook."""
+
+_WRAPPERS: dict[str, Callable[[HookFunction], HookFunction]] = {"fp16": fp16_compress_wrapper, "bf16": bf16_wrapper}

@@ -280,6 +280,8 @@ def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
     known = defaults.model_dump()
     if table.get("model", defaults.model) != defaults.model:
         del known["model_args"]
+    if table.get("optimizer", defaults.optimizer) != defaults.optimizer:
+        del known["optimizer_args"]
     named = table.get("server_optimizer")
     usual = defaults.server_optimizer
     if usual is not None and isinstance(named, dict) and named.get("name", usual.name) != usual.name:

@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
+import torch
+
 from fedring.codec.schema import Schema
 from fedring.daemon.checks import Level, check_data_root
 from fedring.daemon.config import ConfigError
@@ -17,7 +19,7 @@ from fedring.server.state.rows import ModelRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.name_checks import check_data
-from fedring.train.seam import build_model, resolve
+from fedring.train.seam import build_model, optimizer_factory, resolve
 from fedring.train.start import BEST, FRESH, is_path, version_of
 
 _OWN = {
@@ -54,6 +56,10 @@ class JobChecks:
         """
         for key, name in _names(job):
             self._check_name(key, name, needed=job.evaluate_on_server and key in ("data", "loss"))
+        try:
+            try_optimizer(job, self._config.trusted)
+        except SeamError as error:
+            raise ConfigError(f"optimizer_args: {error}") from error
         if job.evaluate_on_server:
             checks = (
                 *check_data_root(self._config.data_root),
@@ -121,6 +127,15 @@ class JobChecks:
                 self._maker.check_fits(row, job)
         except SeamError as error:
             raise ConfigError(f"start: {error}") from error
+
+
+def try_optimizer(job: Job, trusted: Sequence[str]) -> None:
+    """Make the clients' optimizer once, if it can be imported here; SeamError if it does not take its arguments."""
+    try:
+        make = optimizer_factory(job.optimizer, job.optimizer_args, trusted)
+    except SeamError:  # it was checked already, or only clients have it
+        return
+    make([torch.nn.Parameter(torch.zeros(1))], job.lr, job.momentum)
 
 
 def _names(job: Job) -> Iterator[tuple[str, str]]:

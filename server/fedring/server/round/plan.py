@@ -62,6 +62,7 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         data=job.data,
         loss=job.loss,
         optimizer=job.optimizer,
+        optimizer_args=json.dumps(job.optimizer_args) if job.optimizer_args else "",
         trainer=job.trainer,
         evaluator=job.evaluator,
         partition=job.partition,

@@ -1,0 +1,100 @@
+"""How a group goes on from checkpoints on the workers' disks, after all workers were killed."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedring.train.state import tensors_of
+from fedring.workers.replica import Progress, Replica, gather
+
+_NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """The checkpoint from which a group goes on."""
+
+    step: int
+    on_all: bool  # whether all workers have it
+
+
+def agree(steps: Sequence[int], *, live: bool, most: int) -> Resumption | None:
+    """Choose, with all workers of the default group, the checkpoint from which to go on.
+
+    Every worker of the group must call this.
+
+    Args:
+        steps: The steps of this worker's checkpoints.
+        live: Whether this worker has the job's state in memory.
+        most: The most checkpoints that a worker keeps; equal on all workers.
+
+    Returns:
+        The checkpoint, or None if a worker is live, or if there is none.
+    """
+    mine = [*steps, *[_NONE] * most][:most]
+    return choose([(bool(row[0]), [step for step in row[1:] if step != _NONE]) for row in gather([int(live), *mine])])
+
+
+def choose(workers: Sequence[tuple[bool, Sequence[int]]]) -> Resumption | None:
+    """Return the newest checkpoint that all workers have, or else the newest that any worker has.
+
+    Args:
+        workers: For each worker, whether it is live, and the steps of its checkpoints.
+
+    Returns:
+        The checkpoint. None if there is none, or if a worker is live: its state is newer than any checkpoint.
+    """
+    if any(live for live, _ in workers):
+        return None
+    held = [set(steps) for _, steps in workers]
+    if common := set.intersection(*held):
+        return Resumption(max(common), on_all=True)
+    known = set.union(*held)
+    return Resumption(max(known), on_all=False) if known else None
+
+
+def replica_content(replica: Replica) -> dict[str, Any]:
+    """Return what a checkpoint holds of a replica: its own tensors and plain values."""
+    names = _names(replica)
+    states = replica.optimizer.state.items()
+    return {
+        "progress": asdict(replica.progress),
+        "model": dict(tensors_of(replica.model)),
+        "optimizer": {names[id(parameter)]: dict(state) for parameter, state in states},
+    }
+
+
+@torch.no_grad()
+def restore_replica(replica: Replica, content: dict[str, Any], *, same_round: bool) -> None:
+    """Bring a replica to the state of a checkpoint.
+
+    Args:
+        replica: Holds the model with which its round begins.
+        content: What replica_content() returned.
+        same_round: Whether the checkpoint was taken in the replica's round. In another round, the model stays as the
+            server has published it, and only the optimizer's state and the number of steps are restored.
+
+    Raises:
+        KeyError: If the checkpoint lacks a tensor.
+        ValueError: If the checkpoint is of another model or optimizer.
+    """
+    progress = Progress(**content["progress"])
+    if same_round:
+        for name, tensor in tensors_of(replica.model):
+            saved: Tensor = content["model"][name]
+            if saved.shape != tensor.shape:
+                raise ValueError(f"{name} is {list(saved.shape)} in the checkpoint and {list(tensor.shape)} here")
+            tensor.copy_(saved)
+    replica.progress = progress if same_round else Progress(progress.steps)
+    optimizer, names = replica.optimizer, _names(replica)
+    ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    states = {number: content["optimizer"].get(name) for number, name in enumerate(ordered)}
+    found = {number: state for number, state in states.items() if state}
+    optimizer.load_state_dict({"state": found, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _names(replica: Replica) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in replica.model.named_parameters()}

@@ -1,0 +1,202 @@
+"""Checkpoints of workers: what they hold, which files can be used, and from which one a group goes on."""
+
+import errno
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fedring.workers import checkpoint_files
+from fedring.workers.checkpoint_files import BadCheckpoint, CannotKeep, CheckpointFolder, decode, encode
+from fedring.workers.replica import Progress, Replica
+from fedring.workers.resume import Resumption, choose, replica_content, restore_replica
+
+JOB = "run 0 1"
+CONTENT: dict[str, Any] = {
+    "tensors": [torch.arange(3), torch.zeros(0, 2, dtype=torch.bfloat16), torch.tensor(1.5)],
+    "plain": {"a": None, "b": [1, True, 2.5, "text", []], "c/d": {}},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "checkpoints", JOB)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Compare two contents."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def test_a_checkpoint_is_read_as_it_was_written(folder: CheckpointFolder) -> None:
+    folder.write(7, CONTENT)
+    assert same(folder.read(7), CONTENT)
+    assert folder.bytes_written == (folder.folder / "step-7.safetensors").stat().st_size
+
+
+def test_tensors_that_share_memory_are_kept_each(folder: CheckpointFolder) -> None:
+    whole = torch.arange(6.0)
+    content = {"whole": whole, "again": whole, "rows": list(whole.view(2, 3)), "column": whole.view(2, 3)[:, 1]}
+    folder.write(1, content)
+    assert same(folder.read(1), content)
+
+
+@pytest.mark.parametrize(
+    ("content", "clause"),
+    [
+        ({"a": {"b": object()}}, "a/b is a object, which is neither a tensor nor a plain value"),
+        ({"a": {3: 1}}, "a has the key 3, which is no text"),
+    ],
+)
+def test_what_cannot_be_kept_is_named(content: dict[str, Any], clause: str) -> None:
+    with pytest.raises(CannotKeep, match=clause):
+        encode(content, JOB)
+
+
+def test_the_two_newest_checkpoints_are_kept(folder: CheckpointFolder) -> None:
+    for step in (5, 10, 15):
+        folder.write(step, {})
+    assert folder.steps() == [15, 10]
+    folder.drop_after(12)
+    assert folder.steps() == [10]
+
+
+def _flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _change_content(path: Path) -> None:
+    tensors, metadata = encode(CONTENT, JOB)
+    changed = {**json.loads(metadata["content"]), "more": 1}
+    save_file(tensors, path, metadata={**metadata, "content": json.dumps(changed)})
+
+
+@pytest.mark.parametrize("damage", [_flip_a_bit, _cut, _change_content, lambda path: path.write_bytes(b"")])
+def test_a_damaged_checkpoint_is_deleted(
+    folder: CheckpointFolder, damage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.write(5, CONTENT)
+    folder.write(10, CONTENT)
+    damage(folder.folder / "step-10.safetensors")
+    assert folder.steps() == [5]
+    assert "step-10.safetensors is deleted: it" in caplog.text
+    assert [path.name for path in folder.folder.iterdir()] == ["step-5.safetensors"]
+
+
+def test_files_that_are_not_complete_or_of_another_job_are_deleted(folder: CheckpointFolder) -> None:
+    CheckpointFolder(folder.folder, "run 0 2").write(5, CONTENT)
+    (folder.folder / "step-6.part").write_bytes(b"half")
+    assert folder.steps() == []
+    assert list(folder.folder.iterdir()) == []
+
+
+def test_a_checkpoint_of_another_version_is_refused() -> None:
+    tensors, metadata = encode(CONTENT, JOB)
+    with pytest.raises(BadCheckpoint, match="it is of version '2', not '1'"):
+        decode(tensors, {**metadata, "version": "2"}, JOB)
+
+
+def test_training_goes_on_if_the_disk_is_full(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.write(5, CONTENT)
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_files, "sync", full)
+    folder.write(10, CONTENT)
+    assert "the checkpoint of step 10 was not written: [Errno 28] No space left on device" in caplog.text
+    assert [path.name for path in folder.folder.iterdir()] == ["step-5.safetensors"]
+
+
+def test_nothing_is_unpickled(folder: CheckpointFolder) -> None:
+    folder.write(5, CONTENT)
+    assert len(load_file(folder.folder / "step-5.safetensors")) == len(CONTENT["tensors"])
+
+
+@pytest.mark.parametrize(
+    ("workers", "found"),
+    [
+        ([(False, []), (False, [])], None),
+        ([(False, [20, 10]), (False, [20, 10])], Resumption(20, on_all=True)),
+        ([(False, [20, 10]), (False, [10])], Resumption(10, on_all=True)),
+        ([(False, [20, 10]), (False, [])], Resumption(20, on_all=False)),
+        ([(False, [10]), (False, [30, 20])], Resumption(30, on_all=False)),
+        ([(False, [20, 10]), (True, [])], None),
+    ],
+)
+def test_a_group_goes_on_from_the_newest_checkpoint_that_all_have_unless_a_worker_is_live(
+    workers: list[tuple[bool, list[int]]], found: Resumption | None
+) -> None:
+    assert choose(workers) == found
+
+
+def trained(steps: int, optimizer: Any) -> Replica:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    replica = Replica(model, optimizer(model.parameters(), lr=0.1))
+    train(replica, steps)
+    replica.progress = Progress(steps=steps, round_steps=2, epoch=1, taken=5)
+    return replica
+
+
+def train(replica: Replica, steps: int) -> None:
+    for seed in range(steps):
+        replica.optimizer.zero_grad()
+        inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+        replica.model(inputs).square().sum().backward()
+        replica.optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+def test_a_replica_goes_on_bit_for_bit(folder: CheckpointFolder, optimizer: Any) -> None:
+    replica, again = trained(4, optimizer), trained(0, optimizer)
+    folder.write(4, replica_content(replica))
+    restore_replica(again, folder.read(4), same_round=True)
+    assert again.progress == Progress(steps=4, round_steps=2, epoch=1, taken=5)
+    for one in (replica, again):
+        train(one, 3)
+    assert replica.digest() == again.digest()
+
+
+def test_in_another_round_the_model_is_the_servers(folder: CheckpointFolder) -> None:
+    replica, again = trained(4, torch.optim.Adam), trained(0, torch.optim.Adam)
+    before = again.digest()
+    folder.write(4, replica_content(replica))
+    restore_replica(again, folder.read(4), same_round=False)
+    assert again.digest() == before
+    assert again.progress == Progress(steps=4)
+    assert len(again.optimizer.state) == len(replica.optimizer.state) == 6
+
+
+def test_the_checkpoint_of_another_model_is_refused(folder: CheckpointFolder) -> None:
+    folder.write(4, replica_content(trained(1, torch.optim.SGD)))
+    other = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    with pytest.raises(ValueError, match=r"0\.weight is \[4, 3\] in the checkpoint and \[5, 3\] here"):
+        restore_replica(Replica(other, torch.optim.SGD(other.parameters(), 0.1)), folder.read(4), same_round=True)
+
+
+def test_the_cost_of_a_checkpoint_is_that_of_its_tensors(folder: CheckpointFolder, caplog: Any) -> None:
+    caplog.set_level(logging.DEBUG)
+    model = nn.Linear(1000, 100)
+    folder.write(1, {"model": dict(model.state_dict())})
+    assert folder.bytes_written == pytest.approx(4 * 100_100, rel=0.01)
+    assert "has 40" in caplog.text
