@@ -256,5 +256,5 @@ def test_a_service_listens_on_every_published_port() -> None:
     listened = {config.listen.rpartition(":")[2], config.control_listen.rpartition(":")[2], str(config.web_port)}
     published = {port.rpartition(":")[2] for port in SERVICES["server"]["ports"]}
     assert published <= listened
-    assert config.web_host == "0.0.0.0"
+    assert (config.web_host, config.web_allowed_hosts) == ("0.0.0.0", ["server"])
     assert not any(address.startswith("127.") for address in (config.listen, config.control_listen))

@@ -106,7 +106,7 @@ def fl_server(
     It ends with 0 when told to stop, with 78 if the configuration is wrong, and with 1 on a fault.
     """
     if version:
-        print(VERSION)
+        print(f"fl-server {VERSION}")
         raise typer.Exit(Exit.OK)
     try:
         flags = {"listen": listen, "control_listen": control_listen, "state_dir": state_dir}
@@ -212,7 +212,7 @@ def _pages(parts: Parts, config: ServerConfig, stack: ExitStack) -> list[WebServ
     """Make the page, if it is wanted."""
     if config.web_port is None:
         return []
-    page = WebServer(View(parts, VERSION), config.web_host, config.web_port, local=config.page_is_local)
+    page = WebServer(View(parts, VERSION), config.web_host, config.web_port, names=config.web_allowed_hosts)
     stack.enter_context(page.socket)
     return [page]
 
