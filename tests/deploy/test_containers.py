@@ -226,6 +226,12 @@ def test_a_caller_without_a_certificate_is_refused(containers: Containers) -> No
     assert run(containers.command("flctl"), env).returncode != 0
 
 
+def test_a_revoked_certificate_reaches_the_running_daemons(containers: Containers) -> None:
+    for command in (["flctl", "certs", "revoke", "/certs/ca", "client-2"], []):
+        assert run(containers.command("certs", *command), containers.env("certs")).returncode == 0
+    until(lambda: "ended with 77" in (containers.folder / "client-2.log").read_text())
+
+
 def test_every_path_that_a_service_uses_is_mounted() -> None:
     for name in OURS:
         service = SERVICES[name]
