@@ -80,7 +80,7 @@ step "run a federated job: each client trains alone and sends its update"
 flctl run "$dir/federated.toml" | tee "$dir/logs/federated"
 step "run a data-parallel job: both clients train together and send their gradients to each other"
 flctl run "$dir/data-parallel.toml" | tee "$dir/logs/data-parallel"
-flctl models export 0 --out "$dir/model.safetensors"
+flctl models export newest --out "$dir/model.safetensors"
 
 step "callers that are refused"
 refused() {

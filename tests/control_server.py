@@ -40,6 +40,7 @@ class Script(rpc.ControlServiceServicer):
         self.more = asyncio.Condition()
         self.watched = asyncio.Event()
         self.damage = False
+        self.models = [pb.Model(version=8, round=7, digest="blake3-" + "ab" * 32, parameters=6, accuracy=0.9)]
 
     async def StartJob(self, request: pb.StartJobRequest, context: Any) -> pb.StartReply:
         return await self._start(request.idempotency_key, json.loads(request.job))
@@ -72,9 +73,7 @@ class Script(rpc.ControlServiceServicer):
         return pb.ForgottenClient(client_id=request.client_id, updates=3)
 
     async def ListModels(self, request: pb.ListRequest, context: Any) -> pb.ModelList:
-        return pb.ModelList(
-            models=[pb.Model(version=8, round=7, digest="blake3-" + "ab" * 32, parameters=6, accuracy=0.9)]
-        )
+        return pb.ModelList(models=self.models)
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
         place = next((i for i, e in enumerate(self.events) if request.after and e.id > request.after), len(self.events))

@@ -1,11 +1,13 @@
 #!/bin/sh
-# Give every service its certificate, in a folder that no other service sees. Keep existing certificates, unless they are
-# about to expire.
+# Give every service its certificate and the list of revoked ones, in a folder that no other service sees. Keep existing
+# certificates, unless they are about to expire.
 set -eu
 cd "${1:-/certs}"
 
 give() { # NAME FOLDER: put what NAME needs into FOLDER
     cp ca/ca.crt "$2/ca.crt"
+    cp ca/ca.crl "$2/ca.crl.new"
+    mv "$2/ca.crl.new" "$2/ca.crl" # a running daemon may read it at any moment
     cp "ca/$1.crt" "$2/tls.crt"
     cp "ca/$1.key" "$2/tls.key"
     chmod 600 "$2/tls.key"

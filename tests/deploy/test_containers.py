@@ -226,6 +226,12 @@ def test_a_caller_without_a_certificate_is_refused(containers: Containers) -> No
     assert run(containers.command("flctl"), env).returncode != 0
 
 
+def test_a_revoked_certificate_reaches_the_running_daemons(containers: Containers) -> None:
+    for command in (["flctl", "certs", "revoke", "/certs/ca", "client-2"], []):
+        assert run(containers.command("certs", *command), containers.env("certs")).returncode == 0
+    until(lambda: "ended with 77" in (containers.folder / "client-2.log").read_text())
+
+
 def test_every_path_that_a_service_uses_is_mounted() -> None:
     for name in OURS:
         service = SERVICES[name]
@@ -256,5 +262,5 @@ def test_a_service_listens_on_every_published_port() -> None:
     listened = {config.listen.rpartition(":")[2], config.control_listen.rpartition(":")[2], str(config.web_port)}
     published = {port.rpartition(":")[2] for port in SERVICES["server"]["ports"]}
     assert published <= listened
-    assert config.web_host == "0.0.0.0"
+    assert (config.web_host, config.web_allowed_hosts) == ("0.0.0.0", ["server"])
     assert not any(address.startswith("127.") for address in (config.listen, config.control_listen))

@@ -109,3 +109,14 @@ def test_every_pod_has_a_network_policy_for_the_ports_that_others_use() -> None:
 def containers_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     containers: list[dict[str, Any]] = manifest["spec"]["template"]["spec"]["containers"]
     return containers
+
+
+def test_every_secret_and_config_map_that_a_pod_mounts_is_applied_or_made_as_the_page_says() -> None:
+    applied = {m["metadata"]["name"] for m in MANIFESTS if m["kind"] == "ConfigMap"}
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    for manifest in SETS:
+        for volume in manifest["spec"]["template"]["spec"]["volumes"]:
+            if name := volume.get("secret", {}).get("secretName"):
+                assert f"create secret generic {name}" in page
+            elif name := volume.get("configMap", {}).get("name"):
+                assert name in applied or f"create configmap {name}" in page

@@ -63,7 +63,7 @@ class Script:
 def served(script: Script) -> Iterator[str]:
     """Serve the page on a free port, with an event loop in a thread of its own; return its URL."""
     loop = asyncio.new_event_loop()
-    server = WebServer(script, "127.0.0.1", 0, local=True)
+    server = WebServer(script, "127.0.0.1", 0)
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     run = asyncio.run_coroutine_threadsafe(server.run(), loop)

@@ -124,10 +124,11 @@ def test_a_shipped_job_is_accepted(path: Path, server: Fleet, control: Control, 
     control.stop_job(job.job_id)
 
 
-@pytest.mark.parametrize("page", ["federated", "data-parallel", "pipeline", "clients"])
+@pytest.mark.parametrize("page", ["federated", "data-parallel", "pipeline", "first-job"])
 def test_the_commands_of_a_page_work(page: str, tmp_path: Path) -> None:
     """Run the commands of the page in a new folder, with free ports."""
-    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    for folder in ("deploy", "docs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     block = next(text for _, text in Page(ROOT / "docs" / f"{page}.md").blocks if "fl-server" in text)
     assert json.loads(run_commands(block, tmp_path))["accuracy"] > 0.9
 

@@ -141,15 +141,27 @@ class TestSecurity:
             assert response.headers["content-security-policy"] == POLICY
 
     @pytest.mark.parametrize(
-        "host", ["evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "127.0.0.1@evil"]
+        "host", ["evil.example", "127.0.0.1.evil.example", "evil.example:80", "1.2.3", "localhost.a"]
     )
-    def test_a_foreign_name_for_this_host_is_refused(self, fleet: Fleet, host: str) -> None:
+    def test_a_foreign_name_for_this_host_is_refused_and_the_key_is_named(self, fleet: Fleet, host: str) -> None:
         for path in ("/", "/api/state", "/api/stream", "/healthz"):
             response, body = ask(fleet, path, Host=host)
-            assert (response.status, body) == (400, b"Invalid host header")
+            name = host.partition(":")[0]
+            assert (response.status, body.decode()) == (
+                421,
+                f"fl-server does not know the name {name!r}: add it to web_allowed_hosts, or use the IP address\n",
+            )
+            assert response.headers["content-security-policy"] == POLICY
 
-    @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1", "[::1]:9"])
-    def test_the_names_of_this_host_are_answered(self, fleet: Fleet, host: str) -> None:
+    @pytest.mark.parametrize(
+        "host", ["", "127.0.0.1@evil", "evil@127.0.0.1", "[evil]", "[::1", "a b", "a/b", "a:b", "<b>"]
+    )
+    def test_what_is_no_host_is_refused(self, fleet: Fleet, host: str) -> None:
+        response, body = ask(fleet, "/", Host=host)
+        assert (response.status, body) == (400, b"the Host header is missing or is not a host\n")
+
+    @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "localhost.", "127.0.0.1", "[::1]:9", "10.1.2.3:80"])
+    def test_the_names_of_this_host_and_addresses_are_answered(self, fleet: Fleet, host: str) -> None:
         assert ask(fleet, "/healthz", Host=host)[0].status == 200
 
     def test_scripts_of_other_sites_are_refused_but_links_work(self, fleet: Fleet) -> None:
@@ -302,6 +314,24 @@ class TestConfiguration:
         assert "set web_insecure = true" in error
         assert start(tmp_path, "web_port=0", "web_host=0.0.0.0", "web_insecure=true") == (0, "")
         assert start(tmp_path, "web_host=0.0.0.0") == (0, "")  # without web_port there is no page
+
+    def test_a_page_for_other_hosts_answers_only_to_the_names_that_are_listed(self, tmp_path: Path) -> None:
+        keys = {"web_port": 0, "web_host": "0.0.0.0", "web_insecure": True, "web_allowed_hosts": ["Fl.example.org"]}
+        with Fleet(tmp_path, keys) as fleet:
+            for host, status in (
+                ("fl.example.org:80", 200),
+                ("FL.EXAMPLE.ORG", 200),
+                ("127.0.0.1", 200),
+                ("evil", 421),
+            ):
+                assert ask(fleet, "/", Host=host)[0].status == status
+
+    def test_an_allowed_host_must_be_a_name(self, tmp_path: Path) -> None:
+        for value in ("*", "https://fl.example.org", "fl.example.org:80", ""):
+            code, error = start(tmp_path, f'web_allowed_hosts=["{value}"]')
+            assert code == 78
+            assert "web_allowed_hosts.0" in error
+            assert f"{value!r} is not the name of a host, such as fl.example.org" in error
 
     def test_an_unknown_web_host_is_refused(self, tmp_path: Path) -> None:
         code, error = start(tmp_path, "web_port=0", "web_host=127.0.0.1.", "insecure=true")

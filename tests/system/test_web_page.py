@@ -28,6 +28,7 @@ DESK: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}}
 ROUNDS = 8
 DIGITS: dict[str, Any] = {
     "name": "digits",
+    "start": "fresh",
     "rounds": ROUNDS,
     "min_clients": 2,
     "epochs": 8,
@@ -203,7 +204,19 @@ def test_names_of_jobs_do_not_become_markup(browser: Any, tmp_path: Path) -> Non
         window.close()
 
 
-def test_the_ring_shows_its_members_and_a_loss(window: Window, fleet: Fleet, tmp_path: Path) -> None:
+def test_a_ring_and_the_curves_of_its_job_are_shown_together(window: Window, fleet: Fleet, tmp_path: Path) -> None:
+    with Control(fleet.control) as control:
+        spec = {"mode": "data_parallel", "rounds": 1000, "epochs": 2, "data_parallel": {"hook": "dgc"}}
+        started = StartedJob(fleet, control, DIGITS | {"lr": 0.05} | spec)
+        window.until("document.querySelectorAll('#rounds tbody tr').length >= 6")
+        window.until("document.querySelectorAll('#group svg.running .joined').length === 2")
+        window.until("(document.getElementById('bytes').data ?? []).some((curve) => curve.name === 'between workers')")
+        picture(window, "web-ring", tmp_path)
+        control.stop_job()
+        started.until("job_ended")
+
+
+def test_the_ring_shows_its_members_and_a_loss(window: Window, fleet: Fleet) -> None:
     with Control(fleet.control) as control:
         spec = {"mode": "data_parallel", "name": "ring", "min_clients": 2, "epochs": 100_000, "batch_size": 8}
         started = StartedJob(fleet, control, spec | {"data_parallel": {"replacement_seconds": SECONDS}})
@@ -211,7 +224,6 @@ def test_the_ring_shows_its_members_and_a_loss(window: Window, fleet: Fleet, tmp
         window.until("document.querySelectorAll('#group svg.running .joined').length === 2")
         assert window.text("#group-title") == "Ring of 2 workers"
         assert window.page.text_content("#members") == "client-0: joinedclient-1: joined"
-        picture(window, "web-ring", tmp_path)
         fleet.kill(1, signal.SIGKILL)
         window.until("document.querySelector('#group-body').textContent.includes('gathering')")
         # The client's stream and its ring end at the same time, so either event may be the newest.

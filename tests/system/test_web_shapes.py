@@ -145,3 +145,30 @@ def test_a_sentence_says_what_a_round_waits_for(
     assert sentence in window.text(".waits")
     script.now |= {"round": ROUND | {"phase": "abandoned", "reason": "barrier_timeout"}, "waits_for": None}
     window.until("document.querySelector('.waits').textContent.includes('was abandoned: barrier_timeout')")
+
+
+def test_a_failed_job_and_the_best_model_stand_out(window: Window, script: Script) -> None:
+    def ended(job_id: int, text: str) -> dict[str, Any]:
+        at, kind = ROUND["started_at"], "job_ended"
+        return {"id": job_id, "at": at, "kind": kind, "job_id": job_id, "round": 0, "client_id": "", "text": text}
+
+    begun = {"start": "best", "start_version": 4}
+    script.now["jobs"] = [JOB | begun | {"state": "failed"}, JOB | {"job_id": 6, "state": "completed"}]
+    script.now["events"] = [ended(6, "job 6 (a) is completed"), ended(7, "job 7 (b) has failed")]
+    model = {"job_id": 7, "digest": "blake3-0f", "parameters": 9, "bytes": 90, "accuracy": 0.9, "loss": 0.2}
+    script.now["models"] = [
+        {**model, "version": 4 + i, "round": i, "job_round": i, "best_of_job": i == 1} for i in (2, 1)
+    ]
+    window.until("document.querySelectorAll('#events li').length === 2")
+    assert [text.text_content() for text in window.page.locator("#events .bad").all()] == ["job 7 (b) has failed"]
+    assert window.text("#models tr:has(.badge)").split()[:3] == ["5", "best", "7.1"]
+    assert "started from the best model (version 4)" in window.text("#now")
+
+
+def test_the_header_keeps_its_line_when_the_connection_is_lost(window: Window, script: Script) -> None:
+    script.now["server"] = SERVER | {"version": "10.11.12"}
+    script.now["jobs"] = [JOB | {"job_id": 70 - i, "name": "a long name of a job" * 3} for i in range(3)]
+    window.until("document.querySelectorAll('#job option').length === 4")
+    window.page.evaluate("document.getElementById('link').textContent = 'connection lost'")
+    boxes = [window.page.locator(name).bounding_box() or {} for name in ("#job", "#link")]
+    assert abs(boxes[0]["y"] - boxes[1]["y"]) < 20

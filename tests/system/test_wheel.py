@@ -17,6 +17,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from fedring.version import VERSION
 from tests.conftest import ROOT, missing
 
 SOURCES = ("server", "client", "common", "protos", "pyproject.toml", "README.md", "LICENSE")
@@ -101,4 +102,4 @@ def test_the_demo_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path, empty: 
     keys = "round accuracy loss clients seconds train_seconds_max upload_bytes download_bytes evaluate_seconds"
     assert all(set(keys.split()) <= round_.keys() for round_ in report["rounds"])
     for name in ("fl-server", "fl-client", "flctl"):
-        assert run(programs / name, "--version", cwd=elsewhere).strip()
+        assert run(programs / name, "--version", cwd=elsewhere).strip() == f"{name} {VERSION}"

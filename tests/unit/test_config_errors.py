@@ -6,10 +6,12 @@ from typer.testing import CliRunner
 
 from fedring.client.config import ClientConfig
 from fedring.client.main import app as fl_client
+from fedring.ctl.main import app as flctl
 from fedring.daemon.config import ConfigError, load_config
 from fedring.daemon.exits import Exit
 from fedring.server.config import ServerConfig
 from fedring.server.main import app as fl_server
+from fedring.version import VERSION
 
 DAEMONS = [pytest.param(fl_server, id="server"), pytest.param(fl_client, id="client")]
 
@@ -22,6 +24,11 @@ def refused(app: Typer, *arguments: str) -> str:
     assert name in ("fl-server", "fl-client")
     assert sentence.count("\n") == 1
     return sentence.rstrip("\n")
+
+
+@pytest.mark.parametrize(("app", "name"), [(fl_server, "fl-server"), (fl_client, "fl-client"), (flctl, "flctl")])
+def test_all_programs_print_their_version_in_one_form(app: Typer, name: str) -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"{name} {VERSION}\n"
 
 
 @pytest.mark.parametrize("app", DAEMONS)

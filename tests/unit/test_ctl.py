@@ -284,6 +284,18 @@ def test_an_exported_model_has_its_own_dtypes(server: Server, flctl: Call, tmp_p
     assert torch.equal(tensors["seen"], torch.tensor(2**40))
 
 
+def test_a_model_can_be_named_by_words(server: Server, flctl: Call, tmp_path: Path) -> None:
+    def export(name: str) -> tuple[int, str, str]:
+        return flctl("models", "export", name, "--out", tmp_path / "model.safetensors", "--output", "json")
+
+    code, _, err = export("best")
+    assert (code, "no model at 127.0.0.1" in err) == (Exit.FAILED, True)
+    server.script.models += [pb.Model(version=version, best_of_job=version in (3, 5)) for version in (6, 5, 4, 3)]
+    for name, version in (("best", 5), ("newest", 8), ("0", 8), ("4", 4)):
+        assert json.loads(export(name)[1])["version"] == version
+    assert export("bst") == (Exit.USAGE, "", "flctl: 'bst' names no version: give newest, best or a number\n")
+
+
 def test_a_model_that_was_damaged_in_transit_is_not_written(server: Server, flctl: Call, tmp_path: Path) -> None:
     server.script.damage = True
     code, _, err = flctl("models", "export", "0", "--out", tmp_path / "model.safetensors")

@@ -45,7 +45,7 @@ def test_ids_that_the_server_knows_are_offered(
             ("flctl stop --job ", ["41"]),
             ("flctl rounds ", ["1.2"]),
             ("flctl clients forget a", ["ann"]),
-            ("flctl models export ", ["8"]),
+            ("flctl models export ", ["newest", "best", "8"]),
         ):
             monkeypatch.setenv("FLCTL_SERVER", served.address)
             assert offers(monkeypatch, capsys, line) == expected

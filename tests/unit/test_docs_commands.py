@@ -133,6 +133,11 @@ def test_the_examples_of_a_verb_are_valid_calls_of_it(verb: str) -> None:
         check(words)
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_has_no_line_breaks_of_the_source(verb: str) -> None:
+    assert not re.search(r"[^\n]\n[^\n]", VERBS[verb].help or "")
+
+
 @pytest.mark.parametrize("program", ["fl-server", "fl-client"])
 def test_the_examples_in_the_help_of_a_daemon_are_valid(program: str) -> None:
     examples = [re.split(r" {3,}", line.strip())[0] for line in str(APPS[program].help).splitlines()]

@@ -35,7 +35,7 @@ def test_a_module_whose_name_only_starts_like_a_trusted_one_is_refused() -> None
     error = refusal("user_seam:linear", ["user_sea"])
     assert error.reason == "not_trusted"
     assert "user_seam" in str(error)
-    assert "add it to the trusted modules" in str(error)
+    assert "start it with trusted='" in str(error)
 
 
 def test_an_untrusted_module_is_not_even_imported() -> None:

@@ -44,7 +44,7 @@ def facts() -> Facts:
 @pytest.fixture
 async def page(facts: Facts) -> AsyncIterator[WebServer]:
     """Yield a page that runs in this event loop."""
-    page = WebServer(facts, "127.0.0.1", 0, local=True)
+    page = WebServer(facts, "127.0.0.1", 0)
     with page.socket:
         run = asyncio.create_task(page.run())
         yield page

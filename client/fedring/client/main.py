@@ -20,7 +20,7 @@ from fedring.daemon.logs import log_always, set_up_logs
 from fedring.daemon.memory import bound_arenas
 from fedring.daemon.notify import sd_notify
 from fedring.daemon.tracing import set_up_tracing
-from fedring.version import SOFTWARE
+from fedring.version import SOFTWARE, VERSION
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def command(
 ) -> None:
     """Run the command line: load and check the configuration, then serve."""
     if version:
-        print(SOFTWARE)
+        print(f"fl-client {VERSION}")
         raise typer.Exit
     flags = {"server": server, "client_id": client_id, "state_dir": state_dir, "data_root": data_root}
     try:

@@ -58,7 +58,12 @@ def client_ids(context: typer.Context, incomplete: str) -> list[Offer]:
 
 def model_versions(context: typer.Context, incomplete: str) -> list[Offer]:
     """Offer the versions of the model that the server keeps."""
-    return _known(context, incomplete, lambda control: [(str(one.version), one.created_at) for one in control.models()])
+    words = [("newest", "the newest version"), ("best", "the best version of the newest job")]
+    return _known(
+        context,
+        incomplete,
+        lambda control: [*words, *((str(one.version), one.created_at) for one in control.models())],
+    )
 
 
 def _known(context: typer.Context, incomplete: str, ask: Callable[[Control], Iterable[Offer]]) -> list[Offer]:

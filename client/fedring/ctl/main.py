@@ -1,6 +1,8 @@
 """flctl: the operator's command line."""
 
+import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -25,7 +27,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Start here:\n\nflctl demo\n\nflctl help exit-codes",
+    epilog="Start here:\n\nflctl demo\n\nflctl help run\n\nflctl help exit-codes",
 )
 _MOVABLE = ("-s", "--server", "-o", "--output", "--tls-ca", "--tls-cert", "--tls-key", "--token-file")
 
@@ -45,7 +47,10 @@ _JOBS, _SHOW, _TRY, _ACCESS, _BACKUP = "Run jobs", "Show", "Try and check", "Giv
 
 def _verb(group: typer.Typer, name: str, verb: Callable[..., Any], *examples: str, panel: str | None = None) -> None:
     """Add a verb with the examples that its help shows."""
-    group.command(name, epilog=_examples(*examples), rich_help_panel=panel)(with_access(verb))
+    paragraphs = inspect.getdoc(verb) or ""
+    # Typer would keep the line breaks of the source in all paragraphs but the first.
+    text = re.sub(r"(?<!\n)\n(?!\n)", " ", paragraphs)
+    group.command(name, help=text, epilog=_examples(*examples), rich_help_panel=panel)(with_access(verb))
 
 
 def _examples(*lines: str) -> str:
@@ -66,7 +71,7 @@ _verb(
     job_control.run,
     "flctl run job.toml",
     "flctl run job.toml rounds=20 'model_args={\"hidden\": 128}'",
-    "flctl run job.toml start=newest",
+    "flctl run job.toml start=best",
     "flctl run job.toml --no-wait --key nightly-7",
     "flctl run job.toml --output json | jq .text",
     "flctl run job.toml --track tensorboard=runs/first",
@@ -96,8 +101,9 @@ _verb(
     models_app,
     "export",
     lists.export_model,
-    "flctl models export 0 --out newest.safetensors",
-    "flctl models export 0 --out newest.safetensors --exact",
+    "flctl models export best --out best.safetensors",
+    "flctl models export 11 --out version-11.safetensors",
+    "flctl models export newest --out newest.safetensors --exact",
 )
 app.add_typer(models_app, name="models", rich_help_panel=_SHOW)
 _verb(

@@ -3,12 +3,14 @@
 The types are for fields of a configuration. They check the port, because gRPC itself takes a port modulo 65536.
 """
 
+import re
 from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import AfterValidator
 
 _LARGEST_PORT = 65535
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*)")
 
 
 def check_address(text: str) -> str:
@@ -39,6 +41,12 @@ def _check_host(text: str) -> str:
     return check_tcp_address(text) if ":" in text and not text.endswith("]") else text
 
 
+def _check_name(text: str) -> str:
+    if _NAME.fullmatch(text) is None:
+        raise ValueError(f"{text!r} is not the name of a host, such as fl.example.org, without a scheme and a port")
+    return text
+
+
 def _unless_empty(check: Callable[[str], str]) -> AfterValidator:
     return AfterValidator(lambda text: check(text) if text else text)
 
@@ -47,5 +55,7 @@ Address = Annotated[str, AfterValidator(check_address)]
 AddressOrEmpty = Annotated[str, _unless_empty(check_address)]
 TcpAddress = Annotated[str, AfterValidator(check_tcp_address)]
 TcpAddressOrEmpty = Annotated[str, _unless_empty(check_tcp_address)]
+HostName = Annotated[str, AfterValidator(_check_name)]
+"""The name of a host, without a port."""
 HostOrEmpty = Annotated[str, _unless_empty(_check_host)]
 """A host, with or without a port: "name", "name:port", "[::1]", "[::1]:port"; or nothing."""

@@ -5,6 +5,7 @@ Only modules that the operator trusts are imported.
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from types import ModuleType
@@ -109,8 +110,8 @@ def optimizer_factory(
 
 def _check_trusted(module_name: str, trusted: Sequence[str], name: str) -> None:
     if not any(module_name == root or module_name.startswith(root + ".") for root in trusted):
-        known = ", ".join(trusted) or "no module"
-        detail = f"{name} lies in {module_name}, but only {known} is trusted here: add it to the trusted modules."
+        wider = json.dumps([*trusted, module_name])
+        detail = f"{name} lies in {module_name}, which this daemon does not trust: start it with trusted='{wider}'."
         raise SeamError("not_trusted", detail)
 
 
@@ -120,7 +121,10 @@ def _import(module_name: str, name: str) -> ModuleType:
             vision.load()
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        detail = f"There is no module {error.name}, which {name} needs: install it here, or correct the name."
+        detail = (
+            f"There is no module {error.name}, which {name} needs: install it where this program runs, "
+            "add its folder to PYTHONPATH, or correct the name."
+        )
         raise SeamError("no_module", detail) from error
     except Exception as error:  # the user's code may raise anything
         raise SeamError("no_module", f"{module_name}, for {name}, cannot be imported: {_describe(error)}.") from error

@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from fedring.rpc.address import Address, AddressOrEmpty, TcpAddressOrEmpty
+from fedring.rpc.address import Address, AddressOrEmpty, HostName, TcpAddressOrEmpty
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.metrics import check_metrics_address
 from fedring.rpc.tls import Tls
@@ -26,6 +26,11 @@ class ServerConfig(BaseSettings):
     web_port: int | None = Field(None, ge=0, le=65535, description="port of the web page; 0 = any free one")
     web_host: str = Field(
         "127.0.0.1", min_length=1, description="address of the page; another than loopback needs web_insecure = true"
+    )
+    web_allowed_hosts: list[HostName] = Field(
+        [],
+        description="names by which browsers may call the page, such as fl.example.org; IP addresses, localhost and "
+        "web_host are always allowed",
     )
     web_insecure: bool = Field(False, description="let other hosts read the page, in plaintext and without a login")
     insecure: bool = Field(False, description="let everybody in on an address that other hosts can reach")
@@ -93,17 +98,13 @@ class ServerConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _page_is_local(self) -> Self:
-        if self.web_port is not None and not (self.page_is_local or self.web_insecure or self.insecure):
+        local = is_loopback(f"{self.web_host}:0")
+        if self.web_port is not None and not (local or self.web_insecure or self.insecure):
             raise ValueError(
                 f"web_host {self.web_host!r} can be reached from other hosts, and the page asks nobody for a name: "
                 "set web_insecure = true to allow it"
             )
         return self
-
-    @property
-    def page_is_local(self) -> bool:
-        """Whether only this host can reach the page."""
-        return is_loopback(f"{self.web_host}:0")
 
     def _check_exposed(self, address: str) -> None:
         if not encrypts(address, self.tls):

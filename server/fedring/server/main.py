@@ -70,14 +70,36 @@ _PUBLIC_SERVICES = tuple(
 )
 _CONTROL_SERVICES = tuple(service.full_name for service in control_pb2.DESCRIPTOR.services_by_name.values())
 
-app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+_HELP = """Send commands to fl-clients, average their updates, and keep the models.
+
+[CONFIG] is a file that ends in .toml or .json. Each key=value sets one key over it; so do the environment
+variables FEDRING_SERVER_<KEY>, over the file, and the options below, over all. --print-config shows every key,
+its value, and where the value came from. Without any, fl-server listens on loopback and keeps its state in
+./fl-server-state.
+
+\b
+  fl-server web_port=8445
+  fl-server server.toml job.rounds=20
+  fl-server listen=0.0.0.0:8443 insecure=true trusted='["fedring", "my_project"]'
+
+When it serves, it prints one line of JSON with its addresses on standard output.
+
+Exits with 0 when told to stop, with 78 if the configuration is wrong, and with 1 on a fault.
+"""
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
-@app.command()
+@app.command(help=_HELP)
 def fl_server(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="a .toml or .json file, then keys to set over it"),
+        typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", show_default=False),
     ] = None,
     listen: Annotated[str | None, typer.Option(help="address for clients, host:port")] = None,
     control_listen: Annotated[str | None, typer.Option(help="address for flctl, host:port")] = None,
@@ -91,22 +113,9 @@ def fl_server(
     ] = False,
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
 ) -> None:
-    """The aggregation server: it sends commands to fl-clients, adds up their updates and keeps the models.
-
-    Examples:
-
-      fl-server                                   defaults: loopback, ./fl-server-state
-
-      fl-server server.toml job.rounds=20         a file, and a key over it
-
-      FEDRING_SERVER_LISTEN=127.0.0.1:9000 fl-server
-
-    When it serves, it prints one JSON line with its addresses on standard output.
-
-    It ends with 0 when told to stop, with 78 if the configuration is wrong, and with 1 on a fault.
-    """
+    """Run the command line: load and check the configuration, then serve."""
     if version:
-        print(VERSION)
+        print(f"fl-server {VERSION}")
         raise typer.Exit(Exit.OK)
     try:
         flags = {"listen": listen, "control_listen": control_listen, "state_dir": state_dir}
@@ -212,7 +221,7 @@ def _pages(parts: Parts, config: ServerConfig, stack: ExitStack) -> list[WebServ
     """Make the page, if it is wanted."""
     if config.web_port is None:
         return []
-    page = WebServer(View(parts, VERSION), config.web_host, config.web_port, local=config.page_is_local)
+    page = WebServer(View(parts, VERSION), config.web_host, config.web_port, names=config.web_allowed_hosts)
     stack.enter_context(page.socket)
     return [page]
 

@@ -1,14 +1,13 @@
 """The paths of the page, and what each serves."""
 
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp
 
 from fedring.web.feed import Feed
 from fedring.web.headers import Careful
+from fedring.web.hosts import KnownHosts
 
 STATIC = Path(__file__).with_name("static")
 MAX_ID = 2**63 - 1
@@ -38,8 +38,8 @@ class Source(Protocol):
         ...
 
 
-def make_app(source: Source, feed: Feed, *, hosts: Sequence[str]) -> ASGIApp:
-    """Make the page and its JSON, for browsers that call it by one of `hosts`; "*" = by any name."""
+def make_app(source: Source, feed: Feed, *, names: Collection[str]) -> ASGIApp:
+    """Make the page and its JSON, for browsers that call it by an IP address, "localhost" or one of `names`."""
 
     async def state(request: Request) -> Response:
         return JSONResponse(await source.state())
@@ -67,8 +67,7 @@ def make_app(source: Source, feed: Feed, *, hosts: Sequence[str]) -> ASGIApp:
         Route("/plotly.min.js", plotly),
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
-    # Against DNS rebinding: a name that leads here is not enough to be answered.
-    return Careful(TrustedHostMiddleware(Starlette(routes=routes), list(hosts), www_redirect=False))
+    return Careful(KnownHosts(Starlette(routes=routes), names))
 
 
 def plotly_script() -> Path:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
 
@@ -25,16 +25,22 @@ class _Server(uvicorn.Server):
 
 
 class WebServer:
-    """Serves the page at `url` while `run` runs; a `local` page answers only browsers on this host."""
+    """Serves the page at `url` while `run` runs.
 
-    def __init__(self, source: Source, host: str, port: int, *, local: bool) -> None:
+    Args:
+        source: Where the page's facts come from.
+        host: The address or the name on which the page listens.
+        port: Its port; 0 = any free one.
+        names: Names by which browsers may call it, besides `host`, "localhost" and IP addresses.
+    """
+
+    def __init__(self, source: Source, host: str, port: int, *, names: Sequence[str] = ()) -> None:
         self.socket = _bind(host, port)
         name = f"[{host}]" if ":" in host else host
         self.url = f"http://{name}:{self.socket.getsockname()[1]}/"
         self._feed = Feed(source.state)
-        hosts = (name, "localhost", "127.0.0.1", "[::1]") if local else ("*",)
         self._config = uvicorn.Config(
-            make_app(source, self._feed, hosts=hosts),
+            make_app(source, self._feed, names=(host, *names)),
             http=LimitedProtocol,
             ws="none",
             lifespan="off",

@@ -23,6 +23,7 @@ from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
+from fedring.daemon.wording import counted
 from fedring.rpc.certificates import identity_of, load_authorities, names_of
 from fedring.rpc.identity import NAME, Identity, Role
 
@@ -143,7 +144,7 @@ def revoke(
         raise Failure("say whose certificates to revoke, or give --serial", Exit.USAGE)
     replace_file(folder / CRL, authority.revoke(serials, before))
     new = len({*serials} - before.keys())
-    print(f"{new} certificates are revoked now: copy {folder / CRL} to where the daemons' tls.crl says")
+    print(f"revoked {counted(new, 'certificate')}: copy {folder / CRL} to where the daemons' tls.crl says")
 
 
 def show(

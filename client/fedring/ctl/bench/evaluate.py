@@ -10,6 +10,7 @@ import typer
 from fedring.control.failure import Failure
 from fedring.ctl.access import connect
 from fedring.ctl.bench.presets import DataRootOption
+from fedring.ctl.operate.model_names import HELP, find_version, names_version
 from fedring.ctl.options import DEFAULT_SERVER, OutputOption, ServerOption
 from fedring.ctl.output import Output, number, percent, print_json, print_table
 from fedring.daemon.exits import Exit
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
 def evaluate(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL", help="A .safetensors file, or the version number of a model to fetch; 0 = the newest."
-        ),
+        typer.Argument(metavar="MODEL", help=f"A .safetensors file, or a version to fetch from the server: {HELP}."),
     ],
     model: Annotated[str, typer.Option(help="The function that builds the network, as module:attribute.")],
     data: Annotated[str, typer.Option(help="The function that returns the samples, as module:attribute.")],
@@ -49,10 +48,10 @@ def evaluate(
     names = {"model": model, "data": data, "loss": loss} | ({"evaluator": evaluator} if evaluator else {})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(source)
-        if source.isdecimal() and not path.exists():
+        if names_version(source) and not path.exists():
             path = Path(folder) / "model.safetensors"
             with connect(server) as control:
-                control.export_model(int(source), path)
+                control.export_model(find_version(control, source), path)
         counts = evaluate_file(path, names, arguments, data_root=data_root, device=device)
     if output is Output.JSON:
         table = {"correct": counts.correct, "total": counts.total, "loss_sum": counts.loss_sum}

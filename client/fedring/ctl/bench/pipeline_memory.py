@@ -16,7 +16,7 @@ from fedring.schedules.schedule import NAMES, Versions
 
 def memory(
     model: Annotated[
-        str, typer.Argument(help="The model, as module:attribute or torchvision:NAME.")
+        str, typer.Argument(metavar="MODEL", help="The model, as module:attribute or torchvision:NAME.")
     ] = "torchvision:resnet18",
     model_args: Annotated[str, typer.Option(metavar="JSON", help="Keyword arguments of the function MODEL.")] = "{}",
     stages: Annotated[str, typer.Option(help="Numbers of stages to try, separated by commas.")] = "1,2,4",

@@ -11,6 +11,7 @@ from fedring.control.failure import Failure
 from fedring.control.server import Job
 from fedring.ctl.access import connect
 from fedring.ctl.completion import client_ids, job_ids, model_versions, round_names
+from fedring.ctl.operate.model_names import HELP, find_version
 from fedring.ctl.operate.round_names import find_round, round_name
 from fedring.ctl.options import DEFAULT_SERVER, LimitOption, OutputOption, ServerOption, check_out_file
 from fedring.ctl.output import (
@@ -220,8 +221,7 @@ def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, outpu
 
 def export_model(
     version: Annotated[
-        int,
-        typer.Argument(min=0, help="The version number; 0 = the newest version.", autocompletion=model_versions),
+        str, typer.Argument(metavar="VERSION", help=f"The version: {HELP}.", autocompletion=model_versions)
     ],
     out: Annotated[
         Path, typer.Option("--out", metavar="FILE", help="The .safetensors file to write; its folder must exist.")
@@ -239,7 +239,7 @@ def export_model(
     """
     check_out_file(out)
     with connect(server) as control:
-        header = control.export_model(version, out, exact=exact)
+        header = control.export_model(find_version(control, version), out, exact=exact)
     written = out.stat().st_size
     if output is Output.JSON:
         row = {"version": header.version, "digest": header.model_digest, "file": str(out), "bytes": written}

@@ -33,6 +33,9 @@ _OWN = {
 _ON_CLIENTS_ONLY = ("not_trusted", "no_module")
 """Reasons for which a server cannot use a part that clients may have."""
 
+_ON_SERVER_TOO = ("data", "loss", "evaluator")
+"""The keys of the parts that the server needs, besides the model, if it evaluates."""
+
 _VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 """The least bytes of a value in an encoding; other encodings leave values out."""
 
@@ -55,7 +58,7 @@ class JobChecks:
             ConfigError: if something is; one sentence that names the key.
         """
         for key, name in _names(job):
-            self._check_name(key, name, needed=job.evaluate_on_server and key in ("data", "loss"))
+            self._check_name(key, name, needed=job.evaluate_on_server and key in _ON_SERVER_TOO)
         try:
             try_optimizer(job, self._config.trusted)
         except SeamError as error:
@@ -141,8 +144,7 @@ def try_optimizer(job: Job, trusted: Sequence[str]) -> None:
 def _names(job: Job) -> Iterator[tuple[str, str]]:
     """Return the keys and names of the parts of a job that clients import, except its model."""
     yield from (("data", job.data), ("loss", job.loss), ("optimizer", job.optimizer))
-    if job.trainer:
-        yield "trainer", job.trainer
+    yield from ((key, name) for key, name in (("trainer", job.trainer), ("evaluator", job.evaluator)) if name)
     if job.mode == "data_parallel" and job.data_parallel.chosen_hook(job.momentum) is None:
         yield "data_parallel.hook", job.data_parallel.hook
     if job.mode == "pipeline" and isinstance(job.pipeline.cut, str) and ":" in job.pipeline.cut:

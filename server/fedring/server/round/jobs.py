@@ -106,7 +106,8 @@ class Jobs:
             await self._facts.keep(self._runner.prune)  # after the last round: each round does it for those before it
             await self._facts.keep(self._end, row.job_id, state, reason)
             self._rounds.recovering = False
-            text = f"job {row.job_id} ({row.name}) is {state}" + (f": {reason}" if reason else "")
+            verb = {"failed": "has", "stopped": "was"}.get(state, "is")
+            text = f"job {row.job_id} ({row.name}) {verb} {state}" + (f": {reason}" if reason else "")
             self._journal.write("job_ended", text, job_id=row.job_id)
 
     async def _end(self, job_id: int, state: str, reason: str) -> None:

@@ -32,7 +32,7 @@ function show(parts) {
   if (has("clients", "server")) showClients(state.clients, state.server);
   if (has("group")) showGroup(state.group);
   if (has("models")) showModels(state.models);
-  if (has("events")) showEvents(state.events);
+  if (has("events") || has("jobs")) showEvents(state.events, state.jobs);
   if (has("round", "jobs")) refreshRounds();
 }
 

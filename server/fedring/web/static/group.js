@@ -19,7 +19,7 @@ export function showGroup(group) {
 }
 
 function facts(group) {
-  const rows = [["generation", count(group.generation)], ["phase", group.phase], ["steps before it", count(group.steps)]];
+  const rows = [["generation", count(group.generation)], ["phase", group.phase], ["steps before this round", count(group.steps)]];
   if (group.reason) rows.push([group.phase === "ended" ? "ended" : "last one ended", group.reason]);
   if (group.members.length && group.others.length) rows.push(["not in it", group.others.map((worker) => worker.client_id).join(", ")]);
   return h("dl", { class: "group-facts" }, rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));

@@ -42,8 +42,11 @@ const jobLine = (job) =>
 
 // What the job has started from: "fresh" or a file makes a version, the other choices name one.
 function beginning(job) {
-  if (!job.start) return "";
-  return ` · start ${job.start}${job.start_version && job.start !== `${job.start_version}` ? `, version ${job.start_version}` : ""}`;
+  if (!job.start || !job.start_version) return "";
+  const from = { fresh: "a new model", newest: "the newest model", best: "the best model" }[job.start];
+  const version = `version ${job.start_version}`;
+  if (from) return ` · started from ${from} (${version})`;
+  return ` · started from ${job.start === `${job.start_version}` ? version : `${job.start} (${version})`}`;
 }
 
 function before(job) {

@@ -17,7 +17,7 @@ export function showClients(clients, server) {
   if (!clients?.length) {
     return fill(at("clients"), empty("No client is connected. On each client's machine: ", h("code", {}, "fl-client server=HOST:PORT")));
   }
-  const columns = [["client", ""], ["state", ""], ["activity", ""], ["round", ""], ["updates", "right"], ["software", ""], ["address", ""]];
+  const columns = [["client", ""], ["state", ""], ["activity", ""], ["this round", ""], ["updates", "right"], ["software", ""], ["address", ""]];
   const rows = clients.map((client) => {
     const [kind, word] = STATES[client.state] ?? ["", client.state];
     return [h("span", { title: client.client_id }, client.client_id), h("span", { class: `dot ${kind}` }, word), doing(client), client.part || "–", count(client.updates),
@@ -59,21 +59,24 @@ export function showModels(models) {
   const columns = [["version", "right"], ["round", "right"], ["accuracy", "right"], ["loss", "right"], ["size", "right"], ["digest", ""]];
   const rows = models.map((model) => [
     count(model.version), publisher(model),
-    percent(model.accuracy) + (model.best_of_job ? " (best)" : ""), number(model.loss), bytes(model.bytes),
+    percent(model.accuracy), number(model.loss), bytes(model.bytes),
     h("code", { title: `${model.digest}, ${count(model.parameters)} parameters` }, model.digest.replace("blake3-", "").slice(0, 8)),
   ]);
   fill(at("models"), table("models that the server keeps", columns, rows));
 }
 
 const publisher = (model) => (model.job_round
-  ? h("span", { title: `round ${model.job_round} of job ${model.job_id}, number ${model.round} of the server` }, `${model.job_id}.${model.job_round}`)
+  ? [model.best_of_job ? h("span", { class: "badge good", title: `the best model of job ${model.job_id}` }, "best") : "", " ",
+     h("span", { title: `round ${model.job_round} of job ${model.job_id}, number ${model.round} of the server` }, `${model.job_id}.${model.job_round}`)]
   : model.round ? String(model.round) : "first");
 
-export function showEvents(events) {
+export function showEvents(events, jobs) {
   if (!events?.length) return fill(at("events"), empty("Nothing has happened yet."));
+  const failed = new Set((jobs ?? []).filter((job) => job.state === "failed").map((job) => job.job_id));
+  const bad = (event) => BAD.has(event.kind) || (event.kind === "job_ended" && failed.has(event.job_id));
   const rows = events.toReversed().map((event) =>
     h("li", {},
       h("time", { datetime: event.at, title: event.at }, clock(event.at)),
-      h("span", { class: BAD.has(event.kind) ? "bad" : GOOD.has(event.kind) ? "good" : "" }, event.text)));
+      h("span", { class: bad(event) ? "bad" : GOOD.has(event.kind) ? "good" : "" }, event.text)));
   fill(at("events"), h("ol", { class: "events" }, rows));
 }

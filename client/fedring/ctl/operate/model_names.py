@@ -1,0 +1,28 @@
+"""The names by which users call a version of the model: a number, `newest` or `best`."""
+
+from fedring.control.calls import Control
+from fedring.control.failure import Failure
+from fedring.daemon.exits import Exit
+
+HELP = "newest; best, of the newest job that has one; or the number in `flctl models list` (0 = newest)"
+
+
+def names_version(name: str) -> bool:
+    """Return whether this is one of the names, whether there is such a version or not."""
+    return name in ("newest", "best") or (name.isascii() and name.isdecimal() and len(name) < 19)
+
+
+def find_version(control: Control, name: str) -> int:
+    """Return the number of the version that the user has named; 0 stands for the newest.
+
+    Raises:
+        Failure: The name has another form, or no version was evaluated yet.
+    """
+    if not names_version(name):
+        raise Failure(f"{name!r} names no version: give newest, best or a number", Exit.USAGE)
+    if name != "best":
+        return 0 if name == "newest" else int(name)
+    best = next((model.version for model in control.models() if model.best_of_job), None)
+    if best is None:
+        raise Failure(f"no model at {control.address} was evaluated, so none is the best: see `flctl models list`")
+    return best
