@@ -58,8 +58,8 @@ export function showModels(models) {
   if (!models?.length) return fill(at("models"), empty("The server has no model yet."));
   const columns = [["version", "right"], ["round", "right"], ["accuracy", "right"], ["loss", "right"], ["size", "right"], ["digest", ""]];
   const rows = models.map((model) => [
-    count(model.version), publisher(model),
-    percent(model.accuracy) + (model.best_of_job ? " (best)" : ""), number(model.loss), bytes(model.bytes),
+    count(model.version), [publisher(model), model.best_of_job && " (best)"],
+    percent(model.accuracy), number(model.loss), bytes(model.bytes),
     h("code", { title: `${model.digest}, ${count(model.parameters)} parameters` }, model.digest.replace("blake3-", "").slice(0, 8)),
   ]);
   fill(at("models"), table("models that the server keeps", columns, rows));
