@@ -120,8 +120,8 @@ class Job(BaseModel):
         ge=0,
         le=MAX_SECONDS,
         allow_inf_nan=False,
-        description="time after which a round goes on without a client that reports no progress, until it reports "
-        "some; 0 = never (federated, without a trainer of your own)",
+        description="time after which a round goes on without a client whose progress has stopped, until it goes on; "
+        "0 = never (federated, for trainings that report their progress)",
     )
     straggler_factor: float = Field(
         0.0,
