@@ -4,9 +4,11 @@ import json
 import signal
 import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ from fedring.server.state.backup.restore import restore
 from fedring.v1 import federation_pb2 as pb
 from tests import forks
 from tests.fleets import Control, Fleet
-from tests.system.wire import SIZE, WireClient, deliver, outcome, payload_of, run, vector_job
+from tests.system.wire import SIZE, Refused, WireClient, deliver, outcome, payload_of, run, vector_job
 
 BY_PERPLEXITY: dict[str, Any] = {"evaluate": True, "best_by": "min eval/perplexity"}
 ROUNDS: list[tuple[int, float | None]] = [(2, 5.0), (3, 2.0), (9, 4.0), (5, None)]
@@ -51,6 +53,13 @@ def train(fleet: Fleet, control: Control, rounds: Sequence[tuple[int, float | No
             client.commands.ReportEvaluation(report, metadata=client.metadata)
         outcome(control, job_id, events)
     return Job(control, job_id)
+
+
+def deliver_with(client: WireClient, effort: float) -> None:
+    """Answer the client's next command with an update that has the metric `effort`."""
+    command = client.expect("train")
+    payload = payload_of(np.ones(SIZE, np.float32))
+    client.push(client.header(command, payload, metrics={"effort": effort}), payload)
 
 
 def kept(fleet: Fleet, control: Control) -> list[tuple[int, bool]]:
@@ -127,9 +136,23 @@ def test_a_metric_of_the_training_needs_no_evaluation(fleet: Fleet, control: Con
     with WireClient(fleet.listen) as client:
         job_id, events = run(control, rounds=9, best_by="min train/effort", patience=1)
         for effort in (3.0, 1.0, 2.0):
-            command = client.expect("train")
-            payload = payload_of(np.ones(SIZE, np.float32))
-            client.push(client.header(command, payload, metrics={"effort": effort}), payload)
+            deliver_with(client, effort)
         job = outcome(control, job_id, events)
     assert job.reason == "it ended early: version 3 (train/effort 1) was not surpassed for 1 round"
     assert kept(fleet, control) == [(4, False), (3, True)]
+
+
+def test_a_model_whose_evaluation_a_crash_has_cut_off_has_the_metrics_of_its_training(
+    fleet: Fleet, control: Control
+) -> None:
+    fleet.server.kill()
+    fleet.server.env["FL_CRASH_AT"] = "after_publish_commit"
+    fleet.start_server()
+    with WireClient(fleet.listen) as client:
+        control.start_job(vector_job(best_by="min train/effort"))
+        with suppress(grpc.RpcError, Refused):  # the server ends before it answers
+            deliver_with(client, 1.0)
+        fleet.server.wait()
+    del fleet.server.env["FL_CRASH_AT"]
+    fleet.start_server()
+    assert kept(fleet, control)[0] == (2, True)
