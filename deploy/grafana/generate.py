@@ -88,13 +88,18 @@ FEDERATION = Dashboard(
             Panel("Since the newest model", "s", {"": "max(fl:round_silence:seconds)"}, 4, stat=True,
                   text="While a job runs: since its start, or since the newest model."),
             Panel("Clients of the round", "short", {"{{state}}": "sum by (state) (fl_server_round_clients)"}),
-            Panel("Rounds per hour", "short", {"{{result}}": f"3600 * {rate('fl_server_rounds_total', 'result')}"}),
+            Panel("Rounds per hour", "short", {"{{result}}": f"3600 * {rate('fl_server_rounds_total', 'result')}"}, 6),
+            Panel("Clients not waited for, per hour", "short", {
+                "stalled": f"3600 * {rate('fl_server_clients_stalled_total')}",
+                "stragglers": f"3600 * {rate('fl_server_stragglers_total')}",
+            }, 6, text="Stalled: no progress for stalled_after_seconds. Stragglers: left out by straggler_factor."),
             Panel("Round duration", "s", {
                 "median": quantile(0.5, "fl_server_round_duration_seconds"),
                 "95 %": quantile(0.95, "fl_server_round_duration_seconds"),
                 "deadline": "max(fl_server_round_deadline_seconds)",
-            }),
-            Panel("Time in each phase, per round", "s", {"{{phase}}": mean("fl_server_round_phase_seconds", "phase")}),
+            }, 6),
+            Panel("Time in each phase, per round", "s",
+                  {"{{phase}}": mean("fl_server_round_phase_seconds", "phase")}, 6),
         ),
         "Model": (
             Panel("Accuracy of the newest model", "percentunit", {"{{instance}}": "fl_server_model_accuracy_ratio"}),

@@ -104,7 +104,7 @@ def test_a_users_metrics_reach_the_round_its_tables_and_prometheus(fleet: Fleet)
     _, table, error = flctl(fleet, "rounds", "--job", str(job.job_id), "--metric", "eval/perplexity")
     assert f"{metrics['eval/perplexity']:.6g}" in table
     assert "train/words_sum" in error
-    assert f"the best round of job {job.job_id} is {newest.round}:" in error  # the model still learns
+    assert f"the best round of job {job.job_id} is {job.job_id}.{newest.job_round}:" in error  # the model still learns
     _, table, _ = flctl(fleet, "rounds", str(newest.round))
     assert all(name in table for name in metrics)
     _, text, _ = flctl(fleet, "rounds", str(newest.round), "--output", "json")

@@ -2,17 +2,22 @@
 
 import os
 import queue
+import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
+from fedring.client import Federation, RoundOver, connect
+from fedring.train.models import digits_mlp
 from fedring.v1 import control_pb2
 from fedring.v1 import federation_pb2 as pb
 from tests.conftest import path_to
 from tests.fleets import Control, Fleet, until_watching
 from tests.metrics_page import Page
 from tests.system.wire import WireClient, deliver, offer_of, outcome, payload_of
+from tests.waiting import until as wait_until
 
 GATED = '''
 """A loss that is computed only while somebody holds the gate open: a named pipe has a writer."""
@@ -105,3 +110,53 @@ def test_a_round_ends_without_a_straggler(tmp_path: Path) -> None:
         assert Page(fleet.ready["metrics"])("fl_server_stragglers_total") == 1
         for client in clients:
             client.close()
+
+
+def test_a_loop_of_the_users_own_is_waited_for_until_it_has_reported_progress(tmp_path: Path) -> None:
+    goes_on = threading.Event()
+
+    def train(federation: Federation) -> None:
+        model = digits_mlp()
+        for number, task in enumerate(federation):
+            task.load_into(model)
+            if number == 1:
+                task.progress(0.5)
+            goes_on.wait()
+            goes_on.clear()
+            with suppress(RoundOver):
+                task.submit(model, samples=1)
+
+    job = {"rounds": 2, "evaluate": False, "encoding": "fp32", "min_clients": 3, "stalled_after_seconds": 2}
+    with (
+        Fleet(tmp_path, {"heartbeat_seconds": 0.1}) as fleet,
+        Control(fleet.control) as control,
+        WireClient(fleet.listen, "ann") as ann,
+        WireClient(fleet.listen, "eve") as eve,
+        connect(server=fleet.listen, client_id="bob", state_dir=tmp_path / "bob") as federation,
+    ):
+        bob = threading.Thread(target=train, args=(federation,))
+        bob.start()
+        until_watching(control, 3)
+        job_id = control.start_job(job).job_id
+        deliver(ann, np.zeros(VALUES, np.float32))
+        command = eve.expect("train")
+        wait_until(lambda: any(c.client_id == "bob" and c.activity == pb.ACTIVITY_TRAINING for c in control.clients()))
+        events = control.events()
+        eve.say(pb.WatchRequest(matched=True, activity=pb.ACTIVITY_TRAINING))  # she begins after bob, and stalls
+        assert until(events, "client_stalled").client_id == "eve"
+        goes_on.set()
+        payload = payload_of(np.zeros(VALUES, np.float32))
+        eve.push(eve.header(command, payload), payload)
+        first = until(events, "round_published").state
+        assert (first.delivered, list(first.stalled)) == (3, [])
+
+        deliver(ann, np.zeros(VALUES, np.float32))
+        deliver(eve, np.zeros(VALUES, np.float32))
+        while until(events, "client_stalled").client_id != "bob":  # he has reported progress in this round
+            pass
+        second = until(events, "round_published").state
+        assert (second.delivered, list(second.stalled)) == (2, ["bob"])
+        outcome(control, job_id, control.follow_job(job_id, events))
+        federation.close()
+        goes_on.set()
+        bob.join()

@@ -111,7 +111,7 @@ def test_a_job_starts_from_the_best_version_and_each_job_keeps_its_best(tmp_path
         jobs = {job.job_id: job for job in control.jobs()}
         assert [jobs[number].start_version for number in (1, 2, 3, 4)] == [1, 5, 3, 8]
         texts = [event.text for event in told_until_the_end(control, 4) if event.kind == "job_started"]
-        assert "job 3 (job) starts from version 3, the best (accuracy 0.9000)" in texts[2]
+        assert "job 3 (job) starts from version 3, the best (eval/accuracy 0.9)" in texts[2]
         # Of the last two jobs, the newest and the best are kept, and the newest of all.
         assert [(model.version, model.job_id, model.best_of_job) for model in control.models()] == [
             (9, 4, True),
@@ -198,7 +198,7 @@ def test_a_job_ends_early_when_nothing_better_comes(control: Control, clients: C
     job = outcome(control, job_id, events)
     assert (job.state, job.rounds_done) == ("completed", 5)
     best = job.start_version + 2
-    assert job.reason == f"it ended early: version {best} (accuracy 0.6000) was not surpassed for 3 rounds"
+    assert job.reason == f"it ended early: version {best} (eval/accuracy 0.6) was not surpassed for 3 rounds"
     (model,) = (model for model in control.models() if model.job_id == job_id and model.best_of_job)
     assert model.version == best
 

@@ -1,8 +1,7 @@
 """Which model is the best, and which versions are kept."""
 
 from dataclasses import replace
-from math import nan
-from typing import Any
+from math import inf, nan
 
 import pytest
 from hypothesis import given
@@ -10,78 +9,86 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.unit.rows import a_model
 
-from fedring.server.state.ratings import best_of, best_of_each_job, rating_in, versions_to_keep
+from fedring.server.state.ratings import best_of, best_of_each_job, versions_to_keep
 from fedring.server.state.rows import ModelRow
 from fedring.train.job import Job
 from fedring.train.start import is_path, spelled, version_of
 
+Figures = dict[str, float]
 
-def rated(*ratings: tuple[int, float | None, float | None]) -> list[ModelRow]:
-    """Return versions 1, 2, ... with these jobs, accuracies and losses."""
+
+def rated(*figures: tuple[int, Figures]) -> list[ModelRow]:
+    """Return versions 1, 2, ... with these jobs and named figures."""
     return [
-        replace(a_model(version), job_id=job, accuracy=accuracy, loss=loss)
-        for version, (job, accuracy, loss) in enumerate(ratings, start=1)
+        replace(a_model(version), job_id=job, metrics=metrics)
+        for version, (job, metrics) in enumerate(figures, start=1)
     ]
 
 
+def accuracies(*values: float | None) -> list[ModelRow]:
+    """Return versions 1, 2, ... of job 1 with these accuracies."""
+    return rated(*((1, {} if value is None else {"eval/accuracy": value}) for value in values))
+
+
+PERPLEXITIES = rated((1, {"eval/accuracy": 0.9, "eval/perplexity": 4.0}), (1, {"eval/perplexity": 2.0}), (1, {}))
+
+
 @pytest.mark.parametrize(
-    ("models", "best"),
+    ("models", "rule", "best"),
     [
-        (rated(), None),
-        (rated((1, None, None)), None),
-        (rated((1, 0.5, 9.0), (1, 0.7, 9.5), (1, 0.6, 0.1)), 2),  # the accuracy counts
-        (rated((1, 0.7, 9.0), (1, 0.7, 0.1)), 1),  # the oldest of equals
-        (rated((1, None, 3.0), (1, None, 2.0), (1, None, None)), 2),
-        (rated((1, None, 0.1), (1, 0.2, 5.0)), 2),
-        (rated((1, 0.0, None), (1, None, None)), 1),
+        ([], "", None),
+        (accuracies(None), "", None),
+        (accuracies(0.5, 0.7, 0.6), "", 2),
+        (accuracies(0.7, 0.7), "", 1),  # the oldest of equals
+        (accuracies(0.0, None), "", 1),
+        (rated((1, {"eval/accuracy": 0.7, "eval/loss": 9.0}), (1, {"eval/accuracy": 0.5, "eval/loss": 0.1})), "", 1),
+        (rated((1, {"eval/loss": 0.1}), (1, {"eval/accuracy": 0.2, "eval/loss": 5.0})), "", 2),
+        (rated((1, {"eval/loss": 3.0}), (1, {"eval/loss": 2.0})), "", 2),  # accuracy is not defined
+        (rated((1, {"server/accuracy": 0.3}), (1, {"server/accuracy": 0.2, "eval/loss": 1.0})), "", 1),
+        (PERPLEXITIES, "", 1),
+        (PERPLEXITIES, "min eval/perplexity", 2),  # a round without the metric is never the best
+        (PERPLEXITIES, "max eval/perplexity", 1),
+        (PERPLEXITIES, "max eval/f1", None),  # accuracy does not stand in for a metric that the job names
+        (accuracies(nan, 0.1, inf), "", 2),
+        (accuracies(nan), "", None),
     ],
 )
-def test_the_best_model_has_the_highest_accuracy_or_else_the_lowest_loss(
-    models: list[ModelRow], best: int | None
-) -> None:
+def test_the_best_model_is_chosen_by_its_jobs_rule(models: list[ModelRow], rule: str, best: int | None) -> None:
     for order in (models, models[::-1]):
-        found = best_of(order)
+        found = best_of(order, rule)
         assert (found.version if found else None) == best
 
 
-def test_each_job_has_a_best_model_of_its_own() -> None:
-    models = rated((1, 0.9, None), (1, 0.5, None), (2, 0.3, None), (0, 0.99, None), (3, None, None))
-    assert best_of_each_job(models) == {1, 3}
-
-
-@pytest.mark.parametrize(
-    ("stats", "rating"),
-    [
-        ({}, (None, None)),
-        ({"correct": 3, "total": 4, "loss_sum": 2.0, "server_accuracy": 0.1, "server_loss": 9.0}, (0.75, 0.5)),
-        ({"correct": 0, "total": 0, "loss_sum": 0.0}, (None, None)),
-        ({"server_accuracy": 0.25, "server_loss": 1.5}, (0.25, 1.5)),
-        ({"correct": 3, "total": 4, "loss_sum": nan}, (0.75, None)),
-    ],
-)
-def test_a_round_is_rated_by_its_clients_or_else_by_the_server(stats: dict[str, Any], rating: tuple[Any, Any]) -> None:
-    assert rating_in(stats) == rating
+def test_each_job_has_a_best_model_by_a_rule_of_its_own() -> None:
+    figures = [(1, 0.9), (1, 0.5), (2, 0.3), (2, 0.2), (0, 0.99)]
+    models = [*rated(*((job, {"eval/accuracy": value}) for job, value in figures)), replace(a_model(6), job_id=3)]
+    assert best_of_each_job(models, {2: "min eval/accuracy"}) == {1, 4}
 
 
 RATINGS = st.lists(
-    st.tuples(st.integers(0, 4), st.none() | st.sampled_from([0.1, 0.5, 0.9]), st.none() | st.sampled_from([1.0, 2.0])),
+    st.tuples(
+        st.integers(0, 4),
+        st.dictionaries(st.sampled_from(["eval/accuracy", "eval/f1"]), st.sampled_from([0.1, 0.5, 0.9])),
+    ),
     max_size=12,
 )
+JOB_RULES = st.dictionaries(st.integers(1, 4), st.sampled_from(["", "max eval/f1", "min eval/accuracy"]))
 
 
-@given(RATINGS, st.integers(0, 5), st.integers(0, 3), st.sets(st.integers(1, 14), max_size=2))
+@given(RATINGS, JOB_RULES, st.integers(0, 5), st.integers(0, 3), st.sets(st.integers(1, 14), max_size=2))
 def test_the_newest_versions_the_newest_and_the_best_of_each_late_job_and_what_is_used_are_kept(
-    ratings: list[tuple[int, float | None, float | None]], newest: int, jobs: int, bases: set[int]
+    ratings: list[tuple[int, Figures]], rules: dict[int, str], newest: int, jobs: int, bases: set[int]
 ) -> None:
     models = rated(*ratings)
-    kept, complete = versions_to_keep(models, newest=newest, jobs=jobs, bases=bases)
+    kept, complete = versions_to_keep(models, rules, newest=newest, jobs=jobs, bases=bases)
     present = {row.version for row in models}
     assert kept <= present
     assert set(sorted(present)[-max(newest, 1) :]) | bases & present <= kept
     late = sorted({row.job_id for row in models} - {0})[::-1][:jobs]
     for job in late:
         mine = [row for row in models if row.job_id == job]
-        assert {max(row.version for row in mine), (best_of(mine) or mine[-1]).version} <= kept & complete
+        best = best_of(mine, rules.get(job, "")) or mine[-1]
+        assert {max(row.version for row in mine), best.version} <= kept & complete
     assert len(kept) <= max(newest, 1) + 2 * len(late) + len(bases)
     assert len(complete) <= 1 + 2 * len(late)
     assert complete <= kept

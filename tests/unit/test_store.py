@@ -11,8 +11,8 @@ import pytest
 from tests.unit.rows import a_job, a_model, a_round, an_update
 
 from fedring.server.state.failures import StorageError
-from fedring.server.state.interfaces import KEEP_EVENTS, Acceptance, Pruned, Store
-from fedring.server.state.rows import EvaluationRow, EventRow, LastAccepted, PacketSpec, RoundRow, TokenRow
+from fedring.server.state.interfaces import Acceptance, Pruned, Store
+from fedring.server.state.rows import KEEP_EVENTS, EvaluationRow, EventRow, LastAccepted, PacketSpec, RoundRow, TokenRow
 from fedring.server.state.store import SqlStore
 
 Implementation = Callable[[Path, int], Store]

@@ -14,7 +14,7 @@ from tests.unit.rows import a_job, a_model, a_round, an_update
 from fedring.server.state.database import StoreError, open_database
 from fedring.server.state.failures import StorageError
 from fedring.server.state.interfaces import Acceptance
-from fedring.server.state.rows import EvaluationRow, LastAccepted
+from fedring.server.state.rows import EvaluationRow, JobRow, LastAccepted
 from fedring.server.state.store import SqlStore
 from fedring.server.state.tables import meta
 
@@ -73,9 +73,9 @@ def test_a_newer_state_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "facts.sqlite"
     SqlStore(f"sqlite:///{file}").close()
     connection = sqlite3.connect(file)
-    connection.execute("PRAGMA user_version = 8")
+    connection.execute("PRAGMA user_version = 9")
     connection.close()
-    with pytest.raises(StoreError, match="newer version: schema 8, this program knows 7") as caught:
+    with pytest.raises(StoreError, match="newer version: schema 9, this program knows 8") as caught:
         SqlStore(f"sqlite:///{file}")
     assert caught.value.reason == "newer_state"
 
@@ -284,19 +284,51 @@ def test_a_state_from_before_jobs_said_what_they_start_from_learns_whose_its_mod
     store.add_evaluation(EvaluationRow(opened.round, 2, "", 10, 10, 0.0))  # the server's own
     store.close()
     with closing(sqlite3.connect(file)) as connection:
-        for table, columns in (
-            ("jobs", ("start_version", "residual_after")),
-            ("models", ("job_id", "accuracy", "loss")),
-        ):
+        for table, columns in (("jobs", ("start_version", "residual_after")), ("models", ("job_id", "metrics"))):
             for column in columns:
                 connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.execute("PRAGMA user_version = 5")
     for _ in range(2):
         store = SqlStore(f"sqlite:///{file}")
-        found = [(row.version, row.job_id, row.accuracy, row.loss) for row in store.models()]
-        assert found == [(2, job.job_id, 0.45, 0.5), (1, 0, None, None)]
+        found = [(row.version, row.job_id, row.metrics) for row in store.models()]
+        assert found == [(2, job.job_id, {"eval/accuracy": 0.45, "eval/loss": 0.5}), (1, 0, {})]
         row = store.job(job.job_id)
         assert row is not None
         assert (row.start_version, row.residual_after) == (0, 0)
         store.close()
     assert (tmp_path / "facts.sqlite.v5.bak").exists()
+
+
+def test_the_models_of_older_states_get_the_metrics_of_their_rounds(tmp_path: Path) -> None:
+    file = tmp_path / "facts.sqlite"
+    store = SqlStore(f"sqlite:///{file}")
+    job = store.create_job(JobRow(0, "digits", {"best_by": "max eval/f1"}, 9, 1.5))
+    metrics = [{"eval/f1": 0.9, "eval/accuracy": 0.5}, {"eval/f1": 0.1, "eval/accuracy": 0.7}]
+    for version, known in enumerate(metrics, start=1):
+        opened = a_round(store, job)
+        ended = replace(opened, phase="published", ended_at=9.0, stats={"metrics": known})
+        store.publish(replace(a_model(version, number=opened.round), job_id=job.job_id), ended)
+        store.add_evaluation(EvaluationRow(opened.round, version, "ann", 5, 10, 5.0))
+    store.publish(replace(a_model(3, number=99), job_id=job.job_id))  # its round is not kept, nor is an evaluation
+    store.close()
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("ALTER TABLE models DROP COLUMN metrics")
+        for column, value in (("accuracy", 0.25), ("loss", 3.0)):
+            connection.execute(f"ALTER TABLE models ADD COLUMN {column} REAL")
+            connection.execute(f"UPDATE models SET {column} = ?", (value,))
+        connection.execute("PRAGMA user_version = 7")
+        connection.commit()
+    for _ in range(2):
+        store = SqlStore(f"sqlite:///{file}")
+        assert {row.version: row.metrics for row in store.models()} == {
+            1: {**metrics[0], "eval/loss": 3.0},
+            2: {**metrics[1], "eval/loss": 3.0},
+            3: {"server/accuracy": 0.25, "server/loss": 3.0},
+        }
+        assert store.best_versions() == {1}
+        store.close()
+    assert (tmp_path / "facts.sqlite.v7.bak").exists()
+    with closing(sqlite3.connect(file)) as old, closing(sqlite3.connect(tmp_path / "new.sqlite")) as new:
+        SqlStore(f"sqlite:///{tmp_path / 'new.sqlite'}").close()
+        columns = [{row[1:4] for row in each.execute("PRAGMA table_info(models)")} for each in (old, new)]
+    assert columns[0] == columns[1]

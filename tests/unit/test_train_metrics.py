@@ -15,7 +15,7 @@ from fedring.rpc.contract import MAX_FIGURE
 from fedring.train.errors import TrainError
 from fedring.train.evaluation import Counts, counts_of, evaluate, run_evaluator
 from fedring.train.job import Job
-from fedring.train.metrics import MAX_METRICS, best_of, check_metrics, combine, named_metrics, with_origin
+from fedring.train.metrics import MAX_METRICS, best_of, check_metrics, combine, named_metrics, result_of, with_origin
 
 CPU = torch.device("cpu")
 
@@ -92,12 +92,17 @@ ROUNDS: list[dict[str, float]] = [
         (ROUNDS, "max eval/f1", None),
         ([{"eval/loss": 2.0}, {"eval/loss": 1.0}], "", 1),  # accuracy is not defined
         ([{"server/accuracy": 0.1}, {"server/accuracy": 0.2, "eval/loss": 9.0}], "", 1),
+        ([{"eval/accuracy": math.nan}, {"eval/accuracy": 0.1}, {"eval/accuracy": math.inf}], "", 1),
         ([{}], "", None),
         ([], "", None),
     ],
 )
 def test_the_best_round(rounds: list[dict[str, float]], rule: str, best: int | None) -> None:
     assert best_of(rounds, rule) == best
+    result = result_of(rounds[best], rule) if best is not None else ""
+    name, _, value = result.partition(" ")
+    assert bool(result) is (best is not None)
+    assert not rule or best is None or (name, float(value)) == (rule.split()[1], rounds[best][name])
 
 
 @pytest.mark.parametrize("rule", ["eval/f1", "max f1", "most eval/f1", "max eval/", "max eval/a b", "max other/f1"])

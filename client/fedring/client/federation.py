@@ -145,12 +145,14 @@ class Federation:
         try:
             while True:
                 self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
+                self._link.session.set_reporting(True)
                 work = self._link.call(lambda: self._link.session.inbox.take())
                 if isinstance(work, EvaluationOrder):
                     self._evaluate(work)
                 elif not self._delivery.settle(work):
                     self._task = Task(work, self._link, self._models, self._spool, self.config.client_id)
                     if self._task.job.mode in self._modes:
+                        self._link.session.set_reporting(False)  # the caller's code may never call progress()
                         return self._task
                     self._task.fail("unknown_mode", f"this client does not train in the mode {self._task.job.mode!r}")
         except FederationClosed:

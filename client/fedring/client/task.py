@@ -94,7 +94,12 @@ class Task:
         self.link.session.begin(pb.ACTIVITY_TRAINING)
 
     def progress(self, share: float) -> None:
-        """Report the share of the training that is done, 0 to 1. The operator sees it."""
+        """Report the share of the training that is done, 0 to 1. The operator sees it.
+
+        From the first call to the end of the round, a client that reports nothing new for the job's
+        stalled_after_seconds counts as stalled. A training that never calls this may take until the deadline.
+        """
+        self.link.session.set_reporting(True)
         self.link.session.advance(share)
 
     def submit(
@@ -127,6 +132,7 @@ class Task:
             self.done = True
             raise RoundOver(reason)
         self.done = True
+        self.link.session.set_reporting(True)
         try:
             self._deliver(model, self._base, training)
             self.result = "accepted"

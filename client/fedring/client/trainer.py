@@ -69,6 +69,8 @@ class DeclaredTrainer:
             Refused: If the server has refused this client for good.
         """
         try:
+            if not (self._config.trainer or task.job.trainer):  # a user's trainer cannot report how far it is
+                task.progress(0.0)
             loaded = self._load(task.job)
             with span("train", task.command.traceparent, round=task.round, client=self._config.client_id):
                 if task.job.mode != "federated":

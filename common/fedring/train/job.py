@@ -51,8 +51,8 @@ class Job(BaseModel):
     start: Start = Field(
         NEWEST,
         description="what the job starts from: fresh = a new model, made from model and seed, or read from init_path; "
-        "newest = the newest version of this model; best = its best version; a version's number; or the path of a "
-        "file that init_path allows. flctl run sends fresh unless you say otherwise",
+        "newest = the newest version of this model; best = its best version by best_by; a version's number; or the "
+        "path of a file that init_path allows. flctl run sends fresh unless you say otherwise",
     )
     rounds: int = Field(1, ge=1, le=1_000_000, description="rounds to run, including those that are abandoned")
 
@@ -125,8 +125,8 @@ class Job(BaseModel):
         ge=0,
         le=MAX_SECONDS,
         allow_inf_nan=False,
-        description="time after which a round goes on without a client that reports no progress, until it reports "
-        "some; 0 = never (federated, without a trainer of your own)",
+        description="time after which a round goes on without a client whose progress has stopped, until it goes on; "
+        "0 = never (federated, for trainings that report their progress)",
     )
     straggler_factor: float = Field(
         0.0,
@@ -155,12 +155,14 @@ class Job(BaseModel):
     )
     patience: Count = Field(
         0,
-        description="number of rounds without a better result after which the job ends early; 0 = run all rounds",
+        description="number of rounds without a better result, by best_by, after which the job ends early; 0 = run "
+        "all rounds",
     )
     best_by: Annotated[Text, AfterValidator(check_rule)] = Field(
         "",
-        description='which model is the best of the job: "max NAME" or "min NAME" of a metric, such as "max eval/f1"; '
-        "empty = the highest accuracy, or the lowest loss if accuracy is not defined",
+        description='which model is the best, for start = "best", patience, keep_jobs and all tables: "max NAME" or '
+        '"min NAME" of a metric, such as "max eval/f1"; empty = the highest accuracy, or the lowest loss if accuracy '
+        "is not defined",
     )
     max_abandoned: PositiveCount = Field(
         3, description="number of rounds abandoned in a row after which the job has failed"
@@ -177,7 +179,8 @@ class Job(BaseModel):
 
     @model_validator(mode="after")
     def _results_are_known(self) -> Self:
-        if self.patience and not (self.evaluate or self.evaluate_on_server):
+        by_training = " train/" in self.best_by
+        if self.patience and not (self.evaluate or self.evaluate_on_server or by_training):
             raise ValueError("patience compares results: it needs evaluate = true or evaluate_on_server = true")
         if 0 < self.straggler_factor < 1:
             raise ValueError(f"straggler_factor must be 0 or at least 1, and is {self.straggler_factor:g}")

@@ -7,7 +7,7 @@ name alone says how a figure is combined, and clients cannot disagree about it.
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from math import fsum, nan
+from math import fsum, isfinite, nan
 from typing import Any
 
 from fedring.rpc.contract import MAX_FIGURE
@@ -24,7 +24,7 @@ ORIGINS = ("train", "eval", "server")
 """Where a round's figures are from: its updates, its clients' evaluations, and the server's own evaluation."""
 
 RULES = ("max eval/accuracy", "max server/accuracy", "min eval/loss", "min server/loss")
-"""What makes a round the best of its job if the job does not say: the first of these figures that is known."""
+"""What makes a round the best of its job if the job does not say: the first of these figures that any round has."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RULE = re.compile(rf"(max|min) ({'|'.join(ORIGINS)})/{_NAME.pattern}")
@@ -118,18 +118,34 @@ def check_rule(rule: str) -> str:
 
 
 def best_of(rounds: Sequence[Metrics], rule: str = "") -> int | None:
-    """Return which of the rounds is the best: its place in the sequence, or None if no figure of it is known.
+    """Return which of the rounds is the best: its place in the sequence, or None if they cannot be compared.
 
     Args:
-        rounds: The figures of each round, as Round.metrics has them. Of equally good rounds, the first one is the best.
+        rounds: The figures of each round, as Round.metrics has them. A round without the figure that is compared, or
+            in which it is not a finite number, is never the best. Of equally good rounds, the first one is the best.
         rule: The job's key best_by.
     """
-    for known_rule in [rule] if rule else RULES:
-        direction, name = known_rule.split()
+    for direction, name in _rules(rule):
         sign = 1 if direction == "max" else -1
-        if known := [place for place, metrics in enumerate(rounds) if name in metrics]:
+        if known := [place for place, metrics in enumerate(rounds) if _has(metrics, name)]:
             return max(known, key=lambda place: sign * rounds[place][name])
     return None
+
+
+def result_of(metrics: Metrics, rule: str = "") -> str:
+    """Return the figure by which best_of compares a round, such as "eval/f1 0.75", or "" if the round has none."""
+    name = next((name for _, name in _rules(rule) if _has(metrics, name)), "")
+    return f"{name} {metrics[name]:.6g}" if name else ""
+
+
+def _rules(rule: str) -> list[tuple[str, str]]:
+    """Return directions and names, of which the first that any round has is compared."""
+    pairs = (each.split() for each in ([rule] if rule else RULES))
+    return [(direction, name) for direction, name in pairs]
+
+
+def _has(metrics: Metrics, name: str) -> bool:
+    return isfinite(metrics.get(name, nan))
 
 
 def _combined(name: str, values: Sequence[tuple[int, float]]) -> float:

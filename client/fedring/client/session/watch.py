@@ -57,6 +57,7 @@ class ClientSession:
         self._in_use_since: float | None = None  # since then every Join was refused: another session has this id
         self._activity: pb.Activity.ValueType = pb.ACTIVITY_UNSPECIFIED
         self._progress = 0.0
+        self._reports_progress = True
         self._failures: list[pb.Failure] = []
         self._wake = asyncio.Event()
         self._sent = asyncio.Condition()  # is notified after each heartbeat
@@ -69,6 +70,10 @@ class ClientSession:
     def advance(self, share: float) -> None:
         """Set the share of the activity that is done, 0 to 1. Any thread may call this."""
         self._progress = share
+
+    def set_reporting(self, reports_progress: bool) -> None:
+        """Set whether heartbeats without progress mean that the client stands still. Any thread may call this."""
+        self._reports_progress = reports_progress
 
     async def run(self) -> None:
         """Keep up a session for ever.
@@ -215,6 +220,7 @@ class ClientSession:
             matched=self._matched,
             activity=self._activity,
             progress=self._progress,
+            reports_no_progress=not self._reports_progress,
             failure=self._failures[0] if self._failures else None,
         )
 

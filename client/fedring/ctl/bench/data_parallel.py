@@ -40,6 +40,7 @@ def data_parallel(
     """Train once with each hook, and compare bytes, accuracy, and the longest and mean communication of a step."""
     names = unique_names("--hooks", split_hooks(hooks))
     keys = {**preset_job(dataset, Mode.DATA_PARALLEL), **_KEYS, "rounds": epochs, "subset_size": subset}
+    keys["max_abandoned"] = 1  # an epoch that is missing would end the comparison with a division by zero, or unfairly
     check_data_root(dataset, data_root)
     make_out_folder(out)
     root = data_root.absolute() if data_root else None

@@ -180,9 +180,8 @@ def rounds(
     if others:
         stderr_console().print(f"further metrics, for --metric: {', '.join(others)}")
     if best:
-        stderr_console().print(
-            f"the best round of job {job} is {best['round']}: it published model {best['model_version']}"
-        )
+        job_round, version = best["job_round"], best["model_version"]
+        stderr_console().print(f"the best round of job {job} is {job}.{job_round}: it published model {version}")
 
 
 def models(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:

@@ -19,7 +19,6 @@ from fedring.server.parts import Parts
 from fedring.server.round.report import event_message, job_message, model_message, round_message
 from fedring.server.service.downloads import ModelBlobService
 from fedring.server.state.journal import printable, rfc3339
-from fedring.server.state.ratings import best_of_each_job
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
 from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
@@ -238,13 +237,12 @@ class ControlService(rpc.ControlServiceServicer):
         return [event_message(row, rounds.get(row.round)) for row in rows]
 
     def _models(self, limit: int) -> list[pb.Model]:
-        rows = self._store.models(_ALL)
-        best = best_of_each_job(rows)
+        rows, best = self._store.models(limit), self._store.best_versions()
         return [
             model_message(
                 row, self._store.evaluation_sum(row.version), self._store.round(row.round), best=row.version in best
             )
-            for row in rows[:limit]
+            for row in rows
         ]
 
 

@@ -73,10 +73,12 @@ class JobChecks:
                     raise ConfigError(f"{found.name}: {found.found}")
         schema = self._check_model(job)
         self._check_sizes(job, schema)
+        _check_best_by(job)
         self._check_start(job, kept)
         alike = (row for row in kept if row.schema_hash == schema.hash.hex())
-        if job.start == BEST and runs_next and best_of(alike) is None:
-            raise ConfigError("start: no version of this model that is kept was evaluated: use newest or fresh")
+        if job.start == BEST and runs_next and best_of(alike, job.best_by) is None:
+            what = f"has {job.best_by.split()[1]}, which best_by names" if job.best_by else "was evaluated"
+            raise ConfigError(f"start: no version of this model that is kept {what}: use newest or fresh")
 
     def _check_name(self, key: str, name: str, *, needed: bool) -> None:
         try:
@@ -139,6 +141,15 @@ def try_optimizer(job: Job, trusted: Sequence[str]) -> None:
     except SeamError:  # it was checked already, or only clients have it
         return
     make([torch.nn.Parameter(torch.zeros(1))], job.lr, job.momentum)
+
+
+def _check_best_by(job: Job) -> None:
+    """Check that the job makes the evaluations that its best model is chosen by."""
+    evaluations = {"eval": ("evaluate", job.evaluate), "server": ("evaluate_on_server", job.evaluate_on_server)}
+    name = job.best_by.rpartition(" ")[2]
+    key, evaluated = evaluations.get(name.partition("/")[0], ("", True))
+    if not evaluated:
+        raise ConfigError(f"best_by: {name} is never known, because the job has {key} = false: set {key} = true")
 
 
 def _names(job: Job) -> Iterator[tuple[str, str]]:

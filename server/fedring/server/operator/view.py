@@ -19,13 +19,11 @@ from fedring.server.operator.summaries import (
 from fedring.server.parts import Parts
 from fedring.server.round.report import event_message, round_message
 from fedring.server.state.journal import rfc3339
-from fedring.server.state.ratings import best_of_each_job
 from fedring.server.state.rows import EvaluationRow, EventRow, JobRow, RoundRow
 from fedring.v1 import control_pb2 as pb
 
 MOST_JOBS, MOST_MODELS, MOST_EVENTS, MOST_ROUNDS = 50, 10, 50, 1000
 MOST_STORED_EVENTS = 1000
-_ALL = 1_000_000_000
 CHUNK = 10
 """Rounds that are read at once. Those of large fleets are long, and uploads wait for the same thread."""
 STORE_SECONDS = 2.0
@@ -140,8 +138,7 @@ class View:
         )
 
     def _read_models(self) -> list[Summary]:
-        every, known = self._store.models(_ALL), self._evaluations
-        rows, best = every[:MOST_MODELS], best_of_each_job(every)
+        rows, known, best = self._store.models(MOST_MODELS), self._evaluations, self._store.best_versions()
         for row in rows[1:]:  # these are no longer evaluated
             if row.version not in known:
                 known[row.version] = self._store.evaluation_sum(row.version)

@@ -18,10 +18,11 @@ from fedring.server.round.runner import RoundRunner
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.journal import Journal, printable
-from fedring.server.state.ratings import best_of, result_of
+from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import JobRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
+from fedring.train.metrics import result_of
 from fedring.train.start import NEWEST
 
 log = logging.getLogger(__name__)
@@ -114,15 +115,16 @@ class Jobs:
         await self._facts.db(self._store.set_job_state, job_id, state, reason)
         await self._facts.db(self._store.end_orphans)
 
-    def _no_better(self, job_id: int, patience: int) -> str:
+    def _no_better(self, job_id: int, spec: Job) -> str:
         """Return why a job ends early: since its best model it has published `patience` others. Empty if it has not."""
+        patience = spec.patience
         published = [model for model in self._store.models(_ALL, job_id) if model.round]
-        best = best_of(published)
+        best = best_of(published, spec.best_by)
         # Every published round makes one version, and no other job runs meanwhile.
         if best is None or published[0].version - best.version < patience:
             return ""
-        result = f"version {best.version} ({result_of(best)})"
-        return f"it ended early: {result} was not surpassed for {patience} round{'s' if patience > 1 else ''}"
+        result = f"version {best.version} ({result_of(best.metrics, spec.best_by)})"
+        return f"it ended early: {result} was not surpassed for {counted(patience, 'round')}"
 
     def _way_on(self, job_id: int) -> str:
         """Return a clause that says how to go on from the last model of a job that has failed; empty without one."""
@@ -174,7 +176,7 @@ class Jobs:
             if abandoned and (not outcome.retryable or abandoned >= min(spec.max_abandoned, row.rounds)):
                 return "failed", outcome.reason
             if outcome.published and spec.patience and done < row.rounds:
-                text = await self._facts.keep(self._facts.db, self._no_better, row.job_id, spec.patience)
+                text = await self._facts.keep(self._facts.db, self._no_better, row.job_id, spec)
                 if text:
                     return "completed", text
         return "completed", ""

@@ -29,8 +29,8 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
     updates = [open_.accepted[client] for client in sorted(open_.accepted)]
     version = await facts.db(facts.store.next_version)
     made = await facts.heavy(models.maker.next, open_.base, updates, open_.job, open_.row.round, version)
-    model = replace(made, job_id=open_.row.job_id)
-    ended = open_.ended(Phase.PUBLISHED, model_version=model.version)
+    ended = open_.ended(Phase.PUBLISHED, model_version=version)
+    model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"])
     try:
         await facts.db(facts.store.publish, model, ended)
     except StorageFailed:

@@ -143,7 +143,9 @@ class Rounds:
 
     def stalls_at(self, session: Session) -> float:
         """Return when the client is stalled unless it makes progress before, monotonic seconds; inf means never."""
-        return inf if session.transfers else rd.stalls_at(self.state.round, session.client_id, session.moved)
+        if session.transfers or not session.reports_progress:
+            return inf
+        return rd.stalls_at(self.state.round, session.client_id, session.moved)
 
     def stalled(self, client: str) -> None:
         """Note that the client has made no progress for too long: the round goes on without it, until it does."""

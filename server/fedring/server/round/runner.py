@@ -48,9 +48,9 @@ from fedring.server.round.starting import base_of, begin
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed
 from fedring.server.state.journal import Journal
-from fedring.server.state.ratings import rating_in
 from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.train.job import Job
+from fedring.train.metrics import result_of
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -335,13 +335,14 @@ class RoundRunner:
         stats, summed = await evaluation(self._facts, self._test_set, open_, model)
         self._metrics.evaluated(stats)
         open_.row = replace(open_.row, stats=stats)
-        await self._facts.keep(self._facts.db, self._facts.store.update_round, open_.row)
-        accuracy, loss = rating_in(stats)
-        await self._facts.keep(self._facts.db, self._facts.store.rate_model, model.version, accuracy, loss)
+        await self._facts.keep(self._facts.db, self._facts.store.save_evaluation, open_.row)
         figure = ""
         if summed is not None and summed.total:
             known = summed.accuracy is not None
             figure = f": accuracy {summed.accuracy:.4f}" if known else f": loss {summed.loss:.4f}"
+        rule = open_.job.best_by
+        if rule and not result_of(stats["metrics"], rule):
+            figure += f"; it has no {rule.split()[1]}, so best_by cannot choose its model"
         self._rounds.tell("round_evaluated", f"{open_.title} is evaluated{figure}")
 
     def _begin(

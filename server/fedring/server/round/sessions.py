@@ -44,8 +44,9 @@ class Session:
     holds: str = ""  # the digest of the model that the client was sent last
     activity: int = 0
     progress: float = 0.0
+    reports_progress: bool = True  # False while it trains with code that reports none
     last_seen: float = field(default_factory=time.time)  # wall clock, for people
-    moved: float = field(default_factory=time.monotonic)  # when its activity or progress last changed
+    moved: float = field(default_factory=time.monotonic)  # when what it reports last changed
     transfers: int = 0  # uploads and downloads in progress, which end if their bytes do not move
     heard: float = field(default_factory=time.monotonic)
     spoke: float = field(default_factory=time.monotonic)  # when the newest event began to be written
@@ -56,12 +57,14 @@ class Session:
         """Note that the client has said something just now."""
         self.last_seen, self.heard = time.time(), time.monotonic()
 
-    def report(self, activity: int, progress: float) -> bool:
+    def report(self, request: pb.WatchRequest) -> bool:
         """Note what the client says that it does, and how far it is. Returns whether that has changed."""
-        progress = progress if isfinite(progress) else 0.0
-        if (activity, progress) == (self.activity, self.progress):
+        progress = request.progress if isfinite(request.progress) else 0.0
+        said = (request.activity, progress, not request.reports_no_progress)
+        if said == (self.activity, self.progress, self.reports_progress):
             return False
-        self.activity, self.progress, self.moved = activity, progress, time.monotonic()
+        self.activity, self.progress, self.reports_progress = said
+        self.moved = time.monotonic()
         return True
 
     def send(self, event: pb.ServerEvent | bytes) -> None:

@@ -8,9 +8,10 @@ from dataclasses import replace
 from fedring.server.model.models import Models
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
-from fedring.server.state.ratings import best_of, result_of
+from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import JobRow, ModelRow
 from fedring.train.job import Job
+from fedring.train.metrics import result_of
 from fedring.train.start import BEST, FRESH, NEWEST, is_path, version_of
 
 _ALL = 1_000_000_000
@@ -81,11 +82,12 @@ async def _find(facts: Facts, models: Models, spec: Job, rows: list[ModelRow]) -
     alike = [row for row in rows if row.schema_hash == schema.hash.hex()]
     if spec.start == NEWEST:
         return (alike[0], f"starts from version {alike[0].version}, the newest") if alike else (None, "")
-    best = best_of(alike)
+    best = best_of(alike, spec.best_by)
     if best is None:
-        why = "none of this model's versions was evaluated" if alike else "there is no version of this model yet"
+        what = f"has {spec.best_by.split()[1]}, which best_by names" if spec.best_by else "was evaluated"
+        why = f"none of this model's versions {what}" if alike else "there is no version of this model yet"
         raise StorageError("unknown_model", f'start = "{BEST}": {why}: use start = "{NEWEST}" or "{FRESH}"')
-    return best, f"starts from version {best.version}, the best ({result_of(best)})"
+    return best, f"starts from version {best.version}, the best ({result_of(best.metrics, spec.best_by)})"
 
 
 def _residuals_end(facts: Facts, base: ModelRow, newest: ModelRow | None) -> int:

@@ -80,7 +80,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
     async def _listen(self, session: Session, requests: AsyncIterator[pb.WatchRequest]) -> None:
         async for request in requests:
             session.hear()
-            if session.report(request.activity, request.progress):
+            if session.report(request):
                 self._rounds.moved(session.client_id)
             if request.matched and not session.matched:
                 session.matched = True

@@ -13,7 +13,9 @@ from sqlalchemy import (
     Column,
     Connection,
     Engine,
+    MetaData,
     StaticPool,
+    Table,
     create_engine,
     event,
     func,
@@ -27,8 +29,13 @@ from sqlalchemy.exc import DBAPIError
 
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.tables import METADATA, clients, evaluations, jobs, meta, models, rounds, tokens, updates
+from fedring.train.metrics import with_origin
 
 Migration = Callable[[Connection], None]
+
+_RESULTS = tuple(Column(name, models.c.created_at.type) for name in ("accuracy", "loss"))
+_RATED = Table("models", MetaData(), Column("version"), Column("round"), *_RESULTS)
+"""The results that models had in the schema versions 6 and 7."""
 
 
 def _add_tokens(connection: Connection) -> None:
@@ -59,15 +66,15 @@ def _add_starts(connection: Connection) -> None:
     """Add what a job starts from, and which job has published a model with which result."""
     for column in (jobs.c.start_version, jobs.c.residual_after, models.c.job_id):
         _add_column(connection, column, "NOT NULL DEFAULT 0")
-    for column in (models.c.accuracy, models.c.loss):
-        _add_column(connection, column)
+    for result in _RESULTS:
+        _add_column(connection, result)
     publisher = select(rounds.c.job_id).where(rounds.c.round == models.c.round).scalar_subquery()
     connection.execute(update(models).values(job_id=func.coalesce(publisher, 0)))
-    mine = (evaluations.c.version == models.c.version) & (evaluations.c.client_id != "")
+    mine = (evaluations.c.version == _RATED.c.version) & (evaluations.c.client_id != "")
     total = select(func.nullif(func.sum(evaluations.c.total), 0)).where(mine).scalar_subquery()
     correct = select(func.sum(evaluations.c.correct)).where(mine).scalar_subquery()
     loss = select(func.sum(evaluations.c.loss_sum)).where(mine).scalar_subquery()
-    connection.execute(update(models).values(accuracy=1.0 * correct / total, loss=loss / total))
+    connection.execute(update(_RATED).values(accuracy=1.0 * correct / total, loss=loss / total))
 
 
 def _add_metrics(connection: Connection) -> None:
@@ -76,6 +83,21 @@ def _add_metrics(connection: Connection) -> None:
     _add_column(connection, evaluations.c.metrics, "NOT NULL DEFAULT '{}'")
     old = evaluations.c.classified < 0
     connection.execute(update(evaluations).where(old).values(classified=evaluations.c.total))
+
+
+def _add_model_metrics(connection: Connection) -> None:
+    """Give models the named figures of their rounds, in place of an accuracy and a loss."""
+    _add_column(connection, models.c.metrics, "NOT NULL DEFAULT '{}'")
+    by_clients = set(connection.execute(select(evaluations.c.version).where(evaluations.c.client_id != "")).scalars())
+    rated = select(_RATED.c.version, _RATED.c.accuracy, _RATED.c.loss, rounds.c.stats)
+    for version, accuracy, loss, stats in connection.execute(
+        rated.outerjoin_from(_RATED, rounds, rounds.c.round == _RATED.c.round)
+    ).all():
+        origin = "eval" if version in by_clients else "server"
+        figures = with_origin(origin, {}, accuracy=accuracy, loss=loss) | (stats or {}).get("metrics", {})
+        connection.execute(update(models).where(models.c.version == version).values(metrics=figures))
+    for result in _RESULTS:
+        connection.exec_driver_sql(f"ALTER TABLE models DROP COLUMN {result.name}")
 
 
 def _add_column(connection: Connection, column: Column[Any], constraint: str = "") -> None:
@@ -92,6 +114,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     _add_names,
     _add_starts,
     _add_metrics,
+    _add_model_metrics,
 )
 """Number i migrates a database from schema version i + 1 to i + 2."""
 

@@ -21,9 +21,6 @@ from fedring.server.state.rows import (
     UpdateRow,
 )
 
-KEEP_EVENTS = 10_000
-"""How many of the newest events a store keeps: clients come and go, even while no round ends."""
-
 
 class Acceptance(StrEnum):
     """What became of an update."""
@@ -70,10 +67,7 @@ class Store(Protocol):
         ...
 
     def create_job(self, job: JobRow) -> JobRow:
-        """Add a job, and return it with its new id. The given `job_id` is ignored.
-
-        If there is a job with the same idempotency key, that job is returned and nothing is added.
-        """
+        """Add a job, and return it with its new id; if there is one with its idempotency key, return that one."""
         ...
 
     def job_of_key(self, key: str) -> JobRow | None:
@@ -186,8 +180,12 @@ class Store(Protocol):
         """Return the newest models, newest first; those of one job, unless `job_id` is 0."""
         ...
 
-    def rate_model(self, version: int, accuracy: float | None, loss: float | None) -> None:
-        """Note the result of a model's evaluation, by which models are compared."""
+    def best_versions(self) -> set[int]:
+        """Return the versions that are the best of the job that published them, by its key best_by."""
+        ...
+
+    def save_evaluation(self, row: RoundRow) -> None:
+        """Replace the row of a round whose model was evaluated, and keep its metrics with the model."""
         ...
 
     def next_version(self) -> int:

@@ -10,6 +10,9 @@ from typing import Any, Literal
 Vector = Literal["parameters", "buffers"]
 Kind = Literal["weights", "delta"]
 
+KEEP_EVENTS = 10_000
+"""How many of the newest events a store keeps: clients come and go, even while no round ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class PacketSpec:
@@ -105,8 +108,7 @@ class ModelRow:
     residual_blob: str = ""  # what the encoded delta left out
     optimizer_blob: str = ""  # the server optimizer's state
     job_id: int = 0  # the job that published it; 0 = not known
-    accuracy: float | None = None  # of its evaluation; None = it has none
-    loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # named figures of its round; empty for a first model
 
 
 @dataclass(frozen=True, slots=True)

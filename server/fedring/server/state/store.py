@@ -25,9 +25,10 @@ from sqlalchemy import (
 from fedring.daemon.crash import crashpoint
 from fedring.server.state import known
 from fedring.server.state.database import UNREADABLE, backup, epoch_in, open_database, translate
-from fedring.server.state.interfaces import KEEP_EVENTS, Acceptance, Pruned
-from fedring.server.state.ratings import versions_to_keep
+from fedring.server.state.interfaces import Acceptance, Pruned
+from fedring.server.state.ratings import best_of_each_job, versions_to_keep
 from fedring.server.state.rows import (
+    KEEP_EVENTS,
     EvaluationRow,
     EventRow,
     JobRow,
@@ -217,10 +218,15 @@ class SqlStore:
         query = select(models).order_by(models.c.version.desc()).limit(limit)
         return self._list(query.where(models.c.job_id == job_id) if job_id else query, ModelRow)
 
-    def rate_model(self, version: int, accuracy: float | None, loss: float | None) -> None:
-        values = {"accuracy": accuracy, "loss": loss}
+    def best_versions(self) -> set[int]:
         with self._transaction() as connection:
-            connection.execute(update(models).where(models.c.version == version).values(values))
+            return best_of_each_job(_rows(connection, select(models), ModelRow), _rules(connection))
+
+    def save_evaluation(self, row: RoundRow) -> None:
+        published = models.c.version == row.model_version
+        with self._transaction() as connection:
+            _replace_round(connection, row)
+            connection.execute(update(models).where(published).values(metrics=row.stats.get("metrics", {})))
 
     def add_evaluation(self, row: EvaluationRow) -> None:
         same = (evaluations.c.version == row.version) & (evaluations.c.client_id == row.client_id)
@@ -315,6 +321,7 @@ class SqlStore:
             wanted = {version or version_of(str(spec.get("start", ""))) for version, spec in starts}
             kept, complete = versions_to_keep(
                 _rows(connection, select(models), ModelRow),
+                _rules(connection),
                 newest=keep_models,
                 jobs=keep_jobs,
                 bases=wanted.union(bases),
@@ -369,6 +376,12 @@ def _insert(connection: Connection, table: Table, row: Numbered, key: str) -> Nu
 def _replace_round(connection: Connection, row: RoundRow) -> None:
     values = _values(row)
     connection.execute(update(rounds).where(rounds.c.round == values.pop("round")).values(values))
+
+
+def _rules(connection: Connection) -> dict[int, str]:
+    """Return the key best_by of each job of which there is a model."""
+    query = select(jobs.c.job_id, jobs.c.spec).where(jobs.c.job_id.in_(select(models.c.job_id)))
+    return {job_id: str(spec.get("best_by", "")) for job_id, spec in connection.execute(query)}
 
 
 def _named(connection: Connection) -> set[str]:

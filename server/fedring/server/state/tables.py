@@ -139,8 +139,7 @@ models = Table(
     _column("optimizer_blob", Text),
     _column("base_digest", Text),
     _column("job_id", _INT),
-    _column("accuracy", _FLOAT, null=True),
-    _column("loss", _FLOAT, null=True),
+    _column("metrics", _Json),
     sqlite_strict=True,
 )
 evaluations = Table(

@@ -19,7 +19,7 @@ export async function showCharts({ job, rounds }, other) {
   await Promise.all([
     metric === "accuracy" ? draw("accuracy", accuracy(compared, title("accuracy")))
       : draw("accuracy", {
-        traces: curves(compared, metric, (round) => round.metrics[metric], ".6~g"), title: title(metric), show: number, best: directionOf(metric, job), nothing: "",
+        traces: curves(compared, metric, (round) => round.metrics[metric], ".6~g"), title: title(metric), show: number, best: directionOf(metric, job, published), nothing: "",
       }),
     draw("loss", {
       traces: [...curves(compared, "clients' samples", (round) => round.loss, ".4f"), ...curves(compared, "server's samples", (round) => round.server_loss, ".4f", 1)],
@@ -44,14 +44,18 @@ function chosenMetric(rounds, job) {
   }
   select.disabled = !names.length;
   const usual = isClassified(rounds) || !isEvaluated(rounds) ? "accuracy"
-    : [bestRule(job)[1], ...names].find((name) => names.includes(name) && !name.startsWith("train/")) ?? "accuracy";
+    : [bestRule(job, rounds)[1], ...names].find((name) => names.includes(name) && !name.startsWith("train/")) ?? "accuracy";
   select.value = names.includes(select.dataset.chosen) || select.dataset.chosen === "accuracy" ? select.dataset.chosen : usual;
   return select.value;
 }
 
 const isEvaluated = (rounds) => rounds.some((round) => round.loss != null || round.server_loss != null);
 const isClassified = (rounds) => rounds.some((round) => round.accuracy != null || round.server_accuracy != null);
-const directionOf = (metric, job) => (bestRule(job)[1] === metric ? bestRule(job)[0] : null);
+
+function directionOf(metric, job, rounds) {
+  const [direction, name] = bestRule(job, rounds);
+  return name === metric ? direction : null;
+}
 
 function accuracy(compared, title) {
   const traces = [...curves(compared, "clients' samples", (round) => round.accuracy, ".2%"),

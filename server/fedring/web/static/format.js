@@ -7,8 +7,14 @@ export function setClock(date) {
   if (!Number.isNaN(told) && Math.abs(told - Date.now()) > 2000) ahead = told - Date.now();
 }
 
-// The two words of a job's key best_by: "max" or "min", and the name of a metric.
-export const bestRule = (job) => (job?.best_by || "max eval/accuracy").split(" ");
+const RULES = ["max eval/accuracy", "max server/accuracy", "min eval/loss", "min server/loss"];
+
+// How the rounds of a job are compared: "max" or "min", and the name of a metric. It is the job's key best_by, or else the
+// first of RULES whose metric any round has.
+export function bestRule(job, rounds) {
+  const rules = (job?.best_by ? [job.best_by] : RULES).map((rule) => rule.split(" "));
+  return rules.find(([, name]) => rounds.some((round) => round.metrics[name] != null)) ?? rules[0];
+}
 
 export const secondsUntil = (time) => (Date.parse(time) - Date.now() - ahead) / 1000;
 

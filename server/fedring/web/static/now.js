@@ -112,11 +112,12 @@ export function showTiles(state, job, rounds) {
     h("div", {}, h("dt", {}, name), h("dd", {}, value), h("dd", { class: "note", title: note }, note || "\u00a0"))));
 }
 
-// The figure by which the models of the job are compared; nothing if that is the loss, which has its own tile.
+// The figure by which the models of the job are compared; nothing if that is the clients' loss, which has its own tile.
 function quality(published, rated, job) {
-  const [direction, name] = bestRule(job);
+  const [direction, name] = bestRule(job, published);
   const values = published.map((round) => round.metrics[name]).filter((value) => value != null);
   if (!values.length) return rated.length ? [] : [["Accuracy", percent(null), "not evaluated yet"]];
+  if (name === "eval/loss" && !job?.best_by) return [];
   const best = direction === "max" ? Math.max(...values) : Math.min(...values);
   const show = name.endsWith("/accuracy") ? percent : number;
   return [[name === "eval/accuracy" ? "Accuracy" : name, show(values.at(-1)), `best ${show(best)}`]];
