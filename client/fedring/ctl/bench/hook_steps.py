@@ -1,23 +1,21 @@
-"""One worker of `flctl profile`: python -m fedring.ctl.profile_worker SETTINGS RANK; rank 0 prints what it measured.
+"""The steps of `flctl profile` and `flctl bench hooks`: their time and their bytes with each hook, on one rank.
 
 Hooks take turns, so that other work on the machine slows all of them down alike.
 """
 
-import json
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
 import fedring.ring
+from fedring.ctl.bench.rank import Rank
 from fedring.ddp import DGCSGD, DGCState, Profile
 from fedring.ddp.hooks import hook_by_name
 from fedring.train.batches import fetch, size_of
@@ -33,11 +31,9 @@ _METER = ("wait_seconds", "compress_seconds", "decompress_seconds")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a measurement; equal on all workers."""
+    """The settings of a measurement; equal on all ranks."""
 
-    store: str
     backend: str
-    workers: int
     threads: int
     hooks: list[str]
     turns: int
@@ -46,10 +42,6 @@ class Settings:
     model: str
     data: str
     data_root: str | None
-
-    def text(self) -> str:
-        """Return the settings as one argument of a command."""
-        return json.dumps(asdict(self))
 
 
 class Subject:
@@ -92,42 +84,42 @@ class Subject:
         self.meter.add(self._state.meter.end_window())
 
 
-def main() -> None:
-    """Measure every hook, as the worker of that rank."""
-    settings, rank = Settings(**json.loads(sys.argv[1])), int(sys.argv[2])
-    torch.set_num_threads(settings.threads)
-    store = FileStore(settings.store, settings.workers)
-    dist.init_process_group(settings.backend, store=store, rank=rank, world_size=settings.workers)
-    samples = resolve(settings.data, _TRUSTED)(Path(settings.data_root) if settings.data_root else None, False).train
-    subjects = [Subject(hook, settings) for hook in settings.hooks]
+def measure(rank: Rank, **settings: Any) -> list[dict[str, Any]]:
+    """Measure every hook.
+
+    Args:
+        rank: Which rank this process is.
+        **settings: Those of Settings.
+
+    Returns:
+        For each hook, its name, the seconds of a step in each turn (`step_seconds`), the bytes that a rank sends in a
+        step (`bytes_per_step`, None over Gloo, which does not count them), and the seconds of a step that the hook
+        waited, compressed and decompressed; all in the mean over the ranks.
+    """
+    chosen = Settings(**settings)
+    torch.set_num_threads(chosen.threads)
+    rank.join(chosen.backend)
+    samples = resolve(chosen.data, _TRUSTED)(Path(chosen.data_root) if chosen.data_root else None, False).train
+    subjects = [Subject(hook, chosen) for hook in chosen.hooks]
     for subject in subjects:
-        subject.train(_batches(samples, settings, rank, _WARM))
-    for turn in range(settings.turns):
-        for subject in subjects[turn % len(subjects) :] + subjects[: turn % len(subjects)]:
-            subject.measure(_batches(samples, settings, rank, settings.steps), settings.steps)
-    figures = [_figures(subject, settings) for subject in subjects]
-    if rank == 0:
-        print(json.dumps(figures), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        subject.train(_batches(samples, chosen, rank.number, _WARM))
+    for turn in range(chosen.turns):
+        for number, subject in enumerate(subjects[turn % len(subjects) :] + subjects[: turn % len(subjects)]):
+            subject.measure(_batches(samples, chosen, rank.number, chosen.steps), chosen.steps)
+            rank.report(turn * len(subjects) + number + 1, chosen.turns * len(subjects))
+    figures = [_figures(subject, chosen, rank) for subject in subjects]
+    rank.leave()
+    return figures
 
 
-def _figures(subject: Subject, settings: Settings) -> dict[str, Any]:
-    """Return the subject's figures, in the mean over all workers."""
+def _figures(subject: Subject, settings: Settings, rank: Rank) -> dict[str, Any]:
     metered = subject.meter.means()
-    sums = torch.tensor(
-        [*subject.seconds, subject.bytes_sent / settings.turns, *(metered[name] for name in _METER)],
-        dtype=torch.float64,
-    )
-    dist.all_reduce(sums)
-    means = (sums / settings.workers).tolist()
-    seconds, (sent, *spent) = means[: settings.turns], means[settings.turns :]
-    known = settings.backend == "fedring"  # Gloo does not count its bytes
+    sent = rank.mean(subject.bytes_sent / settings.turns)
     return {
         "hook": subject.hook,
-        "step_seconds": seconds,
-        "bytes_per_step": round(sent) if known else None,
-        **dict(zip(_METER, spent, strict=True)),
+        "step_seconds": [rank.mean(seconds) for seconds in subject.seconds],
+        "bytes_per_step": round(sent) if settings.backend == "fedring" else None,
+        **{name: rank.mean(metered[name]) for name in _METER},
     }
 
 
@@ -141,7 +133,3 @@ def _batches(samples: Any, settings: Settings, rank: int, steps: int) -> Iterato
 def _sent_bytes() -> int:
     traffic = fedring.ring.traffic()
     return traffic.sent_bytes + traffic.shared_bytes
-
-
-if __name__ == "__main__":
-    main()
