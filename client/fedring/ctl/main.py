@@ -13,7 +13,7 @@ from fedring.control.failure import Failure
 from fedring.ctl import help_topics, profile
 from fedring.ctl.access import with_access
 from fedring.ctl.admin import certs, doctor, meeting_store, state_backup
-from fedring.ctl.bench import data_parallel, demo, evaluate, federated, pipeline_memory, pipeline_schedules
+from fedring.ctl.bench import data_parallel, demo, evaluate, federated, hooks, pipeline_memory, pipeline_schedules
 from fedring.ctl.operate import job_control, lists, port_health, token, watch
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
@@ -149,6 +149,14 @@ _verb(
     data_parallel.data_parallel,
     "flctl bench data-parallel --data-root data",
     "flctl bench data-parallel --dataset digits --epochs 3 --workers 3",
+)
+_verb(
+    bench_app,
+    "hooks",
+    hooks.hooks,
+    "flctl bench hooks --data-root data",
+    "flctl bench hooks --dataset digits --quick",
+    "flctl bench hooks --data-root data --rate 1gbit --hooks 'none,int8,topk(ratio=0.01)' --out hooks-1gbit",
 )
 app.add_typer(bench_app, name="bench", rich_help_panel=_TRY)
 _verb(

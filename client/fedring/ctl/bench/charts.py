@@ -61,11 +61,11 @@ class Curves:
     reference: tuple[float, str] | None = None  # value and label of a horizontal line
 
 
-def plot_panels(panels: Sequence[Bars | Curves], path: Path, *, columns: int = 2) -> None:
-    """Write the PNG `path` that shows all charts."""
+def plot_panels(panels: Sequence[Bars | Curves], path: Path, *, columns: int = 2, width: float = 6.6) -> None:
+    """Write the PNG `path` that shows all charts, in so many columns of that width in inches."""
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    figure = make_figure(6.6 * columns, 4.2 * rows)
+    figure = make_figure(width * columns, 4.2 * rows)
     places = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, panel in zip(places, panels, strict=False):
         if isinstance(panel, Bars):
@@ -101,6 +101,7 @@ def _draw_bars(axes: Axes, chart: Bars) -> None:
     count = len(chart.series)
     width = 0.8 / count if count > 1 else 0.62
     highest = chart.low
+    font = 9.0 if count == 1 else 7.5 if len(chart.names) < 8 else 6.0
     for number, series in enumerate(chart.series):
         xs = [place + (number - (count - 1) / 2) * width for place in places]
         tops = [v + d for v, d in zip(series.values, series.deviations or [0.0] * len(xs), strict=True)]
@@ -113,7 +114,7 @@ def _draw_bars(axes: Axes, chart: Bars) -> None:
             hatch: dict[str, Any] = {"hatch": _HATCHES[number], "edgecolor": "white", "linewidth": 0}
             axes.bar(xs, series.values, 0.94 * width, yerr=series.deviations, error_kw=_ERRORS, **style, **hatch)
         for x, top, value in zip(xs, tops, series.values, strict=True):
-            _annotate(axes, chart.label(value), x, top, above=9 if chart.low else 3, small=count > 1)
+            _annotate(axes, chart.label(value), x, top, above=9 if chart.low else 3, points=font)
     _set_range(axes, chart, highest)
     if chart.reference:
         _draw_reference(axes, *chart.reference)
@@ -123,9 +124,7 @@ def _draw_bars(axes: Axes, chart: Bars) -> None:
     axes.set_ylabel(chart.unit, color=INK, fontsize=9)
     axes.grid(axis="y", color=GREY, alpha=0.4, linewidth=0.6)
     axes.set_axisbelow(True)
-    set_title(axes, chart.title)
-    if count > 1 or chart.reference:
-        _legend(axes)
+    _finish(axes, chart.title, legend=count > 1 or chart.reference is not None)
 
 
 def _set_range(axes: Axes, chart: Bars, highest: float) -> None:
@@ -167,24 +166,24 @@ def _draw_curves(axes: Axes, chart: Curves) -> None:
     axes.set_xlabel(chart.x_label, color=INK, fontsize=9)
     axes.set_ylabel(chart.y_label, color=INK, fontsize=9)
     axes.grid(axis="y", color=GREY, alpha=0.4, linewidth=0.6)
-    set_title(axes, chart.title)
-    if len(chart.series) > 1 or chart.reference:
-        _legend(axes)
+    _finish(axes, chart.title, legend=len(chart.series) > 1 or chart.reference is not None)
 
 
-def _annotate(axes: Axes, text: str, x: float, y: float, *, above: float, small: bool) -> None:
+def _annotate(axes: Axes, text: str, x: float, y: float, *, above: float, points: float) -> None:
     """Write a text above a bar or a point, on a white ground, so that no line crosses it."""
     ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
-    size = 7.5 if small else 9
     place: Any = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
-    axes.annotate(text, (x, y), (0, above), fontsize=size, color=INK, bbox=ground, zorder=5, **place)
+    axes.annotate(text, (x, y), (0, above), fontsize=points, color=INK, bbox=ground, zorder=5, **place)
 
 
 def _draw_reference(axes: Axes, value: float, label: str) -> None:
     axes.axhline(value, color=COLOURS[4], linewidth=1.5, linestyle="--", label=label, zorder=1)
 
 
-def _legend(axes: Axes) -> None:
-    """Put the legend below the chart, where it covers nothing."""
-    place: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13)}
-    axes.legend(frameon=False, fontsize=8.5, ncols=3, labelcolor=INK, **place)
+def _finish(axes: Axes, title: str, *, legend: bool) -> None:
+    """Write the title and, between it and the chart, where it covers nothing, the legend."""
+    set_title(axes, title)
+    if legend:
+        axes.set_title(title, loc="left", fontsize=11, color=INK, pad=26)
+        place: Any = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.99)}
+        axes.legend(frameon=False, fontsize=8.5, ncols=4, labelcolor=INK, columnspacing=1.2, **place)

@@ -4,7 +4,7 @@ Hooks take turns, so that other work on the machine slows all of them down alike
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ import fedring.ring
 from fedring.ctl.bench.rank import Rank
 from fedring.ddp import DGCSGD, DGCState, Profile
 from fedring.ddp.hooks import hook_by_name
+from fedring.ddp.state import HookState
 from fedring.train.batches import fetch, size_of
 from fedring.train.losses import cross_entropy
 from fedring.train.seam import build_model, resolve
 
-_TRUSTED = ("fedring", "torchvision")
+TRUSTED = ("fedring", "torchvision")
 _WARM = 5  # steps before measuring: DDP rebuilds its buckets, PowerSGD begins, kernels are chosen
 _LR = 0.001
 _PAST_WARM_UP = 1000  # epoch
@@ -52,16 +53,12 @@ class Subject:
         self.seconds: list[float] = []  # of a step, in each turn
         self.bytes_sent = 0.0  # of a step, by this worker, summed over the turns
         self.meter = Profile()  # of all turns
-        model = build_model(settings.model, {}, 0, _TRUSTED)
+        model = build_model(settings.model, {}, 0, TRUSTED)
         self._state, function = hook_by_name(hook, model.named_parameters())
         self._model = DistributedDataParallel(model)
         self._model.register_comm_hook(self._state, function)
         self._state.start_epoch(_PAST_WARM_UP)
-        self._optimizer: torch.optim.Optimizer
-        if isinstance(self._state, DGCState):
-            self._optimizer = DGCSGD(model.parameters(), lr=_LR)
-        else:
-            self._optimizer = torch.optim.SGD(model.parameters(), lr=_LR, momentum=0.9)
+        self._optimizer = optimizer_for(self._state, model.parameters(), _LR)
 
     def train(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
         """Take a step on each of the batches."""
@@ -76,9 +73,9 @@ class Subject:
         """Take one turn of so many steps, and note its time and bytes."""
         dist.barrier()
         self._state.meter.end_window()
-        sent, began = _sent_bytes(), time.perf_counter()
+        sent, began = sent_bytes(), time.perf_counter()
         self.train(batches)
-        seconds, sent = time.perf_counter() - began, _sent_bytes() - sent
+        seconds, sent = time.perf_counter() - began, sent_bytes() - sent
         self.seconds.append(seconds / steps)
         self.bytes_sent += sent / steps
         self.meter.add(self._state.meter.end_window())
@@ -99,7 +96,7 @@ def measure(rank: Rank, **settings: Any) -> list[dict[str, Any]]:
     chosen = Settings(**settings)
     torch.set_num_threads(chosen.threads)
     rank.join(chosen.backend)
-    samples = resolve(chosen.data, _TRUSTED)(Path(chosen.data_root) if chosen.data_root else None, False).train
+    samples = resolve(chosen.data, TRUSTED)(Path(chosen.data_root) if chosen.data_root else None, False).train
     subjects = [Subject(hook, chosen) for hook in chosen.hooks]
     for subject in subjects:
         subject.train(_batches(samples, chosen, rank.number, _WARM))
@@ -130,6 +127,16 @@ def _batches(samples: Any, settings: Settings, rank: int, steps: int) -> Iterato
     return fetch(samples, cuts, torch.device("cpu"))
 
 
-def _sent_bytes() -> int:
+def optimizer_for(
+    state: HookState, parameters: Iterable[torch.nn.Parameter], lr: float, momentum: float = 0.9
+) -> torch.optim.Optimizer:
+    """Return SGD with momentum; DGC has the momentum in its hook, and the optimizer that belongs to it has none."""
+    if isinstance(state, DGCState):
+        return DGCSGD(parameters, lr=lr)
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum)
+
+
+def sent_bytes() -> int:
+    """Return the bytes that this rank has sent over the ring so far, also through shared memory."""
     traffic = fedring.ring.traffic()
     return traffic.sent_bytes + traffic.shared_bytes
