@@ -13,7 +13,7 @@ from fedring.control.failure import Failure
 from fedring.ctl import help_topics, profile
 from fedring.ctl.access import with_access
 from fedring.ctl.admin import certs, doctor, meeting_store, state_backup
-from fedring.ctl.bench import data_parallel, demo, evaluate, federated, hooks, pipeline_memory, pipeline_schedules
+from fedring.ctl.bench import data_parallel, ddp, demo, evaluate, federated, hooks, pipeline_memory, pipeline_schedules
 from fedring.ctl.operate import job_control, lists, port_health, token, watch
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
@@ -157,6 +157,14 @@ _verb(
     "flctl bench hooks --data-root data",
     "flctl bench hooks --dataset digits --quick",
     "flctl bench hooks --data-root data --rate 1gbit --hooks 'none,int8,topk(ratio=0.01)' --out hooks-1gbit",
+)
+_verb(
+    bench_app,
+    "ddp",
+    ddp.ddp,
+    "flctl bench ddp",
+    "flctl bench ddp --quick",
+    "flctl bench ddp --rate 100mbit --rates 10mbit,100mbit,1gbit --out ddp-slow",
 )
 app.add_typer(bench_app, name="bench", rich_help_panel=_TRY)
 _verb(

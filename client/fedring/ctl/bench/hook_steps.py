@@ -128,7 +128,7 @@ def _batches(samples: Any, settings: Settings, rank: int, steps: int) -> Iterato
 
 
 def optimizer_for(
-    state: HookState, parameters: Iterable[torch.nn.Parameter], lr: float, momentum: float = 0.9
+    state: HookState | None, parameters: Iterable[torch.nn.Parameter], lr: float, momentum: float = 0.9
 ) -> torch.optim.Optimizer:
     """Return SGD with momentum; DGC has the momentum in its hook, and the optimizer that belongs to it has none."""
     if isinstance(state, DGCState):

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from fedring.control.failure import Failure
-from fedring.ctl.bench.networks import UNSHAPED, Host, network
+from fedring.ctl.bench.networks import UNSHAPED, Host, check_rate, network
 from fedring.ctl.bench.parts import Part, QuickOption, describe_run, run_parts
 from fedring.ctl.bench.presets import DataRootOption, Dataset, DatasetOption, check_data_root, preset_job
 from fedring.ctl.bench.ranks import Advance, run_ranks
@@ -19,6 +19,7 @@ from fedring.ctl.bench.runner import present, unique_names
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, percent, print_table, size
 from fedring.daemon.exits import Exit
+from fedring.daemon.wording import counted
 from fedring.train.hooks import choose_hook, split_hooks
 
 NOOP = "noop"
@@ -74,6 +75,7 @@ def hooks(
             choose_hook(name)
         except ValueError as error:
             raise Failure(str(error), Exit.USAGE) from None
+    check_rate("--rate", rate)
     check_data_root(dataset, data_root)
     make_out_folder(out)
     described = describe_run("hooks", quick=quick)
@@ -173,7 +175,7 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     accuracy = Series("accuracy", [100 * row["accuracy"] for row in rows], deviations)
     low = max(0.0, min(100 * row["accuracy"] - 100 * row["accuracy_deviation"] for row in rows) - 1.0)
     line = results["network"]["rate"] if results["network"]["limit"] != UNSHAPED else "a line without a limit"
-    trained = f"Accuracy after {results['training']} steps, mean and deviation of {results['seeds']} seeds"
+    trained = f"Accuracy after {results['training']} steps, mean and deviation of {counted(results['seeds'], 'seed')}"
     panels = [
         Bars(
             f"Time of a step at {line}",
@@ -210,7 +212,7 @@ def _print(results: Mapping[str, Any]) -> None:
         for row in results["hooks"]
     ]
     columns = ("hook", "step>", "of no communication>", "sent/step>", "in training>", "accuracy>")
-    seeds = f"{results['training']} steps from {results['seeds']} seeds"
+    seeds = f"{results['training']} steps from {counted(results['seeds'], 'seed')}"
     net = results["network"]
     title = f"{results['dataset']}, {results['workers']} workers, {net['rate']} ({net['limit']}); {seeds}"
     print_table(title, columns, rows)

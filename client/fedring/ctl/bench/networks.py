@@ -6,13 +6,17 @@ namespaces are connected by one switch. Without root the ranks share the loopbac
 
 import contextlib
 import os
+import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedring.control.failure import Failure
 from fedring.ctl.bench.runner import ended_by_signals
+from fedring.daemon.exits import Exit
 
+_RATE = re.compile(r"[1-9]\d*(kbit|mbit|gbit)")
 UNSHAPED = "unshaped: loopback without a limit"
 
 
@@ -58,6 +62,17 @@ def network(count: int, rate: str = "", *, shared_memory: bool = False) -> Itera
         else:
             env = _variables("127.0.0.1", "lo", shared_memory=shared_memory and not rate)
             yield Network([Host(env=env)] * count, rate, UNSHAPED)
+
+
+def check_rate(option: str, rate: str) -> str:
+    """Return the rate of a line that an option names.
+
+    Raises:
+        Failure: It is no rate.
+    """
+    if not _RATE.fullmatch(rate):
+        raise Failure(f"{option} {rate!r} is no rate: write a number and kbit, mbit or gbit, as in 100mbit", Exit.USAGE)
+    return rate
 
 
 def sent_bytes(interface: str) -> int:
