@@ -13,7 +13,17 @@ from fedring.control.failure import Failure
 from fedring.ctl import help_topics, profile
 from fedring.ctl.access import with_access
 from fedring.ctl.admin import certs, doctor, meeting_store, state_backup
-from fedring.ctl.bench import data_parallel, ddp, demo, evaluate, federated, hooks, pipeline_memory, pipeline_schedules
+from fedring.ctl.bench import (
+    data_parallel,
+    ddp,
+    demo,
+    evaluate,
+    federated,
+    hooks,
+    pipeline,
+    pipeline_memory,
+    pipeline_schedules,
+)
 from fedring.ctl.operate import job_control, lists, port_health, token, watch
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
@@ -31,7 +41,9 @@ _MOVABLE = ("-s", "--server", "-o", "--output", "--tls-ca", "--tls-cert", "--tls
 
 clients_app = typer.Typer()
 models_app = typer.Typer(no_args_is_help=True, help="List the versions of the model, and export one.")
-bench_app = typer.Typer(no_args_is_help=True, help="Compare encodings or hooks by training with each of them.")
+bench_app = typer.Typer(
+    no_args_is_help=True, help="Measure encodings, hooks, data-parallel training and pipelines on this machine."
+)
 pipeline_app = typer.Typer(
     no_args_is_help=True, help="Show what the stages of a pipeline do and keep, without a server."
 )
@@ -165,6 +177,13 @@ _verb(
     "flctl bench ddp",
     "flctl bench ddp --quick",
     "flctl bench ddp --rate 100mbit --rates 10mbit,100mbit,1gbit --out ddp-slow",
+)
+_verb(
+    bench_app,
+    "pipeline",
+    pipeline.pipeline,
+    "flctl bench pipeline --data-root data",
+    "flctl bench pipeline --dataset digits --quick",
 )
 app.add_typer(bench_app, name="bench", rich_help_panel=_TRY)
 _verb(

@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 BLUE, ORANGE, GREY, INK = "#0072B2", "#E69F00", "#B8BDC4", "#24292F"
@@ -43,6 +44,7 @@ class Bars:
     reference: tuple[float, str] | None = None  # value and label of a horizontal line
     low: float = 0.0  # where the axis of values begins
     log: bool = False
+    annotated: bool = True  # whether each bar has its label; narrow bars leave no room for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def _draw_bars(axes: Axes, chart: Bars) -> None:
         else:
             hatch: dict[str, Any] = {"hatch": _HATCHES[number], "edgecolor": "white", "linewidth": 0}
             axes.bar(xs, series.values, 0.94 * width, yerr=series.deviations, error_kw=_ERRORS, **style, **hatch)
-        for x, top, value in zip(xs, tops, series.values, strict=True):
+        for x, top, value in zip(xs, tops, series.values, strict=True) if chart.annotated else ():
             _annotate(axes, chart.label(value), x, top, above=9 if chart.low else 3, points=font)
     _set_range(axes, chart, highest)
     if chart.reference:
@@ -156,11 +158,14 @@ def _draw_curves(axes: Axes, chart: Curves) -> None:
         axes.set_xscale("log")
     if chart.log_y:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     elif chart.low is not None:
         axes.set_ylim(bottom=chart.low)
     if chart.ticks:
         axes.set_xticks(chart.ticks, [chart.tick_label(tick) for tick in chart.ticks])
-        axes.minorticks_off()
+        axes.xaxis.minorticks_off()
     if chart.reference:
         _draw_reference(axes, *chart.reference)
     axes.set_xlabel(chart.x_label, color=INK, fontsize=9)

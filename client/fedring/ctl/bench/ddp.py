@@ -219,14 +219,14 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     ]
     for rate, net in rates.items():
         rows = [row for row in results["scaling"] if row["network"]["rate"] == rate]
-        series = curves(rows, "ranks", ("noop", *_BACKENDS, "dgc"))
+        series = curves(rows, "ranks", tuple(_NAMES))
         ticks = settings["worlds"]
         title = f"A step of {settings['small_model'].rpartition(':')[2]}, {_line(net)}"
         panels.append(Curves(title, "ranks", "seconds", series, log_x=True, log_y=True, ticks=ticks))
     plot_panels(panels, path)
 
 
-_NAMES = {"noop": "no communication", "gloo": "Gloo", "fedring": "fedring", "dgc": "fedring, DGC 0.1 %"}
+_NAMES = {"gloo": "Gloo", "fedring": "fedring", "dgc": "fedring, DGC 0.1 %", "noop": "no communication"}
 
 
 def _line(net: Mapping[str, Any]) -> str:
