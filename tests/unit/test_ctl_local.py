@@ -44,7 +44,7 @@ def test_the_manual_has_the_same_exit_codes() -> None:
     assert all(f"| {code:d} | {meaning} |" in manual for code, meaning in EXIT_CODES.items())
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "models export", "bench federated"])
+@pytest.mark.parametrize("verb", [*VERBS, "models export", "bench federated", "bench ddp"])
 def test_the_help_of_every_verb_teaches_with_examples(flctl: Call, verb: str) -> None:
     code, out, _ = flctl("help", *verb.split())
     assert code == 0

@@ -81,7 +81,7 @@ def ddp(
     chosen = replace(scale, rate=check_rate("--rate", rate), rates=tuple(check_rate("--rates", one) for one in wanted))
     make_out_folder(out)
     results = describe_run("ddp", quick=quick) | measure(chosen)
-    present(results, out / "ddp.json", output, plot=plot, print_results=_print)
+    present(results, out / "ddp.json", output, plot=plot, print_results=print_tables)
 
 
 def measure(scale: Scale) -> dict[str, Any]:
@@ -238,7 +238,8 @@ def _count(values: float) -> str:
     return f"{values / 1e6:g} M" if values >= 1e6 else f"{values / 1e3:g} K"
 
 
-def _print(results: Mapping[str, Any]) -> None:
+def print_tables(results: Mapping[str, Any]) -> None:
+    """Print the results as tables."""
     settings, columns = results["settings"], ("Gloo>", "fedring>", "fedring/Gloo>")
     total = f"{settings['total'] / 1e6:g} M float32 values, 2 ranks on one host"
     print_table(

@@ -80,7 +80,7 @@ def hooks(
     make_out_folder(out)
     described = describe_run("hooks", quick=quick)
     results = {**described, **measure(names, dataset, data_root, scale=scale, rate=rate)}
-    present(results, out / "hooks.json", output, plot=plot, print_results=_print)
+    present(results, out / "hooks.json", output, plot=plot, print_results=print_tables)
 
 
 def default_hooks(scale: Scale) -> list[str]:
@@ -132,7 +132,7 @@ def measure(
 
 def steady(hook: str) -> str:
     """Return the hook as it is once it compresses: without the parameter that lets it start later."""
-    return re.sub(r",?start_powerSGD_iter=\d+", "", hook).replace("()", "")
+    return re.sub(r",?start_powerSGD_iter=\d+", "", hook).replace("(,", "(").replace("()", "")
 
 
 def summary(training: Mapping[str, Any], steps: Mapping[str, Any], noop: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,7 +199,8 @@ def short_name(hook: str) -> str:
     return f"{name.replace('batched_', 'batched' + chr(10))}\n{parameters.replace(',', chr(10))}".strip()
 
 
-def _print(results: Mapping[str, Any]) -> None:
+def print_tables(results: Mapping[str, Any]) -> None:
+    """Print the results as tables."""
     rows = [
         (
             short_name(row["hook"]).replace("\n", " "),

@@ -17,6 +17,7 @@ from fedring.ctl.bench.runner import ended_by_signals
 from fedring.daemon.exits import Exit
 
 _RATE = re.compile(r"[1-9]\d*(kbit|mbit|gbit)")
+LIMITED = "network namespaces, tc tbf"
 UNSHAPED = "unshaped: loopback without a limit"
 
 
@@ -58,7 +59,7 @@ def network(count: int, rate: str = "", *, shared_memory: bool = False) -> Itera
     """
     with ended_by_signals(), contextlib.ExitStack() as stack:
         if rate and (hosts := stack.enter_context(_namespaces(count, rate))):
-            yield Network(hosts, rate, "network namespaces, tc tbf")
+            yield Network(hosts, rate, LIMITED)
         else:
             env = _variables("127.0.0.1", "lo", shared_memory=shared_memory and not rate)
             yield Network([Host(env=env)] * count, rate, UNSHAPED)

@@ -84,7 +84,7 @@ def pipeline(
     make_out_folder(out)
     described = describe_run("pipeline", quick=quick)
     results = described | measure(QUICK if quick else Scale(), dataset, data_root)
-    present(results, out / "pipeline.json", output, plot=plot, print_results=_print)
+    present(results, out / "pipeline.json", output, plot=plot, print_results=print_tables)
 
 
 def measure(scale: Scale, dataset: Dataset, data_root: Path | None) -> dict[str, Any]:
@@ -244,7 +244,8 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     plot_panels(panels, path, width=8)
 
 
-def _print(results: Mapping[str, Any]) -> None:
+def print_tables(results: Mapping[str, Any]) -> None:
+    """Print the results as tables."""
     settings, found = results["settings"], results["summary"]
     model, batch = settings["model"], settings["shape"][0]
     rows = [
