@@ -1,12 +1,17 @@
 """What the benches of flctl conclude from their measurements, and which options they refuse."""
 
+import importlib.util
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import ROOT
 
 from fedring.ctl.bench import hooks, pipeline
 from fedring.ctl.bench.networks import check_rate
+from fedring.ctl.bench.parts import describe_run
 from fedring.ctl.main import main
 from fedring.daemon.exits import Exit
 
@@ -70,3 +75,51 @@ def test_a_hook_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.Ca
     code = main(["bench", "hooks", "--dataset", "digits", "--hooks", "none,zip", "--out", str(tmp_path / "out")])
     assert (code, "there is no hook 'zip'" in capsys.readouterr().err) == (Exit.USAGE, True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def experiments() -> Any:
+    """Return docs/experiments.py as a module."""
+    spec = importlib.util.spec_from_file_location("experiments", ROOT / "docs" / "experiments.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_has_a_place_for_the_tables_of_each_bench(experiments: Any) -> None:
+    page = experiments.PAGE.read_text(encoding="utf-8")
+    for bench in experiments.TABLES:
+        replaced = experiments.replace(page, bench, ["| new |"])
+        assert replaced.count("| new |") == 1
+        assert experiments.replace(replaced, bench, ["| new |"]) == replaced
+    with pytest.raises(SystemExit, match="no place for dance"):
+        experiments.replace(page, "dance", [])
+
+
+@pytest.mark.parametrize("without_times", [False, True])
+def test_a_file_of_results_becomes_tables_and_a_picture(
+    experiments: Any, without_times: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "page.md").write_text("<!-- hooks: python docs/experiments.py -->\nold\n<!-- end of hooks -->\nlast\n")
+    monkeypatch.setattr(experiments, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(experiments, "FIGURES", tmp_path)
+    training = {"hook": "powersgd(start_powerSGD_iter=9)", "accuracies": [0.5], "bytes_per_step": 2000}
+    steps = {"step_seconds": [3.0], "bytes_per_step": 1000}
+    results = describe_run("hooks", quick=True) | {"training": 20, "seeds": 1, "network": {"rate": None, "limit": ""}}
+    results["hooks"] = [hooks.summary(training, steps, {"step_seconds": [2.0]})]
+    (tmp_path / "hooks.json").write_text(json.dumps(results))
+    (tmp_path / "hooks.png").write_bytes(b"picture")
+    given = [str(tmp_path / "hooks.json"), *(["--without-times"] if without_times else [])]
+    monkeypatch.setattr(sys, "argv", ["experiments.py", *given])
+    experiments.main()
+    page = (tmp_path / "page.md").read_text()
+    time = "-" if without_times else "1.50 ± 0.00"
+    assert f"| powersgd from step 9 | {time} | 1.00 kB | 2.00 kB | 50.00 % ± 0.00 |" in page
+    assert page.endswith("<!-- end of hooks -->\nlast\n")
+    assert "old" not in page
+    assert ("figures/experiment-hooks.png" in page, (tmp_path / "experiment-hooks.png").exists()) == (
+        not without_times,
+        not without_times,
+    )
