@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedring.ctl.admin.authority import host_name, make_authority, write_pair
+from fedring.ctl.bench.networks import network
+from fedring.ctl.bench.rank import Rank
+from fedring.ctl.bench.ranks import run_ranks
 from fedring.ctl.bench.runner import alternate
 from fedring.rpc.identity import Identity, Role
 from tests.bench.daemons import print_line
-from tests.bench.networks import network
-from tests.bench.ranks import add_rank_options, join_groups, leave_groups, run_ranks
 
 _SIZES = "4096,65536,1048576,26214400,104857600"
 _TOTAL = 500_000_000  # bytes that all repeats of one size move together, roughly
@@ -32,7 +34,7 @@ _WARM_UP = 2  # turns
 
 
 def main() -> None:
-    """Start the ranks, or run as one of them."""
+    """Measure every size, and print its line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="processes that reduce together")
     parser.add_argument("--rate", default="", help="rate of each rank's link, such as 100mbit or 1gbit")
@@ -40,14 +42,29 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=200, help="most operations of one size")
     parser.add_argument("--tls", action="store_true", help="use mutual TLS")
     parser.add_argument("--streams-only", action="store_true", help="use gRPC streams only; always so with --rate")
-    add_rank_options(parser)
     args = parser.parse_args()
-    if args.rank >= 0:
-        _measure(args)
-        return
-    env = {"FEDRING_RING_LOCAL_TRANSPORT": str(not (args.streams_only or args.rate)).lower()}
-    with tempfile.TemporaryDirectory() as folder, network(args.ranks, args.rate) as hosts:
-        run_ranks("tests.bench.allreduce", hosts, env | (_write_certificates(Path(folder)) if args.tls else {}))
+    settings = {"sizes": [int(size) for size in args.sizes.split(",")], "most": args.repeats}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        network(args.ranks, args.rate, shared_memory=not args.streams_only) as net,
+    ):
+        tls = _write_certificates(Path(folder)) if args.tls else {}
+        hosts = [replace(host, env={**host.env, **tls}) for host in net.hosts]
+        place = {"ranks": args.ranks, **net.facts(), "shared_memory": not (args.rate or args.streams_only)}
+        for facts in run_ranks("tests.bench.allreduce:measure", settings, hosts):
+            print_line({"bench": "allreduce", **place, "tls": args.tls, **facts})
+
+
+def measure(rank: Rank, sizes: list[int], most: int) -> list[dict[str, float]]:
+    """Return the facts of each size in bytes, measured at most so many times."""
+    groups = rank.join_groups()
+    lines = []
+    for size in sizes:
+        repeats = max(5, min(most, _TOTAL // size // rank.count))
+        facts = _compare(groups._asdict(), torch.empty(size // 4), repeats)
+        lines.append({"bytes": size, **facts, "ratio": round(facts["fedring_ms"] / facts["gloo_ms"], 3)})
+    rank.leave()
+    return lines
 
 
 def _write_certificates(folder: Path) -> dict[str, str]:
@@ -60,21 +77,6 @@ def _write_certificates(folder: Path) -> dict[str, str]:
     return {f"FEDRING_RING_TLS_{name}": str(folder / file) for name, file in files.items()} | {
         "FEDRING_RING_TLS_NAME": "peer"
     }
-
-
-def _measure(args: argparse.Namespace) -> None:
-    gloo, ring = join_groups(args, args.ranks)
-    network_name = args.rate or "loopback"
-    if not args.rate and not args.streams_only:
-        network_name += " and shared memory"
-    for size in map(int, args.sizes.split(",")):
-        repeats = max(5, min(args.repeats, _TOTAL // size // args.ranks))
-        facts = _compare({"gloo": gloo, "fedring": ring}, torch.empty(size // 4), repeats)
-        if args.rank == 0:
-            facts["ratio"] = round(facts["fedring_ms"] / facts["gloo_ms"], 3)
-            place = {"ranks": args.ranks, "network": network_name, "tls": args.tls, "bytes": size}
-            print_line({"bench": "allreduce", **place, **facts})
-    leave_groups()
 
 
 def _compare(groups: dict[str, dist.ProcessGroup], tensor: Tensor, repeats: int) -> dict[str, float]:

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from fedring.ctl.bench.networks import network, sent_bytes
+from fedring.ctl.bench.rank import Rank
+from fedring.ctl.bench.ranks import run_ranks
 from tests.bench.daemons import print_line
-from tests.bench.networks import network, sent_bytes
-from tests.bench.ranks import add_rank_options, join_groups, leave_groups, run_ranks
 
 BATCH = 64
 LR, MOMENTUM = 0.05, 0.9
@@ -34,7 +35,7 @@ Method = Callable[[nn.Module, dist.ProcessGroup], tuple[nn.Module, torch.optim.O
 
 
 def main() -> None:
-    """Start the workers, or run as one of them."""
+    """Measure every method, and print its line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, required=True, help="folder of the data sets")
     parser.add_argument("--workers", type=int, default=2, help="processes that train together")
@@ -44,29 +45,30 @@ def main() -> None:
     parser.add_argument("--accuracy", action="store_true", help="measure accuracy instead of speed")
     parser.add_argument("--epochs", type=int, default=5, help="epochs of each training, with --accuracy")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each method, with --accuracy")
-    add_rank_options(parser)
     args = parser.parse_args()
-    if args.rank >= 0:
-        _work(args)
-        return
-    with network(args.workers, args.rate) as hosts:
-        # Without shared memory, since the workers stand for processes on different hosts.
-        run_ranks("tests.bench.ddp", hosts, {"FEDRING_RING_LOCAL_TRANSPORT": "false"})
+    settings = vars(args) | {"data_root": str(args.data_root.absolute())}
+    with network(args.workers, args.rate) as net:
+        for facts in run_ranks("tests.bench.ddp:measure", {"settings": settings}, net.hosts):
+            print_line(facts)
 
 
-def _work(args: argparse.Namespace) -> None:
-    gloo, ring = join_groups(args, args.workers)
+def measure(rank: Rank, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the facts of each line."""
+    args = argparse.Namespace(**settings, rank=rank.number)
+    gloo, ring = rank.join_groups()
     if args.accuracy:
-        for seed in range(args.seeds):
-            for name in ("gloo", "dgc"):
-                _accuracy(args, name, seed, ring if name == "dgc" else gloo)
+        lines = [
+            _accuracy(args, name, seed, ring if name == "dgc" else gloo)
+            for seed in range(args.seeds)
+            for name in ("gloo", "dgc")
+        ]
     else:
-        for name in args.methods.split(","):
-            _speed(args, name, ring if name == "dgc" else gloo)
-    leave_groups()
+        lines = [_speed(args, name, ring if name == "dgc" else gloo) for name in args.methods.split(",")]
+    rank.leave()
+    return lines
 
 
-def _speed(args: argparse.Namespace, name: str, group: dist.ProcessGroup) -> None:
+def _speed(args: argparse.Namespace, name: str, group: dist.ProcessGroup) -> dict[str, Any]:
     model, optimizer, state = METHODS[name](_cnn(0), group)
     if name == "dgc":
         state.start_epoch(1)  # after the warm-up of DGC
@@ -81,14 +83,13 @@ def _speed(args: argparse.Namespace, name: str, group: dist.ProcessGroup) -> Non
     seconds = time.perf_counter() - began
     sent = sent_bytes(interface) - sent
     dist.barrier()
-    if args.rank == 0:
-        facts = {"method": name, "workers": args.workers, "rate": args.rate or "loopback", "steps": args.steps}
-        speed = {"ms_per_step": round(1e3 * seconds / args.steps, 1), "bytes_per_step": round(sent / args.steps)}
-        samples = round(args.workers * BATCH * args.steps / seconds, 1)
-        print_line({"bench": "ddp", **facts, **speed, "samples_per_second": samples})
+    facts = {"method": name, "workers": args.workers, "rate": args.rate or "loopback", "steps": args.steps}
+    speed = {"ms_per_step": round(1e3 * seconds / args.steps, 1), "bytes_per_step": round(sent / args.steps)}
+    samples = round(args.workers * BATCH * args.steps / seconds, 1)
+    return {"bench": "ddp", **facts, **speed, "samples_per_second": samples}
 
 
-def _accuracy(args: argparse.Namespace, name: str, seed: int, group: dist.ProcessGroup) -> None:
+def _accuracy(args: argparse.Namespace, name: str, seed: int, group: dist.ProcessGroup) -> dict[str, Any]:
     model, optimizer, state = METHODS[name](_cnn(seed), group)
     for epoch in range(args.epochs):
         if name == "dgc":
@@ -98,14 +99,10 @@ def _accuracy(args: argparse.Namespace, name: str, seed: int, group: dist.Proces
     from fedring.train.evaluation import evaluate
     from fedring.train.losses import cross_entropy
 
-    if args.rank == 0:
-        counts = evaluate(model, _mnist(args).test, loss=cross_entropy, device=torch.device("cpu"))
-        assert counts.accuracy is not None
-        accuracy = round(counts.accuracy, 4)
-        print_line(
-            {"bench": "ddp accuracy", "method": name, "workers": args.workers, "seed": seed, "accuracy": accuracy}
-        )
-    dist.barrier()
+    counts = evaluate(model, _mnist(args).test, loss=cross_entropy, device=torch.device("cpu"))
+    assert counts.accuracy is not None
+    accuracy = round(counts.accuracy, 4)
+    return {"bench": "ddp accuracy", "method": name, "workers": args.workers, "seed": seed, "accuracy": accuracy}
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, labels: Tensor) -> None:

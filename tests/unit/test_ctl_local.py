@@ -14,8 +14,9 @@ import pytest
 from tests.conftest import ROOT
 
 from fedring.control.failure import Failure
+from fedring.ctl.bench.charts import Bars, Curves, Series, plot_panels
 from fedring.ctl.bench.experiment import Result, make_job
-from fedring.ctl.bench.plots import Bars, plot_bars, plot_rounds
+from fedring.ctl.bench.plots import plot_rounds
 from fedring.ctl.bench.presets import PRESETS, Dataset, preset_job
 from fedring.ctl.bench.runner import alternate, unique_names
 from fedring.ctl.help_topics import EXIT_CODES
@@ -43,7 +44,7 @@ def test_the_manual_has_the_same_exit_codes() -> None:
     assert all(f"| {code:d} | {meaning} |" in manual for code, meaning in EXIT_CODES.items())
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "models export", "bench federated"])
+@pytest.mark.parametrize("verb", [*VERBS, "models export", "bench federated", "bench ddp"])
 def test_the_help_of_every_verb_teaches_with_examples(flctl: Call, verb: str) -> None:
     code, out, _ = flctl("help", *verb.split())
     assert code == 0
@@ -231,10 +232,16 @@ def test_plots_are_png_files(tmp_path: Path) -> None:
         {"round": n, "accuracy": n / 4 if n > 1 else None, "upload_bytes": 5, "download_bytes": 9} for n in (1, 2)
     ]
     plot_rounds({"rounds": rounds}, tmp_path / "rounds.png")
-    charts = [Bars("Bytes", f"{n}.png", ["a", "b"], [1.0, 2.0], ["1", "2"], (2.5, "top"), n / 2) for n in range(3)]
-    plot_bars(charts, tmp_path, "all.png")
+    ones = Series("ones", [1.0, 2.0], [0.1, 0.2], xs=[1.0, 10.0])
+    twos = Series("twos", [2.0, 3.0], xs=[1.0, 10.0])
+    panels: list[Bars | Curves] = [
+        Bars("Bytes", "bytes", ["a", "b"], [ones, twos], size, reference=(2.5, "top")),
+        Bars("Accuracy", "%", ["a", "b"], [ones], "{:.2f}".format, low=0.5),
+        Curves("Times", "pieces", "seconds", [ones, twos], log_x=True, log_y=True, ticks=[1, 10]),
+    ]
+    plot_panels(panels, tmp_path / "all.png")
     pictures = sorted(path.name for path in tmp_path.iterdir() if path.read_bytes().startswith(b"\x89PNG"))
-    assert pictures == ["0.png", "1.png", "2.png", "all.png", "rounds.png"]
+    assert pictures == ["all.png", "rounds.png"]
 
 
 def _process(folder: Path, program: str, **settings: Any) -> Process:

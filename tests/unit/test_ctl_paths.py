@@ -12,9 +12,10 @@ from fedring.daemon.exits import Exit
 Call = Callable[..., tuple[int, str, str]]
 
 FOLDERS = ["demo", "bench federated --dataset digits", "bench data-parallel --dataset digits",
+           "bench hooks --dataset digits", "bench pipeline --dataset digits", "bench ddp",
            "profile --dataset digits"]  # fmt: skip
 FILES = ["models export 0", "pipeline draw 1f1b"]
-NEEDING_DATA = ["demo", "bench federated", "bench data-parallel", "profile"]
+NEEDING_DATA = ["demo", "bench federated", "bench data-parallel", "bench hooks", "bench pipeline", "profile"]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,17 @@ from fedring.control.failure import Failure
 from fedring.ctl import help_topics, profile
 from fedring.ctl.access import with_access
 from fedring.ctl.admin import certs, doctor, meeting_store, state_backup
-from fedring.ctl.bench import data_parallel, demo, evaluate, federated, pipeline_memory, pipeline_schedules
+from fedring.ctl.bench import (
+    data_parallel,
+    ddp,
+    demo,
+    evaluate,
+    federated,
+    hooks,
+    pipeline,
+    pipeline_memory,
+    pipeline_schedules,
+)
 from fedring.ctl.operate import job_control, lists, port_health, token, watch
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
@@ -33,7 +43,9 @@ _MOVABLE = ("-s", "--server", "-o", "--output", "--tls-ca", "--tls-cert", "--tls
 
 clients_app = typer.Typer()
 models_app = typer.Typer(no_args_is_help=True, help="List the versions of the model, and export one.")
-bench_app = typer.Typer(no_args_is_help=True, help="Compare encodings or hooks by training with each of them.")
+bench_app = typer.Typer(
+    no_args_is_help=True, help="Measure encodings, hooks, data-parallel training and pipelines on this machine."
+)
 pipeline_app = typer.Typer(
     no_args_is_help=True, help="Show what the stages of a pipeline do and keep, without a server."
 )
@@ -155,6 +167,29 @@ _verb(
     data_parallel.data_parallel,
     "flctl bench data-parallel --data-root data",
     "flctl bench data-parallel --dataset digits --epochs 3 --workers 3",
+)
+_verb(
+    bench_app,
+    "hooks",
+    hooks.hooks,
+    "flctl bench hooks --data-root data",
+    "flctl bench hooks --dataset digits --quick",
+    "flctl bench hooks --data-root data --rate 1gbit --hooks 'none,int8,topk(ratio=0.01)' --out hooks-1gbit",
+)
+_verb(
+    bench_app,
+    "ddp",
+    ddp.ddp,
+    "flctl bench ddp",
+    "flctl bench ddp --quick",
+    "flctl bench ddp --rate 100mbit --rates 10mbit,100mbit,1gbit --out ddp-slow",
+)
+_verb(
+    bench_app,
+    "pipeline",
+    pipeline.pipeline,
+    "flctl bench pipeline --data-root data",
+    "flctl bench pipeline --dataset digits --quick",
 )
 app.add_typer(bench_app, name="bench", rich_help_panel=_TRY)
 _verb(

@@ -1,12 +1,7 @@
 """flctl profile: how much of a data-parallel step is communication, and how much of it each hook would save."""
 
-import json
 import os
 import shlex
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -15,17 +10,18 @@ from typing import Annotated, Any
 import typer
 
 from fedring.control.failure import Failure
+from fedring.ctl.bench.networks import Host
 from fedring.ctl.bench.presets import Dataset, check_data_root, preset_job
-from fedring.ctl.bench.runner import unique_names
+from fedring.ctl.bench.ranks import run_ranks
+from fedring.ctl.bench.runner import present, unique_names
 from fedring.ctl.options import OutputOption, make_out_folder
-from fedring.ctl.output import Output, duration, percent, print_json, print_table, size, stderr_console
+from fedring.ctl.output import Output, duration, percent, print_table, size
 from fedring.daemon.exits import Exit
 from fedring.train.data_parallel_table import HOOKS
 from fedring.train.hooks import choose_hook, split_hooks
 
 _ENOUGH = 0.10  # the share of a step below which communication is not the bottleneck
 _TURNS = 5
-_TAIL_LINES = 12  # of a worker that failed
 _NOOP = "noop"
 _METER = ("wait_seconds", "compress_seconds", "decompress_seconds")  # of a step, as the hook's meter has them
 
@@ -46,7 +42,9 @@ def profile(
     launch: Annotated[
         str, typer.Option(metavar="COMMAND", help="Command that runs a worker, such as 'ip netns exec host{rank}'.")
     ] = "",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where profile.json and the plots go.")] = Path("bench-out"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where profile.json and profile.png go.")] = Path(
+        "bench-out"
+    ),
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Train with each hook and without any communication, and say what communication costs.
@@ -59,7 +57,6 @@ def profile(
     preset = preset_job(dataset)
     settings = {
         "backend": backend,
-        "workers": workers,
         "threads": max(1, (os.cpu_count() or 1) // workers),
         "hooks": names,
         "turns": min(_TURNS, steps),
@@ -69,13 +66,9 @@ def profile(
         "data": preset["data"],
         "data_root": str(data_root.absolute()) if data_root else None,
     }
-    result = {"dataset": str(dataset), **settings, **judge(_measure(settings, launch), workers * batch_size)}
-    (out / "profile.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    _plot(result, out)
-    if output is Output.JSON:
-        return print_json(result)
-    _print(result)
-    stderr_console().print(f"profile.json and the plots are in {out}")
+    measured = _measure(settings, launch, workers)
+    result = {"dataset": str(dataset), "workers": workers, **settings, **judge(measured, workers * batch_size)}
+    present(result, out / "profile.json", output, plot=_plot, print_results=_print)
 
 
 def judge(measured: Sequence[Mapping[str, Any]], samples: int) -> dict[str, Any]:
@@ -134,37 +127,15 @@ def _names(hooks: str, backend: str) -> list[str]:
     return [_NOOP, *names]
 
 
-def _measure(settings: Mapping[str, Any], launch: str) -> list[dict[str, Any]]:
-    """Run the workers, and return what they measured; Failure with the last lines of one that failed."""
-    with tempfile.TemporaryDirectory(prefix="fedring-profile-") as name:
-        folder = Path(name)
-        text = json.dumps({**settings, "store": str(folder / "store")})
-        workers: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(settings["workers"]):
-                prefix = shlex.split(launch.replace("{rank}", str(rank)))
-                command = [*prefix, sys.executable, "-m", "fedring.ctl.profile_worker", text, str(rank)]
-                with (folder / f"{rank}.out").open("wb") as data, (folder / f"{rank}.err").open("wb") as errors:
-                    workers.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=data, stderr=errors))
-            _wait(workers, folder)
-        except OSError as error:
-            raise Failure(f"--launch {launch!r} cannot be run: {error}", Exit.CONFIG) from error
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-        measured: list[dict[str, Any]] = json.loads((folder / "0.out").read_text(encoding="utf-8").splitlines()[-1])
-        return measured
-
-
-def _wait(workers: Sequence["subprocess.Popen[bytes]"], folder: Path) -> None:
-    """Wait until all workers have ended well; Failure as soon as one has not."""
-    while any(worker.poll() is None for worker in workers) or any(worker.returncode for worker in workers):
-        for rank, worker in enumerate(workers):
-            if worker.poll():
-                lines = (folder / f"{rank}.err").read_text(encoding="utf-8", errors="replace").splitlines()
-                raise Failure(f"worker {rank} failed:\n" + "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:]))
-        time.sleep(0.1)
+def _measure(settings: Mapping[str, Any], launch: str, workers: int) -> list[dict[str, Any]]:
+    """Run the workers, and return what they measured."""
+    prefixes = [shlex.split(launch.replace("{rank}", str(rank))) for rank in range(workers)]
+    hosts = [Host(tuple(prefix)) for prefix in prefixes]
+    try:
+        measured: list[dict[str, Any]] = run_ranks("fedring.ctl.bench.hook_steps:measure", settings, hosts)
+    except OSError as error:
+        raise Failure(f"--launch {launch!r} cannot be run: {error}", Exit.CONFIG) from error
+    return measured
 
 
 def _print(result: Mapping[str, Any]) -> None:
@@ -186,15 +157,14 @@ def _print(result: Mapping[str, Any]) -> None:
     print(result["verdict"])
 
 
-def _plot(result: Mapping[str, Any], directory: Path) -> None:
-    from fedring.ctl.bench.plots import Bars, plot_bars  # matplotlib takes a second to import
+def _plot(result: Mapping[str, Any], path: Path) -> None:
+    from fedring.ctl.bench.charts import Bars, Series, plot_panels  # matplotlib takes a second to import
 
     rows = result["results"]
-    names = [row["hook"].replace("_", "\n") for row in rows]
-    seconds = [result["noop_step_seconds"], *(row["step_seconds"] for row in rows)]
-    labels = [duration(value) for value in seconds]
-    charts = [Bars("A step", "profile-step.png", [_NOOP, *names], seconds, labels)]
+    names = [row["hook"].replace("_", "\n").replace("(", "\n(") for row in rows]
+    steps = Series("step", [result["noop_step_seconds"], *(row["step_seconds"] for row in rows)])
+    panels = [Bars("Time of a step", "seconds", [_NOOP, *names], [steps], duration)]
     if rows[0]["bytes_per_step"] is not None:
-        sent = [row["bytes_per_step"] for row in rows]
-        charts.append(Bars("Sent by a worker, a step", "profile-bytes.png", names, sent, [size(n) for n in sent]))
-    plot_bars(charts, directory, "profile.png")
+        sent = Series("bytes", [row["bytes_per_step"] for row in rows])
+        panels.append(Bars("Sent by a worker in a step", "bytes", names, [sent], size, log=True))
+    plot_panels(panels, path)

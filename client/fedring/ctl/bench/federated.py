@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Annotated, Any
 
 import typer
@@ -10,10 +10,13 @@ import typer
 from fedring.control import figures
 from fedring.ctl.bench.central import train_centrally
 from fedring.ctl.bench.experiment import Experiment, Result, make_job, run_with_progress
+from fedring.ctl.bench.parts import Part, QuickOption, describe_run, run_parts
 from fedring.ctl.bench.presets import DataRootOption, Dataset, DatasetOption, check_data_root, preset_job
+from fedring.ctl.bench.ranks import Advance
 from fedring.ctl.bench.runner import present, unique_names
 from fedring.ctl.options import OutputOption, make_out_folder
-from fedring.ctl.output import Output, duration, percent, print_table, size, stderr_console
+from fedring.ctl.output import Output, duration, percent, print_table, size
+from fedring.v1 import control_pb2 as pb
 
 _ENCODINGS = "fp32,int8,fp32_sparse,sq8,packed,uniform"
 _KEYS = {"batch_size": 64, "epochs": 1, "lr": 0.05, "momentum": 0.9, "seed": 0}
@@ -22,21 +25,34 @@ _KEYS = {"batch_size": 64, "epochs": 1, "lr": 0.05, "momentum": 0.9, "seed": 0}
 def federated(
     data_root: DataRootOption = None,
     dataset: DatasetOption = Dataset.MNIST,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of training with each encoding.")] = 10,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rounds of training with each encoding.", show_default="10, with --quick 3"),
+    ] = None,
     clients: Annotated[int, typer.Option(min=1, max=64, help="Client daemons to start.")] = 2,
     subset: Annotated[
-        int, typer.Option(min=0, help="Samples that a client trains on in a round; 0 = all that it has.")
-    ] = 6000,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Samples that a client trains on in a round; 0 = all that it has.",
+            show_default="6000, with --quick 1500",
+        ),
+    ] = None,
     encodings: Annotated[str, typer.Option(help="Encodings to compare, separated by commas.")] = _ENCODINGS,
     central: Annotated[bool, typer.Option(help="Also train on all data in one place, for comparison.")] = True,
+    quick: QuickOption = False,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for federated.json, the plots and the files of every run.")
+        Path, typer.Option(metavar="DIR", help="Folder for federated.json, federated.png and the files of every run.")
     ] = Path("bench-out"),
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Train once with each encoding, and compare bytes, communication time, round time and accuracy."""
     names = unique_names("--encodings", encodings.split(","))
-    keys = {**preset_job(dataset), **_KEYS, "rounds": rounds, "subset_size": subset}
+    scale = {
+        "rounds": rounds if rounds is not None else 3 if quick else 10,
+        "subset_size": subset if subset is not None else 1500 if quick else 6000,
+    }
+    keys = {**preset_job(dataset), **_KEYS, **scale}
     root = data_root.absolute() if data_root else None
     experiments = {
         name: Experiment(make_job(clients, {**keys, "name": f"bench {name}", "encoding": name}), clients, root)
@@ -44,18 +60,25 @@ def federated(
     }
     check_data_root(dataset, data_root)
     make_out_folder(out)
-    results = {"dataset": str(dataset), "clients": clients, "rounds": rounds, "subset_size": subset} | _KEYS
+    described = describe_run("federated", quick=quick)
+    results = {**described, "dataset": str(dataset), "clients": clients, **scale, **_KEYS}
     results["encodings"] = [
-        summary(name, run_with_progress(experiment, out / name, label=name)) for name, experiment in experiments.items()
+        summary(name, run_with_progress(experiment, out / name, label=f"{name}, {number} of {len(names)}"))
+        for number, (name, experiment) in enumerate(experiments.items(), 1)
     ]
     results["central"] = _run_centrally(experiments[names[0]]) if central else None
     present(results, out / "federated.json", output, plot=_plot, print_results=_print)
 
 
 def summary(encoding: str, result: Result) -> dict[str, Any]:
-    """Return the row of one encoding: mean bytes per client and round, and the median seconds of a round."""
+    """Return the row of one encoding.
+
+    Bytes are means per client and round, times are medians, and `round_seconds_deviation` is the standard deviation
+    over the rounds. `by_client` has the bytes and the communication of each client.
+    """
     report = result.report()
     published = [round_ for round_ in result.rounds if round_.phase == "published"]
+    seconds = [round_.seconds for round_ in published]
     return {
         "encoding": encoding,
         "accuracy": report["accuracy"],
@@ -63,19 +86,43 @@ def summary(encoding: str, result: Result) -> dict[str, Any]:
         "upload_bytes": fmean(figures.upload_per_client(round_) for round_ in published),
         "download_bytes": fmean(figures.download_per_client(round_) for round_ in published),
         "communication_seconds": median(figures.communication_seconds(round_) for round_ in published),
-        "round_seconds": median(round_.seconds for round_ in published),
+        "round_seconds": median(seconds),
+        "round_seconds_deviation": pstdev(seconds),
         "train_seconds_max": median(round_.train_seconds_max for round_ in published),
+        "by_client": _by_client(published),
         "model_sha256": report["model_sha256"],
     }
 
 
+def _by_client(rounds: Sequence[pb.Round]) -> dict[str, dict[str, float]]:
+    """Return each client's mean bytes, median communication, and its standard deviation over the rounds."""
+    parts: dict[str, list[pb.RoundClient]] = {}
+    for round_ in rounds:
+        for client in round_.clients:
+            if client.num_samples:
+                parts.setdefault(client.client_id, []).append(client)
+    return {
+        name: {
+            "upload_bytes": fmean(part.upload_bytes for part in mine),
+            "download_bytes": fmean(part.download_bytes for part in mine),
+            "communication_seconds": median(part.upload_seconds + part.download_seconds for part in mine),
+            "communication_seconds_deviation": pstdev(part.upload_seconds + part.download_seconds for part in mine),
+        }
+        for name, mine in sorted(parts.items())
+    }
+
+
 def _run_centrally(experiment: Experiment) -> dict[str, Any]:
-    console = stderr_console()
+    rounds = experiment.job.rounds
 
-    def show(number: int, accuracy: float) -> None:
-        console.print(f"central {number} of {experiment.job.rounds}: accuracy {percent(accuracy)}")
+    def measure(advance: Advance) -> dict[str, Any]:
+        def show(number: int, accuracy: float) -> None:
+            advance(number / rounds)
 
-    return train_centrally(experiment.job, experiment.clients, data_root=experiment.data_root, show=show)
+        return train_centrally(experiment.job, experiment.clients, data_root=experiment.data_root, show=show)
+
+    result: dict[str, Any] = run_parts("federated", {"central": Part("all data in one place", 1.0, measure)})["central"]
+    return result
 
 
 def _print(results: Mapping[str, Any]) -> None:
@@ -85,7 +132,7 @@ def _print(results: Mapping[str, Any]) -> None:
             percent(row["accuracy"]),
             size(row["upload_bytes"]),
             size(row["download_bytes"]),
-            duration(row["communication_seconds"]),
+            " / ".join(duration(client["communication_seconds"]) for client in row["by_client"].values()),
             duration(row["round_seconds"]),
             duration(row["train_seconds_max"]),
         )
@@ -93,42 +140,52 @@ def _print(results: Mapping[str, Any]) -> None:
     ]
     if results["central"]:
         rows.append(("central", percent(results["central"]["accuracy"]), "-", "-", "-", "-", "-"))
-    columns = ("encoding", "accuracy>", "upload/client>", "download/client>", "communication>", "round>", "training>")
+    clients = "communication of each client>"
+    columns = ("encoding", "accuracy>", "upload/client>", "download/client>", clients, "round>", "training>")
     title = f"{results['dataset']}, {results['clients']} clients, {results['rounds']} rounds"
     print_table(f"{title}; mean bytes and median times of a round", columns, rows)
 
 
-def _plot(results: Mapping[str, Any], directory: Path) -> None:
-    from fedring.ctl.bench.plots import Bars, plot_bars  # matplotlib takes a second to import
+def _plot(results: Mapping[str, Any], path: Path) -> None:
+    from fedring.ctl.bench.charts import Bars, Series, plot_panels  # matplotlib takes a second to import
 
     rows: Sequence[Mapping[str, Any]] = results["encodings"]
     names = [row["encoding"] for row in rows]
 
-    def chart(title: str, file: str, values: list[float], labels: list[str], **more: Any) -> Bars:
-        return Bars(title, f"federated-{file}.png", names, values, labels, **more)
+    def by_client(key: str, *, deviations: bool = False) -> list[Series]:
+        tables = {client: [row["by_client"].get(client, {}) for row in rows] for client in rows[0]["by_client"]}
+        return [
+            Series(
+                client,
+                [figures.get(key, 0.0) for figures in table],
+                [figures.get(f"{key}_deviation", 0.0) for figures in table] if deviations else None,
+            )
+            for client, table in sorted(tables.items())
+        ]
 
-    uploads = [row["upload_bytes"] for row in rows]
-    communication = [row["communication_seconds"] for row in rows]
-    times = [row["round_seconds"] for row in rows]
+    times = Series("round", [row["round_seconds"] for row in rows], [row["round_seconds_deviation"] for row in rows])
+    uploads = Series("upload", [row["upload_bytes"] for row in rows])
     accuracies = [100 * (row["accuracy"] or 0.0) for row in rows]
     central = 100 * results["central"]["accuracy"] if results["central"] else None
     lowest = min([*accuracies, central or accuracies[0]])
-    charts = [
-        chart("Upload per client and round", "bytes", uploads, [size(value) for value in uploads]),
-        chart(
-            "Communication per client and round",
-            "communication",
-            communication,
-            [duration(value) for value in communication],
+    panels = [
+        Bars("Upload per client and round", "bytes", names, [uploads], size),
+        Bars(
+            "Communication in a round, median and deviation",
+            "seconds",
+            names,
+            by_client("communication_seconds", deviations=True)[:7],
+            duration,
         ),
-        chart("Time per round", "time", times, [duration(value) for value in times]),
-        chart(
-            "Accuracy after the last round, %",
-            "accuracy",
-            accuracies,
-            [f"{value:.2f}" for value in accuracies],
+        Bars("Time of a round, median and deviation", "seconds", names, [times], duration),
+        Bars(
+            "Accuracy after the last round",
+            "% of the test samples",
+            names,
+            [Series("accuracy", accuracies)],
+            "{:.2f}".format,
             low=max(0.0, lowest - 1.0),
             reference=(central, f"all data in one place: {central:.2f} %") if central else None,
         ),
     ]
-    plot_bars(charts, directory, "federated.png")
+    plot_panels(panels, path)

@@ -48,7 +48,7 @@ def memory(
     dimensions = [batch_size, *_numbers("--shape", shape, "x")]
     rows = []
     for count in _numbers("--stages", stages, ","):
-        rows += _measure(model, model_args, {**table, "stages": count}, dimensions)
+        rows += measure_stages(model, model_args, {**table, "stages": count}, dimensions)
     if output is Output.JSON:
         return print_json({"model": model, "batch_size": batch_size, **table, "rows": rows})
     cells = [
@@ -75,8 +75,18 @@ def _numbers(option: str, text: str, separator: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _measure(name: str, args: str, table: dict[str, Any], shape: Sequence[int]) -> list[dict[str, Any]]:
-    """Return one row of bytes for each worker."""
+def measure_stages(name: str, args: str, table: dict[str, Any], shape: Sequence[int]) -> list[dict[str, Any]]:
+    """Run one step with random data, and return one row of bytes for each worker.
+
+    Args:
+        name: The function that makes the model, as module:name.
+        args: Its keyword arguments, as JSON.
+        table: Keys of a job's table `pipeline`.
+        shape: Shape of a batch of inputs.
+
+    Raises:
+        Failure: The model cannot be made, or cannot be cut so.
+    """
     import torch  # takes seconds to import, so only this verb waits for it
     from pydantic import ValidationError
 

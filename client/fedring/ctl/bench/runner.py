@@ -45,7 +45,7 @@ def running_fleet(
         operator: Certificates with which the control port is called.
     """
     with (
-        _ended_by_signals(),
+        ended_by_signals(),
         Fleet(directory, server, clients, env=env) as fleet,
         Control(fleet.control, channel=open_sync_channel(fleet.control, operator)) as control,
     ):
@@ -127,18 +127,27 @@ def present(
     plot: Callable[[Mapping[str, Any], Path], None],
     print_results: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Write the results to the JSON file `path`, with plots beside it, and print them as `output` says."""
+    """Write the results to the JSON file `path`, with a PNG of the same name beside it, and print them.
+
+    Args:
+        results: What has been measured.
+        path: The file; what may be in it is replaced.
+        output: How to print.
+        plot: Draws the results into the PNG that it is given.
+        print_results: Prints the results as tables.
+    """
     path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    plot(results, path.parent)
+    picture = path.with_suffix(".png")
+    plot(results, picture)
     if output is Output.JSON:
         return print_json(results)
     print_results(results)
-    stderr_console().print(f"{path.name}, the plots and the files of every run are in {path.parent}")
+    stderr_console().print(f"{path.name} and {picture.name} are in {path.parent}")
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, so that daemons are stopped."""
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, so that child processes are stopped."""
 
     def unwind(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

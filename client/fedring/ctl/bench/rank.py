@@ -1,0 +1,76 @@
+"""One rank of a measurement, in a process of its own, which fedring.ctl.bench.ranks starts."""
+
+import importlib
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+import fedring.ring  # noqa: F401  # registers the backend
+
+
+class Groups(NamedTuple):
+    """The same ranks, connected by two backends."""
+
+    gloo: dist.ProcessGroup
+    fedring: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Which of how many ranks this process is, and the file in which they meet."""
+
+    number: int
+    count: int
+    store: str
+
+    def report(self, done: float, of: float = 1.0) -> None:
+        """Report the share of the measurement that is done; only rank 0 does so."""
+        if self.number == 0:
+            print(json.dumps({"done": done / of}), flush=True)
+
+    def join(self, backend: str) -> None:
+        """Meet the other ranks in a default group of the backend."""
+        store = FileStore(self.store, self.count)
+        dist.init_process_group(backend, store=store, rank=self.number, world_size=self.count)
+
+    def join_groups(self) -> Groups:
+        """Meet the other ranks in a default group over Gloo, and in one over fedring's ring."""
+        self.join("gloo")
+        groups = Groups(dist.new_group(backend="gloo"), dist.new_group(backend="fedring"))
+        if not all(isinstance(group, dist.ProcessGroup) for group in groups):
+            raise RuntimeError(f"rank {self.number} of {self.count} is not in its own groups")
+        return groups
+
+    def leave(self) -> None:
+        """Wait for the other ranks, and leave all groups."""
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def mean(self, value: float) -> float:
+        """Return the mean of a value over all ranks, which all call this."""
+        return self._all_reduce(value, dist.ReduceOp.SUM) / self.count
+
+    def largest(self, value: float) -> float:
+        """Return the largest of a value over all ranks, which all call this."""
+        return self._all_reduce(value, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, value: float, operator: Any) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, operator)
+        return tensor.item()
+
+
+def main() -> None:
+    """Run the function that the command line names, with one thread, and print what it returns on rank 0."""
+    number, task, settings, count, store = sys.argv[1:]
+    torch.set_num_threads(1)
+    module, _, name = task.partition(":")
+    rank = Rank(int(number), int(count), store)
+    result = getattr(importlib.import_module(module), name)(rank, **json.loads(settings))
+    if rank.number == 0:
+        print(json.dumps({"result": result}), flush=True)

@@ -1,0 +1,181 @@
+"""Each bench of flctl with its smallest sizes: the fields of its JSON, its plot, and its tables."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedring.control.failure import Failure
+from fedring.ctl.bench import ddp, hooks, networks, pipeline
+from fedring.ctl.bench.presets import Dataset
+from fedring.ctl.bench.rank import Rank
+from fedring.ctl.bench.ranks import run_ranks
+from fedring.ctl.bench.runner import present
+from fedring.ctl.output import Output
+from tests import forks
+
+SHAPED = os.geteuid() == 0 and shutil.which("tc") is not None
+PNG = b"\x89PNG"
+
+
+def shown(results: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str], module: Any) -> str:
+    """Present the results as the verb does, check its files, and return what it prints."""
+    path = folder / "results.json"
+    present(results, path, Output.TABLE, plot=module.plot, print_results=module.print_tables)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(results))
+    assert (folder / "results.png").read_bytes().startswith(PNG)
+    return capsys.readouterr().out
+
+
+def test_hooks_have_times_bytes_and_accuracies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scale = hooks.Scale(turns=1, steps=2, training=8, seeds=2, batch_size=8)
+    names = ["none", "powersgd(start_powerSGD_iter=6)"]
+    results = hooks.measure(names, Dataset.DIGITS, None, scale=scale, rate="100mbit")
+    assert results["network"] == {"rate": "100mbit", "limit": networks.LIMITED if SHAPED else networks.UNSHAPED}
+    none, powersgd = results["hooks"]
+    assert [none["hook"], powersgd["hook"]] == names
+    for row in results["hooks"]:
+        assert row["step_seconds"] > 0
+        assert row["ratio"] > 0
+        assert len(row["accuracies"]) == 2
+        assert 0 <= row["accuracy"] <= 1
+    assert none["bytes_per_step"] > 19_240  # 4,810 values of 4 bytes, sent once by each of two ranks
+    # Once it compresses it sends less than in the mean of a training whose first steps are dense.
+    assert powersgd["bytes_per_step"] < powersgd["training_bytes_per_step"] < none["bytes_per_step"]
+    table = shown(results, tmp_path, capsys, hooks)
+    assert "powersgd from step 6" in table
+
+
+def test_a_pipeline_has_split_sizes_accuracies_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scale = pipeline.Scale(
+        model="fedring.train.models:digits_mlp", shape=(8, 1, 8, 8), splits=(4, 8), turns=1,
+        memory_stages=2, memory_micro_batches=2, stages=(2,), samples=128, seeds=1,
+    )  # fmt: skip
+    results = pipeline.measure(scale, Dataset.DIGITS, None)
+    ways = [(row["way"], row["split"]) for row in results["split_sizes"]["rows"]]
+    assert ways == [("one device", 8), ("fedring", 4), ("torch", 4), ("fedring", 8)]
+    found = results["summary"]
+    assert found["gain"] == pytest.approx(found["one_device_seconds"] / found["pipelined_seconds"] - 1)
+    assert found["overhead"] == pytest.approx(found["model_parallel_seconds"] / found["one_device_seconds"] - 1)
+    assert [row["weights"] for row in results["weights"]] == list(pipeline.WEIGHTS)
+    kept = {(row["schedule"], row["stage"]): row for row in results["memory"]}
+    assert len(kept) == 2 * len(pipeline.MEMORY)
+    assert kept["PipeDream, stashed", 0]["stashed"] > kept["1f1b", 0]["stashed"] == 0
+    assert "PipeDream, vertical sync" in shown(results, tmp_path, capsys, pipeline)
+
+
+@pytest.mark.soak
+def test_ddp_has_every_figure_of_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scale = ddp.Scale(
+        total=20_000, pieces=(1000, 20_000), model="fedring.train.models:digits_mlp", shape=(4, 1, 8, 8), repeats=1,
+        buckets_mib=(1, 25), every=(1, 2), cycle=2, worlds=(1, 2), rates=("1gbit",),
+        small_model="fedring.train.models:digits_mlp", small_shape=(4, 1, 8, 8),
+    )  # fmt: skip
+    results = ddp.measure(scale)
+    pairs = [(row["piece"], row["backend"]) for row in results["pieces"]["rows"]]
+    assert pairs == [(1000, "gloo"), (1000, "fedring"), (20_000, "gloo"), (20_000, "fedring")]
+    assert results["ready"]["parameters"][-1] == 4810
+    assert results["ready"]["seconds"] == sorted(results["ready"]["seconds"])
+    assert results["buckets"]["rows"][0]["backend"] == "noop"
+    assert [row["every"] for row in results["no_sync"]["rows"]] == [1, 1, 2, 2]
+    assert [(row["ranks"], row["backend"]) for row in results["scaling"][4:]] == [
+        (2, name) for name in ("noop", "gloo", "fedring", "dgc")
+    ]
+    table = shown(results, tmp_path, capsys, ddp)
+    assert "all-reduce every" in table
+    assert ("1gbit" if SHAPED else "loopback without a limit") in table
+
+
+def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return forks.run("fedring.ctl.main", "bench", *arguments, "--dataset", "digits", "--output", "json", timeout=240)
+
+
+@pytest.mark.soak
+def test_federated_shows_each_client(tmp_path: Path) -> None:
+    done = bench("federated", "--encodings", "int8", "--rounds", "1", "--no-central", "--quick", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert results == json.loads((tmp_path / "federated.json").read_text())
+    assert (results["bench"], results["scale"], results["rounds"]) == ("federated", "quick", 1)
+    (row,) = results["encodings"]
+    assert sorted(row["by_client"]) == ["client-0", "client-1"]
+    assert sum(client["upload_bytes"] for client in row["by_client"].values()) == 2 * row["upload_bytes"]
+    assert (tmp_path / "federated.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.soak
+def test_data_parallel_shows_the_longest_and_the_mean_wait_of_each_worker(tmp_path: Path) -> None:
+    done = bench("data-parallel", "--epochs", "2", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    for row in results["hooks"]:
+        assert sorted(row["by_worker"]) == ["client-0", "client-1"]
+        for worker in row["by_worker"].values():
+            assert worker["wait_seconds_max"] >= worker["wait_seconds_mean"] > 0
+    assert (tmp_path / "data-parallel.png").read_bytes().startswith(PNG)
+
+
+def fail_on_rank_1(rank: Rank) -> None:
+    """Fail on rank 1, while rank 0 waits for it."""
+    if rank.number == 1:
+        raise RuntimeError("the reason")
+    time.sleep(600)  # is killed
+
+
+def test_a_rank_that_fails_ends_the_others_and_says_why() -> None:
+    began = time.monotonic()
+    with pytest.raises(Failure, match=r"(?s)worker 1 failed:.*RuntimeError: the reason"):
+        run_ranks("tests.system.test_bench:fail_on_rank_1", {}, [networks.Host()] * 2)
+    assert time.monotonic() - began < 300
+
+
+def test_without_the_right_to_make_namespaces_lines_have_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with networks.network(2, "100mbit") as net:
+        assert net.facts() == {"rate": "100mbit", "limit": networks.UNSHAPED}
+        assert [host.prefix for host in net.hosts] == [(), ()]
+
+
+@pytest.mark.skipif(not SHAPED, reason="network namespaces need root")
+def test_a_bench_that_is_terminated_leaves_no_namespace_and_no_rank(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "fedring.ctl.main",
+        "bench",
+        "hooks",
+        "--dataset",
+        "digits",
+        "--out",
+        str(tmp_path),
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            while len(children(running.pid)) < 2:
+                assert running.poll() is None
+                time.sleep(0.05)
+            ranks = children(running.pid)
+            assert f"fedring{running.pid}-1" in namespaces()
+        finally:
+            running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 128 + signal.SIGTERM
+    assert [name for name in namespaces() if name.startswith(f"fedring{running.pid}")] == []
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def children(pid: int) -> list[int]:
+    """Return the ranks that a process has started."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found if b"bench.rank" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def namespaces() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0] for line in listed.splitlines()]
