@@ -91,8 +91,7 @@ def measure(
         if addresses:
             listen, dialled = addresses[place][rank.number]
             options = options.model_copy(update={"listen": listen, "advertise": dialled})
-        group = dist.new_group(backend="fedring", pg_options=options)
-        ways[str(number)] = partial(_seconds, tensor, group)
+        ways[str(number)] = partial(_seconds, tensor, rank.group("fedring", options))
     times = alternate(ways, repeats, warm_up=_WARM_UP)
     medians = {name: statistics.median(values) for name, values in times.items()}
     rank.leave()

@@ -41,10 +41,14 @@ class Rank:
     def join_groups(self) -> Groups:
         """Meet the other ranks in a default group over Gloo, and in one over fedring's ring."""
         self.join("gloo")
-        groups = Groups(dist.new_group(backend="gloo"), dist.new_group(backend="fedring"))
-        if not all(isinstance(group, dist.ProcessGroup) for group in groups):
-            raise RuntimeError(f"rank {self.number} of {self.count} is not in its own groups")
-        return groups
+        return Groups(self.group("gloo"), self.group("fedring"))
+
+    def group(self, backend: str, options: Any = None) -> dist.ProcessGroup:
+        """Make a group of all ranks over a backend, with the backend's own options."""
+        group = dist.new_group(backend=backend, pg_options=options)
+        if not isinstance(group, dist.ProcessGroup):
+            raise RuntimeError(f"rank {self.number} of {self.count} is not in its own group")
+        return group
 
     def leave(self) -> None:
         """Wait for the other ranks, and leave all groups."""
