@@ -41,10 +41,10 @@ class Rank:
     def join_groups(self) -> Groups:
         """Meet the other ranks in a default group over Gloo, and in one over fedring's ring."""
         self.join("gloo")
-        groups = Groups(dist.new_group(backend="gloo"), dist.new_group(backend="fedring"))
-        if not all(isinstance(group, dist.ProcessGroup) for group in groups):
+        gloo, ring = dist.new_group(backend="gloo"), dist.new_group(backend="fedring")
+        if not (isinstance(gloo, dist.ProcessGroup) and isinstance(ring, dist.ProcessGroup)):
             raise RuntimeError(f"rank {self.number} of {self.count} is not in its own groups")
-        return groups
+        return Groups(gloo, ring)
 
     def leave(self) -> None:
         """Wait for the other ranks, and leave all groups."""
