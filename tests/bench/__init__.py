@@ -1,5 +1,5 @@
 """Benchmarks of fedring, one module each: `python -m tests.bench.NAME --help` says what it measures.
 
 They print JSON lines. `docs/performance.md` shows their results. What they share with `flctl bench` (daemons, jobs,
-turns) is in `fedring.ctl.bench.runner`; `daemons`, `ranks` and `networks` here hold what only these scripts need.
+turns, ranks, networks) is in `fedring.ctl.bench`; `daemons` here holds what only these scripts need.
 """
