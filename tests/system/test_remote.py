@@ -1,6 +1,7 @@
 """Calls, graphs and optimizers over several processes, each of which is a rank."""
 
 import json
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,14 @@ import torch
 from torch import nn
 
 from tests import forks
+from tests.conftest import ROOT
+from tests.pages import Page
 from tests.ports import free_port
 from tests.system.ring_scripts import ranks, remote_calls
 
 NOTICED_WITHIN = 30.0  # seconds; it takes less than a tenth of one unless the machine is busy
 SIGKILL = -9
+EXAMPLES = ROOT / "docs" / "examples"
 
 
 def test_two_owners_train_as_one_process(tmp_path: Path) -> None:
@@ -42,7 +46,7 @@ def test_four_callers_at_once_step_one_owner_each_with_its_own_gradients(tmp_pat
 
 @pytest.mark.parametrize("local_transport", ["true", "false"])
 def test_all_callers_name_an_owner_that_is_killed_in_the_middle_of_a_backward_pass(
-    local_transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local_transport: str, tmp_path: Path
 ) -> None:
     body = partial(remote_calls.lose_an_owner, size=4, folder=tmp_path, owner=2)
     environment = partial(with_variables, {"FEDRING_RING_LOCAL_TRANSPORT": local_transport})
@@ -58,8 +62,6 @@ def test_all_callers_name_an_owner_that_is_killed_in_the_middle_of_a_backward_pa
 
 
 def with_variables(variables: dict[str, str], body: Any) -> None:
-    import os
-
     os.environ.update(variables)
     body()
 
@@ -73,8 +75,18 @@ def test_what_a_caller_had_is_freed_when_it_is_lost(tmp_path: Path) -> None:
     assert (found["kind"], found["rank"]) == ("PeerLost", 0)
 
 
+def test_the_script_with_which_the_page_begins_trains(tmp_path: Path) -> None:
+    language, script = Page(ROOT / "docs" / "remote.md").blocks[0]
+    assert language == "python"
+    (tmp_path / "train.py").write_text(script)
+    body = partial(remote_calls.run_example, path=tmp_path / "train.py", port=free_port())
+    output, *others = ranks.run(body, 3, tmp_path, backend="")
+    assert re.fullmatch(r"the last loss is 0\.\d+\n", output)
+    assert others == ["", ""]
+
+
 def test_the_example_of_stages_trains(tmp_path: Path) -> None:
-    body = partial(remote_calls.run_example, name="remote_stages.py", port=free_port())
+    body = partial(remote_calls.run_example, path=EXAMPLES / "remote_stages.py", port=free_port())
     output, *others = ranks.run(body, 3, tmp_path, backend="")
     first, last = map(float, re.findall(r"0\.\d{6}", output))
     assert last < first / 2
@@ -82,7 +94,7 @@ def test_the_example_of_stages_trains(tmp_path: Path) -> None:
 
 
 def test_the_example_of_a_parameter_server_trains(tmp_path: Path) -> None:
-    body = partial(remote_calls.run_example, name="parameter_server.py", port=free_port())
+    body = partial(remote_calls.run_example, path=EXAMPLES / "parameter_server.py", port=free_port())
     output, *trainers = ranks.run(body, 3, tmp_path, backend="")
     assert output == ""
     for rank, text in enumerate(trainers, 1):

@@ -45,8 +45,16 @@ class Several(nn.Module):
         return {"first": self.first(x) * mask, "second": (self.second(x), 7), "indices": x.argmax(dim=1)}
 
 
+def recurrent() -> tuple[nn.Embedding, nn.LSTM, nn.Linear]:
+    """Return the parts of a language model of nine words."""
+    torch.manual_seed(0)
+    return nn.Embedding(9, 4), nn.LSTM(4, 6, num_layers=2), nn.Linear(6, 9)
+
+
 def modules(rank: int) -> dict[str, nn.Module]:
     return {
+        "embed": recurrent()[0],
+        "lstm": recurrent()[1],
         "layer": Scaled(rank),
         "inplace": Inplace(),
         "several": Several(),
@@ -126,6 +134,28 @@ def test_layers_that_work_in_place_and_dropped_outputs(ranks: Ranks) -> None:
         two(one(batch()), torch.ones(5, 4, dtype=torch.bool))["first"].sum().backward()
         close(remote.gradients(step, inplace), grads(one))
         close(remote.gradients(step, several), grads(two))
+
+
+def test_a_recurrent_model_is_divided_over_two_owners(ranks: Ranks) -> None:
+    """The embedding is at rank 1, the LSTM at rank 2, the last layer here; the state passes from call to call."""
+    embed, lstm, words = recurrent()
+    remote_embed, remote_lstm = ranks[0][1].module("embed"), ranks[0][2].module("lstm")
+    text = torch.randint(9, (6, 3), generator=torch.Generator().manual_seed(1))
+    losses = []
+    with remote.context() as step:
+        for one, two in ((embed, lstm), (remote_embed, remote_lstm)):
+            state = None
+            outputs = []
+            for piece in torch.split(text, 2):
+                output, state = two(one(piece), state)
+                outputs.append(words(output))
+            losses.append(nn.functional.cross_entropy(torch.cat(outputs).flatten(0, 1), text.flatten()))
+        losses[0].backward()  # type: ignore[no-untyped-call]  # torch's
+        step.backward(losses[1])
+        close(losses[1], losses[0])
+        close(remote.gradients(step, remote_embed), grads(embed))
+        close(remote.gradients(step, remote_lstm), grads(lstm))
+        close([step.gradients()[parameter] for parameter in words.parameters()], list(grads(words).values()))
 
 
 def test_a_tensor_that_was_changed_in_place_is_noticed_as_in_one_process(ranks: Ranks) -> None:

@@ -3,18 +3,22 @@
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import torch
 from tests import remote_functions
 from tests.remote_functions import Scaled
-from tests.remote_ranks import serving, serving_on
-from tests.ring_groups import ring_groups
+from tests.remote_ranks import TRUSTED, serving, serving_on
+from tests.ring_groups import WAIT, ring_groups
 from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.optim import SGD
 
 from fedring import remote
+from fedring.remote import requests
 from fedring.remote.service import MAX_CALLS
-from fedring.ring import NotSupported, RingError
+from fedring.ring import NotSupported, PeerLost, RingError, RingProcessGroup
 
 F = "tests.remote_functions:"
 Ranks = list[remote.Owners]
@@ -170,6 +174,65 @@ def test_blocks_can_follow_each_other_on_one_group() -> None:
         for number in range(3):
             with serving_on(groups) as ranks:
                 assert ranks[0][1].call(F + "echo", number) == [(number,), {}]
+
+
+def test_a_group_of_some_ranks_has_ranks_of_its_own() -> None:
+    with ring_groups(3) as groups:
+        some = [RingProcessGroup(groups[rank].world, HashStore(), [1, 2], name="some", timeout=WAIT) for rank in (1, 2)]
+        with serving_on(some, lambda rank: {"layer": Scaled(rank)}) as ranks:
+            assert [owners.rank for owners in ranks] == [0, 1]
+            torch.testing.assert_close(ranks[0][1].module("layer")(torch.ones(4)), Scaled(1)(torch.ones(4)).detach())
+
+
+def test_what_a_rank_had_is_freed_when_it_leaves_and_the_others_go_on() -> None:
+    with ring_groups(3) as groups:
+        blocks = [
+            remote.serve({"layer": Scaled(rank)}, trusted=TRUSTED, group=group) for rank, group in enumerate(groups)
+        ]
+        ranks = [block.__enter__() for block in blocks]
+        service = ranks[0][0].agent.service
+        kept = ranks[2][0].remote(F + "random_tensor", 1)
+        optimizer = remote.DistributedOptimizer(SGD, remote.parameters(kept), lr=0.1)
+        with remote.context() as step:
+            step.backward(kept.fetch().sum())
+            request = requests.Prepare(
+                context=step.begun().number, optimizer=int(optimizer._optimizers[ranks[2][0]].key)
+            )
+            assert ranks[2][0].ask(request).result()
+            assert (len(service.contexts), len(service.holdings)) == (1, 2)
+            groups[2].world.close()
+            wait_until(lambda: (len(service.contexts), len(service.holdings)) == (0, 0))
+        layer = ranks[1][0].module("layer")
+        optimizer = remote.DistributedOptimizer(SGD, remote.parameters(layer), lr=0.1)
+        with remote.context() as step:
+            step.backward(layer(torch.ones(4)).sum())
+            optimizer.step(step)  # the rank that has left has not kept the lock
+        for block in blocks[:2]:
+            with pytest.raises(RingError, match="rank 2"):
+                block.__exit__(None, None, None)
+        with suppress(RingError):
+            blocks[2].__exit__(None, None, None)
+
+
+def test_after_the_end_of_the_generation_everything_raises_what_has_ended_it() -> None:
+    with ring_groups(2) as groups:
+        blocks = [remote.serve({"layer": Scaled(1)}, group=group) for group in groups]
+        ranks = [block.__enter__() for block in blocks]
+        layer = ranks[0][1].module("layer")
+        optimizer = remote.DistributedOptimizer(SGD, remote.parameters(layer), lr=0.1)
+        with remote.context() as step:
+            output = layer(torch.ones(4))
+            ranks[0][0].agent.fail(PeerLost("rank 1 is lost: it was a test", rank=1))
+            for work in (
+                lambda: layer(torch.ones(4)),
+                lambda: step.backward(output.sum()),
+                lambda: optimizer.step(step),
+            ):
+                with pytest.raises(PeerLost, match="rank 1 is lost"):
+                    work()
+        for block in blocks:
+            with pytest.raises(PeerLost):
+                block.__exit__(None, None, None)
 
 
 def test_a_group_of_another_backend_is_refused() -> None:

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +20,7 @@ from torch import nn
 
 from fedring.remote import requests
 from fedring.remote.contexts import Context
-from fedring.remote.errors import BadMessage
+from fedring.remote.errors import BadMessage, Refused
 from fedring.remote.messages import Incoming, Message, decode, encode, outgoing, receive, send
 from fedring.remote.service import Service, failed
 from fedring.remote.values import Handle
@@ -68,6 +69,7 @@ class Agent:
         self.rank, self.size = self._ring.rank, self._ring.size
         self.service = Service(self.rank, modules, trusted, self)
         self._numbers = [itertools.count() for _ in range(self.size)]  # of requests to each rank
+        self._failure: RingError | None = None
         self._dropped: deque[Handle] = deque()  # references that this process does not have any more
         self._pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="remote-call")
         self._listener = threading.Thread(target=self._listen, name="remote-listener", daemon=True)
@@ -84,10 +86,13 @@ class Agent:
 
     def end(self, context: int) -> None:
         """Free a context here and at the owners that were called from here within it. Do not wait for them."""
-        for owner in self.service.contexts.end(context):
-            if not self._ring.has_left(owner):
-                self._start(owner, outgoing(requests.content_of(requests.End(context=context))))
-        self._pool.submit(self.service.undo, context)  # if it is in the middle of a step
+        owners = self.service.contexts.end(context)
+        with suppress(RingError):  # this rank has left, and so the others free what it had
+            for owner in owners:
+                if not self._ring.has_left(owner):
+                    self._start(owner, outgoing(requests.content_of(requests.End(context=context))))
+        if self.service.is_stepping(context):
+            self._pool.submit(self.service.undo, context)
 
     def request(self, rank: int, message: Message, context: Context | None = None) -> Future[Message]:
         """Send a request to a rank, and return a future of the answer.
@@ -107,7 +112,12 @@ class Agent:
             self._start(rank, message, future)
         else:
             with context.lock:  # so that the end of the context cannot overtake the request
-                context.calling(rank)
+                try:
+                    context.calling(rank)
+                except Refused:
+                    if self._failure is not None:  # which has ended the context
+                        raise _again(self._failure) from self._failure
+                    raise
                 self._start(rank, message, future)
         return future
 
@@ -186,13 +196,18 @@ class Agent:
                 peer, incoming = keys[key], Incoming(self._max_bytes)
                 operation = self._ring.start(_REQUEST, receive(peer, incoming), key=key, timeout=self._timeout)
             except RingError as error:  # this rank has left
-                self.service.fail(error)
+                self._end_with(error)
                 return
             operation.when_done(partial(self._arrived, peer, numbers[peer], operation, incoming))
             if operation.error is not None:
-                self.service.fail(operation.error)
+                self._end_with(operation.error)
                 return
             numbers[peer] += 1
+
+    def _end_with(self, error: RingError) -> None:
+        """Free everything, since the generation has ended."""
+        self._failure = error
+        self.service.fail(error)
 
     def _arrived(self, peer: int, number: int, operation: Operation, incoming: Incoming) -> None:
         """Take a request that has come. Called in the order of a peer's requests; must not wait."""
@@ -236,10 +251,15 @@ def _settle(future: Future[Message], operation: Operation, incoming: Incoming) -
     """End a future as the operation that receives its value has ended."""
     try:
         if operation.error is not None:
-            raise type(operation.error)(str(operation.error), rank=operation.error.rank)
+            raise _again(operation.error)
         future.set_result(incoming.take())
     except Exception as error:  # noqa: BLE001  # raised again for those who wait
         future.set_exception(error)
+
+
+def _again(error: RingError) -> RingError:
+    """Return a copy of an error, to be raised once more."""
+    return type(error)(str(error), rank=error.rank)
 
 
 def _copied(message: Message) -> Message:

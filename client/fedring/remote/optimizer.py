@@ -13,6 +13,7 @@ from fedring.remote.owner import Owner, Reference
 from fedring.remote.stepping import optimizer_class
 from fedring.remote.steps import Step
 from fedring.remote.values import flatten
+from fedring.ring import RingError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +59,7 @@ class DistributedOptimizer:
         ValueError: There are no parameters.
         Refused: The class is not in torch.optim.
         ExceptionGroup: With the errors of all owners that cannot build the optimizer.
+        RingError: A rank is lost.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class DistributedOptimizer:
 
         Raises:
             ExceptionGroup: With the errors of all owners. If it says "no owner has stepped", nothing has changed.
+            RingError: A rank is lost. If the owners were in their second phase, those that are left have stepped.
         """
         context = step.begun().number
 
@@ -109,7 +112,7 @@ class DistributedOptimizer:
         except BaseException as error:  # an owner that cannot be locked, or an interrupt: unlock those that are locked
             _, failed = _at_all(self._owners, phase(requests.Abort))
             if isinstance(error, Exception):
-                raise ExceptionGroup("no owner has stepped", [error, *failed]) from None
+                _raise([error, *failed], "no owner has stepped")
             raise
         if errors:
             _, failed = _at_all(self._owners, phase(requests.Abort))
@@ -137,5 +140,9 @@ def _at_all(owners: Sequence[Owner], ask: Callable[[Owner], Future[Any]]) -> tup
 
 
 def _raise(errors: Sequence[Exception], what: str) -> None:
+    """Raise the errors together; if the generation has ended, raise what has ended it."""
+    for error in errors:
+        if isinstance(error, RingError):
+            raise error
     if errors:
         raise ExceptionGroup(what, errors)

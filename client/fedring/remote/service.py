@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedring.remote import requests
-from fedring.remote.contexts import Caller, Context, Contexts, Record, Scope, inside, keeping_versions
+from fedring.remote.contexts import Caller, Context, Contexts, Record, Scope, begun_by, inside, keeping_versions
 from fedring.remote.errors import BadMessage, Refused
 from fedring.remote.holdings import Holdings
 from fedring.remote.messages import Message, outgoing
@@ -78,12 +78,16 @@ class Service:
 
         return job, None
 
+    def is_stepping(self, context: int) -> bool:
+        """Return whether the context is in the middle of a step here."""
+        return self._steps.holder == context
+
     def left(self, ranks: Sequence[int]) -> None:
         """Free what ranks that have left would not free any more."""
         self.holdings.release_all(ranks.__contains__)
         self.contexts.end_all(ranks.__contains__)
-        if (held := self._steps.held_by(ranks)) is not None:
-            self.undo(held)
+        if (holder := self._steps.holder) is not None and begun_by(holder) in ranks:
+            self.undo(holder)
 
     def fail(self, error: Exception) -> None:
         """Free everything; what waits here raises the error."""

@@ -7,13 +7,12 @@ committed, so that calls that run meanwhile, and backward passes that come later
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedring.remote.contexts import begun_by
 from fedring.remote.errors import Refused
 
 
@@ -92,6 +91,11 @@ class StepLock:
         self._holder: int | None = None
         self._failed: Exception | None = None
 
+    @property
+    def holder(self) -> int | None:
+        """The context that may step now."""
+        return self._holder
+
     def acquire(self, context: int, *, wait: bool) -> bool:
         """Let a context step. If another one does, wait for its end, or return False.
 
@@ -120,11 +124,6 @@ class StepLock:
             if self._holder == context:
                 self._holder = None
                 self._changed.notify_all()
-
-    def held_by(self, ranks: Sequence[int]) -> int | None:
-        """Return the context that holds the lock, if one of these ranks has begun it."""
-        with self._changed:
-            return self._holder if self._holder is not None and begun_by(self._holder) in ranks else None
 
     def fail(self, error: Exception) -> None:
         """Raise the error for all that wait, now and later."""

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fedring import remote
-from tests.conftest import ROOT
 from tests.remote_functions import Scaled
 from tests.system.ring_scripts.ranks import error_of
 
@@ -166,9 +165,9 @@ class Watched(Scaled):
         self.linear.weight.register_hook(lambda _: self.backward_done.set())  # type: ignore[no-untyped-call]  # torch's
 
 
-def run_example(rank: int, size: int, *, name: str, port: int) -> str:
-    """Run an example as torchrun would, and return what it prints."""
+def run_example(rank: int, size: int, *, path: Path, port: int) -> str:
+    """Run a script as torchrun would, and return what it prints."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     with redirect_stdout(io.StringIO()) as output:
-        runpy.run_path(str(ROOT / "docs" / "examples" / name), run_name="__main__")
+        runpy.run_path(str(path), run_name="__main__")
     return output.getvalue()
