@@ -46,6 +46,7 @@ BREACHES = {
     ),
     "fedring.workers imports downwards only": ("client/fedring/workers/usage.py", "fedring.workers.checkpoint"),
     "fedring.pipeline imports downwards only": ("client/fedring/pipeline/search.py", "fedring.pipeline.worker"),
+    "fedring.remote imports downwards only": ("client/fedring/remote/stepping.py", "fedring.remote.holdings"),
     "flctl's rooms import downwards only": ("client/fedring/ctl/operate/lists.py", "fedring.ctl.admin.doctor"),
     "fedring.control imports downwards only": ("client/fedring/control/failure.py", "fedring.control.access"),
     CIRCLES: ("common/fedring/codec/errors.py", "fedring.codec.payload"),

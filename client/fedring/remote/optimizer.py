@@ -1,0 +1,148 @@
+"""One optimizer for parameters that several owners have: all owners do a step, or none does."""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedring.remote import requests
+from fedring.remote.owner import Owner, Reference
+from fedring.remote.stepping import optimizer_class
+from fedring.remote.steps import Step
+from fedring.remote.values import flatten
+from fedring.ring import RingError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RemoteParameter:
+    """A parameter: what its owner holds, and its name in it ("" if it is that tensor itself)."""
+
+    of: Reference
+    name: str
+
+
+def parameters(*references: Reference) -> list[RemoteParameter]:
+    """Return all parameters of modules, and leaf tensors that require gradients, for a DistributedOptimizer.
+
+    Raises:
+        RemoteError: A reference names neither.
+    """
+    asked = [(one, one.owner.ask(requests.Parameters(target=one.key))) for one in references]
+    return [RemoteParameter(one, str(name)) for one, names in asked for name in names.result()]
+
+
+def gradients(step: Step, reference: Reference) -> dict[str, Tensor]:
+    """Return a step's gradients of what an owner holds, by the names of the parameters.
+
+    Raises:
+        RemoteError: The owner has not been called within the step.
+    """
+    request = requests.Gradients(context=step.begun().number, target=reference.key)
+    found: dict[str, Tensor] = reference.owner.ask(request).result()
+    return found
+
+
+class DistributedOptimizer:
+    """An optimizer for parameters of several owners, which step in two phases: prepare, then commit or abort.
+
+    Each owner builds an optimizer of the class for its own parameters. Steps on an owner run one after the other.
+
+    Args:
+        kind: A class of torch.optim. Only its name is sent.
+        remote_parameters: The parameters, as `parameters` returns them.
+        options: Keyword arguments of the class.
+
+    Raises:
+        ValueError: There are no parameters.
+        Refused: The class is not in torch.optim.
+        ExceptionGroup: With the errors of all owners that cannot build the optimizer.
+        RingError: A rank is lost.
+    """
+
+    def __init__(
+        self, kind: type[torch.optim.Optimizer], remote_parameters: Iterable[RemoteParameter], **options: Any
+    ) -> None:
+        places: dict[Owner, list[requests.Place]] = {}
+        self._references = []  # the owners keep what the parameters belong to
+        for parameter in remote_parameters:
+            place = requests.Place(target=parameter.of.key, name=parameter.name)
+            places.setdefault(parameter.of.owner, []).append(place)
+            self._references.append(parameter.of)
+        if not places:
+            raise ValueError("remote_parameters is empty: an optimizer needs at least one parameter")
+        if optimizer_class(kind.__name__) is not kind:
+            raise ValueError(f"{kind.__module__}.{kind.__name__} is not in torch.optim: use one of torch's optimizers")
+        # All processes lock owners in the order of their ranks, so that no two of them wait for each other.
+        self._owners = sorted(places, key=lambda owner: owner.rank)
+
+        def create(owner: Owner) -> Future[Any]:
+            tensors: list[Tensor] = []
+            tree = flatten(options, tensors, owner=owner.rank)
+            return owner.ask(requests.Create(kind=kind.__name__, parameters=places[owner], options=tree), tensors)
+
+        made, errors = _at_all(self._owners, create)
+        self._optimizers = {owner: Reference(owner, key) for owner, key in made.items()}
+        _raise(errors, "an optimizer cannot be built")
+
+    def step(self, step: Step) -> None:
+        """Let every owner apply the gradients of a step, or none of them.
+
+        Raises:
+            ExceptionGroup: With the errors of all owners. If it says "no owner has stepped", nothing has changed.
+            RingError: A rank is lost. If the owners were in their second phase, those that are left have stepped.
+        """
+        context = step.begun().number
+
+        def phase(kind: type[requests.Prepare | requests.Commit | requests.Abort]) -> Callable[[Owner], Future[Any]]:
+            return lambda owner: owner.ask(kind(context=context, optimizer=int(self._optimizers[owner].key)))
+
+        errors: list[Exception] = []
+        try:
+            ready, errors = _at_all(self._owners, phase(requests.Prepare))
+            if not errors and not all(ready.values()):
+                # Another step is under way somewhere. Give way, and then wait for the owners in their order.
+                _, errors = _at_all([owner for owner in self._owners if ready[owner]], phase(requests.Abort))
+                for owner in self._owners:
+                    owner.ask(requests.Lock(context=context)).result()
+                ready, found = _at_all(self._owners, phase(requests.Prepare))
+                errors += found
+        except BaseException as error:  # an owner that cannot be locked, or an interrupt: unlock those that are locked
+            _, failed = _at_all(self._owners, phase(requests.Abort))
+            if isinstance(error, Exception):
+                _raise([error, *failed], "no owner has stepped")
+            raise
+        if errors:
+            _, failed = _at_all(self._owners, phase(requests.Abort))
+            _raise([*errors, *failed], "no owner has stepped")
+        _, errors = _at_all(self._owners, phase(requests.Commit))
+        _raise(errors, "all owners have stepped, but some did not answer")
+
+
+def _at_all(owners: Sequence[Owner], ask: Callable[[Owner], Future[Any]]) -> tuple[dict[Owner, Any], list[Exception]]:
+    """Ask all owners at the same time. Return their answers, and their errors in the order of the owners."""
+    asked: list[tuple[Owner, Future[Any]]] = []
+    answers: dict[Owner, Any] = {}
+    errors: list[Exception] = []
+    for owner in owners:
+        try:
+            asked.append((owner, ask(owner)))
+        except Exception as error:  # noqa: BLE001  # the others are asked all the same
+            errors.append(error)
+    for owner, future in asked:
+        try:
+            answers[owner] = future.result()
+        except Exception as error:  # noqa: BLE001  # all errors are raised together
+            errors.append(error)
+    return answers, errors
+
+
+def _raise(errors: Sequence[Exception], what: str) -> None:
+    """Raise the errors together; if the generation has ended, raise what has ended it."""
+    for error in errors:
+        if isinstance(error, RingError):
+            raise error
+    if errors:
+        raise ExceptionGroup(what, errors)

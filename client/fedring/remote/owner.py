@@ -1,0 +1,275 @@
+"""The ranks of a group as callers see them: owners of modules and values, and references to what they hold."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from fedring.remote import requests
+from fedring.remote.agent import Agent
+from fedring.remote.contexts import Context, current
+from fedring.remote.errors import BadMessage, RemoteError
+from fedring.remote.graphs import attach
+from fedring.remote.messages import Message, outgoing
+from fedring.remote.requests import Answer, Request
+from fedring.remote.values import Handle, flatten, unflatten
+from fedring.ring import NotSupported, RingError, RingProcessGroup
+
+Then = TypeVar("Then")
+
+
+class Owner:
+    """A rank, as the others see it. It may be this rank itself: calls are the same, without a network.
+
+    Attributes:
+        rank: The rank in the group.
+        name: The name in errors.
+    """
+
+    def __init__(self, agent: Agent, rank: int) -> None:
+        self.agent, self.rank, self.name = agent, rank, agent.name_of(rank)
+
+    def call(self, function: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of a trusted module at the owner, and return the result.
+
+        Args:
+            function: "module:attribute".
+            args: Tensors, numbers, strings, None, booleans, references to what this owner holds, and lists, tuples and
+                dicts of them.
+            kwargs: The same, by name.
+
+        Raises:
+            RemoteError: The function has failed, or was refused.
+            BadMessage: An argument cannot be sent.
+            RingError: A rank is lost.
+        """
+        return self.call_async(function, *args, **kwargs).result()
+
+    def call_async(self, function: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As `call`, but return a future. Do not change tensors among the arguments before it has ended."""
+        return self.send_call({"function": function}, args, kwargs)
+
+    def remote(self, function: str, *args: Any, **kwargs: Any) -> "Reference":
+        """As `call`, but let the result stay at the owner, and return a reference to it."""
+        key = self.send_call({"function": function, "stay": True}, args, kwargs).result()
+        return Reference(self, key)
+
+    def module(self, name: str) -> "Reference":
+        """Return a reference to a module that the owner serves under a name."""
+        return Reference(self, name)
+
+    def send_call(self, what: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
+        """Send a call of `what` (fields of `requests.Call`), and return a future of its result."""
+        tensors: list[Tensor] = []
+        arguments = [flatten(list(args), tensors, owner=self.rank), None]
+        arguments[1] = flatten(kwargs, tensors, owner=self.rank)
+        future = self._in_graph(partial(requests.Call, arguments=arguments, **what), tensors)
+        _keep(future, args, kwargs)  # the references among them
+        return future
+
+    def fetch(self, key: int | str) -> Any:
+        """Return a copy of what the owner holds; within a context, gradients flow back to it."""
+        return self._in_graph(partial(requests.Fetch, target=key), []).result()
+
+    def ask(self, request: Request, tensors: Sequence[Tensor] = (), context: Context | None = None) -> Future[Any]:
+        """Send a request outside of any graph, and return a future of the answer's value."""
+        future = self.agent.request(self.rank, outgoing(requests.content_of(request), tensors), context)
+        return _then(future, lambda reply: self._value(self._answer(reply), reply.tensors))
+
+    def _in_graph(self, request: Callable[..., Request], tensors: Sequence[Tensor]) -> Future[Any]:
+        """Send a call whose results belong to the graph, if this thread is in a context and computes gradients."""
+        scope = current.get() if torch.is_grad_enabled() else None
+        if scope is None:
+            return self.ask(request(), tensors)
+        context = scope.context_at(self.agent)
+        inputs = [tensor for tensor in tensors if tensor.requires_grad]
+        message = outgoing(
+            requests.content_of(request(context=context.number)), tensors, [tensor.requires_grad for tensor in tensors]
+        )
+        future = self.agent.request(self.rank, message, context)
+        return _then(future, lambda reply: self._attached(reply, context, inputs))
+
+    def _attached(self, reply: Message, context: Context, inputs: Sequence[Tensor]) -> Any:
+        """Return an answer's value, with its tensors in this process's graph."""
+        answer = self._answer(reply)
+        outputs = [tensor for tensor, grad in zip(reply.tensors, reply.grads, strict=True) if grad]
+        if answer.record is None or not outputs:
+            return self._value(answer, reply.tensors)
+        attached = iter(attach(context, inputs, outputs, partial(self._backward, context, answer.record, inputs)))
+        tensors = [next(attached) if grad else tensor for tensor, grad in zip(reply.tensors, reply.grads, strict=True)]
+        return self._value(answer, tensors)
+
+    def _backward(
+        self, context: Context, record: int, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Let the owner compute the gradients of the inputs."""
+        tensors: list[Tensor] = []
+        tree = flatten(list(gradients), tensors, owner=self.rank)
+        request = requests.Backward(
+            context=context.number, record=record, retain_graph=context.retain_graph, gradients=tree
+        )
+        found = self.ask(request, tensors, context).result()
+        if not isinstance(found, list) or len(found) != len(inputs):
+            raise BadMessage(f"{self.name} did not answer with a gradient for each input")
+        for one, tensor in zip(found, inputs, strict=True):
+            if one is not None and not (isinstance(one, Tensor) and one.shape == tensor.shape):
+                raise BadMessage(f"{self.name} answered with a gradient that does not have the shape of its input")
+        return found
+
+    def _answer(self, reply: Message) -> Answer:
+        try:
+            answer = Answer.model_validate(reply.content)
+        except ValidationError:
+            raise BadMessage(f"{self.name} sent an answer that is not valid") from None
+        if answer.error is not None:
+            error = RemoteError(self.name, answer.error.type, answer.error.message, reason=answer.error.reason)
+            if answer.error.traceback:
+                error.add_note(f"at {self.name}:\n{answer.error.traceback}")
+            raise error
+        return answer
+
+    def _value(self, answer: Answer, tensors: Sequence[Tensor]) -> Any:
+        return unflatten(answer.value, tensors, self._no_reference)
+
+    def _no_reference(self, key: int | str) -> Any:
+        raise BadMessage(f"{self.name} answered with a reference, {key!r}")
+
+
+class Reference(Handle):
+    """A name for a value that stays at its owner: a module that it serves, or a result of `Owner.remote`.
+
+    Pass it as an argument to calls at its owner. The owner drops the value of a result when the caller has dropped the
+    last reference, or is lost.
+    """
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: Owner, key: int | str) -> None:
+        super().__init__(owner.rank, key)
+        object.__setattr__(self, "owner", owner)
+        if isinstance(key, int):
+            weakref.finalize(self, owner.agent.drop, Handle(owner.rank, key)).atexit = False
+
+    owner: Owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module that it names; see `Owner.call`."""
+        return self.call("__call__", *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<reference {self.key!r} at {self.owner.name}>"
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method that a trusted module defines; see `Owner.call`."""
+        return self.call_async(method, *args, **kwargs).result()
+
+    def call_async(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As `call`, but return a future; see `Owner.call_async`."""
+        future = self.owner.send_call({"target": self.key, "method": method}, args, kwargs)
+        _keep(future, self)
+        return future
+
+    def fetch(self) -> Any:
+        """Return a copy of the value; within a context, gradients flow back to it."""
+        return self.owner.fetch(self.key)
+
+
+class Owners:
+    """All ranks of a group, by rank.
+
+    Attributes:
+        rank: This process's rank.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.rank = agent.rank
+        self._owners = [Owner(agent, rank) for rank in range(agent.size)]
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def __getitem__(self, rank: int) -> Owner:
+        return self._owners[rank]
+
+    def __iter__(self) -> Iterator[Owner]:
+        return iter(self._owners)
+
+
+@contextmanager
+def serve(
+    modules: Mapping[str, nn.Module] | None = None,
+    *,
+    trusted: Sequence[str] = (),
+    group: dist.ProcessGroup | None = None,
+    max_message_bytes: int = 1 << 30,
+    timeout: float | None = None,
+) -> Iterator[Owners]:
+    """Serve other ranks' calls, and call other ranks, in a `with` block that all ranks of a group enter.
+
+    At its end the block waits until all ranks have come to theirs. If it is left with an error, the generation ends, so
+    that no other rank waits for this one.
+
+    Args:
+        modules: The modules that others may call here, by name.
+        trusted: The modules of Python whose functions, classes and methods others may call here; modules below them
+            are trusted, too.
+        group: A group of the backend fedring; None = the default group.
+        max_message_bytes: The most bytes that the tensors of a message may have.
+        timeout: Seconds that a call may take, after which the generation ends; None = the group's timeout.
+
+    Yields:
+        The ranks of the group.
+
+    Raises:
+        NotSupported: The group is of another backend.
+        RingError: A rank is lost.
+    """
+    chosen = group or dist.group.WORLD
+    if not isinstance(chosen, RingProcessGroup):
+        raise NotSupported(f"{chosen} is not a group of the backend fedring")
+    agent = Agent(
+        chosen,
+        modules=modules or {},
+        trusted=trusted,
+        max_message_bytes=max_message_bytes,
+        timeout=chosen.seconds() if timeout is None else timeout,
+    )
+    try:
+        yield Owners(agent)
+        agent.wait_for_all()
+    except BaseException as error:
+        agent.fail(RingError(f"rank {agent.rank} has left fedring.remote with {type(error).__name__}: {error}"))
+        raise
+    finally:
+        agent.close()
+
+
+def _then(future: Future[Message], convert: Callable[[Message], Then]) -> Future[Then]:
+    """Return a future of what `convert` makes of the value of another future."""
+    after: Future[Then] = Future()
+
+    def done(before: Future[Message]) -> None:
+        try:
+            after.set_result(convert(before.result()))
+        except Exception as error:  # noqa: BLE001  # raised again for those who wait
+            after.set_exception(error)
+
+    future.add_done_callback(done)
+    return after
+
+
+def _keep(future: Future[Any], *values: Any) -> None:
+    """Keep the values until the future has ended, so that the owner is not told before that they are not needed."""
+    kept = list(values)
+
+    def done(_: object) -> None:
+        kept.clear()
+
+    future.add_done_callback(done)

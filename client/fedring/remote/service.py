@@ -1,0 +1,287 @@
+"""Answers requests at their owner. No I/O: the agent brings requests and sends the answers."""
+
+import itertools
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedring.remote import requests
+from fedring.remote.contexts import Caller, Context, Contexts, Record, Scope, begun_by, inside, keeping_versions
+from fedring.remote.errors import BadMessage, Refused
+from fedring.remote.holdings import Holdings
+from fedring.remote.messages import Message, outgoing
+from fedring.remote.requests import Answer, Failure, Request
+from fedring.remote.stepping import OwnedOptimizer, StepLock
+from fedring.remote.values import flatten, unflatten
+
+MAX_CALLS = 64
+"""How many functions, methods and modules one rank may have running here."""
+
+_MAX_RUNNING = 4 * MAX_CALLS  # requests of one rank, of any kind: what ends a step always finds a place
+_MAX_MESSAGE, _MAX_TRACEBACK = 4000, 16000  # characters
+
+Job = Callable[[], Message]
+
+
+class Service:
+    """What one rank does for others.
+
+    Args:
+        rank: This rank.
+        modules: The served modules, by name.
+        trusted: The modules of Python whose functions may be called.
+        caller: Through what the functions that run here call other ranks.
+    """
+
+    def __init__(self, rank: int, modules: Mapping[str, nn.Module], trusted: Sequence[str], caller: Caller) -> None:
+        self.contexts = Contexts(rank)
+        self.holdings = Holdings(modules, trusted)
+        self._caller = caller
+        self._steps = StepLock()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._running: dict[int, tuple[int, bool, list[Tensor]]] = {}  # rank, whether it may wait, memory in use
+        self._stepping = threading.Lock()  # while a phase of a step runs
+        self._prepared: tuple[int, OwnedOptimizer] | None = None  # the step under way, and its context
+
+    def accept(self, rank: int, message: Message) -> tuple[Job | None, int | None]:
+        """Take a request, in the order in which a rank has sent them. It does not wait.
+
+        Returns:
+            What answers the request, if there is an answer, and the context that the request ends, if it ends one.
+
+        Raises:
+            FedringError: The request is not valid, or refused.
+        """
+        request = requests.parse(message.content)
+        self.holdings.release(rank, request.released)
+        if isinstance(request, requests.Release):
+            return None, None
+        if isinstance(request, requests.End):
+            return None, request.context
+        context = None
+        if isinstance(request, requests.Call | requests.Fetch) and request.context is not None:
+            context = self.contexts.enter(request.context)
+        number = self._begin(rank, is_call=isinstance(request, requests.Call))
+
+        def job() -> Message:
+            try:
+                return self._answer(rank, request, message, context)
+            except BaseException as error:  # noqa: BLE001  # whatever the user's code raises, the caller must know
+                return failed(error)
+            finally:
+                with self._lock:
+                    del self._running[number]
+
+        return job, None
+
+    def is_stepping(self, context: int) -> bool:
+        """Return whether the context is in the middle of a step here."""
+        return self._steps.holder == context
+
+    def left(self, ranks: Sequence[int]) -> None:
+        """Free what ranks that have left would not free any more."""
+        self.holdings.release_all(ranks.__contains__)
+        self.contexts.end_all(ranks.__contains__)
+        if (holder := self._steps.holder) is not None and begun_by(holder) in ranks:
+            self.undo(holder)
+
+    def fail(self, error: Exception) -> None:
+        """Free everything; what waits here raises the error."""
+        self._steps.fail(error)
+        self.holdings.release_all()
+        self.contexts.end_all()
+
+    def _begin(self, rank: int, *, is_call: bool) -> int:
+        with self._lock:
+            mine = [running for running in self._running.values() if running[0] == rank]
+            calls = sum(1 for _, of_user, _ in mine if of_user)
+            if len(mine) >= _MAX_RUNNING or (is_call and calls >= MAX_CALLS):
+                raise Refused(
+                    f"{calls} calls of rank {rank} run here, of at most {MAX_CALLS}: wait for some of them",
+                    reason="overloaded",
+                )
+            number = next(self._numbers)
+            self._running[number] = (rank, is_call, [])
+        return number
+
+    def _answer(self, rank: int, request: Request, message: Message, context: Context | None) -> Message:
+        match request:
+            case requests.Call() | requests.Fetch():
+                return self._run(rank, request, message, context)
+            case requests.Parameters():
+                return answer(list(self.holdings.parameters(rank, request.target)))
+            case requests.Backward():
+                return self._backward(request, message)
+            case requests.Gradients():
+                found = self.contexts.get(request.context).gradients()
+                named = self.holdings.parameters(rank, request.target).items()
+                return answer({name: found[parameter] for name, parameter in named if parameter in found})
+            case requests.Create():
+                return self._create(rank, request, message)
+            case requests.Lock():
+                return answer(self._acquire(request.context, wait=True))
+            case requests.Prepare():
+                return answer(self._prepare(rank, request))
+            case requests.Commit():
+                self._commit(request.context)
+                return answer(None)
+            case requests.Abort():
+                self.undo(request.context)
+                return answer(None)
+            case _:
+                raise BadMessage(f"{request.verb} has no answer")
+
+    def _run(self, rank: int, request: Any, message: Message, context: Context | None) -> Message:
+        """Call what is asked for, or fetch a value; within a context, keep the graph."""
+
+        def held(key: int | str) -> Any:
+            return self.holdings.get(rank, key)
+
+        if context is None:
+            return self._result(rank, request, self._value(request, message.tensors, held), None, ())
+        given = [
+            tensor.requires_grad_() if grad else tensor
+            for tensor, grad in zip(message.tensors, message.grads, strict=True)
+        ]
+        inputs = [tensor for tensor, grad in zip(given, message.grads, strict=True) if grad]
+        with inside(Scope(self._caller, context)), keeping_versions():
+            return self._result(rank, request, self._value(request, given, held), context, inputs)
+
+    def _value(self, request: Any, tensors: Sequence[Tensor], held: Callable[[int | str], Any]) -> Any:
+        if isinstance(request, requests.Fetch):
+            return held(request.target)
+        arguments = unflatten(request.arguments, tensors, held)
+        if not (
+            isinstance(arguments, list)
+            and len(arguments) == 2
+            and isinstance(arguments[0], list)
+            and isinstance(arguments[1], dict)
+        ):
+            raise BadMessage("the arguments of a call are not a list and a dict")
+        if request.function:
+            function = self.holdings.function(request.function)
+        else:
+            function = self.holdings.method(held(request.target), request.method)
+        return function(*arguments[0], **arguments[1])
+
+    def _result(
+        self, rank: int, request: Any, value: Any, context: Context | None, inputs: Sequence[Tensor]
+    ) -> Message:
+        if isinstance(request, requests.Call) and request.stay:
+            if context is not None and isinstance(value, Tensor) and value.grad_fn is not None:
+                raise Refused(
+                    "the result was computed from tensors that require gradients, and a reference would lose them: "
+                    "use call(), or make the reference outside of a context",
+                    reason="history",
+                )
+            return answer(self.holdings.keep(rank, value))
+        tensors: list[Tensor] = []
+        tree = flatten(value, tensors, owner=-1)
+        if context is None:
+            return outgoing(Answer(value=tree).model_dump(exclude_defaults=True), tensors)
+        grads = [tensor.requires_grad for tensor in tensors]
+        record = None
+        if any(grads):
+            record = context.keep(Record([one for one in tensors if one.requires_grad], inputs))
+        content = Answer(value=tree, record=record).model_dump(exclude_defaults=True)
+        return outgoing(content, tensors, grads)
+
+    def _backward(self, request: requests.Backward, message: Message) -> Message:
+        gradients = unflatten(request.gradients, message.tensors, _none_held)
+        if not isinstance(gradients, list) or not all(one is None or isinstance(one, Tensor) for one in gradients):
+            raise BadMessage("the gradients are not a list of tensors")
+        context = self.contexts.get(request.context)
+        with inside(Scope(self._caller, context)):
+            return answer(context.backward_of(request.record, gradients, retain_graph=request.retain_graph))
+
+    def _create(self, rank: int, request: requests.Create, message: Message) -> Message:
+        options = unflatten(request.options, message.tensors, _none_held)
+        if not isinstance(options, dict):
+            raise BadMessage("the options of an optimizer are not a dict")
+        parameters: dict[str, Tensor] = {}
+        for place in request.parameters:
+            known = self.holdings.parameters(rank, place.target)
+            if place.name not in known:
+                raise Refused(f"{place.target} has no parameter {place.name[:80]!r}", reason="unknown_parameter")
+            parameters[f"{place.name or 'the tensor'} of {place.target}"] = known[place.name]
+        return answer(self.holdings.keep(rank, OwnedOptimizer(request.kind, parameters, options)))
+
+    def _acquire(self, context: int, *, wait: bool) -> bool:
+        """Let a context step, as `StepLock.acquire` does, unless the context has ended by then."""
+        acquired = self._steps.acquire(context, wait=wait)
+        try:
+            self.contexts.get(context)
+        except Refused:
+            self._steps.release(context)
+            raise
+        return acquired
+
+    def _prepare(self, rank: int, request: requests.Prepare) -> bool:
+        context = self.contexts.get(request.context)
+        optimizer = self.holdings.get(rank, request.optimizer)
+        if not isinstance(optimizer, OwnedOptimizer):
+            raise Refused(f"reference {request.optimizer} is not an optimizer", reason="unknown_optimizer")
+        if not self._acquire(request.context, wait=False):
+            return False
+        with self._stepping:
+            if self._prepared is not None:
+                raise Refused("another step of this context is under way", reason="prepared")
+            self._prepared = request.context, optimizer
+            optimizer.prepare(context.gradients())
+        return True
+
+    def _commit(self, context: int) -> None:
+        self._steps.check(context)
+        with self._stepping:
+            if self._prepared is None or self._prepared[0] != context:
+                raise Refused("there is no step to commit", reason="not_prepared")
+            old = self._prepared[1].commit()
+            self._prepared = None
+        with self._lock:
+            for _, _, in_use in self._running.values():
+                in_use += old  # torch may be reading it for a call that runs
+        self._steps.release(context)
+
+    def undo(self, context: int) -> None:
+        """Undo the step of a context if there is one, and let others step."""
+        with self._stepping:
+            if self._prepared is not None and self._prepared[0] == context:
+                self._prepared[1].abort()
+                self._prepared = None
+        self._steps.release(context)
+
+
+def answer(value: Any) -> Message:
+    """Return the message that answers with a value.
+
+    Raises:
+        BadMessage: The value cannot be sent.
+    """
+    tensors: list[Tensor] = []
+    tree = flatten(value, tensors, owner=-1)
+    return outgoing(Answer(value=tree).model_dump(exclude_defaults=True), tensors)
+
+
+def failed(error: BaseException) -> Message:
+    """Return the message that tells a caller of an error."""
+    reason = getattr(error, "reason", "")
+    text = "".join(traceback.format_exception(error))
+    failure = Failure(
+        type=type(error).__name__[:200],
+        message=_printable(str(error))[:_MAX_MESSAGE],
+        reason=reason if isinstance(reason, str) and reason.replace("_", "").isalnum() and reason.islower() else "",
+        traceback=_printable(text)[-_MAX_TRACEBACK:],
+    )
+    return Message(Answer(error=failure).model_dump(exclude_defaults=True))
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
+def _none_held(key: int | str) -> Any:
+    raise BadMessage(f"a reference, {key!r}, stands where none may be")

@@ -1,0 +1,70 @@
+"""Functions and classes that tests call at other ranks."""
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedring import remote
+
+
+def echo(*args: Any, **kwargs: Any) -> Any:
+    return [args, kwargs]
+
+
+def fail(text: str) -> None:
+    raise ArithmeticError(text)
+
+
+def random_tensor(seed: int) -> Tensor:
+    return torch.rand(3, 3, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def wait_for(name: str) -> str:
+    assert EVENTS[name].wait(60)
+    return name
+
+
+EVENTS: dict[str, threading.Event] = {}
+
+
+class Scaled(nn.Module):
+    """A layer whose weights follow from a seed."""
+
+    def __init__(self, seed: int, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+    def scaled(self, x: Tensor, by: float) -> Tensor:
+        result: Tensor = by * self(x)
+        return result
+
+    def _hidden(self) -> None:
+        """Not to be called from elsewhere."""
+
+
+class Through(nn.Module):
+    """A module whose forward passes through a module of another owner."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+        self.next: remote.Reference | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.next is not None
+        result: Tensor = self.own(self.next(self.own(x)))
+        return result
+
+
+def late_square(x: Tensor, event: str = "") -> Tensor:
+    if event:
+        wait_for(event)
+    return x * x

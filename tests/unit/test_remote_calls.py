@@ -1,0 +1,240 @@
+"""Calls between ranks: results, references, errors, limits."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+from tests import remote_functions
+from tests.remote_functions import Scaled
+from tests.remote_ranks import TRUSTED, serving, serving_on
+from tests.ring_groups import WAIT, ring_groups
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.optim import SGD
+
+from fedring import remote
+from fedring.remote import requests
+from fedring.remote.service import MAX_CALLS
+from fedring.ring import NotSupported, PeerLost, RingError, RingProcessGroup
+
+F = "tests.remote_functions:"
+Ranks = list[remote.Owners]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with serving(3, lambda rank: {"layer": Scaled(rank)}) as owners:
+        yield owners
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds that other threads bring about."""
+    waited = threading.Event()
+    for _ in range(600):
+        if condition():
+            return
+        waited.wait(0.1)
+    pytest.fail("the condition does not hold after 60 s")
+
+
+@pytest.mark.parametrize("to", [0, 1, 2])
+def test_a_call_returns_what_the_function_returns(ranks: Ranks, to: int) -> None:
+    tensor = torch.arange(6).view(2, 3)
+    (args, kwargs) = ranks[0][to].call(F + "echo", 1, [2.5, None], (True, "x"), {"a": tensor}, k=tensor.t())
+    assert args[:3] == (1, [2.5, None], (True, "x"))
+    torch.testing.assert_close([args[3]["a"], kwargs["k"]], [tensor, tensor.t()])
+
+
+def test_every_rank_calls_every_rank_at_once(ranks: Ranks) -> None:
+    futures = {
+        (a, b, n): ranks[a][b].call_async(F + "echo", a, b, n) for a in range(3) for b in range(3) for n in range(20)
+    }
+    for numbers, future in futures.items():
+        assert future.result(60)[0] == numbers
+
+
+def test_calls_that_wait_do_not_keep_others_waiting(ranks: Ranks) -> None:
+    remote_functions.EVENTS["go"] = event = threading.Event()
+    waiting = [ranks[0][1].call_async(F + "wait_for", "go") for _ in range(5)]
+    assert ranks[0][1].call(F + "echo", 1) == [(1,), {}]
+    assert not any(future.done() for future in waiting)
+    event.set()
+    assert [future.result(60) for future in waiting] == ["go"] * 5
+
+
+def test_a_rank_with_too_many_calls_is_refused_and_others_are_not(ranks: Ranks) -> None:
+    remote_functions.EVENTS["many"] = event = threading.Event()
+    waiting = [ranks[0][1].call_async(F + "wait_for", "many") for _ in range(MAX_CALLS)]
+    with pytest.raises(remote.RemoteError, match="wait for some of them") as raised:
+        ranks[0][1].call(F + "echo", 1)
+    assert raised.value.reason == "overloaded"
+    assert ranks[2][1].call(F + "echo", 1) == [(1,), {}]
+    event.set()
+    assert {future.result(60) for future in waiting} == {"many"}
+
+
+@pytest.mark.parametrize("to", [0, 1])
+def test_an_error_has_the_owner_the_type_the_text_and_the_traceback(ranks: Ranks, to: int) -> None:
+    with pytest.raises(remote.RemoteError, match=f"rank {to}: ArithmeticError: too much") as raised:
+        ranks[0][to].call(F + "fail", "too much")
+    error = raised.value
+    assert (error.owner, error.type_name, error.reason) == (f"rank {to}", "ArithmeticError", "remote_failed")
+    assert "remote_functions.py" in error.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        *(("os:getcwd", "not_trusted"), ("builtins:eval", "not_trusted"), (F + "_hidden", "no_attribute")),
+        *((F + "torch", "not_callable"), (F + "nothing", "no_attribute"), ("getcwd", "bad_name")),
+        *((F + "Tensor", "not_trusted"), ("tests.remote_functions_more:x", "not_trusted"), ("", "unknown_module")),
+    ],
+)
+def test_only_functions_of_trusted_modules_are_called(ranks: Ranks, function: str, reason: str) -> None:
+    with pytest.raises(remote.RemoteError) as raised:
+        ranks[0][1].call(function)
+    assert raised.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        *(("_hidden", "no_attribute"), ("__init__", "no_attribute"), ("linear", "no_attribute")),
+        *(("nothing", "no_attribute"), ("state_dict", "not_trusted"), ("training", "no_attribute")),
+    ],
+)
+def test_only_public_methods_of_trusted_classes_are_called(ranks: Ranks, method: str, reason: str) -> None:
+    layer = ranks[0][1].module("layer")
+    with pytest.raises(remote.RemoteError) as raised:
+        layer.call(method)
+    assert raised.value.reason == reason
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(layer.call("scaled", x, by=2.0), 2 * Scaled(1)(x).detach())
+
+
+def test_a_served_module_can_be_called_although_nothing_is_trusted() -> None:
+    with serving(2, lambda rank: {"layer": nn.Linear(2, 2)}, trusted=[]) as ranks:
+        assert ranks[0][1].module("layer")(torch.ones(2)).shape == (2,)
+        with pytest.raises(remote.RemoteError, match="there is layer") as raised:
+            ranks[0][1].module("other")(1)
+        assert raised.value.reason == "unknown_module"
+
+
+def test_a_value_stays_at_its_owner_and_is_used_there(ranks: Ranks) -> None:
+    made = ranks[0][1].remote(F + "Scaled", 5)
+    x = torch.ones(3, 4)
+    torch.testing.assert_close(made(x), Scaled(5)(x).detach())
+    tensor = ranks[0][1].remote(F + "random_tensor", 3)
+    ((fetched,), _) = ranks[0][1].call(F + "echo", tensor)
+    torch.testing.assert_close(fetched, tensor.fetch())
+    with pytest.raises(remote.BadMessage, match="only calls at rank 1 can use what rank 1 holds"):
+        ranks[0][2].call(F + "echo", tensor)
+    with pytest.raises(remote.RemoteError, match="a Scaled cannot be sent"):
+        made.fetch()
+
+
+def test_a_reference_belongs_to_the_rank_that_made_it(ranks: Ranks) -> None:
+    tensor = ranks[0][1].remote(F + "random_tensor", 3)
+    with pytest.raises(remote.RemoteError) as raised:
+        ranks[2][1].fetch(tensor.key)
+    assert raised.value.reason == "unknown_reference"
+
+
+@pytest.mark.parametrize("to", [0, 1])
+def test_what_nobody_refers_to_any_more_is_dropped(ranks: Ranks, to: int) -> None:
+    gc.collect()
+    held = ranks[to][to].agent.service.holdings
+    wait_until(lambda: len(held) == 0)
+    kept, dropped = (ranks[0][to].remote(F + "random_tensor", seed) for seed in (1, 2))
+    future = ranks[0][to].call_async(F + "echo", dropped)
+    del dropped
+    assert future.result(60)[0][0].shape == (3, 3)
+    del future
+    gc.collect()
+    wait_until(lambda: len(held) == 1)
+    assert kept.fetch().shape == (3, 3)
+
+
+def test_a_rank_that_leaves_with_an_error_ends_the_generation_everywhere() -> None:
+    with ring_groups(2) as groups:
+        one, other = (remote.serve(group=group) for group in groups)
+        owners, _ = one.__enter__(), other.__enter__()
+        assert not other.__exit__(KeyError, KeyError("mine"), None)
+        with pytest.raises(RingError, match=r"rank 1 has left fedring\.remote with KeyError: 'mine'"):
+            owners[1].call(F + "echo")
+        with pytest.raises(RingError, match="rank 1 has left"):
+            one.__exit__(None, None, None)
+
+
+def test_blocks_can_follow_each_other_on_one_group() -> None:
+    with ring_groups(2) as groups:
+        for number in range(3):
+            with serving_on(groups) as ranks:
+                assert ranks[0][1].call(F + "echo", number) == [(number,), {}]
+
+
+def test_a_group_of_some_ranks_has_ranks_of_its_own() -> None:
+    with ring_groups(3) as groups:
+        some = [RingProcessGroup(groups[rank].world, HashStore(), [1, 2], name="some", timeout=WAIT) for rank in (1, 2)]
+        with serving_on(some, lambda rank: {"layer": Scaled(rank)}) as ranks:
+            assert [owners.rank for owners in ranks] == [0, 1]
+            torch.testing.assert_close(ranks[0][1].module("layer")(torch.ones(4)), Scaled(1)(torch.ones(4)).detach())
+
+
+def test_what_a_rank_had_is_freed_when_it_leaves_and_the_others_go_on() -> None:
+    with ring_groups(3) as groups:
+        blocks = [
+            remote.serve({"layer": Scaled(rank)}, trusted=TRUSTED, group=group) for rank, group in enumerate(groups)
+        ]
+        ranks = [block.__enter__() for block in blocks]
+        service = ranks[0][0].agent.service
+        kept = ranks[2][0].remote(F + "random_tensor", 1)
+        optimizer = remote.DistributedOptimizer(SGD, remote.parameters(kept), lr=0.1)
+        with remote.context() as step:
+            step.backward(kept.fetch().sum())
+            request = requests.Prepare(
+                context=step.begun().number, optimizer=int(optimizer._optimizers[ranks[2][0]].key)
+            )
+            assert ranks[2][0].ask(request).result()
+            assert (len(service.contexts), len(service.holdings)) == (1, 2)
+            groups[2].world.close()
+            wait_until(lambda: (len(service.contexts), len(service.holdings)) == (0, 0))
+        layer = ranks[1][0].module("layer")
+        optimizer = remote.DistributedOptimizer(SGD, remote.parameters(layer), lr=0.1)
+        with remote.context() as step:
+            step.backward(layer(torch.ones(4)).sum())
+            optimizer.step(step)  # the rank that has left has not kept the lock
+        for block in blocks[:2]:
+            with pytest.raises(RingError, match="rank 2"):
+                block.__exit__(None, None, None)
+        with suppress(RingError):
+            blocks[2].__exit__(None, None, None)
+
+
+def test_after_the_end_of_the_generation_everything_raises_what_has_ended_it() -> None:
+    with ring_groups(2) as groups:
+        blocks = [remote.serve({"layer": Scaled(1)}, group=group) for group in groups]
+        ranks = [block.__enter__() for block in blocks]
+        layer = ranks[0][1].module("layer")
+        optimizer = remote.DistributedOptimizer(SGD, remote.parameters(layer), lr=0.1)
+        with remote.context() as step:
+            output = layer(torch.ones(4))
+            ranks[0][0].agent.fail(PeerLost("rank 1 is lost: it was a test", rank=1))
+            for work in (
+                lambda: layer(torch.ones(4)),
+                lambda: step.backward(output.sum()),
+                lambda: optimizer.step(step),
+            ):
+                with pytest.raises(PeerLost, match="rank 1 is lost"):
+                    work()
+        for block in blocks:
+            with pytest.raises(PeerLost):
+                block.__exit__(None, None, None)
+
+
+def test_a_group_of_another_backend_is_refused() -> None:
+    with pytest.raises(NotSupported, match="is not a group of the backend fedring"), remote.serve():
+        pass
