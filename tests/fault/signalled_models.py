@@ -44,9 +44,10 @@ def net() -> nn.Module:
     return nn.Sequential(hidden, SignalAtPass(), nn.Linear(32, 10))
 
 
-def dropout_net() -> nn.Module:
-    """Build a small network for the 8 x 8 digits, with random numbers in each step."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3), SignalAtPass(), nn.Linear(32, 10))
+def dropout_net(hidden: int = 32) -> nn.Module:
+    """Build a network for the 8 x 8 digits, with random numbers in each step."""
+    layers = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Dropout(0.3))
+    return nn.Sequential(layers, SignalAtPass(), nn.Linear(hidden, 10))
 
 
 def stages() -> nn.Module:

@@ -29,6 +29,7 @@ def job(**table: Any) -> dict[str, Any]:
         "mode": "data_parallel",
         "min_clients": table.pop("workers"),
         "model": "signalled_models:dropout_net",
+        "model_args": {"hidden": table.pop("hidden", 32)},
         "optimizer_args": {"weight_decay": 0.001},
         "rounds": ROUNDS,
         "start": "fresh",
@@ -74,6 +75,7 @@ def expected_step(step: int, workers: int) -> int:
         (2, {"hook": "dgc(nesterov=true)"}),
         (3, {"hook": "batched_powersgd", "start_iteration": 2}),  # its factors depend on DDP's buckets
         pytest.param(3, {"hook": "none"}, marks=pytest.mark.soak),
+        pytest.param(3, {"hook": "none", "hidden": 4096, "bucket_mb": 0.5}, marks=pytest.mark.soak),  # around the ring
         pytest.param(2, {"hook": "topk", "feedback": "ef21"}, marks=pytest.mark.soak),
         pytest.param(3, {"hook": "int8"}, marks=pytest.mark.soak),
         pytest.param(3, {"hook": "fp16(powersgd)", "start_iteration": 2}, marks=pytest.mark.soak),

@@ -135,16 +135,19 @@ def test_nothing_is_unpickled(folder: CheckpointFolder) -> None:
 @pytest.mark.parametrize(
     ("workers", "found"),
     [
-        ([(False, []), (False, [])], None),
-        ([(False, [20, 10]), (False, [20, 10])], Resumption(20, on_all=True)),
-        ([(False, [20, 10]), (False, [10])], Resumption(10, on_all=True)),
-        ([(False, [20, 10]), (False, [])], Resumption(20, on_all=False)),
-        ([(False, [10]), (False, [30, 20])], Resumption(30, on_all=False)),
-        ([(False, [20, 10]), (True, [])], None),
+        ([(-1, []), (-1, [])], None),
+        ([(-1, [20, 10]), (-1, [20, 10])], Resumption(20, on_all=True)),
+        ([(-1, [20, 10]), (-1, [10])], Resumption(10, on_all=True)),
+        ([(-1, [20, 10]), (-1, [])], Resumption(20, on_all=False)),
+        ([(-1, [10]), (-1, [30, 20])], Resumption(30, on_all=False)),
+        ([(-1, [20, 10]), (25, [])], None),
+        ([(-1, [20, 10]), (20, [20, 10])], None),
+        ([(-1, [30, 20]), (12, [10])], Resumption(30, on_all=False)),  # that worker had left the group
+        ([(0, []), (-1, [])], None),
     ],
 )
-def test_a_group_goes_on_from_the_newest_checkpoint_that_all_have_unless_a_worker_is_live(
-    workers: list[tuple[bool, list[int]]], found: Resumption | None
+def test_a_group_goes_on_from_the_newest_checkpoint_that_all_have_unless_memory_is_newer(
+    workers: list[tuple[int, list[int]]], found: Resumption | None
 ) -> None:
     assert choose(workers) == found
 

@@ -100,7 +100,9 @@ class CheckpointFolder:
         part = self._path(step).with_suffix(".part")
         tensors, metadata = encode(content, self.job)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self.folder.is_dir():
+                self.folder.mkdir(parents=True)
+                sync(self.folder.parent)
             save_file(tensors, part, metadata=metadata)
             sync(part)
             crashpoint("worker_checkpoint_written")

@@ -21,39 +21,40 @@ class Resumption:
     on_all: bool  # whether all workers have it
 
 
-def agree(steps: Sequence[int], *, live: bool, most: int) -> Resumption | None:
+def agree(steps: Sequence[int], *, live: int | None, most: int) -> Resumption | None:
     """Choose, with all workers of the default group, the checkpoint from which to go on.
 
     Every worker of the group must call this.
 
     Args:
         steps: The steps of this worker's checkpoints.
-        live: Whether this worker has the job's state in memory.
+        live: The steps of the job's state that this worker has in memory; None if it has none.
         most: The most checkpoints that a worker keeps; equal on all workers.
 
     Returns:
-        The checkpoint, or None if a worker is live, or if there is none.
+        The checkpoint, or None if there is none, or if a worker has something as new in memory.
     """
-    mine = [*steps, *[_NONE] * most][:most]
-    return choose([(bool(row[0]), [step for step in row[1:] if step != _NONE]) for row in gather([int(live), *mine])])
+    rows = gather([_NONE if live is None else live, *[*steps, *[_NONE] * most][:most]])
+    return choose([(row[0], [step for step in row[1:] if step != _NONE]) for row in rows])
 
 
-def choose(workers: Sequence[tuple[bool, Sequence[int]]]) -> Resumption | None:
+def choose(workers: Sequence[tuple[int, Sequence[int]]]) -> Resumption | None:
     """Return the newest checkpoint that all workers have, or else the newest that any worker has.
 
     Args:
-        workers: For each worker, whether it is live, and the steps of its checkpoints.
+        workers: For each worker, the steps of what it has in memory, -1 if it has nothing, and those of its
+            checkpoints.
 
     Returns:
-        The checkpoint. None if there is none, or if a worker is live: its state is newer than any checkpoint.
+        The checkpoint. None if there is none, or if a worker has something as new in memory, from which the group then
+        continues.
     """
-    if any(live for live, _ in workers):
-        return None
     held = [set(steps) for _, steps in workers]
-    if common := set.intersection(*held):
-        return Resumption(max(common), on_all=True)
-    known = set.union(*held)
-    return Resumption(max(known), on_all=False) if known else None
+    known = set.intersection(*held) or set.union(*held)
+    newest = max(known, default=_NONE)
+    if newest <= max(live for live, _ in workers):
+        return None
+    return Resumption(newest, on_all=all(newest in steps for steps in held))
 
 
 def replica_content(replica: Replica) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class JobCheckpoints:
             self._works = False
 
     def resume(self, replica: Replica, hook: JobHook, *, live: bool, round_: int) -> Resumption | None:
-        """Go on from a checkpoint, if no worker of the default group has the job's state in memory.
+        """Go on from a checkpoint, if no worker of the default group has as new a state of the job in memory.
 
         Every worker of the group must call this.
 
@@ -78,7 +78,7 @@ class JobCheckpoints:
             SeamError: With the reason bad_checkpoint, if this worker's checkpoint cannot be used; it is deleted.
         """
         self.random = None
-        found = agree(self.steps, live=live, most=KEPT)
+        found = agree(self.steps, live=replica.progress.steps if live else None, most=KEPT)
         if found is None or found.step not in self.steps:
             return found
         try:

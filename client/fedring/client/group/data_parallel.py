@@ -131,7 +131,7 @@ class DataParallelPart:
     def enter(self, generation: int, *, workers: int) -> None:
         """Take over the state of the worker with the most steps, and scale the residuals to the size of the group.
 
-        If no worker has the job's state in memory, the group continues from a checkpoint first.
+        If no worker has as new a state in memory, those that have the group's checkpoint continue from it first.
         """
         state, hook, checkpoints = self.state, self.state.hook, self.state.checkpoints
         live, round_ = state.workers > 0, self.setup.plan.round
