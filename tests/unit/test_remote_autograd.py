@@ -2,17 +2,20 @@
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from tests import remote_functions
 from tests.remote_functions import Scaled, Through
 from tests.remote_ranks import serving
 from torch import Tensor, nn
 
 from fedring import remote
+from fedring.remote.contexts import Contexts, Record, begun_by
 
 F = "tests.remote_functions:"
 Ranks = list[remote.Owners]
@@ -280,8 +283,6 @@ def test_an_error_frees_the_context_at_all_owners(ranks: Ranks) -> None:
 
 
 def test_a_call_that_ends_after_its_context_keeps_nothing(ranks: Ranks) -> None:
-    from tests import remote_functions
-
     remote_functions.EVENTS["late"] = event = threading.Event()
     with remote.context():
         late = ranks[0][1].call_async(F + "late_square", torch.ones(2, requires_grad=True), "late")
@@ -292,15 +293,14 @@ def test_a_call_that_ends_after_its_context_keeps_nothing(ranks: Ranks) -> None:
 
 
 def test_a_reference_cannot_lose_gradients_silently(ranks: Ranks) -> None:
-    with remote.context(), pytest.raises(remote.RemoteError, match="a reference would lose them") as raised:
-        ranks[0][1].remote(F + "late_square", torch.ones(2, requires_grad=True))
-    assert raised.value.reason == "history"
+    for argument in (torch.ones(2, requires_grad=True), [torch.ones(2, requires_grad=True)]):
+        with remote.context(), pytest.raises(remote.RemoteError, match="a reference would lose them") as raised:
+            ranks[0][1].remote(F + "late_square", argument)
+        assert raised.value.reason == "history"
 
 
 def test_outputs_do_not_outlive_their_caller(ranks: Ranks) -> None:
     """Graphs with remote calls leave no circles that nothing collects."""
-    import weakref
-
     x = batch().requires_grad_()
     with remote.context():
         output = ranks[0][1].module("layer")(x)
@@ -315,3 +315,24 @@ def test_a_context_belongs_to_one_group(ranks: Ranks) -> None:
         ranks[0][1].module("layer")(batch())
         with pytest.raises(remote.Refused, match="belongs to one group"):
             ranks[1][2].module("layer")(batch())
+
+
+def test_a_context_that_has_ended_keeps_nothing_and_does_not_begin_again() -> None:
+    contexts = Contexts(rank=3)
+    context = contexts.begin()
+    x = torch.ones(2, requires_grad=True)
+    context.keep(Record([x * x], [x]))
+    context.backward([x.sum()], None)
+    context.calling(1)
+    assert (context.size, begun_by(context.number), len(contexts)) == ((1, 1), 3, 1)
+    assert contexts.end(context.number) == {1}
+    context.keep(Record([x * x], [x]))
+    assert (context.size, len(contexts)) == ((0, 0), 0)
+    with pytest.raises(remote.Refused, match="has ended"):
+        contexts.enter(context.number)
+    with pytest.raises(remote.Refused, match="has ended"):
+        context.calling(1)
+    of_another = (2 << 48) | 1
+    assert contexts.enter(of_another) is contexts.enter(of_another)
+    contexts.end_all(lambda rank: rank == 2)
+    assert len(contexts) == 0

@@ -3,7 +3,9 @@
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.optim import SGD
 
 from fedring import remote
 from fedring.remote import requests
+from fedring.remote.messages import Message
 from fedring.remote.service import MAX_CALLS
 from fedring.ring import NotSupported, PeerLost, RingError, RingProcessGroup
 
@@ -233,6 +236,37 @@ def test_after_the_end_of_the_generation_everything_raises_what_has_ended_it() -
         for block in blocks:
             with pytest.raises(PeerLost):
                 block.__exit__(None, None, None)
+
+
+class Liar:
+    """An owner's agent that answers every request with the same value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def name_of(self, rank: int) -> str:
+        return "the liar"
+
+    def request(self, rank: int, message: Message, context: Any = None) -> "Future[Message]":
+        future: Future[Message] = Future()
+        future.set_result(Message(self.value, [torch.ones(2)], [True]))
+        return future
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, 5, [], {"value": {"tensor": 1}}, {"value": {"reference": 1}}, {"record": -1}, {"more": 1}),
+        *({"error": {"type": "E"}}, {"error": {"type": "E", "message": "x", "reason": "No Reason"}}, {"value": True}),
+    ],
+    ids=repr,
+)
+def test_an_answer_that_no_owner_gives_is_refused(value: Any) -> None:
+    liar: Any = Liar(value)
+    owner = remote.Owner(liar, 1)
+    for work in (lambda: owner.remote(F + "echo"), lambda: remote.parameters(owner.module("layer"))):
+        with pytest.raises(remote.BadMessage, match=r"the liar|tensor|form"):
+            work()
 
 
 def test_a_group_of_another_backend_is_refused() -> None:

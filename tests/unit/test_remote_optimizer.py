@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, SparseAdam
 
 from fedring import remote
+from fedring.remote import requests
 from fedring.remote.stepping import OwnedOptimizer
 
 F = "tests.remote_functions:"
@@ -237,8 +238,6 @@ def test_steps_of_all_ranks_on_the_same_owners_run_one_after_the_other(ranks: Ra
 
 
 def test_the_end_of_a_context_in_the_middle_of_a_step_undoes_it(ranks: Ranks) -> None:
-    from fedring.remote import requests
-
     owner, offset = ranks[0][1], ranks[0][1].module("offset")
     optimizer = remote.DistributedOptimizer(SGD, remote.parameters(offset), lr=1.0)
     with remote.context() as step:
@@ -254,8 +253,6 @@ def test_the_end_of_a_context_in_the_middle_of_a_step_undoes_it(ranks: Ranks) ->
 
 @pytest.mark.parametrize("phase", ["commit", "abort", "prepare"])
 def test_phases_in_a_wrong_order_change_nothing(ranks: Ranks, phase: str) -> None:
-    from fedring.remote import requests
-
     owner, offset = ranks[0][1], ranks[0][1].module("offset")
     optimizer = remote.DistributedOptimizer(SGD, remote.parameters(offset), lr=1.0)
     with remote.context() as step:

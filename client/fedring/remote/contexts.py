@@ -101,7 +101,9 @@ class Context:
                     f"{list(output.shape)}",
                     reason="bad_gradient",
                 )
-        found = self.backward([out for out, _ in pairs], [grad for _, grad in pairs], record.inputs)
+        found = self.backward(
+            [output for output, _ in pairs], [gradient.to(output.device) for output, gradient in pairs], record.inputs
+        )
         return [found.get(one) for one in record.inputs]
 
     def backward(

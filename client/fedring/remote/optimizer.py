@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedring.remote import requests
+from fedring.remote.errors import BadMessage
 from fedring.remote.owner import Owner, Reference
 from fedring.remote.stepping import optimizer_class
 from fedring.remote.steps import Step
@@ -31,7 +32,13 @@ def parameters(*references: Reference) -> list[RemoteParameter]:
         RemoteError: A reference names neither.
     """
     asked = [(one, one.owner.ask(requests.Parameters(target=one.key))) for one in references]
-    return [RemoteParameter(one, str(name)) for one, names in asked for name in names.result()]
+    found = []
+    for one, future in asked:
+        names = future.result()
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise BadMessage(f"{one.owner.name} did not answer with the names of parameters")
+        found += [RemoteParameter(one, name) for name in names]
+    return found
 
 
 def gradients(step: Step, reference: Reference) -> dict[str, Tensor]:
@@ -83,8 +90,7 @@ class DistributedOptimizer:
             tree = flatten(options, tensors, owner=owner.rank)
             return owner.ask(requests.Create(kind=kind.__name__, parameters=places[owner], options=tree), tensors)
 
-        made, errors = _at_all(self._owners, create)
-        self._optimizers = {owner: Reference(owner, key) for owner, key in made.items()}
+        self._optimizers, errors = _at_all(self._owners, create, Owner.reference)
         _raise(errors, "an optimizer cannot be built")
 
     def step(self, step: Step) -> None:
@@ -121,7 +127,11 @@ class DistributedOptimizer:
         _raise(errors, "all owners have stepped, but some did not answer")
 
 
-def _at_all(owners: Sequence[Owner], ask: Callable[[Owner], Future[Any]]) -> tuple[dict[Owner, Any], list[Exception]]:
+def _at_all(
+    owners: Sequence[Owner],
+    ask: Callable[[Owner], Future[Any]],
+    wait: Callable[[Owner, Future[Any]], Any] = lambda owner, future: future.result(),
+) -> tuple[dict[Owner, Any], list[Exception]]:
     """Ask all owners at the same time. Return their answers, and their errors in the order of the owners."""
     asked: list[tuple[Owner, Future[Any]]] = []
     answers: dict[Owner, Any] = {}
@@ -133,7 +143,7 @@ def _at_all(owners: Sequence[Owner], ask: Callable[[Owner], Future[Any]]) -> tup
             errors.append(error)
     for owner, future in asked:
         try:
-            answers[owner] = future.result()
+            answers[owner] = wait(owner, future)
         except Exception as error:  # noqa: BLE001  # all errors are raised together
             errors.append(error)
     return answers, errors

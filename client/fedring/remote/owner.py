@@ -58,7 +58,17 @@ class Owner:
 
     def remote(self, function: str, *args: Any, **kwargs: Any) -> "Reference":
         """As `call`, but let the result stay at the owner, and return a reference to it."""
-        key = self.send_call({"function": function, "stay": True}, args, kwargs).result()
+        return self.reference(self.send_call({"function": function, "stay": True}, args, kwargs))
+
+    def reference(self, made: Future[Any]) -> "Reference":
+        """Wait for the number that the owner has given to a value, and return a reference to the value.
+
+        Raises:
+            BadMessage: The owner answers with something else.
+        """
+        key = made.result()
+        if type(key) is not int:
+            raise BadMessage(f"{self.name} did not answer with the number of a reference, but with {key!r:.80}")
         return Reference(self, key)
 
     def module(self, name: str) -> "Reference":
@@ -68,8 +78,7 @@ class Owner:
     def send_call(self, what: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         """Send a call of `what` (fields of `requests.Call`), and return a future of its result."""
         tensors: list[Tensor] = []
-        arguments = [flatten(list(args), tensors, owner=self.rank), None]
-        arguments[1] = flatten(kwargs, tensors, owner=self.rank)
+        arguments = flatten([list(args), dict(kwargs)], tensors, owner=self.rank)
         future = self._in_graph(partial(requests.Call, arguments=arguments, **what), tensors)
         _keep(future, args, kwargs)  # the references among them
         return future
@@ -121,7 +130,7 @@ class Owner:
         for one, tensor in zip(found, inputs, strict=True):
             if one is not None and not (isinstance(one, Tensor) and one.shape == tensor.shape):
                 raise BadMessage(f"{self.name} answered with a gradient that does not have the shape of its input")
-        return found
+        return [None if one is None else one.to(tensor.device) for one, tensor in zip(found, inputs, strict=True)]
 
     def _answer(self, reply: Message) -> Answer:
         try:

@@ -172,7 +172,7 @@ class Service:
         self, rank: int, request: Any, value: Any, context: Context | None, inputs: Sequence[Tensor]
     ) -> Message:
         if isinstance(request, requests.Call) and request.stay:
-            if context is not None and isinstance(value, Tensor) and value.grad_fn is not None:
+            if context is not None and any(tensor.grad_fn is not None for tensor in _tensors_in(value)):
                 raise Refused(
                     "the result was computed from tensors that require gradients, and a reference would lose them: "
                     "use call(), or make the reference outside of a context",
@@ -277,6 +277,15 @@ def failed(error: BaseException) -> Message:
         traceback=_printable(text)[-_MAX_TRACEBACK:],
     )
     return Message(Answer(error=failure).model_dump(exclude_defaults=True))
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a value, as far as they are in lists, tuples and dicts."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors_in(item)]
+    return [value] if isinstance(value, Tensor) else []
 
 
 def _printable(text: str) -> str:
