@@ -94,7 +94,7 @@ def data_parallel(results: Mapping[str, Any], time: Time) -> Lines:
             size(figures["bytes_sent"]),
             time(duration(figures["wait_seconds_max"])),
             time(duration(figures["wait_seconds_mean"])),
-            time(f"{figures['wait_seconds_max'] / figures['wait_seconds_mean']:.1f}"),
+            time(f"{figures['wait_seconds_max'] / max(1e-9, figures['wait_seconds_mean']):.1f}"),
             percent(row["accuracy"]),
         )
         for row in results["hooks"]
