@@ -54,10 +54,11 @@ def replace(page: str, bench: str, lines: Iterable[str]) -> str:
 def describe(results: Mapping[str, Any], *, times: bool) -> str:
     """Return the sentences that say how the results were measured."""
     machine, net = results["machine"], results.get("network") or {}
-    sentence = f"Measured at {results['scale']} scale with torch {machine['torch']}"
+    samples = f" on {results['dataset']}" if "dataset" in results else ""
+    sentence = f"Measured{samples} at {results['scale']} scale with torch {machine['torch']}"
     if times:
         sentence += (
-            f" on {counted(machine['processors'], 'processor')}, at a load average of {machine['load_average']:g}"
+            f" and {counted(machine['processors'], 'processor')}, at a load average of {machine['load_average']:g}"
         )
     if net.get("rate"):
         sentence += f", with lines of {net['rate']} ({net['limit']})"
@@ -94,7 +95,7 @@ def data_parallel(results: Mapping[str, Any], time: Time) -> Lines:
             size(figures["bytes_sent"]),
             time(duration(figures["wait_seconds_max"])),
             time(duration(figures["wait_seconds_mean"])),
-            time(f"{figures['wait_seconds_max'] / figures['wait_seconds_mean']:.1f}"),
+            time(f"{figures['wait_seconds_max'] / max(1e-9, figures['wait_seconds_mean']):.1f}"),
             percent(row["accuracy"]),
         )
         for row in results["hooks"]

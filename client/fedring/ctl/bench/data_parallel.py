@@ -107,7 +107,8 @@ def _by_worker(epochs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str,
     return {
         name: {
             "bytes_sent": sum(part["bytes_sent"] for part in mine),
-            "wait_seconds_mean": sum(part["wait_seconds"] for part in mine) / sum(part["steps"] for part in mine),
+            "wait_seconds_mean": sum(part["wait_seconds"] for part in mine)
+            / max(1, sum(part["steps"] for part in mine)),
             "wait_seconds_max": max(part["longest_wait_seconds"] for part in mine),
         }
         for name, mine in sorted(parts.items())

@@ -36,7 +36,7 @@ class Scale:
     seeds: int = 3
     workers: int = 2
     batch_size: int = 64  # of a worker
-    lr: float = 0.05
+    lr: float = 0.02
 
     @property
     def starts(self) -> tuple[int, ...]:
