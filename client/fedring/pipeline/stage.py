@@ -152,6 +152,29 @@ class Stage:
         self.stash.add_gradients(found[: len(kept.weights)])
         return found[-1] if differentiable else None
 
+    def evaluate(self, inputs: Tensor) -> Tensor:
+        """Compute a forward with the newest weights in evaluation mode, without a graph and without a loss.
+
+        Args:
+            inputs: [batch, ...].
+
+        Returns:
+            The output of the module [batch, ...].
+
+        Raises:
+            PipelineError: If the module does not return one tensor.
+        """
+        given = inputs.to(self.device)
+        if given.is_floating_point():
+            given = given.to(self.stash.compute_dtype or given.dtype)
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                return self._output(self.stash.weights(), given)
+        finally:
+            self.module.train(training)
+
     def update(self, *, keep: Collection[int] = ()) -> int:
         """Step the optimizer, and return the version of the new weights.
 
@@ -172,16 +195,20 @@ class Stage:
 
     def _call(self, kept: InFlight, buffers: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the output of the micro-batch, or its scaled share of the loss; `buffers` replace the module's."""
-        tensors = dict(zip(self._names, kept.weights, strict=True)) | dict(buffers or {})
-        output: object = functional_call(self.module, tensors, (kept.inputs,))
-        if not isinstance(output, Tensor):
-            raise PipelineError(f"a stage returned a {type(output).__name__}: it must return one tensor")
+        output = self._output(kept.weights, kept.inputs, buffers)
         if self._loss is None:
             return output
         if kept.target is None:
             raise PipelineError("the last stage needs the targets of each micro-batch: pass target to forward()")
         exact = output if self.stash.compute_dtype is None else output.float()
         return self._loss(exact, kept.target) * (kept.share * self.stash.loss_scale)
+
+    def _output(self, weights: Sequence[Tensor], inputs: Tensor, buffers: Mapping[str, Tensor] | None = None) -> Tensor:
+        tensors = dict(zip(self._names, weights, strict=True)) | dict(buffers or {})
+        output: object = functional_call(self.module, tensors, (inputs,))
+        if not isinstance(output, Tensor):
+            raise PipelineError(f"a stage returned a {type(output).__name__}: it must return one tensor")
+        return output
 
     def _recomputed(self, kept: InFlight) -> Tensor:
         """Repeat a forward, with the same random numbers and with copies of the buffers."""
