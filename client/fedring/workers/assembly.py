@@ -6,7 +6,7 @@ writes it. So no worker holds more of the model than its own stages. The file is
     fp32 header | all parameters, float32 | fp64 header | all buffers, float64
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -24,6 +24,7 @@ from fedring.workers.exchange import TAG, gather_integers
 from fedring.workers.state_file import PIECE, pieces
 from fedring.workers.training import Diverged
 
+_AHEAD = 8  # pieces that are asked for before they are needed
 _VECTORS = (("parameter", "fp32", torch.float32), ("buffer", BUFFERS, torch.float64))
 
 
@@ -59,8 +60,10 @@ def assemble(
         for entry, dtype, source in _order(schema, owners):
             if source == dist.get_rank():
                 for piece in pieces(tensors[entry.name], dtype):
+                    dist.recv(_request(), target, tag=TAG)
                     dist.send(piece, target, tag=TAG)
         return None
+    requests = _Requests([(e, source) for e, _, source in _order(schema, owners) if source != target])
     with path.open("wb", buffering=0) as file:
         writer = _Writer(file, Digest(), Digest())
         packets: list[tuple[str, str, int]] = []
@@ -72,8 +75,8 @@ def assemble(
             writer.write(memoryview(head), of_model=False)
             packets.append((role, encoding, len(head) + size * dtype.itemsize))
             for entry, _, source in _order(schema, owners, role):
-                mine = entry.name in tensors
-                for values in pieces(tensors[entry.name], dtype) if mine else _receive(entry, dtype, source):
+                mine = source == target
+                for values in pieces(tensors[entry.name], dtype) if mine else requests.receive(entry, dtype, source):
                     if not bool(values.isfinite().all()):
                         raise TrainError("non_finite", f"A value of {entry.name} is not finite after the training.")
                     writer.write(values.view(torch.uint8).numpy().data, of_model=True)
@@ -117,8 +120,30 @@ def _order(schema: Schema, owners: Mapping[str, int], only: str = "") -> Iterato
                     yield entry, dtype, owners[entry.name]
 
 
-def _receive(entry: Entry, dtype: torch.dtype, source: int) -> Iterator[Tensor]:
-    for start in range(0, entry.size, PIECE):
-        values = torch.empty(min(PIECE, entry.size - start), dtype=dtype)
-        dist.recv(values, source, tag=TAG)
-        yield values
+class _Requests:
+    """What the target has asked for: a few pieces ahead of those that it has received.
+
+    If nobody asked, the pieces of fast workers would pile up in the memory of a slower target.
+    """
+
+    def __init__(self, entries: Sequence[tuple[Entry, int]]) -> None:
+        self._sources = (source for entry, source in entries for _ in range(0, entry.size, PIECE))
+        for _ in range(_AHEAD):
+            self._ask()
+
+    def receive(self, entry: Entry, dtype: torch.dtype, source: int) -> Iterator[Tensor]:
+        """Yield the pieces of the next tensor, [n] each."""
+        for start in range(0, entry.size, PIECE):
+            values = torch.empty(min(PIECE, entry.size - start), dtype=dtype)
+            dist.recv(values, source, tag=TAG)
+            self._ask()
+            yield values
+
+    def _ask(self) -> None:
+        source = next(self._sources, None)
+        if source is not None:
+            dist.send(_request(), source, tag=TAG)
+
+
+def _request() -> Tensor:
+    return torch.zeros(1, dtype=torch.uint8)

@@ -18,7 +18,7 @@ from fedring.train.errors import TrainError
 TAG = 1 << 20
 """The tag of these messages, far above those of the lanes between stages."""
 
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 18
 _MAX_INTEGERS = 1 << 16
 
 

@@ -220,7 +220,8 @@ class PipelineTraining:
             self._search(order, now)
         while now.taken < len(order):
             self._run(order, now, self.micro_batches)
-            if every and now.steps // every > self._last_steps // every:
+            ends = now.taken >= len(order) and now.epoch + 1 == plan.epochs  # run() makes a checkpoint then
+            if every and now.steps // every > self._last_steps // every and not ends:
                 self._make_checkpoint(now)
 
     def _run(self, order: Tensor, now: Progress, count: int) -> None:

@@ -22,7 +22,7 @@ from fedring.train.errors import TrainError
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 64 << 20
-PIECE = 1 << 20
+PIECE = 1 << 16
 """Values that are checked or sent at a time."""
 
 _METADATA = "__metadata__"

@@ -1,5 +1,6 @@
 """Pipeline rounds: each worker of a group trains some stages of the model, and holds nothing of the others."""
 
+import gc
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from fedring.client.config import ClientConfig
 from fedring.client.group.round import job_key, parse_table, peer_options, plan_of, take_part
 from fedring.client.pipeline_metrics import KINDS, PipelineMetrics
 from fedring.client.task import Task
+from fedring.daemon.memory import return_large_blocks
 from fedring.pipeline.worker import Report
 from fedring.ring import RingError
 from fedring.schedules.schedule import Kind
@@ -58,6 +60,7 @@ class PipelineTrainer:
     """
 
     def __init__(self, config: ClientConfig, trusted: Sequence[str], device: torch.device) -> None:
+        return_large_blocks()
         self._options = peer_options(config)
         self._folder = config.state_dir / "checkpoints"
         self._trusted = trusted
@@ -218,6 +221,8 @@ class PipelinePart:
                 self.state.micro_batches = training.micro_batches
                 self.usage += training.usage
                 self._reached = training.steps
+                training = None
+                gc.collect()  # The stages refer to the training and it to them; their memory must not wait.
 
     def digest(self) -> bytes:
         """Return the digest of the trained model, 32 bytes."""
