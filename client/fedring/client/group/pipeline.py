@@ -124,7 +124,10 @@ class PipelineTrainer:
                 raise RuntimeError("the server has chosen a worker that does not hold the update")
             task.submit_file(part.update, part.samples, part.metrics, part.usage.seconds)
 
-        take_part(task, part, self._options, deliver)
+        try:
+            take_part(task, part, self._options, deliver)
+        finally:
+            task.update_file.unlink(missing_ok=True)  # if another worker has delivered the update
 
     def evaluation_of(self, digest: str) -> Counts:
         """Return what this worker counted in the evaluation of a model; zeros if others have done it, or nobody.
