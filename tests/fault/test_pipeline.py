@@ -164,6 +164,26 @@ def test_a_worker_that_comes_back_without_its_disk_gets_its_stage_from_its_neigh
         check_model(control, tmp_path, spec)
 
 
+@pytest.mark.soak
+def test_a_checkpoint_that_the_disk_has_damaged_costs_a_round_and_not_the_job(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path)
+    planned = plan_signal(fleet)
+    with fleet, Control(fleet.control) as control:
+        started = StartedJob(fleet, control, job({"checkpoint_every": 1}, rounds=2))
+        planned.wait()
+        started.until("group_lost")
+        fleet.clients[planned.victim].wait()
+        files = [f for f in tmp_path.rglob("*.safetensors") if f"client-{planned.victim}" in str(f)]
+        assert files
+        for file in files:
+            os.truncate(file, file.stat().st_size - 1)
+        del fleet.clients[planned.victim].env["FL_TEST_SIGNAL"]
+        fleet.restart(planned.victim)
+        assert "bad_checkpoint" in started.until("round_abandoned").text
+        assert workers_and_step(started.until("group_formed"))[1] > 0  # the neighbours have the optimizer's state
+        assert started.until("round_published").state.round == 2
+
+
 @pytest.mark.parametrize("repeat", REPEATED)
 def test_a_pipeline_job_goes_on_by_itself_after_the_server_was_killed(tmp_path: Path, repeat: int) -> None:
     fleet = fleet_of(tmp_path)

@@ -216,6 +216,10 @@ class PipelinePart:
             self.update, self._digest, self.samples = training.update, training.model_digest, training.samples
         except RingError:
             raise
+        except TrainError as error:
+            if error.reason == "bad_checkpoint":  # The next round takes this worker's stages from its neighbours.
+                self.state.checkpoints.keep(0, ())
+            raise
         except RuntimeError as error:  # It is of the job's own code. What it causes in the ring comes later.
             log.exception("a stage has failed")
             raise TrainError(failure_reason(error), failure_detail(error)) from error
