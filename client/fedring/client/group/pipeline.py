@@ -101,21 +101,21 @@ class PipelineTrainer:
         # If this fails, it must fail before the others wait for this worker.
         cut_model(model, table, state.counts, self._trusted)
         setup = PipelineSetup(
-            model,
-            task.command.model_digest,
-            task.fetch,
-            state.checkpoints,
-            task.update_file,
-            samples,
-            plan,
-            table,
-            loss,
-            optimizer,
-            self._device,
-            self._trusted,
-            None if task.command.without_evaluation else held_out,
-            state.counts,
-            lambda report, in_flight: add_run(task.metrics.pipe, report, in_flight),
+            model=model,
+            base_digest=task.command.model_digest,
+            fetch=task.fetch,
+            checkpoints=state.checkpoints,
+            update_file=task.update_file,
+            samples=samples,
+            plan=plan,
+            table=table,
+            loss=loss,
+            optimizer=optimizer,
+            device=self._device,
+            trusted=self._trusted,
+            held_out=None if task.command.without_evaluation else held_out,
+            counts=state.counts,
+            on_run=lambda report, in_flight: add_run(task.metrics.pipe, report, in_flight),
         )
         part = PipelinePart(state, setup)
 
