@@ -13,6 +13,7 @@ from fedring.schedules.schedule import (
     Schedule,
     ScheduleError,
     Versions,
+    forwards,
     gpipe,
     interleaved,
     make,
@@ -75,6 +76,16 @@ def test_vertical_sync_uses_the_same_version_for_a_micro_batch_on_all_stages(sta
     assert len(used) == count
 
 
+@given(st.integers(1, 4), st.integers(1, 4), MICRO_BATCHES)
+def test_forwards_alone_end_with_a_single_credit(workers: int, chunks: int, count: int) -> None:
+    trained = interleaved(workers * chunks, workers, workers=workers)
+    schedule = forwards(trained, count)
+    done = [span.action for span in simulate(schedule, credits=1).spans]
+    assert set(done) == {Action(Kind.FORWARD, stage, m) for stage in range(trained.stages) for m in range(count)}
+    assert len(done) == trained.stages * count
+    assert all(schedule.owner(stage) == trained.owner(stage) for stage in range(trained.stages))
+
+
 def test_pipedream_has_bubbles_only_at_its_beginning_and_end() -> None:
     short, long = (simulate(pipedream(4, count), ONE).makespan for count in (10, 110))
     assert long - short == pytest.approx(200)
@@ -121,6 +132,7 @@ def test_a_schedule_that_exceeds_its_bounds_is_refused() -> None:
         (lambda: interleaved(4, 3, workers=2), "must be a multiple of 2"),
         (lambda: interleaved(5, 4, workers=2), "evenly"),
         (lambda: gpipe(0, 1), "at least one"),
+        (lambda: forwards(gpipe(2, 1), -1), "at least one"),
         (lambda: pipedream(2, 4, warmups=[0, 1]), "deadlock"),
         (
             lambda: pipedream(4, 8, interval=2, versions=Versions.MACROBATCH),

@@ -123,7 +123,7 @@ class GroupTransport:
         self._box = Mailbox()
         self._in: dict[tuple[Kind, int], _InLane] = {}
         self._out: dict[tuple[Kind, int], _OutLane] = {}
-        self._sizes: dict[tuple[Kind, int, int], list[int]] = {}  # in the newest run, by lane and micro-batches
+        self._sizes: dict[tuple[str, int, Kind, int], list[int]] = {}  # in the newest run of each schedule, by lane
 
     def open(self, schedule: Schedule, worker: int, step: int) -> None:
         """Post receives for the first messages of the run.
@@ -139,15 +139,21 @@ class GroupTransport:
         self._box = Mailbox()
         self._in, self._out = {}, {}
         count = schedule.micro_batches
+        kinds = {action.kind for action in schedule.workers[worker]}
         for stage in range(schedule.stages):
             for kind, source in ((Kind.FORWARD, stage - 1), (Kind.BACKWARD, stage + 1)):
-                if not 0 <= source < schedule.stages or schedule.owner(source) == schedule.owner(stage):
+                if (
+                    kind not in kinds
+                    or not 0 <= source < schedule.stages
+                    or schedule.owner(source) == schedule.owner(stage)
+                ):
                     continue
                 sender, receiver = schedule.owner(source), schedule.owner(stage)
                 if worker not in (sender, receiver):
                     continue
-                lane = _Lane(kind, stage, step, count, self._sizes.get((kind, stage, count), ()))
-                self._sizes[kind, stage, count] = lane.sizes
+                place = schedule.name, count, kind, stage
+                lane = _Lane(kind, stage, step, count, self._sizes.get(place, ()))
+                self._sizes[place] = lane.sizes
                 if worker == receiver:
                     self._in[kind, stage] = _InLane(self, sender, lane)
                 else:

@@ -12,7 +12,7 @@ from fedring.pipeline.errors import PipelineError, add_note
 from fedring.pipeline.messages import Key, Message
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.transport import LocalTransport, Transport
-from fedring.schedules.schedule import Action, Kind, Schedule, Versions
+from fedring.schedules.schedule import Action, Kind, Schedule, Versions, forwards
 from fedring.schedules.simulation import check, neighbours, simulate
 
 Watch = Callable[[Action, Sequence[Tensor]], None]
@@ -90,7 +90,7 @@ class Worker:
         """
         check(schedule, credits=credits or getattr(transport, "credits", 0))
         workers = {schedule.owner(stage) for stage in stages}
-        if len(workers) != 1 or set(stages) != {s for s in range(schedule.stages) if schedule.owner(s) in workers}:
+        if len(workers) != 1 or set(stages) != {s for worker in workers for s in schedule.stages_of(worker)}:
             raise PipelineError(f"stages {sorted(stages)} are not the stages of one worker of {schedule.name}")
         self.stages, self.schedule, self.transport = stages, schedule, transport
         self.index = workers.pop()
@@ -110,10 +110,37 @@ class Worker:
         """
         run = Run(self.stages, self.schedule, self.transport, step=self.step, watch=self._watch)
         run.feed(inputs, targets)
+        self._do_all(run)
+        return run.report
+
+    def evaluate(self, inputs: Sequence[Tensor] | None = None, *, micro_batches: int = 0) -> list[Tensor] | None:
+        """Run forwards only, in evaluation mode with the newest weights. All workers must call this at the same time.
+
+        No worker needs the whole model. The stages keep nothing, and neither weights nor buffers change.
+
+        Args:
+            inputs: The micro-batches, [batch, ...] each, on the worker of the first stage.
+            micro_batches: Their number, equal on all workers; 0 means as many as in a run.
+
+        Returns:
+            The outputs of the last stage without its loss, [batch, ...] each, in the order of the micro-batches, on the
+            worker of the last stage; None on all others.
+
+        Raises:
+            ScheduleError: If the number is negative.
+            PipelineError: If a stage cannot go on. After any error, the transport is aborted.
+        """
+        schedule = forwards(self.schedule, micro_batches or self.schedule.micro_batches)
+        run = Evaluation(self.stages, schedule, self.transport, step=self.step)
+        run.feed_inputs(inputs)
+        self._do_all(run)
+        return run.outputs if schedule.stages - 1 in self.stages else None
+
+    def _do_all(self, run: "Run") -> None:
         began = time.perf_counter()
         try:
-            self.transport.open(self.schedule, self.index, self.step)
-            for action in self.schedule.workers[self.index]:
+            self.transport.open(run.schedule, self.index, self.step)
+            for action in run.schedule.workers[self.index]:
                 run.do(action)
             self.transport.close()
         except BaseException:  # whatever it is, the other workers must not wait for this one
@@ -122,7 +149,6 @@ class Worker:
             raise
         self.step += 1
         run.report.seconds = time.perf_counter() - began
-        return run.report
 
 
 class LocalPipeline:
@@ -146,16 +172,34 @@ class LocalPipeline:
         """
         run = Run(dict(enumerate(self.stages)), self.schedule, LocalTransport(), step=self.step, watch=self._watch)
         run.feed(inputs, targets)
+        self._do_all(run, self._order)
+        return run.report
+
+    def evaluate(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run forwards only, in evaluation mode with the newest weights, and return the outputs of the last stage.
+
+        Args:
+            inputs: The micro-batches, [batch, ...] each; as many as you like.
+
+        Raises:
+            ScheduleError: If there are none.
+        """
+        schedule = forwards(self.schedule, len(inputs))
+        run = Evaluation(dict(enumerate(self.stages)), schedule, LocalTransport(), step=self.step)
+        run.feed_inputs(inputs)
+        self._do_all(run, [span.action for span in simulate(schedule).spans])
+        return run.outputs
+
+    def _do_all(self, run: "Run", order: Sequence[Action]) -> None:
         began = time.perf_counter()
         try:
-            for action in self._order:
+            for action in order:
                 run.do(action)
         except BaseException:
             run.forget()
             raise
         self.step += 1
         run.report.seconds = time.perf_counter() - began
-        return run.report
 
 
 class Run:
@@ -170,7 +214,7 @@ class Run:
         step: int,
         watch: Watch | None = None,
     ) -> None:
-        self._stages, self._schedule, self._transport = stages, schedule, transport
+        self._stages, self.schedule, self._transport = stages, schedule, transport
         self._step, self._watch = step, watch
         self._base = {number: stage.stash.version for number, stage in stages.items()}
         self._uses = Counter(
@@ -189,14 +233,18 @@ class Run:
         Raises:
             PipelineError: If one of them is missing, or their number is not that of the schedule.
         """
-        ends = ((0, inputs, "inputs"), (self._schedule.stages - 1, targets, "targets"))
-        for stage, given, what in ends:
-            if stage in self._stages and (given is None or len(given) != self._schedule.micro_batches):
-                raise PipelineError(
-                    f"stage {stage} needs the {what} of {self._schedule.micro_batches} micro-batches, and got "
-                    f"{0 if given is None else len(given)}"
-                )
-        self._inputs, self._targets = inputs or (), targets or ()
+        self.feed_inputs(inputs)
+        self._check_fed(self.schedule.stages - 1, targets, "targets")
+        self._targets = targets or ()
+
+    def feed_inputs(self, inputs: Sequence[Tensor] | None) -> None:
+        """Give the micro-batches to the first stage, if it is here.
+
+        Raises:
+            PipelineError: If they are missing, or their number is not that of the schedule.
+        """
+        self._check_fed(0, inputs, "inputs")
+        self._inputs = inputs or ()
 
     def do(self, action: Action) -> None:
         """Do an action, after receiving the message that it needs, and send its result."""
@@ -215,7 +263,7 @@ class Run:
                 result = self._backward(action, received)
         self.report.add(action, time.perf_counter() - began)
         self._drop_after(action)
-        _, target = neighbours(action, self._schedule)
+        _, target = neighbours(action, self.schedule)
         if target is not None:
             if result is None:
                 raise PipelineError(
@@ -229,12 +277,19 @@ class Run:
         for stage in self._stages.values():
             stage.forget()
 
+    def _check_fed(self, stage: int, given: Sequence[Tensor] | None, what: str) -> None:
+        if stage in self._stages and (given is None or len(given) != self.schedule.micro_batches):
+            raise PipelineError(
+                f"stage {stage} needs the {what} of {self.schedule.micro_batches} micro-batches, and got "
+                f"{0 if given is None else len(given)}"
+            )
+
     def _receive(self, action: Action) -> Tensor | None:
-        source, _ = neighbours(action, self._schedule)
+        source, _ = neighbours(action, self.schedule)
         if source is None:
             return None
         message = self._transport.receive(Key(self._step, action.kind, action.stage, action.micro_batch))
-        same_version = self._schedule.versions is not Versions.STASHED  # on all stages
+        same_version = self.schedule.versions is not Versions.STASHED  # on all stages
         if same_version and message.version != self._version(action):
             raise PipelineError(
                 f"the message for {action} was computed with version {message.version} of the weights, and the "
@@ -243,21 +298,28 @@ class Run:
         return message.tensor
 
     def _forward(self, action: Action, received: Tensor | None) -> Tensor:
-        last = action.stage == self._schedule.stages - 1
+        last = action.stage == self.schedule.stages - 1
         inputs = self._inputs[action.micro_batch] if received is None else received
-        output = self._stages[action.stage].forward(
-            action.micro_batch,
-            inputs.requires_grad_() if received is not None and received.is_floating_point() else inputs,
-            version=self._version(action),
-            target=self._targets[action.micro_batch] if last else None,
-            share=self._share(action.micro_batch) if last else 1.0,
+        name = "inputs" if action.stage == 0 else f"stage{action.stage - 1}"
+        (output,) = (
+            self._stages[action.stage]
+            .forward(
+                action.micro_batch,
+                {name: inputs.requires_grad_() if received is not None and received.is_floating_point() else inputs},
+                version=self._version(action),
+                target=self._targets[action.micro_batch] if last else None,
+                share=self._share(action.micro_batch) if last else 1.0,
+            )
+            .values()
         )
         if last:
             self._add_loss(action.micro_batch, output)
         return output
 
     def _backward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        return self._stages[action.stage].backward(action.micro_batch, received)
+        stage = self._stages[action.stage]
+        gradients = {} if received is None else {stage.output: received}
+        return next(iter(stage.backward(action.micro_batch, gradients).values()), None)
 
     def _update(self, action: Action) -> None:
         began = time.perf_counter()
@@ -286,14 +348,34 @@ class Run:
 
         The mean losses of all micro-batches of an update, each times its share, add up to the mean over all samples.
         """
-        first = micro_batch // self._schedule.interval * self._schedule.interval
-        batch = range(first, min(first + self._schedule.interval, self._schedule.micro_batches))
+        first = micro_batch // self.schedule.interval * self.schedule.interval
+        batch = range(first, min(first + self.schedule.interval, self.schedule.micro_batches))
         return len(self._targets[micro_batch]) / sum(len(self._targets[m]) for m in batch)
 
     def _add_loss(self, micro_batch: int, part: Tensor) -> None:
-        update = micro_batch // self._schedule.interval
+        update = micro_batch // self.schedule.interval
         self.report.losses += [0.0] * (update + 1 - len(self.report.losses))
         self.report.losses[update] += part.item()
+
+
+class Evaluation(Run):
+    """A run of forwards only, in evaluation mode.
+
+    Attributes:
+        outputs: The outputs of the last stage, if it is here, in the order of the micro-batches.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], schedule: Schedule, transport: Transport, *, step: int) -> None:
+        super().__init__(stages, schedule, transport, step=step)
+        self.outputs: list[Tensor] = []
+
+    def _forward(self, action: Action, received: Tensor | None) -> Tensor:
+        inputs = self._inputs[action.micro_batch] if received is None else received
+        name = "inputs" if action.stage == 0 else f"stage{action.stage - 1}"
+        (output,) = self._stages[action.stage].evaluate({name: inputs}).values()
+        if action.stage == self.schedule.stages - 1:
+            self.outputs.append(output)
+        return output
 
 
 def _place(action: Action) -> str:

@@ -62,6 +62,10 @@ class Schedule:
         """Return the worker that has a stage."""
         return stage % len(self.workers)
 
+    def stages_of(self, worker: int) -> list[int]:
+        """Return the stages of a worker."""
+        return [stage for stage in range(self.stages) if self.owner(stage) == worker]
+
     def of_stage(self, stage: int) -> list[Action]:
         """Return the actions of one stage, in order."""
         return [action for action in self.workers[self.owner(stage)] if action.stage == stage]
@@ -151,6 +155,28 @@ def pipedream(
         used = [{m: max(0, m // every - 1) for m in range(micro_batches)}] * stages
     actions = [[_versioned(action, used[s]) for action in orders[s]] for s in range(stages)]
     return Schedule("pipedream", stages, micro_batches, every, _frozen(actions), versions)
+
+
+def forwards(schedule: Schedule, micro_batches: int) -> Schedule:
+    """Return the forwards alone, on the workers of another schedule, to evaluate the model that they train.
+
+    The stages of a worker take turns, with as many micro-batches each as there are workers.
+
+    Args:
+        schedule: Says which worker has which stage.
+        micro_batches: The number of micro-batches to evaluate.
+
+    Raises:
+        ScheduleError: If there is no micro-batch.
+    """
+    _check_counts(schedule.stages, micro_batches)
+    workers = len(schedule.workers)
+    groups = [range(first, min(first + workers, micro_batches)) for first in range(0, micro_batches, workers)]
+    orders = [
+        [Action(Kind.FORWARD, stage, m) for group in groups for stage in schedule.stages_of(worker) for m in group]
+        for worker in range(workers)
+    ]
+    return Schedule("forwards", schedule.stages, micro_batches, micro_batches, _frozen(orders))
 
 
 def make(name: str, stages: int, micro_batches: int, *, workers: int = 0) -> Schedule:
