@@ -202,7 +202,7 @@ def test_a_stage_that_returns_no_tensor_is_refused() -> None:
 
     stage = Stage(Pair(), WeightStashing(torch.optim.SGD([{"params": []}], lr=0.1)))
     with pytest.raises(PipelineError, match="returned a tuple"):
-        stage.forward(0, torch.ones(2))
+        stage.forward(0, {"inputs": torch.ones(2)})
 
 
 def test_replicas_of_a_stage_average_their_gradients_before_the_update() -> None:
@@ -214,7 +214,7 @@ def test_replicas_of_a_stage_average_their_gradients_before_the_update() -> None
     for module, average in ((part, halve), (other, None)):
         stash = WeightStashing(torch.optim.SGD(module.parameters(), lr=0.2 if average else 0.1))
         stage = Stage(module, stash, loss=lambda output, target: output.sum(), average=average)
-        stage.forward(0, batches(1)[0][0], target=torch.zeros(10))
-        stage.backward(0, None)
+        stage.forward(0, {"inputs": batches(1)[0][0]}, target=torch.zeros(10))
+        stage.backward(0, {})
         stage.update()
     torch.testing.assert_close(values([part]), values([other]))

@@ -67,12 +67,11 @@ def test_an_update_keeps_the_weights_of_micro_batches_in_flight() -> None:
     stage = Stage(module, stash)
     inputs = torch.ones(1, 3, requires_grad=True)
     expected = module.weight.detach().sum(0)
-    stage.forward(0, inputs)
+    stage.forward(0, {"inputs": inputs})
     stash.add_gradients(ones(stash))
     stage.update()
-    gradient = stage.backward(0, torch.ones(1, 2))
-    assert gradient is not None
-    torch.testing.assert_close(gradient[0], expected)
+    gradients = stage.backward(0, {"output": torch.ones(1, 2)})
+    torch.testing.assert_close(gradients["inputs"][0], expected)
 
 
 def test_stages_in_half_precision_update_parameters_in_full_precision() -> None:
@@ -94,8 +93,8 @@ def test_stages_in_half_precision_update_parameters_in_full_precision() -> None:
 
 
 def _step(stage: Stage, inputs: Tensor, targets: Tensor) -> float:
-    loss = stage.forward(0, inputs, target=targets)
-    stage.backward(0, None)
+    loss = stage.forward(0, {"inputs": inputs}, target=targets)["loss"]
+    stage.backward(0, {})
     stage.update()
     return loss.item()
 

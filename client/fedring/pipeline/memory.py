@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.peak = self.most_in_flight = 0
-        self.inputs: dict[tuple[int, int], Saved] = {}
+        self.inputs: dict[tuple[int, int], list[Saved]] = {}
         self._sizes: Counter[int] = Counter()  # bytes, by the address of the memory
         self._uses: Counter[int] = Counter()  # handles, by the address of the memory
 
@@ -81,23 +81,25 @@ class MeasuredStage(Stage):
     def forward(
         self,
         micro_batch: int,
-        inputs: Tensor,
+        inputs: Mapping[str, Tensor],
         *,
         version: int | None = None,
         target: Tensor | None = None,
         share: float = 1.0,
-    ) -> Tensor:
+    ) -> dict[str, Tensor]:
         """Do what Stage.forward does; the inputs count even if autograd does not save them."""
         with saved_tensors_hooks(self._pack, _unpack):
-            output = super().forward(micro_batch, inputs, version=version, target=target, share=share)
-        saved = self._ledger.inputs[id(self), micro_batch] = Saved(self._in_flight[micro_batch].inputs)
-        self._ledger.keep(saved)
-        return output
+            outputs = super().forward(micro_batch, inputs, version=version, target=target, share=share)
+        saved = [Saved(leaf) for leaf in self._in_flight[micro_batch].inputs.values()]
+        self._ledger.inputs[id(self), micro_batch] = saved
+        for one in saved:
+            self._ledger.keep(one)
+        return outputs
 
-    def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+    def backward(self, micro_batch: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Do what Stage.backward does; a recomputed forward is measured, too."""
         with saved_tensors_hooks(self._pack, _unpack):
-            result = super().backward(micro_batch, gradient)
+            result = super().backward(micro_batch, gradients)
         del self._ledger.inputs[id(self), micro_batch]
         return result
 

@@ -1,10 +1,18 @@
 """One stage of a model: forwards and backwards of micro-batches, in any order that a schedule asks for.
 
+A stage's inputs and outputs are tensors by name. A module whose forward has arguments of these names gets the inputs as
+keywords, and any other module gets its only input as its only argument. A module returns a dict of tensors, or one
+tensor, which is then called `Stage.output`. A module must not change its inputs in place, because other stages may have
+the same tensors.
+
 BatchNorm normalises each micro-batch separately, and its running averages use every micro-batch once, in the order of
-the forwards. A recomputed forward draws the same random numbers again, and does not change the buffers.
+the forwards. A recomputed forward draws the same random numbers again, on all devices of the stage, and does not change
+the buffers.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,18 +28,21 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Average = Callable[[Sequence[Tensor]], None]
 """Takes the gradients of a stage, and replaces them, in place, by their means over the stage's replicas."""
 
+LOSS = "loss"
+"""The name of the last stage's only output."""
+
 
 @dataclass(slots=True, eq=False)
 class InFlight:
     """A micro-batch between its forward and its backward."""
 
-    inputs: Tensor  # a leaf of the autograd graph, [batch, ...]
+    inputs: Mapping[str, Tensor]  # leaves of the autograd graph, [batch, ...] each
     version: int  # of the weights
     weights: Sequence[Tensor]
     target: Tensor | None  # of the last stage
     share: float  # of the loss
-    random: Tensor | None  # the generator's state before the forward, if that is recomputed
-    output: Tensor | None = None  # with its graph, unless the forward is recomputed
+    random: Mapping[torch.device, Tensor]  # the generators' states before the forward, if that is recomputed
+    outputs: Mapping[str, Tensor] | None = None  # with their graph, unless the forward is recomputed
 
 
 class Stage:
@@ -40,6 +51,7 @@ class Stage:
     Attributes:
         module: The layers.
         stash: The optimizer, and the versions of the weights.
+        output: The name of the output of a module that returns one tensor instead of a dict.
         most_in_flight: The largest number of micro-batches that were in flight at a time.
     """
 
@@ -57,12 +69,14 @@ class Stage:
         Args:
             module: The layers.
             stash: Has the optimizer, whose parameters must be parameters of the module.
-            loss: The loss, of the last stage only.
+            loss: The loss, of the last stage only; its module must return one tensor, or a dict of one.
             recompute: Whether to keep inputs instead of activations, and repeat each forward before its backward.
             average: Averages gradients over replicas of the stage before each update.
         """
         self.module, self.stash = module, stash
+        self.output = "output"
         self._loss, self._recompute, self._average = loss, recompute, average
+        self._arguments = set(inspect.signature(module.forward).parameters)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         unknown = sum(id(parameter) not in names for parameter in stash.parameters)
         if unknown:
@@ -73,84 +87,111 @@ class Stage:
 
     @property
     def device(self) -> torch.device:
-        """The device that the stage computes on."""
+        """The device that inputs are moved to, that of the first parameter."""
         return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
     def forward(
         self,
         micro_batch: int,
-        inputs: Tensor,
+        inputs: Mapping[str, Tensor],
         *,
         version: int | None = None,
         target: Tensor | None = None,
         share: float = 1.0,
-    ) -> Tensor:
+    ) -> dict[str, Tensor]:
         """Compute the forward of a micro-batch, and keep what its backward needs.
 
         Args:
             micro_batch: Its number within the run.
-            inputs: [batch, ...]; the stage before it needs their gradient if they require one.
+            inputs: The tensors [batch, ...] by name, of any dtype; backward() returns the gradients of those that
+                require one.
             version: The version of the weights to use; None means the newest.
             target: The targets [batch, ...] of the micro-batch, for the last stage only.
             share: The share of the micro-batch's mean loss in the loss of its update, for the last stage only.
 
         Returns:
-            The output [batch, ...] for the next stage; for the last stage, `share` times the loss, a scalar.
+            The outputs [batch, ...] by name, for later stages; of the last stage, `share` times the loss, a scalar, as
+            LOSS.
 
         Raises:
-            PipelineError: If the micro-batch is in flight already, or the module does not return one tensor.
+            PipelineError: If the micro-batch is in flight already, the module returns anything but tensors, or it
+                changes an input in place.
         """
         if micro_batch in self._in_flight:
             raise PipelineError(f"micro-batch {micro_batch} had its forward already, and not its backward")
-        leaf = inputs.detach().to(self.device)
-        if leaf.is_floating_point():
-            leaf = leaf.to(self.stash.compute_dtype or leaf.dtype).requires_grad_(inputs.requires_grad)
+        leaves = {name: self._leaf(tensor).requires_grad_(tensor.requires_grad) for name, tensor in inputs.items()}
         target = None if target is None else target.to(self.device)
-        random = torch.get_rng_state() if self._recompute else None
+        random = generator_states(self._devices(leaves)) if self._recompute else {}
         number = self.stash.version if version is None else version
-        kept = InFlight(leaf, number, self.stash.weights(number), target, share, random)
+        kept = InFlight(leaves, number, self.stash.weights(number), target, share, random)
         with torch.set_grad_enabled(not self._recompute):
-            output = self._call(kept)
+            outputs = self._call(kept)
         if not self._recompute:
-            kept.output = output
+            kept.outputs = outputs
         self._in_flight[micro_batch] = kept
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
-        return output.detach() / self.stash.loss_scale if self._loss else output.detach()
+        scale = self.stash.loss_scale if self._loss else 1.0
+        return {name: tensor.detach() / scale if scale != 1 else tensor.detach() for name, tensor in outputs.items()}
+
+    def evaluate(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute a forward with the newest weights in evaluation mode, without a graph and without a loss.
+
+        Args:
+            inputs: The tensors [batch, ...] by name.
+
+        Returns:
+            The outputs of the module [batch, ...] by name, also of the last stage.
+
+        Raises:
+            PipelineError: If the module returns anything but tensors, or changes an input in place.
+        """
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                leaves = {name: self._leaf(tensor) for name, tensor in inputs.items()}
+                return self._outputs(self.stash.weights(), leaves)
+        finally:
+            self.module.train(training)
 
     def weights_of(self, micro_batch: int) -> Sequence[Tensor]:
         """Return the weights that the micro-batch's forward used, and that its backward will use."""
         return self._in_flight[micro_batch].weights
 
-    def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+    def backward(self, micro_batch: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute the backward of a micro-batch, and add the gradients of the weights to those of the next update.
 
         Args:
             micro_batch: Its number within the run.
-            gradient: The gradient of the output, of its shape; None for the last stage.
+            gradients: The gradients of the outputs, each of its output's shape; an output that no later stage uses has
+                none. Empty for the last stage.
 
         Returns:
-            The gradient of the inputs [batch, ...], or None if they do not require one.
+            The gradients [batch, ...] of the inputs that require one and that the given outputs depend on, by name.
 
         Raises:
-            PipelineError: If the micro-batch is not in flight, or the gradient has another shape than the output.
+            PipelineError: If the micro-batch is not in flight, there is no such output, or a gradient has another shape
+                than its output.
         """
         if micro_batch not in self._in_flight:
             raise PipelineError(f"micro-batch {micro_batch} cannot have a backward before its forward")
         kept = self._in_flight.pop(micro_batch)
-        output = kept.output if kept.output is not None else self._recomputed(kept)
-        if gradient is not None:
-            gradient = gradient.to(output.device, output.dtype)
-            if gradient.shape != output.shape:
-                raise PipelineError(
-                    f"the gradient has the shape {list(gradient.shape)}, but the output has {list(output.shape)}"
-                )
-        if not output.requires_grad:
-            return None
-        differentiable = [kept.inputs] if kept.inputs.requires_grad else []
-        wanted = [*kept.weights, *differentiable]
-        found = torch.autograd.grad([output], wanted, [gradient], allow_unused=True)
-        self.stash.add_gradients(found[: len(kept.weights)])
-        return found[-1] if differentiable else None
+        outputs = kept.outputs if kept.outputs is not None else self._recomputed(kept)
+        given = {LOSS: None} if self._loss else {name: _fitted(g, name, outputs) for name, g in gradients.items()}
+        roots = [name for name in given if outputs[name].requires_grad]
+        if not roots:
+            return {}
+        differentiable = [name for name, leaf in kept.inputs.items() if leaf.requires_grad]
+        found = torch.autograd.grad(
+            [outputs[name] for name in roots],
+            [*kept.weights, *(kept.inputs[name] for name in differentiable)],
+            [given[name] for name in roots],
+            allow_unused=True,
+        )
+        count = len(kept.weights)
+        self.stash.add_gradients(found[:count])
+        pairs = zip(differentiable, found[count:], strict=True)
+        return {name: gradient for name, gradient in pairs if gradient is not None}
 
     def update(self, *, keep: Collection[int] = ()) -> int:
         """Step the optimizer, and return the version of the new weights.
@@ -170,23 +211,94 @@ class Stage:
         self._in_flight.clear()
         self.stash.optimizer.zero_grad()
 
-    def _call(self, kept: InFlight, buffers: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the output of the micro-batch, or its scaled share of the loss; `buffers` replace the module's."""
-        tensors = dict(zip(self._names, kept.weights, strict=True)) | dict(buffers or {})
-        output: object = functional_call(self.module, tensors, (kept.inputs,))
-        if not isinstance(output, Tensor):
-            raise PipelineError(f"a stage returned a {type(output).__name__}: it must return one tensor")
+    def _leaf(self, tensor: Tensor) -> Tensor:
+        """Return the tensor on the stage's device, without a graph; a floating one in the dtype that it computes in."""
+        leaf = tensor.detach().to(self.device)
+        return leaf.to(self.stash.compute_dtype or leaf.dtype) if leaf.is_floating_point() else leaf
+
+    def _devices(self, inputs: Mapping[str, Tensor]) -> set[torch.device]:
+        """Return the devices on which the stage has tensors."""
+        tensors = (*inputs.values(), *self.module.parameters(), *self.module.buffers())
+        return {tensor.device for tensor in tensors}
+
+    def _call(self, kept: InFlight, buffers: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
+        """Return the outputs of the micro-batch, or its scaled share of the loss; `buffers` replace the module's."""
+        outputs = self._outputs(kept.weights, kept.inputs, buffers)
         if self._loss is None:
-            return output
+            return outputs
         if kept.target is None:
             raise PipelineError("the last stage needs the targets of each micro-batch: pass target to forward()")
+        if len(outputs) != 1:
+            raise PipelineError(
+                f"the last stage returned {', '.join(outputs)}: it must return one tensor, for the loss"
+            )
+        (output,) = outputs.values()
         exact = output if self.stash.compute_dtype is None else output.float()
-        return self._loss(exact, kept.target) * (kept.share * self.stash.loss_scale)
+        return {LOSS: self._loss(exact, kept.target) * (kept.share * self.stash.loss_scale)}
 
-    def _recomputed(self, kept: InFlight) -> Tensor:
+    def _outputs(
+        self, weights: Sequence[Tensor], inputs: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        tensors = dict(zip(self._names, weights, strict=True)) | dict(buffers or {})
+        named = inputs.keys() <= self._arguments
+        if not named and len(inputs) != 1:
+            raise PipelineError(
+                f"the forward of {type(self.module).__name__} must have the arguments {', '.join(sorted(inputs))}"
+            )
+        changes = [tensor._version for tensor in inputs.values()]  # how often autograd saw it changed
+        output: object = functional_call(
+            self.module, tensors, () if named else tuple(inputs.values()), dict(inputs) if named else {}
+        )
+        for (name, tensor), before in zip(inputs.items(), changes, strict=True):
+            if tensor._version != before:
+                raise PipelineError(f"the stage changed its input {name!r} in place: use operations that return copies")
+        outputs = {self.output: output} if isinstance(output, Tensor) else output
+        if not isinstance(outputs, dict):
+            raise PipelineError(
+                f"a stage returned a {type(output).__name__}: it must return a tensor or a dict of them"
+            )
+        for name, tensor in outputs.items():
+            if not isinstance(tensor, Tensor):
+                raise PipelineError(f"a stage returned a {type(tensor).__name__} as {name!r}: only tensors can be sent")
+        return outputs
+
+    def _recomputed(self, kept: InFlight) -> Mapping[str, Tensor]:
         """Repeat a forward, with the same random numbers and with copies of the buffers."""
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        with torch.random.fork_rng(devices=[]):
-            if kept.random is not None:
-                torch.set_rng_state(kept.random)
+        with repeating(kept.random):
             return self._call(kept, buffers)
+
+
+def generator_states(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
+    """Return the states of the default generators of the CPU and of these devices."""
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            states[device] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+@contextmanager
+def repeating(states: Mapping[torch.device, Tensor]) -> Iterator[None]:
+    """Set the default generators to these states inside the context; afterwards restore their present states."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for device, state in states.items():
+            if device.type == "cpu":
+                torch.set_rng_state(state)
+            else:
+                stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
+                torch.get_device_module(device).set_rng_state(state, device)
+        yield
+
+
+def _fitted(gradient: Tensor, name: str, outputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the gradient on the device and in the dtype of its output."""
+    if name not in outputs:
+        raise PipelineError(f"there is a gradient for {name!r}, but the stage made {', '.join(outputs)}")
+    output = outputs[name]
+    if gradient.shape != output.shape:
+        raise PipelineError(
+            f"the gradient of {name!r} has the shape {list(gradient.shape)}, but the output has {list(output.shape)}"
+        )
+    return gradient.to(output.device, output.dtype)

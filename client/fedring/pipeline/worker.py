@@ -245,19 +245,26 @@ class Run:
     def _forward(self, action: Action, received: Tensor | None) -> Tensor:
         last = action.stage == self._schedule.stages - 1
         inputs = self._inputs[action.micro_batch] if received is None else received
-        output = self._stages[action.stage].forward(
-            action.micro_batch,
-            inputs.requires_grad_() if received is not None and received.is_floating_point() else inputs,
-            version=self._version(action),
-            target=self._targets[action.micro_batch] if last else None,
-            share=self._share(action.micro_batch) if last else 1.0,
+        name = "inputs" if action.stage == 0 else f"stage{action.stage - 1}"
+        (output,) = (
+            self._stages[action.stage]
+            .forward(
+                action.micro_batch,
+                {name: inputs.requires_grad_() if received is not None and received.is_floating_point() else inputs},
+                version=self._version(action),
+                target=self._targets[action.micro_batch] if last else None,
+                share=self._share(action.micro_batch) if last else 1.0,
+            )
+            .values()
         )
         if last:
             self._add_loss(action.micro_batch, output)
         return output
 
     def _backward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        return self._stages[action.stage].backward(action.micro_batch, received)
+        stage = self._stages[action.stage]
+        gradients = {} if received is None else {stage.output: received}
+        return next(iter(stage.backward(action.micro_batch, gradients).values()), None)
 
     def _update(self, action: Action) -> None:
         began = time.perf_counter()

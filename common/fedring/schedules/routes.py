@@ -1,7 +1,7 @@
 """The routes of named tensors between the stages of a model: who makes each tensor, and which stages use it.
 
 A tensor goes straight from the stage that makes it to every stage that uses it. One name is one tensor of the whole
-model. A tensor of the batch, such as the inputs or a mask, goes nowhere: the worker of each stage that uses it reads it.
+model. A tensor of the batch, such as a mask, is not sent: the worker of each stage that uses it reads it.
 """
 
 from collections.abc import Mapping
