@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fedring.ring
 from fedring.ddp import DGCSGD, DGCState, Profile
 from fedring.ddp.hooks import hook_by_name
-from fedring.train.batches import fetch, size_of
+from fedring.train.batches import Inputs, apply, fetch, size_of
 from fedring.train.losses import cross_entropy
 from fedring.train.seam import build_model, resolve
 
@@ -71,16 +71,16 @@ class Subject:
         else:
             self._optimizer = torch.optim.SGD(model.parameters(), lr=_LR, momentum=0.9)
 
-    def train(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    def train(self, batches: Iterator[tuple[Inputs, Tensor]]) -> None:
         """Take a step on each of the batches."""
         for inputs, labels in batches:
             self._optimizer.zero_grad()
-            loss: Tensor = cross_entropy(self._model(inputs), labels)
+            loss: Tensor = cross_entropy(apply(self._model, inputs), labels)
             loss.backward()  # type: ignore[no-untyped-call]  # torch's
             self._state.end_step()
             self._optimizer.step()
 
-    def measure(self, batches: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
+    def measure(self, batches: Iterator[tuple[Inputs, Tensor]], steps: int) -> None:
         """Take one turn of so many steps, and note its time and bytes."""
         dist.barrier()
         self._state.meter.end_window()
@@ -131,7 +131,7 @@ def _figures(subject: Subject, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _batches(samples: Any, settings: Settings, rank: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(samples: Any, settings: Settings, rank: int, steps: int) -> Iterator[tuple[Inputs, Tensor]]:
     """Return `steps` batches, equal for all hooks and different on each worker."""
     generator = torch.Generator().manual_seed(rank)
     cuts = [torch.randint(size_of(samples), (settings.batch_size,), generator=generator) for _ in range(steps)]

@@ -232,7 +232,8 @@ class PipelineTraining:
             batches = list(fetch(setup.samples, cuts, setup.device)) if first or last else []
         sent = self.watcher.bytes_sent()
         report = self._worker(len(cuts)).run(
-            [inputs for inputs, _ in batches] if first else None, [labels for _, labels in batches] if last else None
+            [inputs for inputs, _ in batches if isinstance(inputs, Tensor)] if first else None,
+            [labels for _, labels in batches] if last else None,
         )
         now.steps, now.round_steps, now.taken = now.steps + len(steps), now.round_steps + len(steps), steps[-1].taken
         self.steps = now.steps

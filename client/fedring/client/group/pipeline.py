@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
@@ -16,7 +16,7 @@ from fedring.client.task import Task
 from fedring.pipeline.worker import Report
 from fedring.ring import RingError
 from fedring.schedules.schedule import Kind
-from fedring.train.batches import fetch
+from fedring.train.batches import Inputs, fetch
 from fedring.train.errors import TrainError, failure_detail, failure_reason
 from fedring.train.loop import Loss, OptimizerFactory
 from fedring.train.pipeline_table import Pipeline
@@ -172,7 +172,7 @@ def add_run(metrics: PipelineMetrics, report: Report, in_flight: int) -> None:
     metrics.add_run(report.bubble, in_flight, actions)
 
 
-def _first_inputs(samples: Dataset[Any], count: int) -> Tensor:
+def _first_inputs(samples: Dataset[Any], count: int) -> Inputs:
     """Return the first `count` inputs, with which the time of layers is measured."""
     (inputs, _), *_ = fetch(samples, [torch.arange(count)], torch.device("cpu"))
     return inputs
