@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedring.pipeline.errors import add_note
+from fedring.pipeline.run import Report
 from fedring.pipeline.search import search_micro_batches
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import GroupTransport
-from fedring.pipeline.worker import Report, Worker
+from fedring.pipeline.worker import Worker
 from fedring.schedules.schedule import Kind
 from fedring.schedules.simulation import check
 from fedring.train.batches import fetch, size_of
