@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fedring.pipeline.transport import GroupTransport
 from fedring.pipeline.worker import LocalPipeline, Worker
@@ -34,7 +35,7 @@ def train(rank: int, size: int, *, name: str, stages: int, optimizer: str, credi
     schedule = schedule_of(name, stages, size)
     parts = layers()
     built = stages_of(parts, schedule, optimizer, recompute=name == "gpipe")
-    mine = {number: stage for number, stage in enumerate(built) if schedule.owner(number) == rank}
+    mine = {number: stage for number, stage in enumerate(built) if rank in schedule.owners(number)}
     recorder, transport = Recorder(), GroupTransport(credits=credits)
     worker = Worker(mine, schedule, transport, watch=recorder)
     losses = []
@@ -85,6 +86,42 @@ def test_pipedream_in_several_processes_gives_the_result_of_one_process(
     assert [result["pairs"] for result in results] == [24] * 4
 
 
+def evaluate_between_runs(rank: int, size: int) -> dict[str, Any]:
+    """Train and evaluate by turns, and evaluate more micro-batches than a run or a lane has."""
+    schedule, parts = make("interleaved_1f1b", 4, 4, workers=size), layers(dropout=0.3)
+    built = stages_of(parts, schedule, recompute=True)
+    mine = {number: stage for number, stage in enumerate(built) if rank in schedule.owners(number)}
+    transport = GroupTransport(credits=1)
+    worker, outputs = Worker(mine, schedule, transport), []
+    for inputs, targets in batches(2, 22):
+        worker.run(inputs.chunk(4) if 0 in mine else None, targets.chunk(4) if 3 in mine else None)
+        found = worker.evaluate(torch.split(inputs, 3) if 0 in mine else None, micro_batches=8)
+        outputs.append(None if found is None else [output.tolist() for output in found])
+    wrong = ranks.error_of(lambda: worker.evaluate([], micro_batches=8)) if 0 in mine else None
+    return {
+        "outputs": outputs,
+        "weights": [[tensor.tolist() for tensor in values([stage.module])] for stage in mine.values()],
+        "wrong": wrong,
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_that_no_worker_holds_can_be_evaluated_between_runs(backend: str, tmp_path: Path) -> None:
+    first, last = ranks.run(evaluate_between_runs, 2, tmp_path, backend=backend)
+    assert first["outputs"] == [None, None]
+    assert [len(output) for output in last["outputs"][1]] == [3] * 7 + [1]
+    model = nn.Sequential(*layers(dropout=0.3)).eval()
+    weights = [
+        tensor for pair in zip(first["weights"], last["weights"], strict=True) for stage in pair for tensor in stage
+    ]
+    for parameter, value in zip(model.parameters(), weights, strict=True):
+        parameter.data = torch.tensor(value, dtype=torch.float64)
+    ((_, _), (inputs, _)) = batches(2, 22)
+    found = torch.tensor([row for output in last["outputs"][1] for row in output], dtype=torch.float64)
+    torch.testing.assert_close(found, model(inputs).detach())
+    assert "stage 0 needs the inputs of 8 micro-batches, and got 0" in first["wrong"]["text"]
+
+
 def count_frames(rank: int, size: int) -> list[int]:
     """Count the frames that this rank sends in each of several runs, with 3 and 8 micro-batches by turns."""
     schedules = {count: make("1f1b", size, count) for count in (3, 8)}
@@ -97,10 +134,14 @@ def count_frames(rank: int, size: int) -> list[int]:
         moved.fill_(total_traffic().socket_frames > 0)
         dist.all_reduce(moved, dist.ReduceOp.MIN)
     frames = []
-    for count in (3, 8, 3, 8, 3):
+    for count in (3, 8, 3, 8, 3, 0, 3):
         before = total_traffic().sent_frames
-        inputs, targets = (tensor.tensor_split(count) for tensor in data)
-        workers[count].run(inputs if rank == 0 else None, targets if rank == size - 1 else None)
+        inputs, targets = (tensor.tensor_split(max(1, count)) for tensor in data)
+        if count:
+            workers[count].run(inputs if rank == 0 else None, targets if rank == size - 1 else None)
+        else:  # an evaluation of other sizes
+            evaluated = [part[:1] for part in inputs] * 3
+            workers[3].evaluate(evaluated if rank == 0 else None, micro_batches=3)
         frames.append(total_traffic().sent_frames - before)
     return frames
 
@@ -110,7 +151,7 @@ def test_a_message_of_known_size_is_one_frame_and_gets_a_receipt_only_if_its_cre
 ) -> None:
     three, eight = 3 + 1, 8 + 6  # messages, and receipts for those whose credit a later message needs
     for frames in ranks.run(count_frames, 2, tmp_path):
-        assert frames == [three + 3, eight + 8, three, eight, three]
+        assert frames == [three + 3, eight + 8, three, eight, three, frames[5], three]
 
 
 def _compare(results: list[dict[str, Any]], parts: list[torch.nn.Module], stages: int) -> None:

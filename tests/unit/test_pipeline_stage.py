@@ -184,6 +184,35 @@ def test_shapes_may_change_from_micro_batch_to_micro_batch() -> None:
     assert report.losses == pytest.approx(alone(expected, "momentum", [(inputs, targets)]), rel=1e-9)
 
 
+def test_an_evaluation_runs_the_whole_model_in_evaluation_mode_and_changes_nothing() -> None:
+    torch.manual_seed(0)
+    parts = [
+        nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double(),
+        nn.Linear(4, 3).double(),
+    ]
+    schedule = make("1f1b", 2, 5)
+    pipeline = LocalPipeline(stages_of(parts, schedule), schedule)
+    (inputs, targets), (others, _) = batches(2)
+    pipeline.run(inputs.chunk(5), targets.chunk(5))
+    before = [tensor.clone() for part in parts for tensor in part.state_dict().values()]
+    outputs = pipeline.evaluate(
+        torch.split(others, 3)
+    )  # of 3, 3, 3 and 1 samples; BatchNorm refuses to train on a single one
+    assert all(module.training for part in parts for module in part.modules())
+    torch.testing.assert_close([tensor for part in parts for tensor in part.state_dict().values()], before)
+    torch.testing.assert_close(torch.cat(outputs), nn.Sequential(*parts).eval()(others).detach())
+    assert not any(output.requires_grad for output in outputs)
+
+
+def test_a_stage_is_in_training_mode_again_after_an_evaluation_that_failed() -> None:
+    schedule, parts = make("1f1b", 2, 2), layers()
+    pipeline = LocalPipeline(stages_of(parts, schedule), schedule)
+    with pytest.raises(RuntimeError) as caught:
+        pipeline.evaluate([torch.ones(2, 99)])
+    assert caught.value.__notes__ == ["in the forward of micro-batch 0 in stage 0"]
+    assert all(module.training for part in parts for module in part.modules())
+
+
 def test_a_failed_run_does_not_change_the_next_one() -> None:
     schedule = make("gpipe", 2, 2)
     parts, expected, ((inputs, targets),) = layers(), layers(), batches(1)

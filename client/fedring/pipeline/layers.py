@@ -126,6 +126,8 @@ class Layers:
             The shortest time of each layer, in seconds. Buffers are as before.
         """
         known: Mapping[str, Tensor] = {INPUTS: sample} if isinstance(sample, Tensor) else sample
+        if len(self._arguments) == len(known) == 1:
+            known = {INPUTS: next(iter(known.values()))}
         values = {node: _of_sample(known, self._name_of(node)) for node in self._arguments}
         seconds = []
         for part in self._parts(self._starts):

@@ -1,5 +1,6 @@
 """The memory of stages, in bytes: parameters and their older versions, optimizer state, and activations."""
 
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from fedring.pipeline.layers import Stages
 from fedring.pipeline.stage import Loss, Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.worker import LocalPipeline
@@ -122,7 +124,7 @@ class MeasuredStage(Stage):
 
 
 def measure(
-    modules: Sequence[nn.Module],
+    modules: Stages,
     schedule: Schedule,
     batch: tuple[Tensor, Tensor],
     *,
@@ -133,7 +135,7 @@ def measure(
     """Run a schedule in one process, and measure what each worker's stages would keep.
 
     Args:
-        modules: The stages, in order.
+        modules: The stages, in order, with their routes.
         schedule: The schedule to run once.
         batch: Inputs [batch, ...] and targets [batch, ...], which are cut into the schedule's micro-batches.
         loss: Returns the mean loss of a micro-batch.
@@ -143,21 +145,26 @@ def measure(
     Returns:
         The most that each worker keeps.
     """
-    needs, last = check(schedule), len(modules) - 1
+    needs, last = check(schedule, routes=modules.routes), len(modules) - 1
     ledgers = [Ledger() for _ in schedule.workers]
+    places = [(number, worker) for number in range(schedule.stages) for worker in schedule.owners(number)]
+    copies = [modules[number] if worker == schedule.owners(number)[0] else copy.deepcopy(modules[number])
+              for number, worker in places]  # fmt: skip
     stages = [
         MeasuredStage(
             module,
-            WeightStashing(optimizer(module.parameters()), bound=need.versions),
-            ledgers[schedule.owner(number)],
+            WeightStashing(optimizer(module.parameters()), bound=needs[number].versions),
+            ledgers[worker],
             loss=loss if number == last else None,
             recompute=recompute,
         )
-        for number, (module, need) in enumerate(zip(modules, needs, strict=True))
+        for module, (number, worker) in zip(copies, places, strict=True)
     ]
     inputs, targets = (tensor.tensor_split(schedule.micro_batches) for tensor in batch)
-    LocalPipeline(stages, schedule).run(inputs, targets)
-    return [_kept(stages[worker :: len(ledgers)], ledger) for worker, ledger in enumerate(ledgers)]
+    LocalPipeline(stages, schedule, routes=modules.routes).run(inputs, targets)
+    owned = [[stage for stage, (_, owner) in zip(stages, places, strict=True) if owner == worker]
+             for worker in range(len(ledgers))]  # fmt: skip
+    return [_kept(mine, ledger) for mine, ledger in zip(owned, ledgers, strict=True)]
 
 
 def _kept(stages: Sequence[MeasuredStage], ledger: Ledger) -> Kept:

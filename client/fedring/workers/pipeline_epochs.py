@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedring.pipeline.errors import add_note
+from fedring.pipeline.run import Report
 from fedring.pipeline.search import search_micro_batches
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import GroupTransport
-from fedring.pipeline.worker import Report, Worker
+from fedring.pipeline.worker import Worker
 from fedring.schedules.schedule import Kind
 from fedring.schedules.simulation import check
-from fedring.train.batches import fetch, size_of
+from fedring.train.batches import by_name, fetch, size_of
 from fedring.train.loop import Loss, OptimizerFactory, seeded
 from fedring.train.pipeline_table import CREDITS, Pipeline
 from fedring.train.plan import Plan
@@ -168,6 +169,7 @@ class PipelineTraining:
         """Cut the model, and make this worker's own stages ready to train from the checkpoint."""
         setup, table, plan = self.setup, self.setup.table, self.setup.plan
         cut = cut_model(self.replica.model, table, counts, setup.trusted)
+        self._routes = cut.routes
         self._stage_tensors = [stage_tensors(stage) for stage in cut]
         mine = range(self._index, table.stages, table.width)
         self._copies = {n: copy_stage(cut[n], self.replica, plan, setup.optimizer, setup.device) for n in mine}
@@ -227,14 +229,13 @@ class PipelineTraining:
         cuts = [
             part for step in steps for part in micro_batches(step.indices, size=size, most=interval, unit=table.unit)
         ]
-        first, last = 0 in self._stages, table.stages - 1 in self._stages
-        with add_note(f"in the samples of stage {0 if first else table.stages - 1}"):
-            batches = list(fetch(setup.samples, cuts, setup.device)) if first or last else []
+        last = table.stages - 1 in self._stages
+        read = {name for stage in self._stages for name in self._routes.from_batch(stage)}
+        with add_note(f"in the samples of stage {min(self._stages)}"):
+            batches = list(fetch(setup.samples, cuts, setup.device)) if read or last else []
+            inputs = by_name([inputs for inputs, _ in batches], read)
         sent = self.watcher.bytes_sent()
-        report = self._worker(len(cuts)).run(
-            [inputs for inputs, _ in batches if isinstance(inputs, Tensor)] if first else None,
-            [labels for _, labels in batches] if last else None,
-        )
+        report = self._worker(len(cuts)).run(inputs, [labels for _, labels in batches] if last else None)
         now.steps, now.round_steps, now.taken = now.steps + len(steps), now.round_steps + len(steps), steps[-1].taken
         self.steps = now.steps
         self.profile.add(report)
@@ -255,7 +256,8 @@ class PipelineTraining:
 
     def _worker(self, count: int) -> Worker:
         if count not in self._workers:
-            self._workers[count] = Worker(self._stages, self.setup.table.schedule_of(count), self._transport)
+            schedule = self.setup.table.schedule_of(count)
+            self._workers[count] = Worker(self._stages, schedule, self._transport, routes=self._routes)
         return self._workers[count]
 
     def _make_checkpoint(self, now: Progress) -> None:

@@ -1,6 +1,6 @@
 """Batches of any map-style dataset: how samples are drawn, cut into batches, and fetched."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -88,6 +88,28 @@ def apply(model: nn.Module, inputs: Inputs) -> Tensor:
     """Return the outputs of a model; inputs by name are the arguments of its forward."""
     outputs: Tensor = model(**inputs) if isinstance(inputs, dict) else model(inputs)
     return outputs
+
+
+def by_name(batches: Sequence[Inputs], names: Collection[str]) -> dict[str, list[Tensor]]:
+    """Return the tensors of several batches by name.
+
+    Args:
+        batches: The inputs of each batch; a tensor alone is called "inputs".
+        names: The tensors to return. If it is "inputs" alone, the only tensor of a batch is that, whatever its name is.
+
+    Raises:
+        TrainError: With the reason bad_batch, if a batch does not have one of them.
+    """
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for inputs in batches:
+        given = {"inputs": inputs} if isinstance(inputs, Tensor) else inputs
+        if set(names) == {"inputs"} and len(given) == 1:
+            given = {"inputs": next(iter(given.values()))}
+        for name, tensors in found.items():
+            if name not in given:
+                raise TrainError("bad_batch", f"The model takes {name!r}, but the samples have {', '.join(given)}.")
+            tensors.append(given[name])
+    return found
 
 
 def _moved(inputs: object, device: torch.device) -> Inputs:

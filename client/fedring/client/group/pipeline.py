@@ -13,7 +13,7 @@ from fedring.client.config import ClientConfig
 from fedring.client.group.round import job_key, parse_table, peer_options, plan_of, take_part
 from fedring.client.pipeline_metrics import KINDS, PipelineMetrics
 from fedring.client.task import Task
-from fedring.pipeline.worker import Report
+from fedring.pipeline.run import Report
 from fedring.ring import RingError
 from fedring.schedules.schedule import Kind
 from fedring.train.batches import Inputs, fetch

@@ -83,7 +83,10 @@ def print_(
             "needs": [need._asdict() for need in needs],
         })  # fmt: skip
     stdout_console().print(text(schedule), soft_wrap=True)
-    rows = [(str(s), str(schedule.owner(s)), str(n.activations), str(n.versions)) for s, n in enumerate(needs)]
+    rows = [
+        (str(s), ", ".join(map(str, schedule.owners(s))), str(n.activations), str(n.versions))
+        for s, n in enumerate(needs)
+    ]
     title = f"{name}: time {timeline.makespan:g}, bubble {percent(timeline.bubble)}"
     print_table(title, ("stage>", "worker>", "activations kept>", "versions kept>"), rows)
 
