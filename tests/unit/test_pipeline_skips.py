@@ -45,7 +45,7 @@ def stages_of(cut: Stages, schedule: Schedule, *, recompute: bool = False) -> li
     return [
         Stage(
             module,
-            WeightStashing(torch.optim.Adam(module.parameters(), lr=0.01), bound=need.versions),
+            WeightStashing(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), bound=need.versions),
             loss=loss_of if number == last else None,
             recompute=recompute,
         )
@@ -55,7 +55,7 @@ def stages_of(cut: Stages, schedule: Schedule, *, recompute: bool = False) -> li
 
 def alone(model: nn.Module, steps: int = STEPS) -> list[float]:
     """Train in one process on whole batches, and return the losses."""
-    optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.01), []
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for step in range(steps):
         inputs, targets = sentences(step)
         optimizer.zero_grad()
