@@ -129,7 +129,7 @@ class PipelineTraining:
         self.usage = Usage()
         table, rank = setup.table, dist.get_rank()
         self.micro_batches = table.micro_batches if table.micro_batches != "auto" else micro_batches
-        self._place = World(rank // table.width, table.replicas)  # the place of its pipeline among all pipelines
+        self._place = World(rank // table.width, table.pipelines)  # the place of its pipeline among all pipelines
         self._index = rank % table.width
         self.steps = replica.progress.steps
         self._tally = Tally(setup.device)
@@ -292,7 +292,7 @@ def _groups(table: Pipeline) -> tuple[dist.ProcessGroup | None, dist.ProcessGrou
 
     Without replicas, both are None: the pipeline is the default group, and no other worker has the same stages.
     """
-    if table.replicas == 1:
+    if table.pipelines == 1:
         return None, None
     rank, width = dist.get_rank(), table.width
     # Every rank must make every group, in the same order.
