@@ -73,6 +73,11 @@ class Pipeline(BaseModel):
     checkpoint_every: Count = Field(
         100, description="steps from one checkpoint to the next; 0 = only at the end of a round"
     )
+    first_model: Literal["whole", "by_module"] = Field(
+        "whole",
+        description="how the server makes a first model: it builds the whole model in memory, as in other modes; or it "
+        "calls reset_parameters() of one module after the other, so that only one of them is in memory",
+    )
     replacement_seconds: float = Field(
         60.0, ge=0, le=3600, description="how long the other workers wait for a lost stage to come back or be replaced"
     )
