@@ -1,14 +1,11 @@
 """A small encoder-decoder transformer and a task for it, which a pipeline job trains in three stages.
 
 A sentence is a row of digits. Its translation has them in reverse order, each one raised by 3, modulo 10. Sentences are
-of different lengths, so the encoder and both layers of the decoder need to know where the padding is. Run it:
-
-    fl-client trusted='["translation"]' ...   # three clients, each with this folder on its PYTHONPATH
-    flctl run docs/examples/translation.toml
+of different lengths, so the encoder and both layers of the decoder need to know where the padding is.
+docs/pipeline.md says how to run it.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,14 +87,3 @@ def loss(logits: Tensor, labels: Tensor) -> Tensor:
     """
     each = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
     return (each.sum(1) / (labels != IGNORED).sum(1)).mean()
-
-
-def token_accuracy(model: nn.Module, samples: Dataset[Any]) -> dict[str, float]:
-    """Return the mean loss, and the share of tokens that are right after the right beginning of their translation."""
-    inputs, labels = zip(*(samples[index] for index in range(len(samples))), strict=True)  # type: ignore[arg-type]
-    batch = {name: torch.stack([one[name] for one in inputs]) for name in inputs[0]}
-    device = next(model.parameters()).device
-    logits, wanted = model(**{name: tensor.to(device) for name, tensor in batch.items()}).cpu(), torch.stack(labels)
-    counted = wanted != IGNORED
-    right = (logits.argmax(1) == wanted)[counted]
-    return {"loss": loss(logits, wanted).item(), "accuracy": right.double().mean().item()}

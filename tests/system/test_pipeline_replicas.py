@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fedring.ddp.hooks.by_name import HOOKS, hook_by_name
+from fedring.ddp.hooks.summing import HookedSum
 from fedring.pipeline.messages import HEADER_BYTES, Key, Message, header
 from fedring.pipeline.replicas import stage_group
 from fedring.pipeline.stage import Stage
@@ -74,6 +76,66 @@ def test_a_stage_with_two_workers_trains_as_one_process_does(backend: str, tmp_p
         wanted = [value.flatten() for value in values([expected[result["stage"]]])]
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     assert results[1]["weights"] == results[2]["weights"]
+
+
+def sum_with_every_hook(rank: int, size: int) -> dict[str, Any]:
+    """Add up gradients with each hook, in several buckets, and return its sums and those without a hook."""
+    sums: dict[str, Any] = {}
+    for name in HOOKS:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 40))
+        parameters = list(module.parameters())
+        add_up = HookedSum(hook_by_name(name, module.named_parameters()), parameters, bucket_bytes=3000)
+        gradients = [torch.full_like(parameter, rank + 1.0) for parameter in parameters]
+        found = [gradient.clone() for gradient in gradients]
+        for _ in range(3):  # what a hook leaves out of one step, it may send in the next one
+            for value, gradient in zip(found, gradients, strict=True):
+                value.copy_(gradient)
+            add_up(found)
+        sums[name] = [[gradient.min().item(), gradient.max().item()] for gradient in found]
+    return sums
+
+
+def test_replicas_can_add_up_their_gradients_with_any_hook(tmp_path: Path) -> None:
+    first, second = ranks.run(sum_with_every_hook, 2, tmp_path)
+    for name in set(HOOKS) - {"noop"}:
+        assert first[name] == second[name], name
+    for name in ("none", "fp16", "bf16", "powersgd"):
+        for least, most in first[name]:
+            assert (least, most) == (pytest.approx(3.0, rel=1e-2), pytest.approx(3.0, rel=1e-2)), name
+
+
+def train_with_hook(rank: int, size: int) -> dict[str, Any]:
+    """Train a replicated stage whose gradients travel as float16."""
+    schedule = make("1f1b", 2, 4, replicas=[2, 1])
+    (number,) = schedule.stages_of(rank)
+    module, group = layers()[number], stage_group(schedule)
+    stash = WeightStashing(torch.optim.SGD(module.parameters(), lr=0.1))
+    if number:
+        stage = Stage(module, stash, loss=cross_entropy)
+    else:
+        ready = hook_by_name("fp16", module.named_parameters(), group)
+        stage = Stage(module, stash, average=HookedSum(ready, stash.parameters))
+    worker = Worker({number: stage}, schedule, GroupTransport(), index=rank, replicas=group)
+    for inputs, targets in batches(3, 8):
+        worker.run(list(inputs.chunk(4)) if number == 0 else None, list(targets.chunk(4)))
+    return {"weights": [value.flatten().tolist() for value in values([module])]}
+
+
+def test_a_replicated_stage_trains_with_a_hook(tmp_path: Path) -> None:
+    first, second, _ = ranks.run(train_with_hook, 3, tmp_path)
+    assert first == second
+    expected = layers()[:2]
+    model = nn.Sequential(*expected)
+    stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in batches(3, 8):
+        stepper.zero_grad()
+        cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]  # torch's
+        stepper.step()
+    found = [torch.tensor(value, dtype=torch.float64) for value in first["weights"]]
+    wanted = [value.flatten() for value in values([expected[0]])]
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)
+    assert not torch.equal(found[0], wanted[0])  # float16 has been on the wire
 
 
 def evaluate_replicated(rank: int, size: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.job import Job, ServerOptimizer
 from fedring.train.pipeline_table import Pipeline
 from fedring.v1 import control_pb2
-from fedring.workers.pipeline_epochs import PipelineProfile
+from fedring.workers.pipeline_profile import PipelineProfile
 from fedring.workers.usage import Usage
 
 TABLES: dict[type[BaseModel], str] = {

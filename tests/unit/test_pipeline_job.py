@@ -43,6 +43,14 @@ def table(**keys: Any) -> Pipeline:
         ({"schedule": "pipedream", "warmups": [0, 1]}, "would deadlock"),
         ({"schedule": "pipedream", "versions": "macrobatch", "stages": 4, "update_interval": 2}, "at least 3"),
         ({"schedule": "interleaved_1f1b", "stages": 4, "stages_per_worker": 2, "micro_batches": 3}, "multiple of 2"),
+        ({"replicas": [1, 2, 1]}, r"replicas=\[1, 2, 1\] has 3 numbers, but stages=2"),
+        ({"replicas": [1, 0]}, "replicas"),
+        ({"replicas": 257}, "replicas"),
+        ({"replicas": [1, 2], "schedule": "pipedream"}, r"replicas=\[1, 2\] does not work with schedule=pipedream"),
+        (
+            {"replicas": [1, 1], "schedule": "interleaved_1f1b", "stages_per_worker": 2},
+            r"replicas=\[1, 1\] does not work with schedule=interleaved_1f1b",
+        ),
         ({"cut": "evenly"}, "cut='evenly' must be parameters, time, or of the form"),
         ({"cut": ["a", "b"]}, "2 entries, but 2 stages need 1"),
         ({"cut": [4]}, "1 entries, but 2 stages need 2"),
@@ -74,6 +82,9 @@ def test_a_pipeline_has_as_many_workers_as_stages_and_replicas_need() -> None:
     assert (rules.min_to_aggregate, rules.close_at_minimum) == (1, True)
     group = group_rules(spec, target=8)  # a restarted server also counts the workers that were enlisted before
     assert (group.target, group.minimum, group.patience) == (6, 6, 7)
+    own = table(stages=3, replicas=[1, 2, 1])
+    assert (own.width, own.pipelines, own.workers) == (4, 1, 4)
+    assert [own.schedule_of(4).stages_of(worker) for worker in range(4)] == [[0], [1], [1], [2]]
     shared = table(stages=4, stages_per_worker=2, schedule="interleaved_1f1b")
     assert (shared.width, shared.workers, shared.unit) == (2, 2, 2)
 

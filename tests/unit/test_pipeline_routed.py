@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fedring.pipeline.errors import PipelineError
+from fedring.pipeline.memory import measure
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import LocalTransport
@@ -183,6 +184,16 @@ def test_replicated_stages_train_as_one_process_does(name: str, replicas: list[i
         same = [values([stage.module]) for stage in stages[first : first + count]]
         assert all(torch.equal(a, b) for other in same for a, b in zip(same[0], other, strict=True))
         first += count
+
+
+def test_the_memory_of_stages_with_several_tensors_is_measured() -> None:
+    tokens, noise, targets = data(1, 12)[0]
+    kept = measure(
+        modules(), make("1f1b", 4, 3), ({"tokens": tokens, "noise": noise}, targets), loss=cross_entropy, routes=ROUTES
+    )
+    assert [one.in_flight for one in kept] == [3, 3, 2, 1]
+    tensor = 4 * 3 * 4 * 8  # bytes of a floating tensor of a micro-batch
+    assert kept[2].activations >= 2 * 2 * tensor  # two inputs of two micro-batches
 
 
 def test_micro_batches_can_have_weights_of_their_own() -> None:

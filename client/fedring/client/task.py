@@ -2,7 +2,9 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -13,12 +15,17 @@ from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.fetch import ModelFetcher
+from fedring.client.transfer.partial import Sink
 from fedring.client.transfer.spool import Spool
-from fedring.client.transfer.update import TrainingReport, make_update
+from fedring.client.transfer.update import TrainingReport, make_update, offer_of
 from fedring.codec import CodecError
+from fedring.codec.schema import Schema
 from fedring.train.plan import Plan
 from fedring.train.state import fill, read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
+
+if TYPE_CHECKING:
+    from fedring.workers.assembly import AssembledModel  # imports torch.distributed's collectives
 
 
 class Task:
@@ -93,6 +100,40 @@ class Task:
         self._loaded_at = time.perf_counter()
         self.link.session.begin(pb.ACTIVITY_TRAINING)
 
+    def check_model(self, model: nn.Module) -> None:
+        """Compare a model, which may be without values, with the one that this round starts from.
+
+        Raises:
+            WrongModel: If it has another schema than the one that is trained. The server has been told, and the round
+                goes on without this client.
+            RoundOver: If the round has ended, or the server does not say what the other schema is.
+        """
+        schema = schema_of(model)
+        if schema.hash != self.command.schema_hash:
+            self.fetch(schema, [entry.name for entry in schema.entries], lambda entry, start, values: None)
+        self.link.session.begin(pb.ACTIVITY_TRAINING)
+
+    def fetch(self, schema: Schema, names: Collection[str], sink: Sink) -> None:
+        """Fetch some tensors of the model that this round starts from, and nothing else.
+
+        Args:
+            schema: The schema of the whole model.
+            names: The tensors.
+            sink: Takes their values; after an error on the way, they are sent again.
+
+        Raises:
+            WrongModel: As check_model() raises it.
+            RoundOver: If the round has ended, or the model cannot be fetched.
+        """
+        digest, assignment = self.command.model_digest, self._assignment
+        self.link.session.begin(pb.ACTIVITY_FETCHING)
+        try:
+            self.link.call(lambda: self._models.fetch_part(digest, schema, names, sink, lambda: assignment.stop_reason))
+        except WrongModel as error:
+            self.fail(error.reason, error.detail)
+            raise
+        self.link.session.begin(pb.ACTIVITY_TRAINING)
+
     def progress(self, share: float) -> None:
         """Report the share of the training that is done, 0 to 1. The operator sees it."""
         self.link.session.advance(share)
@@ -133,6 +174,41 @@ class Task:
         except UpdateRefused:
             self.result = "refused"
             raise
+
+    def submit_file(
+        self, assembled: "AssembledModel", samples: int, metrics: Mapping[str, float], train_seconds: float
+    ) -> None:
+        """Send a trained model that is a file, and return once the server has accepted it.
+
+        Args:
+            assembled: The file, which this moves to the spool.
+            samples: As for submit().
+            metrics: As for submit().
+            train_seconds: As for submit().
+
+        Raises:
+            RoundOver: If the round has ended without this update.
+            UpdateRefused: If the server has refused the update.
+            ValueError: If a figure is out of range.
+        """
+        training = TrainingReport(samples, train_seconds, metrics)
+        self.train_seconds, self.done = train_seconds, True
+        if reason := self._assignment.stop_reason:
+            raise RoundOver(reason)
+        try:
+            self._check_size(sum(size for _, _, size in assembled.packets))
+            offer = offer_of(self.command, self._client_id, assembled.packets, assembled.payload_digest, training)
+            spooled = self._spool.adopt(offer, assembled.path)
+            self._delivery.send(spooled, self._assignment)
+            self.result = "accepted"
+        except UpdateRefused:
+            self.result = "refused"
+            raise
+
+    @property
+    def update_file(self) -> Path:
+        """Where to write the payload of an update for submit_file()."""
+        return self._spool.payload_part
 
     def stand_aside(self, train_seconds: float) -> None:
         """Note that another worker of the group delivers what this one has trained.
@@ -175,13 +251,17 @@ class Task:
         except CodecError as error:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
-        if (size := sum(map(len, update.parts))) > command.max_update_bytes > 0:
-            limit = f"max_update_bytes={command.max_update_bytes}"
+        self._check_size(sum(map(len, update.parts)))
+        spooled = self._spool.write(update.offer, update.parts, update.residual)
+        self._delivery.send(spooled, self._assignment, update.residual)
+
+    def _check_size(self, size: int) -> None:
+        """Refuse an update of `size` bytes that the server would refuse, before it is sent."""
+        if size > self.command.max_update_bytes > 0:
+            limit = f"max_update_bytes={self.command.max_update_bytes}"
             detail = f"the update has {size} bytes, more than {limit} of fl-server: raise that or use another encoding"
             self.fail("too_large", detail)
             raise UpdateRefused("too_large", detail)
-        spooled = self._spool.write(update.offer, update.parts, update.residual)
-        self._delivery.send(spooled, self._assignment, update.residual)
 
 
 def own_seed(seed: int, client_id: str) -> int:

@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from fedring.train.evaluation import Counts, Evaluator, run_evaluator
 from fedring.train.loop import Loss, OptimizerFactory, train, warm_up
 from fedring.train.plan import TrainResult
 from fedring.train.seam import build_model, resolve
+from fedring.train.skeleton import build_skeleton
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -72,8 +73,7 @@ class DeclaredTrainer:
             loaded = self._load(task.job)
             with span("train", task.command.traceparent, round=task.round, client=self._config.client_id):
                 if task.job.mode != "federated":
-                    trainer = self._pipeline_trainer if task.job.mode == "pipeline" else self._group_trainer
-                    trainer.train(task, loaded.model, loaded.split.train, loss=loaded.loss, optimizer=loaded.optimizer)
+                    self._train_in_group(loaded, task)
                     return
                 task.load_into(loaded.model)
                 result = self._train(loaded, task)
@@ -95,7 +95,7 @@ class DeclaredTrainer:
             self._fail(task, failure_reason(error), failure_detail(error))
 
     def evaluate(self, evaluation: Evaluation) -> Counts:
-        """Evaluate a model on this client's held-out samples.
+        """Evaluate a model on this client's held-out samples. The stages of a pipeline have done so already.
 
         Returns:
             The counts; zeros if the evaluation failed, which is logged.
@@ -104,6 +104,8 @@ class DeclaredTrainer:
             RoundOver: If the evaluation is no longer wanted.
             Refused: If the server has refused this client for good.
         """
+        if evaluation.job.mode == "pipeline":  # The group has done it, at the end of the round.
+            return self._pipeline_trainer.evaluation_of(evaluation.command.model_digest)
         try:
             loaded = self._load(evaluation.job)
             evaluation.load_into(loaded.model)
@@ -132,6 +134,15 @@ class DeclaredTrainer:
         from fedring.client.group.pipeline import PipelineTrainer  # as above
 
         return PipelineTrainer(self._config, trusted_by(self._config), self._device)
+
+    def _train_in_group(self, loaded: LoadedJob, task: Task) -> None:
+        model, samples, loss, optimizer = loaded.model, loaded.split.train, loaded.loss, loaded.optimizer
+        if task.job.mode == "pipeline":
+            whole = partial(build_model, *self._model_of(task.job))
+            held_out = loaded.split.test
+            self._pipeline_trainer.train(task, model, samples, held_out, loss=loss, optimizer=optimizer, whole=whole)
+        else:
+            self._group_trainer.train(task, model, samples, loss=loss, optimizer=optimizer)
 
     def _train(self, loaded: LoadedJob, task: Task) -> TrainResult:
         if loaded.trainer is None:
@@ -173,15 +184,21 @@ class DeclaredTrainer:
             raise SeamError("unknown_mode", f"This client does not know the mode {job.mode!r}: update it.")
         name = {part: getattr(self._config, part) or getattr(job, part) for part in NAMES}
         trusted = trusted_by(self._config)
-        model = build_model(name["model"], json.loads(job.model_args or "{}"), job.seed, trusted)
+        arguments = self._model_of(job)
+        # No worker of a pipeline has the memory for all stages.
+        model = build_skeleton(*arguments) if job.mode == "pipeline" else build_model(*arguments).to(self._device)
         return LoadedJob(
-            model if job.mode == "pipeline" else model.to(self._device),  # The device may be too small for all stages.
+            model,
             self._split(resolve(name["data"], trusted), job),
             resolve(name["loss"], trusted),
             resolve(name["optimizer"], trusted),
             resolve(name["trainer"], trusted) if name["trainer"] else None,
             resolve(name["evaluator"], trusted) if name["evaluator"] else None,
         )
+
+    def _model_of(self, job: pb.JobSpec) -> tuple[str, dict[str, Any], int, list[str]]:
+        """Return what build_model() needs for the job's model."""
+        return self._config.model or job.model, json.loads(job.model_args or "{}"), job.seed, trusted_by(self._config)
 
     def _split(self, data: Callable[[Path | None, bool], Any], job: pb.JobSpec) -> Split:
         config = self._config
@@ -193,6 +210,8 @@ class DeclaredTrainer:
             raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error
         if not isinstance(split, Split):
             raise DataError("no_data", f"The data callable returned a {type(split).__name__}: let it return a Split.")
+        if job.mode == "pipeline":  # Its workers read the same samples.
+            return split
         shared = job.mode != "federated"  # Each worker of a group takes its share of all samples.
         part = load_part(
             split,

@@ -182,17 +182,14 @@ class Stage:
         roots = [name for name in given if outputs[name].requires_grad]
         if not roots:
             return {}
-        differentiable = [name for name, leaf in kept.inputs.items() if leaf.requires_grad]
-        found = torch.autograd.grad(
+        differentiable = {name: leaf for name, leaf in kept.inputs.items() if leaf.requires_grad}
+        # The stash takes each gradient of a weight as soon as it is complete, so that only one is there twice.
+        torch.autograd.backward(
             [outputs[name] for name in roots],
-            [*kept.weights, *(kept.inputs[name] for name in differentiable)],
             [given[name] for name in roots],
-            allow_unused=True,
+            inputs=[*kept.weights, *differentiable.values()],
         )
-        count = len(kept.weights)
-        self.stash.add_gradients(found[:count])
-        pairs = zip(differentiable, found[count:], strict=True)
-        return {name: gradient for name, gradient in pairs if gradient is not None}
+        return {name: leaf.grad for name, leaf in differentiable.items() if leaf.grad is not None}
 
     def update(self, *, keep: Collection[int] = ()) -> int:
         """Step the optimizer, and return the version of the new weights.

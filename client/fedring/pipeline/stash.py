@@ -6,6 +6,7 @@ of the optimizer.
 """
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -71,15 +72,8 @@ class WeightStashing:
                 for a parameter that was not used.
         """
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is None:
-                continue
-            true = gradient.to(parameter.dtype)
-            if self.loss_scale != 1:
-                true = true / self.loss_scale
-            if parameter.grad is None:
-                parameter.grad = true.clone() if true is gradient else true  # autograd may return one tensor twice
-            else:
-                parameter.grad.add_(true)
+            if gradient is not None:
+                _add(parameter, self.loss_scale, gradient.clone())
 
     def step(self, *, keep: Collection[int] = ()) -> int:
         """Step the optimizer with the gradients so far, and return the new version.
@@ -122,7 +116,10 @@ class WeightStashing:
     def _leaves(self) -> list[Tensor]:
         # A leaf from detach() would share autograd's version counter with its parameter, and a later step would make it
         # unusable for backwards. A leaf from `data` has its own counter.
-        return [p.data.to(self.compute_dtype or p.dtype).requires_grad_() for p in self.parameters]
+        leaves = [p.data.to(self.compute_dtype or p.dtype).requires_grad_() for p in self.parameters]
+        for parameter, leaf in zip(self.parameters, leaves, strict=True):
+            leaf.register_post_accumulate_grad_hook(partial(_take, parameter, self.loss_scale))  # type: ignore[no-untyped-call]  # torch's
+        return leaves
 
     def _overflowed(self) -> bool:
         """Return whether a gradient of a scaled loss is not finite; without scaling, gradients are not checked."""
@@ -130,3 +127,20 @@ class WeightStashing:
             return False
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         return not all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+def _take(parameter: Tensor, loss_scale: float, leaf: Tensor) -> None:
+    """Move the gradient that a backward has left at a version's weight to the parameter."""
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is not None:
+        _add(parameter, loss_scale, gradient)
+
+
+def _add(parameter: Tensor, loss_scale: float, gradient: Tensor) -> None:
+    true = gradient.to(parameter.dtype)
+    if loss_scale != 1:
+        true = true / loss_scale
+    if parameter.grad is None:
+        parameter.grad = true
+    else:
+        parameter.grad.add_(true)

@@ -1,114 +1,175 @@
-"""Checkpoints of a pipeline: every worker keeps the model, the optimizer and the progress of all stages after one step.
+"""Checkpoints of a pipeline: files, of which each worker keeps those of its own stages and of one neighbour's.
 
-A checkpoint is complete or not made at all. A worker changes its own only after it has received the tensors of all
-stages. If workers stop in between, synchronize() gives the newer checkpoint to those that have the older one.
+A file holds one stage after one step: parameters, buffers, and the state of the optimizer. It is written durably and
+appears under its name when it is complete. A checkpoint consists of the files of all stages after the same step. The
+older one is deleted only after all workers have reached a barrier, so that one checkpoint is always complete.
+
+When a group forms, its workers tell each other which files they have. They continue from the newest step of which all
+stages are there, and every file goes to those who should have it.
 """
 
-import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from fedring.train.loop import OptimizerFactory
-from fedring.train.plan import Plan
-from fedring.train.state import tensors_of
-from fedring.workers.replica import Progress, Replica, State, broadcast, share_states
+from fedring.workers.exchange import exchange_files, gather_integers
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StageTensors:
-    """The tensors of a replica that belong to one stage, by their names in the stage."""
-
-    tensors: Mapping[str, Tensor]  # parameters and buffers
-    trained: Mapping[str, Tensor]  # the parameters that the optimizer steps
+Held = frozenset[tuple[int, int]]
+"""The step and the stage of each file that a worker has."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StageCopy:
-    """A stage as its worker trains it."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which rank has which stages: rank r is worker r modulo `width`, in pipeline r // width."""
 
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
+    stages: int
+    width: int
+    replicas: int = 1
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages that a rank trains."""
+        return list(range(rank % self.width, self.stages, self.width))
 
     @property
-    def tensors(self) -> StageTensors:
-        """The tensors of the copy."""
-        return stage_tensors(self.module)
+    def deliverers(self) -> list[int]:
+        """The ranks that hold the whole update at the end of a round: two, so that one of them may be lost."""
+        return list(range(min(2, self.width * self.replicas)))
+
+    def owner(self, stage: int) -> int:
+        """Return the rank, in the first pipeline, that trains a stage."""
+        return stage % self.width
+
+    def kept_by(self, rank: int) -> set[int]:
+        """Return the stages whose checkpoint a rank keeps, so that every stage is kept by two ranks if there are two.
+
+        Replicas of a stage keep the same checkpoint. Without replicas, the next worker of the pipeline keeps it, too.
+        """
+        own = set(self.stages_of(rank))
+        return own if self.replicas > 1 else own | set(self.stages_of((rank - 1) % self.width))
 
 
-def stage_tensors(stage: nn.Module) -> StageTensors:
-    """Return the tensors of a stage; if it was cut from the replica's model, they are the replica's own."""
-    trained = {name: parameter for name, parameter in stage.named_parameters() if parameter.requires_grad}
-    return StageTensors(dict(tensors_of(stage)), trained)
-
-
-def copy_stage(
-    stage: nn.Module, replica: Replica, plan: Plan, factory: OptimizerFactory, device: torch.device
-) -> StageCopy:
-    """Copy a stage to a device, to train it there.
+class CheckpointFolder:
+    """The checkpoint files of one job, in a folder of their own.
 
     Args:
-        stage: A stage that was cut from the replica's model.
-        replica: Its optimizer's state is copied, too.
-        plan: Gives the learning rate and the momentum.
-        factory: Makes the copy's optimizer.
-        device: Where to train.
+        root: The folder for all jobs.
+        job: Names the job. Files of other jobs are deleted.
+        max_file_bytes: A larger file of a peer is refused.
     """
-    module = copy.deepcopy(stage).to(device).train()
-    kept, own = stage_tensors(stage).trained, stage_tensors(module).trained
-    optimizer = factory(list(own.values()), plan.lr, plan.momentum)
-    names = {id(parameter): name for name, parameter in own.items()}
-    ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    states = [replica.optimizer.state.get(kept[name], {}) for name in ordered]
-    filled = {number: _cloned(state) for number, state in enumerate(states) if state}
-    # load_state_dict knows which entries belong on the device and which stay in the host's memory.
-    optimizer.load_state_dict({"state": filled, "param_groups": optimizer.state_dict()["param_groups"]})
-    return StageCopy(module, optimizer)
+
+    def __init__(self, root: Path, job: str, *, max_file_bytes: int) -> None:
+        self._folder = root / job
+        self.max_file_bytes = max_file_bytes
+        if root.exists():
+            for other in root.iterdir():
+                if other.name != job:
+                    shutil.rmtree(other, ignore_errors=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for part in self._folder.glob("*.part"):  # It was being written when the process was killed.
+            part.unlink()
+
+    def path(self, step: int, stage: int) -> Path:
+        """Return the file of a stage after a step."""
+        return self._folder / f"{step}.{stage}.safetensors"
+
+    def held(self) -> Held:
+        """Return which complete files there are."""
+        names = (path.name.split(".") for path in self._folder.glob("*.*.safetensors"))
+        return frozenset((int(step), int(stage)) for step, stage, _ in names if step.isdecimal() and stage.isdecimal())
+
+    @property
+    def steps(self) -> int:
+        """The step of the newest checkpoint that is known to be complete on all workers; 0 = there is none.
+
+        While there are files of two steps, it is not known whether the newer one is complete.
+        """
+        return min((step for step, _ in self.held()), default=0)
+
+    def keep(self, step: int, stages: Collection[int]) -> None:
+        """Delete all files but those of these stages after this step."""
+        for one in self.held():
+            if one[0] != step or one[1] not in stages:
+                self.path(*one).unlink(missing_ok=True)
+
+    def note_result(self, step: int, digest: str) -> None:
+        """Note that the model after a step, as it is published, has this digest. It need not survive a power loss."""
+        (self._folder / "result").write_text(f"{step} {digest}")
+
+    def is_result(self, step: int, digest: str) -> bool:
+        """Return whether the model after a step is known to have this digest."""
+        try:
+            return (self._folder / "result").read_text() == f"{step} {digest}"
+        except (OSError, UnicodeDecodeError):
+            return False
 
 
-@torch.no_grad()
-def make_checkpoint(
-    replica: Replica,
-    stages: Sequence[StageTensors],
-    owners: Sequence[int],
-    copies: Mapping[int, StageCopy],
-    progress: Progress,
-) -> None:
-    """Make a checkpoint: bring the present state of all stages into the replica of every worker.
+def share_copies(folder: CheckpointFolder, layout: Layout, step: int) -> None:
+    """Finish a checkpoint of which each worker has written its own stages: send them to whom else keeps them.
+
+    Every worker of the default group must call this. When it returns, the checkpoint is complete on all workers, and
+    the older one is deleted.
+    """
+    rank = dist.get_rank()
+    if layout.replicas == 1 and layout.width > 1:
+        after, before = (rank + 1) % layout.width, (rank - 1) % layout.width
+        outgoing, incoming = layout.stages_of(rank), layout.stages_of(before)
+        for mine, theirs in zip(outgoing, incoming, strict=True):
+            to, source = (folder.path(step, mine), after), (folder.path(step, theirs), before)
+            exchange_files(to, source, limit=folder.max_file_bytes)
+    dist.barrier()
+    folder.keep(step, layout.kept_by(rank))
+
+
+def recover(folder: CheckpointFolder, layout: Layout) -> int | None:
+    """Find the newest complete checkpoint among all workers, and give each of them the files that it keeps.
 
     Every worker of the default group must call this.
 
-    Args:
-        replica: This worker's replica, which is overwritten once all stages have arrived.
-        stages: The tensors of the replica that belong to each stage.
-        owners: The rank that has the present state of each stage.
-        copies: The stages of this worker, by number.
-        progress: How far the stages have been trained.
+    Returns:
+        The step of the checkpoint, of which this worker now has the files of its own stages; None if there is none.
     """
-    mine = dist.get_rank()
-    received: list[tuple[dict[str, Tensor], list[State]]] = []
-    for number, (stage, owner) in enumerate(zip(stages, owners, strict=True)):
-        if owner == mine:
-            own, optimizer = copies[number].tensors, copies[number].optimizer
-            tensors = {name: tensor.detach() for name, tensor in own.tensors.items()}
-            states = [_cloned(optimizer.state.get(own.trained[name], {})) for name in stage.trained]
-        else:
-            tensors, states = {name: torch.empty_like(tensor) for name, tensor in stage.tensors.items()}, []
-        for name in stage.tensors:
-            broadcast(tensors[name], owner)
-        received.append((tensors, share_states(list(stage.trained.values()), states, owner)))
-    for stage, (tensors, states) in zip(stages, received, strict=True):
-        for name, kept in stage.tensors.items():
-            kept.copy_(tensors[name])
-        for parameter, state in zip(stage.trained.values(), states, strict=True):
-            replica.optimizer.state[parameter] = state
-    replica.progress = replace(progress)
+    rank = dist.get_rank()
+    everyone = _held_by_all(folder)
+    step = newest_complete(everyone, layout.stages)
+    if step is None:
+        return None
+    for stage, source, target in missing(everyone, layout, step):
+        path = folder.path(step, stage)
+        if rank == source:
+            exchange_files((path, target), None)
+        elif rank == target:
+            exchange_files(None, (path, source), limit=folder.max_file_bytes)
+    dist.barrier()
+    folder.keep(step, layout.kept_by(rank))
+    return step
 
 
-def _cloned(state: Mapping[str, Any]) -> State:
-    """Return a copy of the state in the host's memory."""
-    return {key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in state.items()}
+def newest_complete(everyone: Sequence[Held], stages: int) -> int | None:
+    """Return the newest step of which all stages are held by somebody; None if there is none."""
+    held: Mapping[int, set[int]] = {step: set() for one in everyone for step, _ in one}
+    for one in everyone:
+        for step, stage in one:
+            held[step].add(stage)
+    return max((step for step, found in held.items() if found >= set(range(stages))), default=None)
+
+
+def missing(everyone: Sequence[Held], layout: Layout, step: int) -> Iterator[tuple[int, int, int]]:
+    """Yield each file that somebody should have and has not, in an order that is the same on all workers.
+
+    Yields:
+        The stage, the rank that sends it, and the rank that receives it. One rank after the other sends a stage, so
+        that not all files come from one of them.
+    """
+    for stage in range(layout.stages):
+        sources = [rank for rank, held in enumerate(everyone) if (step, stage) in held]
+        targets = [rank for rank in range(len(everyone)) if stage in layout.kept_by(rank) and rank not in sources]
+        for number, target in enumerate(targets):
+            yield stage, sources[number % len(sources)], target
+
+
+def _held_by_all(folder: CheckpointFolder) -> list[Held]:
+    mine = [number for one in sorted(folder.held()) for number in one]
+    return [frozenset(zip(row[::2], row[1::2], strict=True)) for row in gather_integers(mine)]

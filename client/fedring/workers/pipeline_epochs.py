@@ -1,22 +1,24 @@
 """The epochs of one round as a pipeline: each member of a process group trains its stages of the model.
 
 Rank r is worker r modulo the pipeline's width, in pipeline r // width. All members hold the same samples and draw the
-same order. The first stage reads the inputs, and the last stage reads the labels.
+same order. The first stage reads the inputs, and the last stage reads the labels. A member holds its own stages only.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from fedring.codec.schema import Schema
 from fedring.pipeline.errors import add_note
 from fedring.pipeline.run import Report
 from fedring.pipeline.search import search_micro_batches
@@ -24,17 +26,20 @@ from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import GroupTransport
 from fedring.pipeline.worker import Worker
-from fedring.schedules.schedule import Kind
 from fedring.schedules.simulation import check
 from fedring.train.batches import by_name, fetch, size_of
+from fedring.train.evaluation import Counts
 from fedring.train.loop import Loss, OptimizerFactory, seeded
 from fedring.train.pipeline_table import CREDITS, Pipeline
 from fedring.train.plan import Plan
 from fedring.train.tally import Tally
-from fedring.workers.checkpoint import StageCopy, copy_stage, make_checkpoint, stage_tensors
-from fedring.workers.cutting import cut_model
-from fedring.workers.replica import Progress, Replica, broadcast, digest_of, equal_on_all
+from fedring.workers.assembly import AssembledModel, agree_on_digest, assemble
+from fedring.workers.checkpoint import CheckpointFolder, Layout, share_copies
+from fedring.workers.exchange import gather_integers
+from fedring.workers.pipeline_profile import PipelineProfile
+from fedring.workers.replica import Progress, digest_of, equal_on_all
 from fedring.workers.shards import World, count_steps, epoch_order, micro_batches, shares
+from fedring.workers.stage_state import CheckpointFacts, Sink, StagedModel, StageState, read_facts
 from fedring.workers.training import Diverged, Watcher, means_over_workers, worker_seed
 from fedring.workers.usage import Usage
 
@@ -42,12 +47,19 @@ log = logging.getLogger(__name__)
 
 _CANDIDATES = (1, 2, 4, 8, 16, 32)  # numbers of micro-batches that "auto" tries
 _STEPS_PER_CANDIDATE = 3
+_EVALUATION_BATCH = 64  # samples of a micro-batch
+_EVALUATION_BATCHES = 8  # micro-batches whose outputs the last stage keeps at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineSetup:
-    """What a pipeline trains and how; the samples, the plan and the table are equal on all members."""
+    """What a pipeline trains and how; all but the device, the folder and the callbacks is equal on all members."""
 
+    model: nn.Module  # without values
+    base_digest: str  # the name of the model that the round starts from
+    fetch: Callable[[Schema, Collection[str], Sink], None]  # passes the values of some of its tensors to a function
+    checkpoints: CheckpointFolder
+    update_file: Path  # where a member that can deliver the update puts it
     samples: Dataset[Any]
     plan: Plan
     table: Pipeline
@@ -55,91 +67,63 @@ class PipelineSetup:
     optimizer: OptimizerFactory
     device: torch.device
     trusted: Sequence[str] = ()  # the modules that a job may name
+    held_out: Dataset[Any] | None = None  # the samples to evaluate the trained model on; None = it is not evaluated
     counts: Sequence[int] = ()  # the layers of each stage, as count_layers() returns them
     on_run: Callable[[Report, int], None] = lambda report, in_flight: None  # called after each run of the schedule
-
-
-@dataclass(slots=True)
-class PipelineProfile:
-    """What one worker's stages did in a round, and how long it took."""
-
-    stage: int = 0  # the worker's first stage
-    micro_batches: int = 0  # in the newest run
-    in_flight: int = 0  # the largest number of micro-batches whose activations a stage kept
-    seconds: float = 0.0  # the time in runs of the schedule
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
-    update_seconds: float = 0.0
-    checkpoint_seconds: float = 0.0
-
-    @property
-    def busy_seconds(self) -> float:
-        """The seconds in which the worker computed."""
-        return self.forward_seconds + self.backward_seconds + self.update_seconds
-
-    @property
-    def bubble_ratio(self) -> float:
-        """The share of the runs' time in which the worker computed nothing."""
-        return max(0.0, 1 - self.busy_seconds / self.seconds) if self.seconds else 0.0
-
-    def add(self, report: Report) -> None:
-        """Add the times of one more run."""
-        self.seconds += report.seconds
-        self.forward_seconds += report.seconds_of(Kind.FORWARD)
-        self.backward_seconds += report.seconds_of(Kind.BACKWARD)
-        self.update_seconds += report.seconds_of(Kind.UPDATE)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """All figures by name, as the client sends them to the server."""
-        return {
-            "stage": self.stage,
-            "micro_batches": self.micro_batches,
-            "in_flight": self.in_flight,
-            "bubble_ratio": round(self.bubble_ratio, 4),
-            "forward_seconds": round(self.forward_seconds, 6),
-            "backward_seconds": round(self.backward_seconds, 6),
-            "update_seconds": round(self.update_seconds, 6),
-            "checkpoint_seconds": round(self.checkpoint_seconds, 6),
-        }
 
 
 class PipelineTraining:
     """One member's part in a round.
 
-    The replica is the newest checkpoint. Training starts from it, replaces it every `checkpoint_every` steps, and
-    leaves the round's result in it. In between, the stages are trained as copies.
+    Training starts from the newest checkpoint, or from the model that the server has published, and makes a checkpoint
+    every `checkpoint_every` steps and at the end of the round.
 
     Attributes:
         usage: What the training has taken so far.
         micro_batches: The micro-batches of a run; 0 until "auto" has found the fastest number.
         steps: The steps of the job that are done, including those after the newest checkpoint.
+        samples: The samples that the stages were trained on in the round, without steps that were repeated.
+        model_digest: The name of the model that was trained; empty until run() has ended.
+        evaluation: What this member counted when the trained model was evaluated; zeros without the last stage.
+        update: The whole model as a file, if this member can deliver it and run() has ended.
     """
 
     def __init__(
         self,
-        replica: Replica,
         setup: PipelineSetup,
+        checkpoint: int | None,
         watcher: Watcher,
         *,
         profile: PipelineProfile,
         micro_batches: int = 0,
     ) -> None:
-        self.replica, self.setup, self.watcher, self.profile = replica, setup, watcher, profile
+        """Make the stages of this member ready to train.
+
+        Args:
+            setup: What is trained.
+            checkpoint: The step of the checkpoint to start from, as recover() returned it.
+            watcher: Is told the progress.
+            profile: Takes the figures of the training.
+            micro_batches: The number that "auto" has found before; 0 = none.
+        """
+        self.setup, self.watcher, self.profile = setup, watcher, profile
         self.usage = Usage()
+        self.model_digest = ""
+        self.evaluation = Counts()
+        self.update: AssembledModel | None = None
         table, rank = setup.table, dist.get_rank()
         self.micro_batches = table.micro_batches if table.micro_batches != "auto" else micro_batches
-        self._place = World(rank // table.width, table.replicas)  # the place of its pipeline among all pipelines
+        self._layout = layout_of(table)
+        self._place = World(rank // table.width, table.pipelines)  # the place of its pipeline among all pipelines
         self._index = rank % table.width
-        self.steps = replica.progress.steps
         self._tally = Tally(setup.device)
         self._pipeline_group, self._stage_group = _groups(table)
         self._transport = GroupTransport(self._pipeline_group, credits=CREDITS)
         self._workers: dict[int, Worker] = {}  # by the micro-batches of a run
-        self._build(self._agree_with_rank_0())
+        self._build(checkpoint)
 
     def run(self) -> dict[str, float]:
-        """Train the rest of the round, together with all other members, and leave the result in every replica.
+        """Train the rest of the round, together with all other members, and put the update together.
 
         Returns:
             Loss and accuracy over the last epoch, as `means_over_workers` returns them.
@@ -147,46 +131,69 @@ class PipelineTraining:
         Raises:
             Diverged: If the loss is no longer finite, or the replicas of a stage differ.
             PipelineError: If a stage cannot go on.
+            TrainError: If a checkpoint cannot be made, or a trained value is not finite.
         """
-        setup, now = self.setup, replace(self.replica.progress)
+        setup, now = self.setup, replace(self._start)
         with seeded(worker_seed(setup.plan.seed, now.steps), setup.device):
             while now.epoch < setup.plan.epochs:
                 self._tally.clear()
                 self._epoch(now)
                 now.epoch, now.taken = now.epoch + 1, 0
-        if now != self.replica.progress:
+        if now != self._saved:
             self._make_checkpoint(now)
+        if setup.held_out is not None:
+            self.evaluation = self._evaluate(setup.held_out)
+        self._assemble(now.steps)
         return means_over_workers(self._tally)
 
-    def _agree_with_rank_0(self) -> list[int]:
-        """Take over rank 0's number of micro-batches, and return its counts of layers, which it may have measured."""
-        values = torch.tensor([self.micro_batches, *self.setup.counts])
-        broadcast(values, 0)
-        self.micro_batches, *counts = values.tolist()
-        return counts
-
-    def _build(self, counts: Sequence[int]) -> None:
-        """Cut the model, and make this worker's own stages ready to train from the checkpoint."""
-        setup, table, plan = self.setup, self.setup.table, self.setup.plan
-        cut = cut_model(self.replica.model, table, counts, setup.trusted)
-        self._routes = cut.routes
-        self._stage_tensors = [stage_tensors(stage) for stage in cut]
-        mine = range(self._index, table.stages, table.width)
-        self._copies = {n: copy_stage(cut[n], self.replica, plan, setup.optimizer, setup.device) for n in mine}
-        self._stages = {number: self._stage(number, copy) for number, copy in self._copies.items()}
+    def _build(self, checkpoint: int | None) -> None:
+        """Cut the model, and fill this worker's own stages with the values that the group starts from."""
+        setup, table = self.setup, self.setup.table
+        mine = self._layout.stages_of(dist.get_rank())
+        files = {} if checkpoint is None else {n: setup.checkpoints.path(checkpoint, n) for n in mine}
+        fresh = CheckpointFacts(setup.plan.round, setup.base_digest, Progress(), counts=tuple(setup.counts))
+        facts = read_facts(files[mine[0]]) if files else fresh
+        counts = self._agree_with_rank_0(facts.counts)
+        self._facts = replace(fresh, counts=tuple(counts))
+        self._model = StagedModel(setup.model, table, counts, setup.trusted)
+        routes = self._model.stages.routes
+        self._read = sorted({name for number in mine for name in routes.from_batch(number)})  # of the batch
+        self._states = {n: self._model.make(n, setup.plan, setup.optimizer, setup.device) for n in mine}
+        # The end of the previous round is where this one begins, if the server has published just that model.
+        is_base = checkpoint is not None and setup.checkpoints.is_result(checkpoint, setup.base_digest)
+        somebody_knows = any(row[0] for row in gather_integers([is_base]))
+        resumed = bool(files) and (facts.round, facts.base) == (fresh.round, fresh.base)
+        for number, path in files.items():
+            self._states[number].load(path, values=resumed or somebody_knows)
+        if not (resumed or somebody_knows):
+            owners = {name: state for state in self._states.values() for name in state.tensors}
+            setup.fetch(
+                self._model.schema, owners.keys(), lambda e, start, values: owners[e.name].put(e, start, values)
+            )
+        self._start = facts.progress if resumed else Progress(facts.progress.steps)
+        self._saved = facts.progress if resumed else None
+        self.samples = facts.samples if resumed else 0
+        self.steps = self._start.steps
+        self._last_steps = self.steps  # of the newest checkpoint
+        self._stages = {number: self._stage(number, state) for number, state in self._states.items()}
         self.profile.stage = mine[0]
 
-    def _stage(self, number: int, copy: StageCopy) -> Stage:
+    def _agree_with_rank_0(self, counts: Sequence[int]) -> list[int]:
+        """Take over rank 0's number of micro-batches, and return its counts of layers, which it may have measured."""
+        self.micro_batches, *agreed = gather_integers([self.micro_batches, *counts])[0]
+        return agreed
+
+    def _stage(self, number: int, state: StageState) -> Stage:
         table = self.setup.table
         dtype = getattr(torch, table.compute_dtype)
         stash = WeightStashing(
-            copy.optimizer,
+            state.optimizer,
             bound=check(table.schedule_of(self.micro_batches or table.unit))[number].versions,
             compute_dtype=None if dtype is torch.float32 else dtype,
             loss_scale=table.loss_scale,
         )
         return Stage(
-            copy.module,
+            state.module,
             stash,
             loss=self._loss if number == table.stages - 1 else None,
             recompute=table.recompute,
@@ -216,7 +223,8 @@ class PipelineTraining:
             self._search(order, now)
         while now.taken < len(order):
             self._run(order, now, self.micro_batches)
-            if every and now.steps // every > self.replica.progress.steps // every:
+            ends = now.taken >= len(order) and now.epoch + 1 == plan.epochs  # run() makes a checkpoint then
+            if every and now.steps // every > self._last_steps // every and not ends:
                 self._make_checkpoint(now)
 
     def _run(self, order: Tensor, now: Progress, count: int) -> None:
@@ -230,14 +238,14 @@ class PipelineTraining:
             part for step in steps for part in micro_batches(step.indices, size=size, most=interval, unit=table.unit)
         ]
         last = table.stages - 1 in self._stages
-        read = {name for stage in self._stages for name in self._routes.from_batch(stage)}
         with add_note(f"in the samples of stage {min(self._stages)}"):
-            batches = list(fetch(setup.samples, cuts, setup.device)) if read or last else []
-            inputs = by_name([inputs for inputs, _ in batches], read)
+            batches = list(fetch(setup.samples, cuts, setup.device)) if self._read or last else []
+            inputs = by_name([inputs for inputs, _ in batches], self._read)
         sent = self.watcher.bytes_sent()
         report = self._worker(len(cuts)).run(inputs, [labels for _, labels in batches] if last else None)
         now.steps, now.round_steps, now.taken = now.steps + len(steps), now.round_steps + len(steps), steps[-1].taken
-        self.steps = now.steps
+        samples = sum(len(step.indices) for step in steps)
+        self.steps, self.samples = now.steps, self.samples + samples
         self.profile.add(report)
         self.profile.micro_batches = len(cuts)
         in_flight = max(stage.most_in_flight for stage in self._stages.values())
@@ -245,7 +253,7 @@ class PipelineTraining:
         setup.on_run(report, in_flight)
         self.usage += Usage(
             steps=len(steps),
-            samples=sum(len(step.indices) for step in steps),
+            samples=samples,
             seconds=time.perf_counter() - began,
             bytes_sent=self.watcher.bytes_sent() - sent,
             wait_seconds=report.seconds - report.busy_seconds,
@@ -254,21 +262,57 @@ class PipelineTraining:
             raise Diverged(f"the loss is not finite: use a learning rate below {setup.plan.lr:g}")
         self.watcher.progress((now.epoch + now.taken / len(order)) / setup.plan.epochs)
 
+    @torch.no_grad()
+    def _evaluate(self, samples: Dataset[Any]) -> Counts:
+        """Evaluate the stages on a share of the samples: each pipeline takes every so many batches."""
+        setup, table, tally = self.setup, self.setup.table, Tally(self.setup.device)
+        cuts = torch.split(torch.arange(size_of(samples)), _EVALUATION_BATCH)[self._place.rank :: self._place.size]
+        last = table.stages - 1 in self._stages
+        for start in range(0, len(cuts), _EVALUATION_BATCHES):
+            self.watcher.check()
+            part = cuts[start : start + _EVALUATION_BATCHES]
+            batches = list(fetch(samples, part, setup.device)) if self._read or last else []
+            inputs = by_name([inputs for inputs, _ in batches], self._read)
+            outputs = self._worker(self.micro_batches or table.unit).evaluate(inputs, micro_batches=len(part))
+            for output, (_, labels) in zip(outputs or (), batches, strict=outputs is not None):
+                exact = output if table.compute_dtype == "float32" else output.float()
+                tally.add(setup.loss(exact, labels), exact, labels)
+        return Counts(tally.correct if tally.classified else None, tally.total, tally.loss_sum)
+
     def _worker(self, count: int) -> Worker:
         if count not in self._workers:
-            schedule = self.setup.table.schedule_of(count)
-            self._workers[count] = Worker(self._stages, schedule, self._transport, routes=self._routes)
+            schedule, routes = self.setup.table.schedule_of(count), self._model.stages.routes
+            self._workers[count] = Worker(self._stages, schedule, self._transport, routes=routes)
         return self._workers[count]
 
     def _make_checkpoint(self, now: Progress) -> None:
-        """Make the present stages the newest checkpoint, on every worker."""
-        began, table, sent = time.perf_counter(), self.setup.table, self.watcher.bytes_sent()
+        """Write the present stages to this worker's disk, and to the disks of those that keep copies."""
+        began, sent, folder = time.perf_counter(), self.watcher.bytes_sent(), self.setup.checkpoints
         if self._stage_group is not None:
-            digest = digest_of(parameter for copy in self._copies.values() for parameter in copy.module.parameters())
-            if not equal_on_all(digest, self._stage_group):
+            parameters = (p for state in self._states.values() for p in state.module.parameters())
+            if not equal_on_all(digest_of(parameters), self._stage_group):
                 raise Diverged(f"the replicas of a stage differ after step {now.steps} of the job")
-        owners = [stage % table.width for stage in range(table.stages)]  # the ranks of the first pipeline
-        make_checkpoint(self.replica, self._stage_tensors, owners, self._copies, now)
+        facts = replace(self._facts, progress=replace(now), samples=self.samples)
+        for number, state in self._states.items():
+            state.save(folder.path(now.steps, number), facts)
+        share_copies(folder, self._layout, now.steps)
+        self._saved, self._last_steps = facts.progress, now.steps
+        self._count_checkpoint(began, sent)
+
+    def _assemble(self, steps: int) -> None:
+        """Put the whole model together on the disks of the members that can deliver it."""
+        began, sent, layout, staged = time.perf_counter(), self.watcher.bytes_sent(), self._layout, self._model
+        tensors = {name: tensor for state in self._states.values() for name, tensor in state.tensors.items()}
+        for target in layout.deliverers:
+            ranks = [target if n in layout.stages_of(target) else layout.owner(n) for n in range(layout.stages)]
+            owners = {name: ranks[stage] for name, stage in staged.stage_of.items()}
+            made = assemble(self.setup.update_file, staged.schema, tensors, owners, target=target)
+            self.update = made or self.update
+        self.model_digest = agree_on_digest(self.update)
+        self.setup.checkpoints.note_result(steps, self.model_digest)
+        self._count_checkpoint(began, sent)
+
+    def _count_checkpoint(self, began: float, sent: int) -> None:
         seconds = time.perf_counter() - began
         self.profile.checkpoint_seconds += seconds
         self.usage += Usage(seconds=seconds, bytes_sent=self.watcher.bytes_sent() - sent)
@@ -289,12 +333,17 @@ class PipelineTraining:
         log.info("%d micro-batches are the fastest of %s", curve.best, text, extra={"micro_batches": curve.best})
 
 
+def layout_of(table: Pipeline) -> Layout:
+    """Return which rank has which stages of a job."""
+    return Layout(table.stages, table.width, table.pipelines)
+
+
 def _groups(table: Pipeline) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Return the group of this worker's pipeline, and that of the workers with the same stages.
 
     Without replicas, both are None: the pipeline is the default group, and no other worker has the same stages.
     """
-    if table.replicas == 1:
+    if table.pipelines == 1:
         return None, None
     rank, width = dist.get_rank(), table.width
     # Every rank must make every group, in the same order.

@@ -182,6 +182,11 @@ class Job(BaseModel):
     def _fits_its_mode(self) -> Self:
         if self.grouped and (self.trainer or self.mu):
             raise ValueError(f"trainer and mu belong to the mode federated: leave them out of a {self.mode} job")
+        if self.mode == "pipeline" and (self.evaluator or self.evaluate_on_server):
+            raise ValueError(
+                "evaluator and evaluate_on_server need the whole model in one place, which a pipeline job avoids: "
+                "leave them out, and the stages evaluate each model together"
+            )
         least = max(self.pipeline.interval, self.pipeline.unit)
         if self.mode == "pipeline" and self.batch_size < least:
             raise ValueError(

@@ -79,13 +79,18 @@ class DataParallelTrainer:
             total_epochs=task.job.rounds * plan.epochs,
             first_epoch=(plan.job_round - 1) * plan.epochs,
         )
-        take_part(task, DataParallelPart(state, setup, task.metrics.ring), self._options, model)
+        part = DataParallelPart(state, setup, task.metrics.ring)
+
+        def deliver() -> None:
+            task.submit(model, part.usage.samples, part.metrics, part.usage.seconds)
+
+        take_part(task, part, self._options, deliver)
 
     def _state_for(
         self, task: Task, model: nn.Module, optimizer: OptimizerFactory, table: DataParallel
     ) -> DataParallelState:
         """Return the state of the job's previous round, or a new one."""
-        key = job_key(task, model)
+        key = (*job_key(task), model)
         if self._state is None or self._key != key:
             plan = plan_of(task)
             hook = make_hook(table, plan, model.named_parameters(), self._trusted)
@@ -117,6 +122,11 @@ class DataParallelPart:
     def metrics(self) -> dict[str, float]:
         """The figures of the training, by name."""
         return {**self._means, **self.usage.metrics, "workers": self.state.workers, "job_steps": self.steps}
+
+    @property
+    def can_deliver(self) -> bool:
+        """Every worker can deliver: all of them have the whole model."""
+        return True
 
     def enter(self, generation: int, *, workers: int) -> None:
         """Take over the state of the worker with the most steps, and scale the residuals to the size of the group."""

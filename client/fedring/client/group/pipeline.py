@@ -1,7 +1,9 @@
-"""Pipeline rounds: each worker of a group trains some stages of the model and keeps a copy of the newest checkpoint."""
+"""Pipeline rounds: each worker of a group trains some stages of the model, and holds nothing of the others."""
 
+import gc
+import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,21 +15,28 @@ from fedring.client.config import ClientConfig
 from fedring.client.group.round import job_key, parse_table, peer_options, plan_of, take_part
 from fedring.client.pipeline_metrics import KINDS, PipelineMetrics
 from fedring.client.task import Task
+from fedring.daemon.memory import return_large_blocks
 from fedring.pipeline.run import Report
 from fedring.ring import RingError
 from fedring.schedules.schedule import Kind
 from fedring.train.batches import Inputs, fetch
 from fedring.train.errors import TrainError, failure_detail, failure_reason
+from fedring.train.evaluation import Counts
 from fedring.train.loop import Loss, OptimizerFactory
 from fedring.train.pipeline_table import Pipeline
+from fedring.train.state import schema_of, tensors_of
+from fedring.workers.assembly import AssembledModel
+from fedring.workers.checkpoint import CheckpointFolder, recover
 from fedring.workers.cutting import count_layers, cut_model
-from fedring.workers.pipeline_epochs import PipelineProfile, PipelineSetup, PipelineTraining
-from fedring.workers.replica import Replica, synchronize
+from fedring.workers.pipeline_epochs import PipelineSetup, PipelineTraining, layout_of
+from fedring.workers.pipeline_profile import PipelineProfile
 from fedring.workers.training import Watcher
 from fedring.workers.usage import Usage
 
 log = logging.getLogger(__name__)
 
+_MOST_STATE = 16  # times the model's size that a stage with its optimizer's state may have
+_MOST_HEADER = 64 << 20  # bytes
 _ORDER = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)  # in the order of KINDS
 
 
@@ -35,12 +44,14 @@ _ORDER = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)  # in the order of KINDS
 class PipelineState:
     """What a worker keeps from round to round of one job. PipelineTrainer owns it."""
 
-    replica: Replica  # the newest checkpoint, in the host's memory
+    checkpoints: CheckpointFolder
+    counts: list[int]  # of layers, for a cut by parameters or by time
+    evaluations: dict[str, Counts] = field(default_factory=dict)  # of the newest model, by its name
     micro_batches: int = 0  # the number that was found to be the fastest; 0 = not measured
 
 
 class PipelineTrainer:
-    """Trains pipeline rounds, and keeps a job's newest checkpoint from round to round.
+    """Trains pipeline rounds, and keeps a job's newest checkpoint from round to round, in the client's state folder.
 
     Args:
         config: The client's configuration.
@@ -49,23 +60,35 @@ class PipelineTrainer:
     """
 
     def __init__(self, config: ClientConfig, trusted: Sequence[str], device: torch.device) -> None:
+        return_large_blocks()
         self._options = peer_options(config)
+        self._folder = config.state_dir / "checkpoints"
         self._trusted = trusted
         self._device = device
         self._key: tuple[object, ...] = ()
         self._state: PipelineState | None = None
 
     def train(
-        self, task: Task, model: nn.Module, samples: Dataset[Any], *, loss: Loss, optimizer: OptimizerFactory
+        self,
+        task: Task,
+        model: nn.Module,
+        samples: Dataset[Any],
+        held_out: Dataset[Any],
+        *,
+        loss: Loss,
+        optimizer: OptimizerFactory,
+        whole: Callable[[], nn.Module],
     ) -> None:
         """Train one round, and deliver its model if the server chooses this worker for it.
 
         Args:
             task: The round.
-            model: The model that the job names.
+            model: The model that the job names, without values.
             samples: All samples; all workers use the same.
+            held_out: All samples that the trained model is evaluated on.
             loss: The loss that the job names.
             optimizer: Makes the optimizer that the job names.
+            whole: Builds the same model with values, to measure its layers.
 
         Raises:
             TrainingStopped: If the round ended before it was trained.
@@ -73,15 +96,16 @@ class PipelineTrainer:
             SeamError: If this client does not understand the job, or the model cannot be cut.
         """
         table, plan = parse_table(Pipeline, "pipeline", task.job.pipeline), plan_of(task)
-        model.cpu()  # An evaluation may have left it on the device.
-        task.load_into(model)
-        size = max(1, plan.batch_size // (table.interval or table.unit))
-        counts = count_layers(model, table, lambda: _first_inputs(samples, size))
+        task.check_model(model)
+        state = self._state_for(task, model, samples, whole)
         # If this fails, it must fail before the others wait for this worker.
-        cut_model(model, table, counts, self._trusted)
-        state = self._state_for(task, model, optimizer)
-        state.replica.begin_round()
+        cut_model(model, table, state.counts, self._trusted)
         setup = PipelineSetup(
+            model,
+            task.command.model_digest,
+            task.fetch,
+            state.checkpoints,
+            task.update_file,
             samples,
             plan,
             table,
@@ -89,18 +113,41 @@ class PipelineTrainer:
             optimizer,
             self._device,
             self._trusted,
-            counts,
+            None if task.command.without_evaluation else held_out,
+            state.counts,
             lambda report, in_flight: add_run(task.metrics.pipe, report, in_flight),
         )
-        take_part(task, PipelinePart(state, setup), self._options, model)
+        part = PipelinePart(state, setup)
 
-    def _state_for(self, task: Task, model: nn.Module, optimizer: OptimizerFactory) -> PipelineState:
+        def deliver() -> None:
+            if part.update is None:
+                raise RuntimeError("the server has chosen a worker that does not hold the update")
+            task.submit_file(part.update, part.samples, part.metrics, part.usage.seconds)
+
+        take_part(task, part, self._options, deliver)
+
+    def evaluation_of(self, digest: str) -> Counts:
+        """Return what this worker counted in the evaluation of a model; zeros if others have done it, or nobody.
+
+        Args:
+            digest: The name of the model.
+        """
+        return self._state.evaluations.get(digest, Counts()) if self._state else Counts()
+
+    def _state_for(
+        self, task: Task, model: nn.Module, samples: Dataset[Any], whole: Callable[[], nn.Module]
+    ) -> PipelineState:
         """Return the state of the job's previous round, or a new one."""
-        key = job_key(task, model)
+        key = (*job_key(task), model)
         if self._state is None or self._key != key:
-            plan = plan_of(task)
-            parameters = [p for p in model.parameters() if p.requires_grad]
-            self._state = PipelineState(Replica(model, optimizer(parameters, plan.lr, plan.momentum)))
+            table, plan = parse_table(Pipeline, "pipeline", task.job.pipeline), plan_of(task)
+            size = max(1, plan.batch_size // (table.interval or table.unit))
+            # Layers are measured with values, and the whole model is in memory meanwhile.
+            measured = whole() if table.cut == "time" else model
+            counts = count_layers(measured, table, lambda: _first_inputs(samples, size))
+            folder = hashlib.sha256(repr((*job_key(task), schema_of(model).hash)).encode()).hexdigest()[:32]
+            most = _MOST_STATE * sum(t.numel() * t.element_size() for _, t in tensors_of(model)) + _MOST_HEADER
+            self._state = PipelineState(CheckpointFolder(self._folder, folder, max_file_bytes=most), counts)
             self._key = key
         return self._state
 
@@ -112,14 +159,18 @@ class PipelinePart:
     state: PipelineState
     setup: PipelineSetup
     usage: Usage = field(default_factory=Usage)
+    update: AssembledModel | None = None  # at the end of the round, if this worker can deliver it
+    samples: int = 0  # that the model was trained on in the round
     _profile: PipelineProfile = field(default_factory=PipelineProfile)
     _means: dict[str, float] = field(default_factory=dict)
+    _checkpoint: int | None = None  # the step from which the group continues; None = the published model
     _reached: int = 0  # the step of the job that was reached, including those after the checkpoint
+    _digest: str = ""
 
     @property
     def steps(self) -> int:
-        """The step of the job at which the newest checkpoint was taken."""
-        return self.state.replica.progress.steps
+        """The step of the job at which the newest checkpoint was taken that is complete on all workers."""
+        return self.state.checkpoints.steps
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -127,29 +178,39 @@ class PipelinePart:
         facts = {"workers": self.setup.table.workers, "job_steps": self.steps}
         return {**self._means, **self.usage.metrics, **self._profile.metrics, **facts}
 
+    @property
+    def can_deliver(self) -> bool:
+        """Whether this worker holds the whole update."""
+        return self.update is not None
+
     def enter(self, generation: int, *, workers: int) -> None:
-        """Take over the newest checkpoint that any worker has."""
-        source = synchronize(self.state.replica)
+        """Agree on the newest complete checkpoint, and fetch the files of it that this worker should have."""
+        self._checkpoint = recover(self.state.checkpoints, layout_of(self.setup.table))
         log.info(
-            "generation %d: %d workers continue from the checkpoint after step %d of the job, which rank %d had",
+            "generation %d: %d workers continue from %s",
             generation,
             workers,
-            self.steps,
-            source,
+            f"the checkpoint after step {self.steps} of the job" if self._checkpoint is not None else "the first model",
             extra={"generation": generation, "workers": workers, "step": self.steps},
         )
         if self._reached > self.steps:
             log.warning("%d steps after the checkpoint are repeated", self._reached - self.steps)
 
     def train(self, watcher: Watcher) -> None:
-        """Train to the end of the round; afterwards the replica holds all stages."""
-        state = self.state
+        """Train to the end of the round; afterwards some workers hold the whole model as a file."""
         training = None
+        self.update = None
         try:
             training = PipelineTraining(
-                state.replica, self.setup, watcher, profile=self._profile, micro_batches=state.micro_batches
+                self.setup,
+                self._checkpoint,
+                watcher,
+                profile=self._profile,
+                micro_batches=self.state.micro_batches,
             )
             self._means = training.run() or self._means
+            self.state.evaluations = {training.model_digest: training.evaluation}
+            self.update, self._digest, self.samples = training.update, training.model_digest, training.samples
         except RingError:
             raise
         except RuntimeError as error:  # It is of the job's own code. What it causes in the ring comes later.
@@ -157,13 +218,15 @@ class PipelinePart:
             raise TrainError(failure_reason(error), failure_detail(error)) from error
         finally:
             if training is not None:
-                state.micro_batches = training.micro_batches
+                self.state.micro_batches = training.micro_batches
                 self.usage += training.usage
                 self._reached = training.steps
+                training = None
+                gc.collect()  # The stages refer to the training and it to them; their memory must not wait.
 
     def digest(self) -> bytes:
-        """Return BLAKE3 of the parameters of all stages, 32 bytes."""
-        return self.state.replica.digest()
+        """Return the digest of the trained model, 32 bytes."""
+        return bytes.fromhex(self._digest.rpartition("-")[2])
 
 
 def add_run(metrics: PipelineMetrics, report: Report, in_flight: int) -> None:

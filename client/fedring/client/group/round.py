@@ -1,10 +1,10 @@
 """A round that a group of workers trains, in any mode: from the command to the delivery by one of them."""
 
 import logging
+from collections.abc import Callable
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
-from torch import nn
 
 from fedring.client.config import ClientConfig
 from fedring.client.group.rendezvous import RendezvousStream
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 Table = TypeVar("Table", bound=BaseModel)
 
 
-def take_part(task: Task, part: WorkerPart, options: RingOptions, model: nn.Module) -> None:
+def take_part(task: Task, part: WorkerPart, options: RingOptions, deliver: Callable[[], None]) -> None:
     """Take part in a round until it is over; deliver the model if the server chooses this worker for it.
 
     Args:
         task: The round.
         part: What this worker does in the groups of the round.
         options: How its streams to the other workers are made.
-        model: The model that `part` trains.
+        deliver: Submits what `part` has trained; called if the server chooses this worker for it.
 
     Raises:
         TrainingStopped: If the round ended before it was trained.
@@ -36,7 +36,7 @@ def take_part(task: Task, part: WorkerPart, options: RingOptions, model: nn.Modu
     with RendezvousStream(task.link, task.command) as rendezvous:
         worker = RoundWorker(rendezvous, part, options, lambda: _look(task), task.progress)
         if worker.run():
-            task.submit(model, part.usage.samples, part.metrics, part.usage.seconds)
+            deliver()
             worker.stay()
         task.stand_aside(part.usage.seconds)
     log.info("round %d is over", task.round, extra={"round": task.round, **part.metrics})
@@ -71,10 +71,10 @@ def parse_table(kind: type[Table], name: str, text: str) -> Table:
         raise SeamError("bad_job", f"{where}: {first['msg']}: update this client.") from error
 
 
-def job_key(task: Task, model: nn.Module) -> tuple[object, ...]:
+def job_key(task: Task) -> tuple[str, int, int]:
     """Return what stays the same over the rounds of one job; what a worker keeps between rounds belongs to it."""
     command = task.command
-    return command.run_id, command.epoch, command.job.job_id, model
+    return command.run_id, command.epoch, command.job.job_id
 
 
 def plan_of(task: Task) -> Plan:

@@ -43,6 +43,11 @@ class WorkerPart(Protocol):
         """The figures of the training, by name."""
         ...
 
+    @property
+    def can_deliver(self) -> bool:
+        """Whether this worker holds the whole update, at the end of the round."""
+        ...
+
     def enter(self, generation: int, *, workers: int) -> None:
         """Make this worker's state equal to that of the worker from which the group continues.
 
@@ -55,7 +60,7 @@ class WorkerPart(Protocol):
         """Train to the end of the round; `watcher` checks whether to stop, and is told the progress."""
 
     def digest(self) -> bytes:
-        """Return BLAKE3 of the parameters at the end of the round, 32 bytes, which must be equal on all workers."""
+        """Return BLAKE3 of what was trained in the round, 32 bytes, which must be equal on all workers."""
         ...
 
 
@@ -135,6 +140,7 @@ class RoundWorker:
             num_samples=part.usage.samples,
             train_seconds=part.usage.seconds,
             metrics=sendable_metrics(part.metrics),
+            cannot_deliver=not part.can_deliver,
         )
         self._trained = True
         self.rendezvous.on_news = _ignore

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from grpc import StatusCode, aio
@@ -11,6 +11,7 @@ from fedring.client.errors import BadModel, RoundOver
 from fedring.client.session.backoff import Backoff
 from fedring.client.session.connection import Connection, is_doubtful, stray_cancellation
 from fedring.client.transfer.download import Download, HeldModel
+from fedring.client.transfer.partial import PartialDownload, Sink
 from fedring.codec import Schema
 from fedring.rpc.chunks import ReceivedChunk
 from fedring.rpc.errors import FedringError, Unavailable, reason_of, status_of
@@ -101,7 +102,41 @@ class ModelFetcher:
             self._held = await self._download(Download(digest, schema, None), ended)
         return self._held
 
+    async def fetch_part(
+        self, digest: str, schema: Schema, names: Collection[str], sink: Sink, ended: Callable[[], str]
+    ) -> None:
+        """Fetch some tensors of a model from the server; nothing of them is held here.
+
+        Args:
+            digest: The name of the model.
+            schema: The schema that it must have.
+            names: The tensors that are wanted.
+            sink: Takes their values; after an error, all of them are sent again.
+            ended: Returns why the model is no longer wanted; empty while it is.
+
+        Raises:
+            RoundOver: If the model is no longer wanted, or the server refuses to send it.
+            BadModel: If what the server sent was invalid twice.
+            WrongModel: If the model has another schema.
+        """
+        for retry in (True, False):
+            download = PartialDownload(digest, schema, names, sink)
+            try:
+                await self._receive(download, ended)
+                return download.finish()
+            except BadModel as error:
+                if not retry:
+                    raise
+                log.warning("a part of model %s is not valid as received (%s); fetching it again", digest, error)
+
     async def _download(self, download: Download, ended: Callable[[], str]) -> HeldModel:
+        await self._receive(download, ended)
+        if download.is_small:
+            return download.finish()
+        return await asyncio.to_thread(download.finish)
+
+    async def _receive(self, download: Download | PartialDownload, ended: Callable[[], str]) -> None:
+        """Make calls until all bytes of the download were received."""
         backoff, refusals = Backoff(), 0
         while not download.complete:
             session_id = self._connection.session.session_id
@@ -122,11 +157,8 @@ class ModelFetcher:
                 if status in _REJOIN:
                     await self._rejoin(session_id, ended)
                 await asyncio.sleep(backoff.next())
-        if download.is_small:
-            return download.finish()
-        return await asyncio.to_thread(download.finish)
 
-    async def _stream(self, download: Download, ended: Callable[[], str]) -> None:
+    async def _stream(self, download: Download | PartialDownload, ended: Callable[[], str]) -> None:
         """Make one call, and add to the download what it brings."""
         session = self._connection.session
         call = self._connection.fetch_model(download.request, metadata=self._connection.metadata)

@@ -3,6 +3,7 @@
     residual.safetensors    what past updates left out; only an accepted update changes it, and the file names that one
     update                  magic "SP" | version u8 | leaves u8 | length u32 | UpdateOffer | payload; there is no update
                             if the first eight bytes are zeros or the file is empty
+    update.payload          the payload, if the version is 3: an update of many workers, put together on the disk
     update.residual         what this update leaves out, if `leaves` is 1; if it is 0, the update takes along everything
                             that past updates left out
 
@@ -20,7 +21,7 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 
@@ -42,7 +43,7 @@ _KEY = "residual"
 Residual = NDArray[np.float32]  # [num_parameters]
 
 _PREFIX = struct.Struct("<2sBBI")
-_MAGIC, _VERSION = b"SP", 2
+_MAGIC, _VERSION, _APART = b"SP", 2, 3
 _NONE = bytes(_PREFIX.size)
 
 
@@ -100,6 +101,7 @@ class Spool:
         self._residual_file = folder / "residual.safetensors"
         self._update_file = folder / "update"
         self._left_file = folder / "update.residual"
+        self._payload_file = folder / "update.payload"
         self._empty = False  # whether it certainly holds no update
         self._left = True  # whether the file of what the update leaves out may exist
         self._cached: tuple[str, bytes, Residual | None] | None = None  # run, schema hash, residual
@@ -110,7 +112,9 @@ class Spool:
         """The bytes of the update that is not accepted yet; 0 if there is none. Any thread may ask."""
         try:
             with self._update_file.open("rb") as file:
-                return os.fstat(file.fileno()).st_size if any(file.read(_PREFIX.size)) else 0
+                prefix = file.read(_PREFIX.size)
+                payload = self._payload_file.stat().st_size if prefix[2:3] == bytes([_APART]) else 0
+                return os.fstat(file.fileno()).st_size + payload if any(prefix) else 0
         except OSError:
             return 0
 
@@ -145,15 +149,17 @@ class Spool:
                 if not any(prefix):
                     return None
                 magic, version, leaves, length = _PREFIX.unpack(prefix)
-                if magic != _MAGIC or version not in (1, _VERSION):
+                if magic != _MAGIC or version not in (1, _VERSION, _APART):
                     raise struct.error
                 head = file.read(length)
-                offer = pb.UpdateOffer.FromString(head) if version == _VERSION else _offer_of_version_1(head, file)
-                if version == _VERSION and not _name_matches(offer):  # The server could not be asked about it.
+                offer = pb.UpdateOffer.FromString(head) if version != 1 else _offer_of_version_1(head, file)
+                if version != 1 and not _name_matches(offer):  # The server could not be asked about it.
                     raise struct.error
                 header = pb.UpdateHeader.FromString(offer.header)
+                if version == _APART and self._payload_file.stat().st_size == header.total_bytes:
+                    return Spooled(offer, header, bool(leaves), self._payload_file, 0)
                 start = _PREFIX.size + length
-                if start + header.total_bytes == os.fstat(file.fileno()).st_size:
+                if version != _APART and start + header.total_bytes == os.fstat(file.fileno()).st_size:
                     return Spooled(offer, header, bool(leaves), self._update_file, start)
         except FileNotFoundError:
             return None
@@ -163,13 +169,21 @@ class Spool:
         self.drop()
         return None
 
-    def write(self, offer: pb.UpdateOffer, parts: Sequence[bytes | memoryview], residual: Residual | None) -> Spooled:
+    def write(
+        self,
+        offer: pb.UpdateOffer,
+        parts: Sequence[bytes | memoryview],
+        residual: Residual | None,
+        *,
+        version: int = _VERSION,
+    ) -> Spooled:
         """Write an update to disk, in the place of any other. It is not synced: it need not survive a power loss.
 
         Args:
             offer: The header and the names of the update.
             parts: The payload, in order.
             residual: What the update leaves out, [num_parameters]; None = nothing.
+            version: Of the file; 3 if the payload is in a file of its own.
         """
         header = pb.UpdateHeader.FromString(offer.header)
         if residual is not None:
@@ -181,7 +195,7 @@ class Spool:
             crashpoint("client_residual_spooled")
         self._empty = False
         head = offer.SerializeToString()
-        prefix = _PREFIX.pack(_MAGIC, _VERSION, residual is not None, len(head))
+        prefix = _PREFIX.pack(_MAGIC, version, residual is not None, len(head))
         fd = os.open(self._update_file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             _write_all(fd, [_NONE, head, *parts])
@@ -193,6 +207,23 @@ class Spool:
             os.close(fd)
         crashpoint("client_update_spooled")
         return Spooled(offer, header, residual is not None, self._update_file, len(prefix) + len(head), parts)
+
+    def adopt(self, offer: pb.UpdateOffer, payload: Path) -> Spooled:
+        """Take over an update whose payload is a file already, in the place of any other update; it leaves nothing out.
+
+        Args:
+            offer: The header and the names of the update.
+            payload: The file, in the folder of the spool. It is moved.
+        """
+        self.drop()
+        payload.replace(self._payload_file)
+        spooled = self.write(offer, [], None, version=_APART)
+        return replace(spooled, path=self._payload_file, start=0)
+
+    @property
+    def payload_part(self) -> Path:
+        """Where to write the payload of an update that is then adopted."""
+        return self._payload_file.with_name(self._payload_file.name + ".part")
 
     def accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
         """Note that the server has accepted the update: drop it, and make what it left out the residual.
@@ -230,6 +261,7 @@ class Spool:
             file.write(_NONE)
         if self._left:
             self._left_file.unlink(missing_ok=True)
+        self._payload_file.unlink(missing_ok=True)
         self._empty, self._left = True, False
 
     def _was_sent_since(self, last: pb.LastAccepted) -> bool:

@@ -70,6 +70,37 @@ def make_update(
         parts.append(encode_buffers(trained.buffers))
         packets.append(pb.Packet(vector=pb.VECTOR_BUFFERS, kind=pb.KIND_WEIGHTS, encoding=BUFFERS))
         packets[1].bytes = len(parts[-1])
+    offer = _offer(command, client_id, packets, name_of(*parts), training)
+    return Update(offer, parts, left_out)
+
+
+def offer_of(
+    command: pb.TrainCmd,
+    client_id: str,
+    vectors: Sequence[tuple[str, str, int]],
+    payload_digest: str,
+    training: TrainingReport,
+) -> pb.UpdateOffer:
+    """Return the offer of an update that is a whole model in a file: the values themselves, not their change.
+
+    Args:
+        command: The command that is answered.
+        client_id: The client that sends the update.
+        vectors: The role ("parameter" or "buffer"), the encoding and the bytes of each vector in the file, in order.
+        payload_digest: The name of the file's bytes.
+        training: What the training reports.
+    """
+    roles = {"parameter": pb.VECTOR_PARAMETERS, "buffer": pb.VECTOR_BUFFERS}
+    packets = [
+        pb.Packet(vector=roles[role], kind=pb.KIND_WEIGHTS, encoding=encoding, bytes=size)
+        for role, encoding, size in vectors
+    ]
+    return _offer(command, client_id, packets, payload_digest, training)
+
+
+def _offer(
+    command: pb.TrainCmd, client_id: str, packets: Sequence[pb.Packet], digest: str, training: TrainingReport
+) -> pb.UpdateOffer:
     for packet in packets:
         packet.num_samples = training.samples
     header = pb.UpdateHeader(
@@ -77,16 +108,15 @@ def make_update(
         epoch=command.epoch,
         round=command.round,
         client_id=client_id,
-        base_digest=base.digest,
+        base_digest=command.model_digest,
         schema_hash=command.schema_hash,
         packets=packets,
-        total_bytes=sum(map(len, parts)),
+        total_bytes=sum(packet.bytes for packet in packets),
         train_seconds=training.train_seconds,
         metrics=sendable_metrics(training.metrics),
     )
-    sent, digest = header.SerializeToString(), name_of(*parts)
-    offer = pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
-    return Update(offer, parts, left_out)
+    sent = header.SerializeToString()
+    return pb.UpdateOffer(header=sent, payload_digest=digest, name=update_name(sent, digest))
 
 
 def encoding_of(message: pb.Encoding) -> Encoding:

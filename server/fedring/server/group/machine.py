@@ -48,6 +48,7 @@ class Worker:
     steps: int = 0
     joined: bool = False
     digest: bytes | None = None  # of the parameters that it ended with; None = it still trains
+    can_deliver: bool = True  # whether it holds the whole update
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ class State:
     @property
     def deliverer(self) -> str:
         """The member that delivers the result; empty if no member that holds it is left."""
-        return next((name for name in self.members if name in self.workers and self.workers[name].digest), "")
+        here = ((name, self.workers[name]) for name in self.members if name in self.workers)
+        return next((name for name, worker in here if worker.digest and worker.can_deliver), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ class Done:
     client: str
     generation: int
     digest: bytes
+    can_deliver: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +218,8 @@ def _hear(state: State, event: Ready | Joined | Broken | Done, now: float) -> St
             return state
         case Joined() if state.phase is Phase.JOINING:
             return _with(state, client, replace(worker, joined=True))
-        case Done(_, _, digest) if state.phase is Phase.RUNNING:
-            return _with(state, client, replace(worker, digest=digest))
+        case Done(_, _, digest, can_deliver) if state.phase is Phase.RUNNING:
+            return _with(state, client, replace(worker, digest=digest, can_deliver=can_deliver))
         case Broken(reason="diverged"):
             return _end(state, "diverged", now)
         case Broken(_, _, reason) if state.phase in (Phase.JOINING, Phase.RUNNING):
@@ -229,7 +232,9 @@ def _settle(state: State, now: float) -> State:
         case Phase.GATHERING:
             return _settle_gathering(state, now)
         case Phase.DONE:
-            return state if state.deliverer else _next_generation(state, "all members are lost", now)
+            return (
+                state if state.deliverer else _next_generation(state, "all members that hold the update are lost", now)
+            )
         case Phase.ENDED:
             return state
     if lost := [name for name in state.members if name not in state.workers]:

@@ -150,7 +150,30 @@ def store_model(schema: Schema, vectors: Vectors, blobs: Blobs, metadata: Mappin
         CodecError: if the schema does not fit into a model file.
         StorageError: if the file cannot be kept; then nothing is left of it.
     """
-    return _seal(_Draft(vectors.buffers, _tiles_of(vectors.parameters)), schema, blobs, metadata, lambda: None)
+    return store_parts(schema, vectors.buffers, _tiles_of(vectors.parameters), blobs, metadata)
+
+
+def store_parts(
+    schema: Schema,
+    buffers: Float64,
+    parameters: Generator[Float32, None, None],
+    blobs: Blobs,
+    metadata: Mapping[str, str],
+) -> NewModel:
+    """Seal a model whose parameters are made piece by piece.
+
+    Args:
+        schema: what the model consists of.
+        buffers: all of them, [schema.num_buffers].
+        parameters: the pieces in their order, [schema.num_parameters] together.
+        blobs: takes the model file.
+        metadata: goes into the model file, for people.
+
+    Raises:
+        CodecError: if the schema does not fit into a model file.
+        StorageError: if the file cannot be kept; then nothing is left of it.
+    """
+    return _seal(_Draft(buffers, parameters), schema, blobs, metadata, lambda: None)
 
 
 def next_parameters(base: NDArray[np.floating], delta: Float64) -> Float32:

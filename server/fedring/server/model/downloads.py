@@ -1,15 +1,16 @@
-"""Downloads of models: in full, or as the deltas that lead to a model from one that the caller holds."""
+"""Downloads of models: in full, in part, or as the deltas that lead to a model from one that the caller holds."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from fedring.codec.dense import dense_header
-from fedring.codec.digest import name_of
+from fedring.codec.digest import Digest, name_of
 from fedring.codec.encoding import BUFFERS
 from fedring.codec.errors import CodecError
+from fedring.codec.schema import Schema
 from fedring.rpc.contract import SMALL_BYTES
-from fedring.rpc.errors import Unavailable, UnknownModel
+from fedring.rpc.errors import BadRequest, Unavailable, UnknownModel
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.versions import ModelVersions
 from fedring.server.state.checked import CheckedReader, changed, find_damage, unreadable
@@ -21,6 +22,11 @@ from fedring.v1 import federation_pb2 as pb
 
 MAX_DELTAS = 7
 """Most deltas in one download: with their buffers they are 14 packets."""
+
+MAX_RANGES = 65536
+"""Most ranges of values in one request."""
+
+_STEP = 1 << 20  # bytes that are read at a time for a digest
 
 Piece = tuple[int, Callable[[int, int], bytes]]
 """A number of bytes, and a function that reads `size` of them at `offset`."""
@@ -85,11 +91,14 @@ class Downloads:
 
         Raises:
             UnknownModel: if the version is not kept, or "no_residual" if the exact model is wanted and is not.
+            BadRequest: "bad_ranges", if the model does not have the ranges that are wanted.
             DamagedModel: if its file is damaged.
             Unavailable: if the file of a delta is damaged: the caller may ask again, and gets the model in full.
             StorageFailed: if the disk failed.
         """
         row = self._versions.find(request.digest, request.version)
+        if request.ranges:
+            return self._in_ranges(row, request.ranges)
         with ExitStack() as files:
             deltas = self._deltas_between(request.held_digest, row)
             packets, pieces, check = self._as_deltas(deltas, files) if deltas else self._in_full(row, files)
@@ -111,14 +120,14 @@ class Downloads:
             return Download(header, pieces, files.pop_all(), check)
 
     def small(self, row: ModelRow, job: Job) -> pb.SmallModel | None:
-        """Return a version in one message; None if it is too large for that, or if the job sends deltas.
+        """Return a version in one message; None if it is too large for that, or if the job's clients do not fetch it.
 
         Raises:
             DamagedModel: if its file is damaged.
             StorageFailed: if the disk failed.
         """
-        if job.delta_encoding or row.bytes > SMALL_BYTES:
-            return None
+        if job.delta_encoding or job.mode == "pipeline" or row.bytes > SMALL_BYTES:
+            return None  # The workers of a pipeline fetch their stages only.
         with self.open(pb.FetchModelRequest(version=row.version)) as download:
             model = pb.SmallModel(header=download.header, payload=download.read(0, download.header.total_bytes))
             download.check()
@@ -159,14 +168,53 @@ class Downloads:
 
         return packets, [(reader.size, reader.read) for reader in readers], check
 
-    def _in_full(self, row: ModelRow, files: ExitStack) -> _Parts:
+    def _in_ranges(self, row: ModelRow, wanted: Sequence[pb.ValueRange]) -> Download:
+        """Open a download of some values. The file is read once before, and again as the values are sent.
+
+        The whole file is compared with its digest, and then names the payload by the digest of the wanted values.
+        """
         schema = self._versions.schema_of(row)
+        check_ranges(wanted, schema)
+        with ExitStack() as files:
+            reader = self._reader(row, files)
+            try:
+                with self._blobs.reader(row.blob) as blob:
+                    CheckedReader(blob.read, blob.size, row.blob).check()
+            except StorageError as error:
+                raise self._versions.damage_of(row, error) from error
+            pieces: list[Piece] = []
+            for one in wanted:
+                if one.vector == pb.VECTOR_PARAMETERS:
+                    pieces.append((4 * one.count, _shifted(reader.parameter_bytes, 4 * one.start)))
+                else:
+                    pieces.append((8 * one.count, _shifted(reader.buffer_bytes, 8 * one.start)))
+            digest = Digest()
+            for length, read in pieces:
+                for offset in range(0, length, _STEP):
+                    digest.update(read(offset, min(_STEP, length - offset)))
+            header = pb.ModelHeader(
+                run_id=self._run_id,
+                version=row.version,
+                schema_hash=bytes.fromhex(row.schema_hash),
+                schema=schema.json,
+                ranges=wanted,
+                total_bytes=sum(length for length, _ in pieces),
+                payload_name=digest.name,
+                model_digest=row.digest,
+            )
+            return Download(header, pieces, files.pop_all(), lambda: None)  # The receiver compares payload_name.
+
+    def _reader(self, row: ModelRow, files: ExitStack) -> ModelReader:
         try:
             reader = ModelReader(files.enter_context(self._blobs.reader(row.blob)))
-            if reader.schema.hash != schema.hash:
+            if reader.schema.hash.hex() != row.schema_hash:
                 raise changed(row.blob)
         except (CodecError, StorageError) as error:
             raise self._versions.damage_of(row, error) from error
+        return reader
+
+    def _in_full(self, row: ModelRow, files: ExitStack) -> _Parts:
+        schema, reader = self._versions.schema_of(row), self._reader(row, files)
         middle, end = 4 * schema.num_parameters, 4 * schema.num_parameters + 8 * schema.num_buffers
 
         def values(offset: int, size: int) -> bytes:
@@ -233,6 +281,30 @@ class Downloads:
             f"the delta to model {row.version} is damaged: ask again, and the model is sent in full",
             reason=damage.reason,
         )
+
+
+def check_ranges(wanted: Sequence[pb.ValueRange], schema: Schema) -> None:
+    """Check that a model has the values that a client asks for.
+
+    Args:
+        wanted: the ranges of the request.
+        schema: what the model consists of.
+
+    Raises:
+        BadRequest: "bad_ranges", if a range is empty, beyond its vector, or not behind the one before, or if there are
+            too many.
+    """
+    sizes = {pb.VECTOR_PARAMETERS: schema.num_parameters, pb.VECTOR_BUFFERS: schema.num_buffers}
+    ends = dict.fromkeys(sizes, 0)
+    if len(wanted) > MAX_RANGES:
+        raise BadRequest(f"{len(wanted)} ranges are above MAX_RANGES = {MAX_RANGES}", reason="bad_ranges")
+    for one in wanted:
+        if one.vector not in sizes or not one.count or not ends[one.vector] <= one.start <= sizes[one.vector]:
+            raise BadRequest(f"{one.count} values at {one.start} are no range, or out of order", reason="bad_ranges")
+        ends[one.vector] = one.start + one.count
+        if ends[one.vector] > sizes[one.vector]:
+            text = f"{one.count} values at {one.start} are beyond the vector's {sizes[one.vector]}"
+            raise BadRequest(text, reason="bad_ranges")
 
 
 def _reader_of(data: bytes) -> Callable[[int, int], bytes]:

@@ -7,12 +7,13 @@ from concurrent.futures import Executor
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 from torch import nn
 
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.server.config import ServerConfig
-from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate, store_model
+from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate, store_model, store_parts
 from fedring.server.model.contributions import Contribution
 from fedring.server.model.initial import find_file
 from fedring.server.model.modelfile import ModelReader
@@ -26,6 +27,7 @@ from fedring.train.errors import SeamError
 from fedring.train.files import load_model
 from fedring.train.job import Job
 from fedring.train.seam import build_model
+from fedring.train.skeleton import build_skeleton, check_can_initialize, initialize
 from fedring.train.state import read_vectors, schema_of
 
 
@@ -51,9 +53,11 @@ class ModelMaker:
         """Return what the job's model consists of. The model is built only if it was not built before.
 
         Raises:
-            SeamError: if the model cannot be built.
+            SeamError: if the model cannot be built, or not in the way that a pipeline job asks for.
         """
-        return self._built.get(_kind(job)) or self._build(job)[1]
+        if (known := self._built.get(_kind(job))) is not None:
+            return known
+        return self._skeleton(job)[1] if job.mode == "pipeline" else self._build(job)[1]
 
     def check_fits(self, row: ModelRow, job: Job) -> None:
         """Return if a version is of the job's kind.
@@ -85,10 +89,23 @@ class ModelMaker:
             SeamError: if the model cannot be built, or if the file may not be named, cannot be read or does not fit.
             StorageError: if the new model cannot be kept.
         """
+        file = self._file_of(path)
+        if file is None and job.mode == "pipeline" and job.pipeline.first_model == "by_module":
+            return self._first_by_module(job, version)
         model, schema = self._build(job)
-        if (file := self._file_of(path)) is not None:
+        if file is not None:
             load_model(file, model)
         new = store_model(schema, read_vectors(model), self._blobs, {"run_id": self._run_id})
+        return _row(new, schema, version=version, number=0)
+
+    def _first_by_module(self, job: Job, version: int) -> ModelRow:
+        skeleton, schema = self._skeleton(job)
+        # They are written in the order of the file: all buffers, and then all parameters.
+        buffers = [tensor.double().reshape(-1).numpy() for _, tensor in initialize(skeleton, job.seed, "buffer")]
+        whole = np.concatenate(buffers) if buffers else np.empty(0, np.float64)
+        named = initialize(skeleton, job.seed, "parameter")
+        parts = (tensor.detach().float().reshape(-1).numpy() for _, tensor in named)
+        new = store_parts(schema, whole, parts, self._blobs, {"run_id": self._run_id})
         return _row(new, schema, version=version, number=0)
 
     def next(self, base: ModelRow, updates: Sequence[UpdateRow], job: Job, number: int, version: int) -> ModelRow:
@@ -158,6 +175,13 @@ class ModelMaker:
         schema = self._built[_kind(job)] = schema_of(model)
         return model, schema
 
+    def _skeleton(self, job: Job) -> tuple[nn.Module, Schema]:
+        model = build_skeleton(job.model, job.model_args, job.seed, self._config.trusted)
+        if job.pipeline.first_model == "by_module":
+            check_can_initialize(model)
+        schema = self._built[_kind(job)] = schema_of(model)
+        return model, schema
+
     def _payload(self, row: UpdateRow) -> Callable[[int, int], bytes]:
         if row.blob:
             return self._blobs.range_reader(row.blob)
@@ -165,7 +189,7 @@ class ModelMaker:
 
 
 def _kind(job: Job) -> str:
-    return json.dumps([job.model, job.model_args])
+    return json.dumps([job.model, job.model_args, job.mode == "pipeline" and job.pipeline.first_model])
 
 
 def _row(new: NewModel, schema: Schema, *, version: int, number: int, base: ModelRow | None = None) -> ModelRow:

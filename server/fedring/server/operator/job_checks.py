@@ -17,7 +17,8 @@ from fedring.server.state.rows import ModelRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.name_checks import check_data
-from fedring.train.seam import build_model, resolve
+from fedring.train.seam import resolve
+from fedring.train.skeleton import build_skeleton
 from fedring.train.start import BEST, FRESH, is_path, version_of
 
 _OWN = {
@@ -87,7 +88,7 @@ class JobChecks:
 
     def _check_layers(self, job: Job) -> None:
         """Check that the layers that begin stages are parts of the model."""
-        model = build_model(job.model, job.model_args, job.seed, self._config.trusted)
+        model = build_skeleton(job.model, job.model_args, job.seed, self._config.trusted)
         known = [name for name, _ in model.named_modules() if name]
         for layer in job.pipeline.cut:
             if isinstance(layer, str) and layer not in known:

@@ -97,6 +97,7 @@ def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.
         momentum=job.momentum,
         mu=job.mu,
         seed=job.seed * 1_000_003 + job_round,
+        without_evaluation=not job.evaluate,
         encoding=pb.Encoding(
             name=encoding.name, chunk=encoding.chunk, keep_ratio=encoding.keep_ratio, step=encoding.step
         ),

@@ -187,7 +187,7 @@ class Rounds:
     def worker_done(self, client: str, done: Done) -> None:
         """Note that a worker of the round's group has trained to the end."""
         self.rendezvous.note(client, done)
-        self.group(gr.Done(client, done.generation, done.digest))
+        self.group(gr.Done(client, done.generation, done.digest, not done.cannot_deliver))
 
     def expect_workers(self) -> None:
         """Tell the round's group whom the round still waits for; the grace of a client may have ended."""

@@ -37,7 +37,7 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
                     async for message in messages:
                         await write(context, message, self._config.no_progress_seconds)
                         if isinstance(message, pb.ModelBlob):
-                            digest = message.header.model_digest
+                            digest = "" if request.ranges else message.header.model_digest
             session.holds = digest
         finally:
             traffic.download_bytes += meter.sent
@@ -52,7 +52,12 @@ class ModelBlobService(rpc.ModelBlobServiceServicer):
             DamagedModel: if it is damaged; a round that starts from it has been ended.
         """
         try:
-            with self._parts.models.downloads.open(request) as download:
+            downloads = self._parts.models.downloads
+            # Ranges are digested when they are opened, which takes long.
+            opened = (
+                await self._parts.facts.work(downloads.open, request) if request.ranges else downloads.open(request)
+            )
+            with opened as download:
                 start, total = _start_of(request, download.header), download.header.total_bytes
                 yield pb.ModelBlob(header=download.header)
                 for offset, message in chunks(download.read, start=start, total=total):

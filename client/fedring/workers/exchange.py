@@ -1,0 +1,110 @@
+"""Exchanges between the workers of the default group: lists of integers, and files, which pass piece by piece.
+
+Whatever a peer sends is checked before memory or disk is taken for it.
+"""
+
+import os
+from collections.abc import Sequence
+from io import FileIO
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedring.daemon.durable import sync
+from fedring.train.errors import TrainError
+
+TAG = 1 << 20
+"""The tag of these messages, far above those of the lanes between stages."""
+
+_PIECE_BYTES = 1 << 18
+_MAX_INTEGERS = 1 << 16
+
+
+def gather_integers(values: Sequence[int]) -> list[list[int]]:
+    """Return the values of every worker, by rank. Their number may differ from worker to worker.
+
+    Raises:
+        TrainError: With the reason bad_checkpoint, if a worker sends too many.
+    """
+    counts = [int(row) for row in _gather(torch.tensor([len(values)]))]
+    most = max(counts)
+    if not 0 <= min(counts) <= most <= _MAX_INTEGERS:
+        raise TrainError("bad_checkpoint", f"a worker sends {most} integers, above {_MAX_INTEGERS}.")
+    if not most:
+        return [[] for _ in counts]
+    padded = torch.zeros(most, dtype=torch.int64)
+    padded[: len(values)] = torch.tensor(list(values), dtype=torch.int64)
+    return [row[:count].tolist() for row, count in zip(_gather(padded), counts, strict=True)]
+
+
+def exchange_files(outgoing: tuple[Path, int] | None, incoming: tuple[Path, int] | None, *, limit: int = 0) -> None:
+    """Send one file to a worker while another one is received, piece by piece.
+
+    Args:
+        outgoing: The file and the rank that it goes to; None = none. The other side must call this, too.
+        incoming: The file to write and the rank that it comes from; None = none. It is written durably, and appears
+            under its name when it is complete.
+        limit: The largest size of a file to receive, in bytes.
+
+    Raises:
+        TrainError: With the reason bad_checkpoint, if the incoming file is larger than the limit.
+    """
+    sent = outgoing[0].stat().st_size if outgoing else 0
+    total = 0
+    if outgoing:
+        announced = dist.isend(torch.tensor([sent]), outgoing[1], tag=TAG)
+    if incoming:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, incoming[1], tag=TAG)
+        total = int(size)
+        if not 0 < total <= limit:
+            raise TrainError("bad_checkpoint", f"rank {incoming[1]} sends {total} bytes, which must be 1 to {limit}.")
+    if outgoing and announced is not None:
+        announced.wait()
+    source = outgoing[0].open("rb", buffering=0) if outgoing else None
+    part = incoming[0].with_name(incoming[0].name + ".part") if incoming else None
+    target = part.open("wb", buffering=0) if part else None
+    try:
+        for offset in range(0, max(sent, total), _PIECE_BYTES):
+            work = None
+            if source and outgoing and offset < sent:
+                piece = torch.empty(min(_PIECE_BYTES, sent - offset), dtype=torch.uint8)
+                _read(source.fileno(), offset, piece)
+                work = dist.isend(piece, outgoing[1], tag=TAG)
+            if target and incoming and offset < total:
+                received = torch.empty(min(_PIECE_BYTES, total - offset), dtype=torch.uint8)
+                dist.recv(received, incoming[1], tag=TAG)
+                _write(target, received.numpy().data)
+            if work is not None:
+                work.wait()
+        if target and part and incoming:
+            os.fsync(target.fileno())
+            part.replace(incoming[0])
+            sync(incoming[0].parent)
+    finally:
+        for file in (source, target):
+            if file is not None:
+                file.close()
+
+
+def _write(file: FileIO, left: memoryview) -> None:
+    while left:
+        left = left[file.write(left) :]
+
+
+def _read(fd: int, offset: int, piece: Tensor) -> None:
+    """Fill a piece with the bytes of a file at an offset."""
+    left = piece.numpy().data
+    while left:
+        count = os.preadv(fd, [left], offset)
+        if not count:
+            raise TrainError("bad_checkpoint", "a checkpoint was cut short while it was sent.")
+        left, offset = left[count:], offset + count
+
+
+def _gather(mine: Tensor) -> list[Tensor]:
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return rows
