@@ -1,8 +1,8 @@
 """A small encoder-decoder transformer and a task for it, which a pipeline job trains in three stages.
 
 A sentence is a row of digits. Its translation has them in reverse order, each one raised by 3, modulo 10. Sentences are
-of different lengths, so the encoder and both layers of the decoder need to know where the padding is.
-docs/pipeline.md says how to run it.
+of different lengths, so the encoder and both layers of the decoder need to know where the padding is. How to run it is
+in docs/pipeline.md.
 """
 
 from pathlib import Path
@@ -25,14 +25,13 @@ class Transformer(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        shape = {"d_model": width, "nhead": heads, "dim_feedforward": 2 * width}
         self.source = nn.Embedding(TOKENS, width)
         self.source_places = nn.Parameter(torch.randn(LENGTH, width))
-        self.encoder = nn.TransformerEncoderLayer(**shape, dropout=dropout, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout, batch_first=True)
         self.target = nn.Embedding(TOKENS, width)
         self.target_places = nn.Parameter(torch.randn(LENGTH, width))
-        self.first = nn.TransformerDecoderLayer(**shape, dropout=dropout, batch_first=True)
-        self.second = nn.TransformerDecoderLayer(**shape, dropout=dropout, batch_first=True)
+        self.first = nn.TransformerDecoderLayer(width, heads, 2 * width, dropout, batch_first=True)
+        self.second = nn.TransformerDecoderLayer(width, heads, 2 * width, dropout, batch_first=True)
         self.head = nn.Linear(width, TOKENS)
         self.register_buffer("later", torch.ones(LENGTH, LENGTH).triu(1).bool())
 

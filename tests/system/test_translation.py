@@ -30,9 +30,9 @@ def train(rank: int, size: int, *, name: str) -> dict[str, Any]:
     mine = {number: built[number] for number in schedule.stages_of(rank)}
     transport = GroupTransport(credits=1)
     worker, losses = Worker(mine, schedule, transport, routes=cut.routes), []
+    read = {tensor for number in mine for tensor in cut.routes.from_batch(number)}
     for step in range(STEPS):
         inputs, targets = sentences(step)
-        read = {tensor for number in mine for tensor in cut.routes.from_batch(number)}
         losses += worker.run(
             {tensor: inputs[tensor] for tensor in read}, targets if len(cut) - 1 in mine else None
         ).losses

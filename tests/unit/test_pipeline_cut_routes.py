@@ -1,5 +1,6 @@
 """Cuts through which several tensors pass: every tensor has a name, and goes straight to the stages that use it."""
 
+import copy
 from collections.abc import Mapping
 
 import pytest
@@ -280,3 +281,37 @@ def test_a_users_own_stages_may_have_routes() -> None:
     with pytest.raises(CutError, match="a pair of such a list and its Routes"):
         as_cut(([Left(model), Right(model)], "routes"))
     assert as_cut((left := nn.Linear(2, 2), right := nn.Linear(2, 2))) == [left, right]
+
+
+def test_a_cut_whose_stage_makes_nothing_that_is_used_is_refused() -> None:
+    model = Skips()
+    routes = Routes(({"values": BATCH}, {"values": BATCH}))
+    with pytest.raises(CutError, match="no later stage uses what stage 0 makes"):
+        as_cut(([Left(model), Right(model)], routes))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_functional_dropout_follows_the_mode_of_the_stage(training: bool) -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 64)
+            self.frozen = nn.Dropout(0.5).eval()
+
+        def forward(self, values: Tensor) -> Tensor:
+            hidden = functional.dropout(self.first(values) + torch.arange(4), 0.5, self.training)
+            result: Tensor = functional.dropout(self.second(hidden), p=0.5, training=self.training)
+            return result
+
+    model = Dropped().train(training)
+    model.frozen.eval()
+    stages = cut_at(model, ["second"])
+    assert (model.training, model.frozen.training) == (training, False)
+    inputs = torch.ones(8, 4)
+    for mode in (True, False):
+        for stage in stages:
+            stage.train(mode)
+        hidden = stages[0](inputs)
+        outputs = copy.deepcopy(stages[1])(hidden)
+        for tensor in (hidden, outputs):
+            assert (tensor == 0).any() == mode

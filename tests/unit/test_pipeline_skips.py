@@ -145,7 +145,8 @@ class End(nn.Module):
 
     def forward(self, hidden: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
         """Return logits [batch, length, 9]."""
-        logits: Tensor = self.head(self.norm(self.layer(hidden, memory, memory_key_padding_mask=padding)))
+        last = self.layer(hidden, memory, memory_key_padding_mask=padding)
+        logits: Tensor = self.head(last if self.norm is None else self.norm(last))
         return logits
 
 

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-from fedring.train.batches import Inputs, fetch
+from fedring.train.batches import Inputs, by_name, fetch
 from fedring.train.errors import TrainError
 from fedring.train.evaluation import evaluate
 from fedring.train.loop import train
 from fedring.train.plan import Plan
+from fedring.train.tally import Tally
 
 CPU = torch.device("cpu")
 
@@ -85,3 +86,27 @@ def test_inputs_of_other_kinds_are_refused(inputs: object) -> None:
     with pytest.raises(TrainError, match="must be a tensor, a number, or a dict of them") as caught:
         list(fetch(Odd(), [torch.arange(2)], CPU))
     assert caught.value.reason == "bad_batch"
+
+
+def test_the_tensors_of_several_batches_are_found_by_name() -> None:
+    one, two = torch.ones(2), torch.zeros(3)
+    assert by_name([one, two], ["inputs"]) == {"inputs": [one, two]}
+    assert by_name([{"values": one}, {"values": two}], ["inputs"]) == {"inputs": [one, two]}  # there is no other
+    assert by_name([{"left": one, "right": two}], ["right"]) == {"right": [two]}
+    assert by_name([{"left": one, "right": two}], []) == {}
+    with pytest.raises(TrainError, match=r"The model takes 'mask', but the samples have left, right\.") as caught:
+        by_name([{"left": one, "right": two}], ["mask"])
+    assert caught.value.reason == "bad_batch"
+
+
+def test_a_sample_of_several_labels_counts_as_the_share_that_is_right() -> None:
+    logits = nn.functional.one_hot(torch.tensor([[0, 1, 2], [2, 2, 2], [1, 1, 1]]), 3).float().transpose(1, 2)
+    labels = torch.tensor([[0, 1, 1], [2, 2, -100], [-100, -100, -100]])  # two thirds, all, and nothing to count
+    tally = Tally(CPU)
+    tally.add(torch.tensor(1.0), logits, labels)
+    assert (tally.correct, tally.total, tally.classified) == (round(2 / 3 + 1), 3, True)
+    tally.add(torch.tensor(1.0), logits, labels)
+    assert tally.correct == round(2 * (2 / 3 + 1))
+    other = Tally(CPU)
+    other.add(torch.tensor(1.0), torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.int64))  # of 4 places, 3 labels
+    assert not other.classified

@@ -71,8 +71,6 @@ def as_cut(stages: object) -> Stages:
             "the callable that cuts the model must return a list of torch.nn.Modules, in order, or a pair of such a "
             "list and its Routes"
         )
-    if routes is not None and routes.stages != len(modules):
-        raise CutError(f"the routes are of {routes.stages} stages, but there are {len(modules)} modules")
     return check_apart(Stages(modules, routes or chain(len(modules))))
 
 

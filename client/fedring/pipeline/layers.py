@@ -5,7 +5,8 @@ as in torch.distributed.pipelining (`_IR.py`, "Non-local activations"): from the
 stages that use it. That package is not used here because it traces with torch.export, which needs example inputs, and
 cuts with torch.fx.passes.split_module, which renames the parameters of stages (`target.replace(".", "_")`).
 
-Tracing records the model in its present mode. Where `forward` depends on `self.training`, the stages keep to that mode.
+Tracing records the model in its present mode. Arguments that are `self.training`, as of functional.dropout, follow the
+mode of the stage; whatever else a forward decides by `self.training` stays as it is.
 """
 
 import functools
@@ -41,8 +42,18 @@ class Stages(list[nn.Module]):
     """
 
     def __init__(self, modules: Iterable[nn.Module], routes: Routes) -> None:
+        """Check that each module has its routes, and that each but the last makes something that a later one uses.
+
+        Raises:
+            CutError: If not.
+        """
         super().__init__(modules)
         self.routes = routes
+        if routes.stages != len(self):
+            raise CutError(f"the routes are of {routes.stages} stages, but there are {len(self)} modules")
+        for number in range(len(self) - 1):
+            if not routes.consumers(number):
+                raise CutError(f"no later stage uses what stage {number} makes: cut at other layers")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,7 +202,10 @@ class Layers:
         groups = [self._body[first:end] for first, end in pairwise([*starts, len(self._body)])]
         made = {node: number for number, group in enumerate(groups) for node in group}
         for node in self._traced.graph.nodes:
-            if node.op == "get_attr" and not isinstance(_attribute(self._traced, str(node.target)), nn.Parameter):
+            if node.op != "get_attr":
+                continue
+            value = _attribute(self._traced, str(node.target))
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 made[node] = min((made[user] for user in node.users if user in made), default=0)
         inputs: list[dict[fx.Node, None]] = [{} for _ in groups]
         for number, group in enumerate(groups):
@@ -250,24 +264,56 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(model: nn.Module) -> fx.GraphModule:
-    parameters = inspect.signature(model.forward).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    modes = [(module, module.training) for module in model.modules()]
     try:
-        graph = _Tracer(sequential=isinstance(model, nn.Sequential)).trace(model, concrete_args=defaults or None)
+        graph = _graph_of(model)
+        other = _graph_of(model.train(not model.training))
     except Exception as error:  # the user's code may raise anything when it gets a proxy instead of a tensor
         raise CutError(
             f"{type(model).__name__} cannot be cut automatically ({error}): name a module:attribute that returns stages"
         ) from error
-    taken = {p.name for p in parameters} - set(defaults)
-    for node in list(graph.nodes):
-        if node.op == "placeholder" and str(node.target).lstrip("*") not in taken:
-            _erase(node)  # torch.fx still has the arguments that keep their defaults, and checks them
+    finally:
+        for module, training in modes:
+            module.training = training
+    _follow_mode(graph, other, training=model.training)
     traced = fx.GraphModule(model, graph)
     traced.train(model.training)
     first: dict[object, fx.Node] = {}
     for node in graph.find_nodes(op="get_attr"):
         node.replace_all_uses_with(first.setdefault(node.target, node))
     return traced
+
+
+def _graph_of(model: nn.Module) -> fx.Graph:
+    """Return the graph of a model in its present mode; arguments with a default keep it."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    graph = _Tracer(sequential=isinstance(model, nn.Sequential)).trace(model, concrete_args=defaults or None)
+    taken = {p.name for p in parameters} - set(defaults)
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and str(node.target).lstrip("*") not in taken:
+            _erase(node)  # torch.fx still has the arguments that keep their defaults, and checks them
+    return graph
+
+
+def _follow_mode(graph: fx.Graph, other: fx.Graph, *, training: bool) -> None:
+    """Replace the arguments that are the mode of the model, which the graph of the other mode shows, by `training`."""
+    pairs = list(zip(graph.nodes, other.nodes, strict=False))
+    if len(graph.nodes) != len(other.nodes) or any(_what(a) != _what(b) for a, b in pairs):
+        return
+    for node, twin in pairs:
+        with graph.inserting_before(node):
+            for place, value in enumerate(node.args):
+                if value is training and twin.args[place] is (not training):
+                    node.update_arg(place, graph.create_node("get_attr", "training"))
+            for key, value in node.kwargs.items():
+                if value is training and twin.kwargs[key] is (not training):
+                    node.update_kwarg(key, graph.create_node("get_attr", "training"))
+
+
+def _what(node: fx.Node) -> tuple[str, object]:
+    """Return what a node does; constants of a forward have other names in each trace."""
+    return node.op, None if node.op == "get_attr" else node.target
 
 
 def _erase(node: fx.Node) -> None:
