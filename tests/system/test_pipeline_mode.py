@@ -165,9 +165,9 @@ def test_replicas_of_a_stage_share_its_batches(
     spec = job(table, hidden=37 + len(table["replicas"]))
     model, rounds = trained(fleet_of(workers), spec, tmp_path)
     expected = alone(spec, rounds)
-    if "hook" in table:  # gradients travel in half precision
-        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=2e-2)
+    if "hook" in table:  # rounding to half precision in one process leads as far away
+        ours, theirs = (nn.utils.parameters_to_vector(one.parameters()) for one in (model, expected))
+        assert 1e-4 < torch.linalg.vector_norm(ours - theirs) / torch.linalg.vector_norm(theirs) < 0.15
     else:
         same(model, expected)
     reported = [dict(client.metrics) for client in rounds[-1].clients]
