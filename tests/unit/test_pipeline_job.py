@@ -45,6 +45,10 @@ def table(**keys: Any) -> Pipeline:
         ({"schedule": "interleaved_1f1b", "stages": 4, "stages_per_worker": 2, "micro_batches": 3}, "multiple of 2"),
         ({"replicas": [1, 2, 1]}, r"replicas=\[1, 2, 1\] has 3 numbers, but stages=2"),
         ({"replicas": [1, 0]}, "replicas"),
+        ({"hook": "fp16"}, "hook=fp16 has no effect on replicas=1"),
+        ({"hook": "fp16", "replicas": [1, 1]}, r"hook=fp16 has no effect on replicas=\[1, 1\]"),
+        ({"hook": "dgc", "replicas": 2}, "hook=dgc cannot be used in a pipeline"),
+        ({"hook": "zip", "replicas": 2}, "there is no hook 'zip'"),
         ({"replicas": 257}, "replicas"),
         ({"replicas": [1, 2], "schedule": "pipedream"}, r"replicas=\[1, 2\] does not work with schedule=pipedream"),
         (

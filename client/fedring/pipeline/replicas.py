@@ -41,7 +41,7 @@ def stage_group(schedule: Schedule, group: dist.ProcessGroup | None = None) -> d
     return mine
 
 
-def add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Replace gradients, in place, by their sums over the replicas of a stage.
 
     Sums, and not means: the loss of each micro-batch is already weighted by its share of the batch.

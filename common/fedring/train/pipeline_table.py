@@ -8,12 +8,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from fedring.schedules.schedule import Schedule, Versions, make, pipedream
 from fedring.schedules.simulation import check
 from fedring.train.bounds import Count, Positive, PositiveCount, Text
+from fedring.train.hooks import PARAMETERS, choose_hook
 
 CREDITS = 4
 """How many messages of one kind a stage may send before the receiver has taken the first of them."""
 
 MAX_CELLS = 1 << 16
 """The largest product of stages and micro-batches: a schedule lists them all, and is simulated before a job starts."""
+
+HOOKS = tuple(name for name in PARAMETERS if name not in ("noop", "dgc"))
+"""The hooks that a pipeline job can name: those that leave the optimizer as it is, and all replicas equal."""
 
 Replicas = Annotated[int, Field(ge=1, le=256)]
 
@@ -34,6 +38,11 @@ class Pipeline(BaseModel):
         description="number of parallel pipelines, from 1 to 256; each takes its own batches, and their gradients are "
         "averaged. A list gives each stage its own number of workers in one pipeline, which take its micro-batches by "
         "turns and add up their gradients (gpipe and 1f1b)",
+    )
+    hook: Text = Field(
+        "none",
+        description=f"how the gradients of a stage's replicas are sent: {', '.join(HOOKS)}, with parameters in "
+        "parentheses if need be",
     )
     cut: Text | list[Count] | list[Text] = Field(
         "parameters",
@@ -106,6 +115,10 @@ class Pipeline(BaseModel):
         return self
 
     def _check_replicas(self) -> None:
+        if (name := choose_hook(self.hook).name) not in HOOKS:
+            raise ValueError(f"hook={self.hook} cannot be used in a pipeline: choose from {', '.join(HOOKS)}")
+        if name != "none" and self.workers == self.width and max(self.stage_workers, default=1) == 1:
+            raise ValueError(f"hook={self.hook} has no effect on replicas={self.replicas}: no stage has two workers")
         if isinstance(self.replicas, int):
             return
         if len(self.replicas) != self.stages:
