@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from tests.unit.test_pipeline_skips import Translator, model_of, sentences
 from torch import nn
 
 from fedring.client.group.round import parse_table
@@ -182,3 +183,20 @@ def test_every_number_of_micro_batches_has_a_schedule() -> None:
         spec.schedule_of(5)
     asynchronous = table(schedule="pipedream", micro_batches=12, update_interval=3, stages=4, warmups=[5, 3, 1, 0])
     assert [asynchronous.schedule_of(count).micro_batches for count in (1, 2, 12)] == [1, 2, 12]
+
+
+def test_a_jobs_own_cut_may_return_routes() -> None:
+    name = "tests.unit.test_pipeline_skips:thirds"
+    stages = cut_model(Translator(), table(stages=3, cut=name), [], ["tests"])
+    assert stages.routes.consumers(0) == {"memory": (1, 2), "padding": (1, 2)}
+    with pytest.raises(SeamError, match="returned 3 stages, but the job's table has stages=2"):
+        cut_model(Translator(), table(stages=2, cut=name), [], ["tests"])
+
+
+def test_the_layers_of_a_model_of_several_tensors_are_counted_and_timed() -> None:
+    sample = {name: parts[0] for name, parts in sentences(0)[0].items()}
+    for cut in ("parameters", "time"):
+        asked = table(stages=3, cut=cut)
+        counts = count_layers(model_of(), asked, lambda: sample)
+        stages = cut_model(model_of(), asked, counts, [])
+        assert {name for stage in range(3) for name in stages.routes.from_batch(stage)} == {"source", "target"}
