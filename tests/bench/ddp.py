@@ -111,7 +111,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, la
     optimizer.step()
 
 
-def _batches(args: argparse.Namespace, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(args: argparse.Namespace, seed: int, epoch: int) -> Iterator[tuple[Any, Tensor]]:
     """Return this rank's batches of one epoch."""
     from fedring.train.batches import fetch
 

@@ -89,6 +89,9 @@ def check_model(control: Control, directory: Path, spec: dict[str, Any]) -> None
         for round_, epoch in product(range(1, spec.get("rounds", 1) + 1), range(spec["epochs"]))
     ]
     replicas = spec["pipeline"].get("replicas", 1)
+    replicas = (
+        1 if isinstance(replicas, list) else replicas
+    )  # the replicas of a stage share the batches of one pipeline
     train_in_one_process(model, optimizer, digits().train, orders, batch=BATCH, replicas=replicas)
     for ours, theirs in zip(load_model(path, stages()).parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
@@ -236,6 +239,30 @@ def test_a_spare_client_takes_the_place_of_one_of_two_workers_of_a_stage(tmp_pat
         assert control.job(1).state == "completed"
         (round_,) = control.rounds(job_id=1)
         assert (round_.phase, round_.selected, list(round_.missing)) == ("published", 5, [f"client-{planned.victim}"])
+        check_model(control, tmp_path, spec)
+
+
+@pytest.mark.parametrize("repeat", REPEATED)
+def test_a_worker_of_a_stage_that_shares_its_batches_comes_back(tmp_path: Path, repeat: int) -> None:
+    fleet = fleet_of(tmp_path, 4)
+    passes = EPOCHS * PARTS // 2 * EVEN_SAMPLES // BATCH  # of a replica, which does half of the micro-batches
+    planned = PlannedSignal(fleet, signal.SIGKILL, passes=passes, workers=4)
+    with fleet, Control(fleet.control) as control:
+        spec = job({"replicas": [1, 2, 1]}, subset_size=EVEN_SAMPLES)
+        started = StartedJob(fleet, control, spec)
+        assert workers_and_step(started.until("group_formed")) == (4, 0)
+        planned.wait()
+        started.until("group_lost")
+        assert planned.seconds_since() < NOTICED_WITHIN
+        del fleet.clients[planned.victim].env["FL_TEST_SIGNAL"]
+        fleet.restart(planned.victim)
+        steps = (planned.step - 1) // (PARTS // 2 if planned.victim in (1, 2) else PARTS)
+        newest = steps // EVERY * EVERY
+        assert workers_and_step(started.until("group_formed")) in [(4, newest), (4, newest - EVERY * (steps == newest))]
+        started.until("job_ended")
+        assert control.job(1).state == "completed"
+        (round_,) = control.rounds(job_id=1)
+        assert (round_.phase, list(round_.missing)) == ("published", [])
         check_model(control, tmp_path, spec)
 
 

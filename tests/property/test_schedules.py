@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedring.schedules.routes import BATCH, Routes, chain
 from fedring.schedules.schedule import (
     NAMES,
     Action,
@@ -21,6 +22,7 @@ from fedring.schedules.schedule import (
     pipedream,
 )
 from fedring.schedules.simulation import Costs, Needs, check, simulate
+from fedring.schedules.traffic import Traffic
 
 STAGES, MICRO_BATCHES = st.integers(1, 6), st.integers(1, 24)
 ONE = Costs(forward=1.0, backward=1.0)
@@ -83,7 +85,83 @@ def test_forwards_alone_end_with_a_single_credit(workers: int, chunks: int, coun
     done = [span.action for span in simulate(schedule, credits=1).spans]
     assert set(done) == {Action(Kind.FORWARD, stage, m) for stage in range(trained.stages) for m in range(count)}
     assert len(done) == trained.stages * count
-    assert all(schedule.owner(stage) == trained.owner(stage) for stage in range(trained.stages))
+    assert all(schedule.owners(stage) == trained.owners(stage) for stage in range(trained.stages))
+
+
+REPLICAS = st.lists(st.integers(1, 4), min_size=1, max_size=5)
+
+
+@given(REPLICAS, MICRO_BATCHES, st.sampled_from(["gpipe", "1f1b"]), st.sampled_from([1, 2, 5]))
+def test_replicas_take_the_micro_batches_of_their_stage_by_turns(
+    replicas: list[int], count: int, name: str, credits: int
+) -> None:
+    schedule = make(name, len(replicas), count, replicas=replicas)
+    check(schedule, credits=credits)
+    assert len(schedule.workers) == sum(replicas)
+    whole = make(name, len(replicas), count)
+    for worker, actions in enumerate(schedule.workers):
+        (stage,) = schedule.stages_of(worker)
+        replica = worker - sum(replicas[:stage])
+        done = [action.micro_batch for action in actions if action.kind is Kind.FORWARD]
+        assert done == list(range(replica, count, replicas[stage]))
+        assert [action.kind for action in actions].count(Kind.UPDATE) == 1
+        if set(replicas) == {1}:
+            assert actions == whole.workers[worker]
+    assert simulate(forwards(schedule, count), credits=credits).spans
+
+
+def test_with_replicas_as_many_micro_batches_are_in_flight_as_there_are_workers_from_the_stage_on() -> None:
+    schedule = make("1f1b", 3, 40, replicas=[1, 2, 1])
+    assert [str(action) for action in schedule.workers[2][:6]] == ["F1", "F3", "B1", "F5", "B3", "F7"]
+    assert [need.activations for need in check(schedule)] == [4, 2, 1]  # of each worker
+
+
+def test_an_update_of_replicas_waits_for_all_of_them() -> None:
+    schedule = make("gpipe", 2, 3, replicas=[2, 1])  # replica 0 has two micro-batches, replica 1 has one
+    spans = [
+        span for span in simulate(schedule, ONE).spans if span.action.kind is Kind.UPDATE and not span.action.stage
+    ]
+    assert {span.worker for span in spans} == {0, 1}
+    assert spans[0].start == spans[1].start
+    late = list(schedule.workers)
+    late[1] = late[1][:-1]
+    with pytest.raises(ScheduleError, match="the replicas of stage 0 do not make the same updates"):
+        check(replace(schedule, workers=tuple(late)))
+
+
+@given(st.integers(2, 6), st.data(), MICRO_BATCHES, st.sampled_from([1, 2, 5]))
+def test_schedules_end_over_any_routes(stages: int, data: st.DataObject, count: int, credits: int) -> None:
+    sources = [dict(inputs) for inputs in chain(stages).sources]
+    for target in range(2, stages):
+        for source in data.draw(st.sets(st.integers(BATCH, target - 1))):
+            sources[target]["batch" if source == BATCH else f"skip{source}"] = source
+    routes = Routes(tuple(sources))
+    for schedule in (gpipe(stages, count), one_forward_one_backward(stages, count), pipedream(stages, count)):
+        check(schedule, routes=routes, credits=credits)
+    replicas = data.draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
+    check(one_forward_one_backward(stages, count, replicas=replicas), routes=routes, credits=credits)
+
+
+def test_a_lane_over_several_stages_has_credits_for_the_micro_batches_on_their_way() -> None:
+    routes = Routes(({"inputs": BATCH}, {"stage0": 0}, {"stage1": 1}, {"stage2": 2, "mask": 0}))
+    traffic = Traffic(one_forward_one_backward(4, 12), routes)
+    lanes = traffic.lanes(0)
+    assert {traffic.edges[lane.edge].tensor: traffic.credits(lane, 1) for lane in lanes} == {"stage0": 1, "mask": 3}
+    assert set(lanes.values()) == {12}
+    free, tight = (simulate(traffic.schedule, ONE, routes=routes, credits=credits) for credits in (0, 1))
+    assert tight.makespan == free.makespan  # the skip does not hold the first stage up
+
+
+@pytest.mark.parametrize(
+    ("routes", "sentence"),
+    [
+        (chain(3), "routes of 3 stages were given for a schedule of 2 stages"),
+        (Routes(({"inputs": BATCH}, {"inputs": BATCH})), "no later stage uses what stage 0 makes"),
+    ],
+)
+def test_routes_that_do_not_fit_are_refused(routes: Routes, sentence: str) -> None:
+    with pytest.raises(ScheduleError, match=sentence):
+        check(gpipe(2, 2), routes=routes)
 
 
 def test_pipedream_has_bubbles_only_at_its_beginning_and_end() -> None:
@@ -129,6 +207,10 @@ def test_a_schedule_that_exceeds_its_bounds_is_refused() -> None:
     [
         (lambda: make("zigzag", 2, 4), "no schedule 'zigzag'"),
         (lambda: make("gpipe", 4, 4, workers=2), "one stage per worker"),
+        (lambda: make("pipedream", 2, 4, replicas=[1, 2]), r"replicas=\[1, 2\] do not work with pipedream"),
+        (lambda: make("interleaved_1f1b", 2, 4, replicas=[2, 2]), "do not work with interleaved_1f1b"),
+        (lambda: gpipe(2, 4, replicas=[1]), r"replicas=\[1\] do not fit 2 stages"),
+        (lambda: gpipe(2, 4, replicas=[1, 0]), r"replicas=\[1, 0\] do not fit 2 stages"),
         (lambda: interleaved(4, 3, workers=2), "must be a multiple of 2"),
         (lambda: interleaved(5, 4, workers=2), "evenly"),
         (lambda: gpipe(0, 1), "at least one"),

@@ -35,7 +35,7 @@ def train(rank: int, size: int, *, name: str, stages: int, optimizer: str, credi
     schedule = schedule_of(name, stages, size)
     parts = layers()
     built = stages_of(parts, schedule, optimizer, recompute=name == "gpipe")
-    mine = {number: stage for number, stage in enumerate(built) if schedule.owner(number) == rank}
+    mine = {number: stage for number, stage in enumerate(built) if rank in schedule.owners(number)}
     recorder, transport = Recorder(), GroupTransport(credits=credits)
     worker = Worker(mine, schedule, transport, watch=recorder)
     losses = []
@@ -90,7 +90,7 @@ def evaluate_between_runs(rank: int, size: int) -> dict[str, Any]:
     """Train and evaluate by turns, and evaluate more micro-batches than a run or a lane has."""
     schedule, parts = make("interleaved_1f1b", 4, 4, workers=size), layers(dropout=0.3)
     built = stages_of(parts, schedule, recompute=True)
-    mine = {number: stage for number, stage in enumerate(built) if schedule.owner(number) == rank}
+    mine = {number: stage for number, stage in enumerate(built) if rank in schedule.owners(number)}
     transport = GroupTransport(credits=1)
     worker, outputs = Worker(mine, schedule, transport), []
     for inputs, targets in batches(2, 22):

@@ -41,7 +41,7 @@ def workers(*states: str) -> list[dict[str, Any]]:
 
 def group(mode: str, *states: str, **keys: Any) -> dict[str, Any]:
     fixed = {"round": 1, "generation": 2, "phase": "running", "reason": "", "target": 4, "steps": 40, "others": []}
-    fixed |= {"replicas": 1, "stages_per_worker": 1}
+    fixed |= {"replicas": 1, "stages_per_worker": 1, "stage_workers": []}
     return {"mode": mode, **fixed, "members": workers(*states), **keys}
 
 
@@ -58,6 +58,10 @@ def test_the_stages_of_a_pipeline_are_drawn_in_a_row(window: Window, script: Scr
     script.now["group"] = group("pipeline", *["joined"] * 4, replicas=2, stages_per_worker=2)
     window.until("document.querySelector('#group .rank').textContent === 'stage 0, 2'")
     assert len({box["y"] for one in window.page.locator("#group rect").all() if (box := one.bounding_box())}) == 2
+    script.now["group"] = group("pipeline", *["joined"] * 4, stage_workers=[1, 2, 1])
+    window.until("document.querySelectorAll('#group .rank')[3].textContent === 'stage 2'")
+    ranks = window.page.locator("#group .rank").all()
+    assert [text.text_content() for text in ranks] == ["stage 0", "stage 1", "stage 1", "stage 2"]
     script.now["group"] = group("data_parallel", *["joined"] * 4)
     window.until("document.querySelectorAll('#group .node').length === 4")
     assert window.page.locator("#bytes-card").is_hidden()  # there are no bytes, so the group has the whole width

@@ -30,10 +30,29 @@ def test_actions_of_a_worker_with_several_stages_name_the_stage(capsys: pytest.C
     assert "worker 0: F0@0 F1@0 F0@2 F1@2" in capsys.readouterr().out
 
 
+def test_print_shows_the_workers_of_each_stage_and_the_stages_it_uses(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["pipeline", "print", "1f1b", "--stages", "3", "--replicas", "1,2,1", "--skips", "0-2", "-m", "4"]
+    assert main([*arguments, "--output", "json"]) == Exit.OK
+    table = json.loads(capsys.readouterr().out)
+    assert table["replicas"] == [1, 2, 1]
+    assert [[f"{a['kind']}{a['micro_batch']}" for a in actions] for actions in table["workers"]][1:3] == [
+        ["F0", "F2", "B0", "B2", "U3"],
+        ["F1", "F3", "B1", "B3", "U3"],
+    ]
+    assert {"tensor": "skip0", "source": 0, "target": 2} in table["edges"]
+    assert main(arguments) == Exit.OK
+    out = capsys.readouterr().out
+    assert "worker 2 (stage 1, replica 1): F1 F3 B1 B3 U" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["1", "1,", "2", "0", "2", "1"] in rows
+    assert ["2", "3", "0,", "1", "1", "1"] in rows
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "pipedream"])
 def test_draw_writes_a_picture(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "schedule.png"
-    assert main(["pipeline", "draw", name, "--out", str(path)]) == Exit.OK
+    replicas = ["--replicas", "1,2,1,1"] if name == "1f1b" else []
+    assert main(["pipeline", "draw", name, *replicas, "--out", str(path)]) == Exit.OK
     assert path.read_bytes().startswith(b"\x89PNG")
     assert "bubble" in capsys.readouterr().err
 
@@ -43,6 +62,11 @@ def test_draw_writes_a_picture(name: str, tmp_path: Path, capsys: pytest.Capture
     [
         (["interleaved_1f1b", "--stages", "4", "--workers", "3"], "evenly"),
         (["gpipe", "--interval", "2"], "for pipedream"),
+        (["gpipe", "--stages", "3", "--replicas", "1,2"], "replicas=[1, 2] do not fit 3 stages"),
+        (["gpipe", "--replicas", "1,x"], "--replicas '1,x' must be whole numbers above 0"),
+        (["pipedream", "--stages", "2", "--replicas", "1,2"], "do not work with pipedream"),
+        (["1f1b", "--skips", "2-1"], "--skips '2-1' must be two stages, as in 0-2"),
+        (["1f1b", "--skips", "0-4"], "below 4"),
         (["pipedream", "--stages", "4", "--interval", "1", "--versions", "macrobatch"], "interval of at least"),
     ],
 )

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from fedring import vision
-from fedring.pipeline.cut import Chain, as_cut, balanced, cut_at, cut_by_counts, cut_evenly
+from fedring.pipeline.cut import as_cut, balanced, cut_at, cut_by_counts, cut_evenly
 from fedring.pipeline.errors import CutError
+from fedring.pipeline.layers import Layers
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.worker import LocalPipeline
@@ -67,7 +68,7 @@ def test_resnet_trains_in_stages_which_each_keep_less(resnet: nn.Module, count: 
 
 def test_a_layer_that_works_in_place_begins_no_stage() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 2), nn.ReLU(inplace=True))
-    assert Chain(model).names == ["0", "2"]
+    assert Layers(model).names == ["0", "2"]
 
 
 def test_stages_begin_at_the_named_layers(resnet: nn.Module) -> None:
@@ -84,8 +85,7 @@ def test_a_model_whose_forward_calls_functions_can_be_cut() -> None:
 
 def test_a_sequential_can_be_cut_by_counts_of_layers() -> None:
     model = cifar_cnn()
-    chain = Chain(model)
-    assert chain.names == [str(number) for number in range(13)]
+    assert Layers(model).names == [str(number) for number in range(13)]
     check(model, cut_by_counts(model, [4, 4, 5]), torch.randn(2, 3, 32, 32))
 
 
@@ -97,7 +97,7 @@ def test_the_layers_of_a_sequential_need_not_be_traceable() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Odd(), nn.Linear(3, 2))
     check(model, cut_by_counts(model, [1, 2]), torch.randn(2, 3))
     with pytest.raises(CutError, match="Odd cannot be cut automatically"):
-        Chain(Odd())
+        Layers(Odd())
 
 
 def test_a_sample_balances_stages_by_time_and_does_not_change_buffers() -> None:
@@ -111,7 +111,7 @@ def test_a_sample_balances_stages_by_time_and_does_not_change_buffers() -> None:
     stages = cut_evenly(model, 2, sample=torch.randn(8, 4))
     assert not any(isinstance(module, Slow) for module in stages[0].modules()) or len(list(stages[1].children())) == 1
     assert model[0].num_batches_tracked == 0
-    assert Chain(model).measured(torch.randn(8, 4))[3] > Chain(model).measured(torch.randn(8, 4))[1]
+    assert Layers(model).measured(torch.randn(8, 4))[3] > Layers(model).measured(torch.randn(8, 4))[1]
 
 
 @pytest.mark.parametrize(("costs", "parts", "expected"), [
@@ -156,9 +156,12 @@ def test_a_users_own_stages_are_not_changed() -> None:
         as_cut([stages[0], stages[0]])
 
 
-def test_a_cut_inside_a_residual_block_is_refused(resnet: nn.Module) -> None:
-    with pytest.raises(CutError, match=r"no layer begins at 'layer1\.0\.conv2'"):
-        cut_at(resnet, ["layer1.0.conv2"])
+def test_a_cut_inside_a_residual_block_passes_two_tensors(resnet: nn.Module) -> None:
+    first, second = stages = cut_at(resnet.eval(), ["layer1.0.conv2"])
+    assert list(stages.routes.consumers(0)) == ["layer1_0_relu", "maxpool"]
+    inputs = torch.randn(2, 3, 32, 32)
+    (outputs,) = second(**first(inputs)).values()
+    torch.testing.assert_close(outputs, resnet(inputs), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("names", "text"), [

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from tests.unit.test_pipeline_skips import Translator, model_of, sentences
 from torch import nn
 
 from fedring.client.group.round import parse_table
@@ -43,6 +44,18 @@ def table(**keys: Any) -> Pipeline:
         ({"schedule": "pipedream", "warmups": [0, 1]}, "would deadlock"),
         ({"schedule": "pipedream", "versions": "macrobatch", "stages": 4, "update_interval": 2}, "at least 3"),
         ({"schedule": "interleaved_1f1b", "stages": 4, "stages_per_worker": 2, "micro_batches": 3}, "multiple of 2"),
+        ({"replicas": [1, 2, 1]}, r"replicas=\[1, 2, 1\] has 3 numbers, but stages=2"),
+        ({"replicas": [1, 0]}, "replicas"),
+        ({"hook": "fp16"}, "hook=fp16 has no effect on replicas=1"),
+        ({"hook": "fp16", "replicas": [1, 1]}, r"hook=fp16 has no effect on replicas=\[1, 1\]"),
+        ({"hook": "dgc", "replicas": 2}, "hook=dgc cannot be used in a pipeline"),
+        ({"hook": "zip", "replicas": 2}, "there is no hook 'zip'"),
+        ({"replicas": 257}, "replicas"),
+        ({"replicas": [1, 2], "schedule": "pipedream"}, r"replicas=\[1, 2\] does not work with schedule=pipedream"),
+        (
+            {"replicas": [1, 1], "schedule": "interleaved_1f1b", "stages_per_worker": 2},
+            r"replicas=\[1, 1\] does not work with schedule=interleaved_1f1b",
+        ),
         ({"cut": "evenly"}, "cut='evenly' must be parameters, time, or of the form"),
         ({"cut": ["a", "b"]}, "2 entries, but 2 stages need 1"),
         ({"cut": [4]}, "1 entries, but 2 stages need 2"),
@@ -86,6 +99,9 @@ def test_a_pipeline_has_as_many_workers_as_stages_and_replicas_need() -> None:
     assert (rules.min_to_aggregate, rules.close_at_minimum) == (1, True)
     group = group_rules(spec, target=8)  # a restarted server also counts the workers that were enlisted before
     assert (group.target, group.minimum, group.patience) == (6, 6, 7)
+    own = table(stages=3, replicas=[1, 2, 1])
+    assert (own.width, own.pipelines, own.workers) == (4, 1, 4)
+    assert [own.schedule_of(4).stages_of(worker) for worker in range(4)] == [[0], [1], [1], [2]]
     shared = table(stages=4, stages_per_worker=2, schedule="interleaved_1f1b")
     assert (shared.width, shared.workers, shared.unit) == (2, 2, 2)
 
@@ -179,3 +195,20 @@ def test_every_number_of_micro_batches_has_a_schedule() -> None:
         spec.schedule_of(5)
     asynchronous = table(schedule="pipedream", micro_batches=12, update_interval=3, stages=4, warmups=[5, 3, 1, 0])
     assert [asynchronous.schedule_of(count).micro_batches for count in (1, 2, 12)] == [1, 2, 12]
+
+
+def test_a_jobs_own_cut_may_return_routes() -> None:
+    name = "tests.unit.test_pipeline_skips:thirds"
+    stages = cut_model(Translator(), table(stages=3, cut=name), [], ["tests"])
+    assert stages.routes.consumers(0) == {"memory": (1, 2), "padding": (1, 2)}
+    with pytest.raises(SeamError, match="returned 3 stages, but the job's table has stages=2"):
+        cut_model(Translator(), table(stages=2, cut=name), [], ["tests"])
+
+
+def test_the_layers_of_a_model_of_several_tensors_are_counted_and_timed() -> None:
+    sample = {name: parts[0] for name, parts in sentences(0)[0].items()}
+    for cut in ("parameters", "time"):
+        asked = table(stages=3, cut=cut)
+        counts = count_layers(model_of(), asked, lambda: sample)
+        stages = cut_model(model_of(), asked, counts, [])
+        assert {name for stage in range(3) for name in stages.routes.from_batch(stage)} == {"source", "target"}

@@ -73,6 +73,14 @@ def test_a_worker_with_several_stages_needs_the_memory_of_all_of_them() -> None:
         assert one.activations >= one.in_flight * 4 * BATCH // 6 * WIDTH
 
 
+def test_each_replica_of_a_stage_keeps_its_own_micro_batches() -> None:
+    schedule = one_forward_one_backward(2, 6, replicas=[2, 1])
+    first, second, last = kept_by(schedule)
+    assert (first.parameters, first.optimizer) == (second.parameters, second.optimizer)
+    assert first.in_flight == second.in_flight == check(schedule)[0].activations == 2
+    assert (last.in_flight, last.parameters) == (1, first.parameters)
+
+
 def test_the_stages_of_resnet_need_less_memory_each_if_there_are_more(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["torchvision:resnet18", "--stages", "1,2,4", "--shape", "3x32x32", "--batch-size", "4", "-m", "2"]
     assert main(["pipeline", "memory", *arguments, "--output", "json"]) == Exit.OK
@@ -108,6 +116,7 @@ def test_the_command_lists_the_memory_of_each_stage_as_json(capsys: pytest.Captu
     [
         (["--schedule", "interleaved_1f1b", "--stages-per-worker", "2"], "0, 2 of 4", [False, False]),
         (["--schedule", "pipedream"], "3 of 4", [True, True, True, False]),
+        (["--replicas", "1,1,2,1"], "3 of 4", [False] * 5),
         (["--schedule", "pipedream", "--versions", "macrobatch"], "3 of 4", [True] * 4),
     ],
 )
@@ -125,6 +134,7 @@ def test_the_command_knows_all_schedules(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--stages", "2", "--replicas", "1,2,1"], "replicas=[1, 2, 1] has 3 numbers, but stages=2"),
         (["--stages", "two"], "must be whole numbers above 0"),
         (["--schedule", "none"], "'gpipe', '1f1b', 'interleaved_1f1b' or 'pipedream'"),
         (["--stages", "2", "--stages-per-worker", "2"], "or schedule=interleaved_1f1b"),

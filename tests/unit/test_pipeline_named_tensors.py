@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedring.pipeline.errors import PipelineError
-from fedring.pipeline.stage import Stage
+from fedring.pipeline.stage import Stage, generator_states, repeating
 from fedring.pipeline.stash import WeightStashing
 
 
@@ -64,7 +64,8 @@ def test_the_gradients_of_all_outputs_add_up(recompute: bool) -> None:
     torch.manual_seed(0)
     module, given = Several(), inputs_of()
     expected = module(**given)
-    total = sum((expected[name] * make()).sum() for name, make in WEIGHTS.items() if expected[name].requires_grad)
+    roots = [name for name in WEIGHTS if expected[name].requires_grad]
+    total = torch.stack([(expected[name] * WEIGHTS[name]()).sum() for name in roots]).sum()
     wanted = torch.autograd.grad(total, [given["values"], *module.parameters()])
 
     stage = stage_of(module, recompute=recompute)
@@ -201,3 +202,58 @@ def test_wrong_gradients_are_refused(gradients: Mapping[str, Tensor], text: str)
 def test_a_module_without_arguments_of_these_names_is_refused() -> None:
     with pytest.raises(PipelineError, match="the forward of Linear must have the arguments left, right"):
         stage_of(nn.Linear(2, 2)).forward(0, {"left": torch.ones(2), "right": torch.ones(2)})
+
+
+class FakeDevices:
+    """Stands in for torch's module of a device type, such as torch.cuda: one generator for each device."""
+
+    def __init__(self) -> None:
+        self.generators = {index: torch.Generator().manual_seed(index) for index in range(3)}
+
+    def get_rng_state(self, device: torch.device) -> Tensor:
+        """Return the state of a device's generator."""
+        return self.generators[device.index].get_state()
+
+    def set_rng_state(self, state: Tensor, device: torch.device) -> None:
+        """Set the state of a device's generator."""
+        self.generators[device.index].set_state(state)
+
+    def draw(self) -> list[float]:
+        """Draw a number on the CPU and on each device."""
+        each = [torch.rand(1, generator=generator) for generator in self.generators.values()]
+        return torch.cat([torch.rand(1), *each]).tolist()
+
+
+def test_the_generators_of_all_devices_of_a_stage_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, ask = FakeDevices(), torch.get_device_module
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda device=None: devices if "xpu" in str(device) else ask(device)
+    )
+    states = generator_states([torch.device("xpu", 0), torch.device("xpu", 2), torch.device("cpu")])
+    assert set(states) == {torch.device("cpu"), torch.device("xpu", 0), torch.device("xpu", 2)}
+    first, second = devices.draw(), devices.draw()
+    with repeating(states):
+        cpu, used, unused, other = devices.draw()
+    assert [cpu, used, other] == [first[0], first[1], first[3]]
+    assert unused not in (first[2], second[2])  # the stage has no tensors there
+    after = devices.draw()
+    with repeating(states):  # the states were restored: the same draws come again, although others came in between
+        again = devices.draw()
+    assert [again[0], again[1], again[3]] == [cpu, used, other]
+    assert not {after[0], after[1], after[3]} & {cpu, used, other, second[0], second[1], second[3]}
+
+
+def test_a_recomputing_stage_keeps_the_generators_of_its_tensors_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[set[torch.device]] = []
+
+    def states(devices: set[torch.device]) -> dict[torch.device, Tensor]:
+        asked.append(devices)
+        return {}
+
+    monkeypatch.setattr("fedring.pipeline.stage.generator_states", states)
+    module = nn.Linear(2, 2)
+    module.register_buffer("elsewhere", torch.empty(3, device="meta"))
+    stage_of(module).forward(0, {"inputs": torch.ones(1, 2)})
+    assert asked == []
+    stage_of(module, recompute=True).forward(0, {"inputs": torch.ones(1, 2)})
+    assert asked == [{torch.device("cpu"), torch.device("meta")}]

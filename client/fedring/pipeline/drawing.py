@@ -15,6 +15,7 @@ def text(schedule: Schedule) -> str:
     """Return a line for each worker: its actions in order.
 
     Actions show their stage if workers have several, and the version of their weights if the schedule is pipedream.
+    Workers show their stage if stages have several workers.
     """
     several = schedule.stages > len(schedule.workers)
     lines = []
@@ -24,8 +25,16 @@ def text(schedule: Schedule) -> str:
             stage = f"@{action.stage}" if several else ""
             word = f"U{stage}" if action.kind is Kind.UPDATE else f"{action}{stage}"
             words.append(f"{word}.v{action.version}" if schedule.name == "pipedream" else word)
-        lines.append(f"worker {worker}: {' '.join(words)}")
+        lines.append(f"worker {worker}{_place(schedule, worker)}: {' '.join(words)}")
     return "\n".join(lines)
+
+
+def _place(schedule: Schedule, worker: int) -> str:
+    """Return the stage of a worker and the number of its replica, if stages have replicas."""
+    if not schedule.replicas:
+        return ""
+    (stage,) = schedule.stages_of(worker)
+    return f" (stage {stage}, replica {schedule.owners(stage).index(worker)})"
 
 
 def draw(timeline: Timeline, path: Path, *, title: str) -> None:

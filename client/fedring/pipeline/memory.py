@@ -1,5 +1,6 @@
 """The memory of stages, in bytes: parameters and their older versions, optimizer state, and activations."""
 
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fedring.pipeline.stage import Loss, Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.worker import LocalPipeline
+from fedring.schedules.routes import Routes
 from fedring.schedules.schedule import Schedule
 from fedring.schedules.simulation import check
 
@@ -124,9 +126,10 @@ class MeasuredStage(Stage):
 def measure(
     modules: Sequence[nn.Module],
     schedule: Schedule,
-    batch: tuple[Tensor, Tensor],
+    batch: tuple[Tensor | Mapping[str, Tensor], Tensor],
     *,
     loss: Loss,
+    routes: Routes | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.Adam,
     recompute: bool = False,
 ) -> list[Kept]:
@@ -135,29 +138,38 @@ def measure(
     Args:
         modules: The stages, in order.
         schedule: The schedule to run once.
-        batch: Inputs [batch, ...] and targets [batch, ...], which are cut into the schedule's micro-batches.
+        batch: Inputs [batch, ...], several of them by name, and targets [batch, ...], which are cut into the schedule's
+            micro-batches.
         loss: Returns the mean loss of a micro-batch.
+        routes: Which stage uses which tensors of which other one; None means a chain.
         optimizer: Makes the optimizer of a stage.
         recompute: Whether stages keep inputs instead of activations.
 
     Returns:
         The most that each worker keeps.
     """
-    needs, last = check(schedule), len(modules) - 1
+    needs, last = check(schedule, routes=routes), len(modules) - 1
     ledgers = [Ledger() for _ in schedule.workers]
+    places = [(number, worker) for number in range(schedule.stages) for worker in schedule.owners(number)]
+    copies = [modules[number] if worker == schedule.owners(number)[0] else copy.deepcopy(modules[number])
+              for number, worker in places]  # fmt: skip
     stages = [
         MeasuredStage(
             module,
-            WeightStashing(optimizer(module.parameters()), bound=need.versions),
-            ledgers[schedule.owner(number)],
+            WeightStashing(optimizer(module.parameters()), bound=needs[number].versions),
+            ledgers[worker],
             loss=loss if number == last else None,
             recompute=recompute,
         )
-        for number, (module, need) in enumerate(zip(modules, needs, strict=True))
+        for module, (number, worker) in zip(copies, places, strict=True)
     ]
-    inputs, targets = (tensor.tensor_split(schedule.micro_batches) for tensor in batch)
-    LocalPipeline(stages, schedule).run(inputs, targets)
-    return [_kept(stages[worker :: len(ledgers)], ledger) for worker, ledger in enumerate(ledgers)]
+    named = batch[0] if isinstance(batch[0], Mapping) else {"inputs": batch[0]}
+    inputs = {name: tensor.tensor_split(schedule.micro_batches) for name, tensor in named.items()}
+    targets = batch[1].tensor_split(schedule.micro_batches)
+    LocalPipeline(stages, schedule, routes=routes).run(inputs, targets)
+    owned = [[stage for stage, (_, owner) in zip(stages, places, strict=True) if owner == worker]
+             for worker in range(len(ledgers))]  # fmt: skip
+    return [_kept(mine, ledger) for mine, ledger in zip(owned, ledgers, strict=True)]
 
 
 def _kept(stages: Sequence[MeasuredStage], ledger: Ledger) -> Kept:

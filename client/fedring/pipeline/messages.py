@@ -1,8 +1,9 @@
 """Messages between stages: a header of 16 int64 values, then the tensor.
 
-    magic  step  kind  stage  micro_batch  version  dtype  dimensions  shape[8]
+    magic  step  kind  edge  micro_batch  version  dtype  dimensions  shape[8]
 
 The header describes the tensor, so shapes may change from one micro-batch to the next. A receiver checks every value.
+An empty tensor [0] says that there is no gradient. The magic number changes with the meaning of the header.
 """
 
 from dataclasses import dataclass
@@ -17,18 +18,25 @@ from fedring.schedules.schedule import Kind
 
 HEADER_WORDS = 16
 HEADER_BYTES = 8 * HEADER_WORDS
-_MAGIC = 0x46524E47
+_MAGIC = 0x46524E32  # "FRN2"
+_OLDER = (0x46524E47,)  # "FRNG": the third number was the stage that receives the message
 _FIXED, _DIMENSIONS = 8, 8
 _KINDS = (Kind.FORWARD, Kind.BACKWARD)
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8)
+_DTYPES = (
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8,
+    torch.bool, torch.int16, torch.int8,
+)  # fmt: skip
+
+NO_GRADIENT = torch.empty(0)
+"""Is sent instead of a gradient if the later stage's outputs do not depend on the tensor."""
 
 
 class Key(NamedTuple):
     """The identity of a message."""
 
     step: int  # the number of the run
-    kind: Kind  # FORWARD for activations, BACKWARD for gradients
-    stage: int  # the stage that receives it
+    kind: Kind  # FORWARD for tensors, BACKWARD for their gradients
+    edge: int  # the number of the edge in Routes.edges: which tensor passes between which stages
     micro_batch: int
 
 
@@ -54,30 +62,32 @@ def header(message: Message) -> Tensor:
             f"dimensions are possible, of {', '.join(map(str, _DTYPES))}"
         )
     code = _DTYPES.index(tensor.dtype)
-    words = [_MAGIC, key.step, _KINDS.index(key.kind), key.stage, key.micro_batch, message.version, code, tensor.dim()]
+    words = [_MAGIC, key.step, _KINDS.index(key.kind), key.edge, key.micro_batch, message.version, code, tensor.dim()]
     words += [*tensor.shape, *[0] * (_DIMENSIONS - tensor.dim())]
     return torch.tensor(words, dtype=torch.int64)
 
 
 def parse(words: Tensor, *, max_bytes: int) -> Message:
-    """Return the message that a header describes, with an uninitialised tensor.
+    """Return the message that a header describes, with a tensor on the device "meta", which has no memory.
 
     Args:
         words: The header, [16] int64.
-        max_bytes: The largest tensor to allocate.
+        max_bytes: The largest tensor to accept.
 
     Raises:
         PipelineError: If the header is not valid, or the tensor is too large.
     """
-    magic, step, kind, stage, micro_batch, version, code, dimensions, *shape = words.tolist()
+    magic, step, kind, edge, micro_batch, version, code, dimensions, *shape = words.tolist()
+    if magic in _OLDER:
+        raise PipelineError("a peer runs an older release of fedring: all workers of a pipeline need the same one")
     if magic != _MAGIC or not 0 <= kind < len(_KINDS) or not 0 <= code < len(_DTYPES):
         raise PipelineError("a peer sent something that is not the header of a pipeline's message")
-    if not 0 <= dimensions <= _DIMENSIONS or min(step, stage, micro_batch, version, *shape) < 0:
+    if not 0 <= dimensions <= _DIMENSIONS or min(step, edge, micro_batch, version, *shape) < 0:
         raise PipelineError("a peer sent a header with numbers that no stage sends")
     dtype = _DTYPES[code]
     # Widths of 0 count as 1, because torch refuses other huge widths even in an empty tensor.
     size = prod(max(1, width) for width in shape[:dimensions]) * dtype.itemsize
     if size > max_bytes:
         raise PipelineError(f"a message has {size} bytes, more than max_message_bytes={max_bytes}")
-    key = Key(step, _KINDS[kind], stage, micro_batch)
-    return Message(key, version, torch.empty(shape[:dimensions], dtype=dtype))
+    key = Key(step, _KINDS[kind], edge, micro_batch)
+    return Message(key, version, torch.empty(shape[:dimensions], dtype=dtype, device="meta"))

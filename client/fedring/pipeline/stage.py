@@ -26,7 +26,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """Takes outputs [batch, ...] and targets [batch, ...] of a micro-batch, and returns its mean loss, a scalar."""
 
 Average = Callable[[Sequence[Tensor]], None]
-"""Takes the gradients of a stage, and replaces them, in place, by their means over the stage's replicas."""
+"""Takes the gradients of a stage, and replaces them, in place, by what all replicas of the stage step with."""
 
 LOSS = "loss"
 """The name of the last stage's only output."""
@@ -52,6 +52,7 @@ class Stage:
         module: The layers.
         stash: The optimizer, and the versions of the weights.
         output: The name of the output of a module that returns one tensor instead of a dict.
+        average: Combines gradients over replicas of the stage before each update; None means that there are none.
         most_in_flight: The largest number of micro-batches that were in flight at a time.
     """
 
@@ -71,11 +72,11 @@ class Stage:
             stash: Has the optimizer, whose parameters must be parameters of the module.
             loss: The loss, of the last stage only; its module must return one tensor, or a dict of one.
             recompute: Whether to keep inputs instead of activations, and repeat each forward before its backward.
-            average: Averages gradients over replicas of the stage before each update.
+            average: Combines gradients over replicas of the stage before each update.
         """
         self.module, self.stash = module, stash
         self.output = "output"
-        self._loss, self._recompute, self._average = loss, recompute, average
+        self._loss, self._recompute, self.average = loss, recompute, average
         self._arguments = set(inspect.signature(module.forward).parameters)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         unknown = sum(id(parameter) not in names for parameter in stash.parameters)
@@ -196,11 +197,11 @@ class Stage:
         Args:
             keep: Older versions that stay, besides those of micro-batches in flight.
         """
-        if self._average is not None:
+        if self.average is not None:
             for parameter in self.stash.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            self._average([parameter.grad for parameter in self.stash.parameters if parameter.grad is not None])
+            self.average([parameter.grad for parameter in self.stash.parameters if parameter.grad is not None])
         return self.stash.step(keep={*keep, *(kept.version for kept in self._in_flight.values())})
 
     def forget(self) -> None:

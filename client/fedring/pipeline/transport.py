@@ -1,8 +1,9 @@
 """The transport of messages between stages: within a process, or over any process group of torch.distributed.
 
-The messages of one kind to one stage form a lane. Over a group, each lane has its own tags. A sender waits while
-`credits` messages of the lane have not been taken, and the receiver posts as many receives in advance, so that the
-workers need no other threads. Messages are found by their key, not by the order of arrival.
+The messages of one tensor, or of its gradients, from one worker to another form a lane. Over a group, the lanes of an
+edge have tags of their own. A sender waits while as many messages of the lane as it has credits have not been taken,
+and the receiver posts as many receives in advance, so that the workers need no other threads. Messages are found by
+their key, not by the order of arrival.
 
 A header and its tensor travel together in a frame whose size both ends know: the size of the same message in the lane's
 previous run with as many micro-batches. A tensor of another size follows its frame separately; in a first run, all do.
@@ -19,17 +20,18 @@ from torch import Tensor
 
 from fedring.pipeline.errors import PipelineError
 from fedring.pipeline.messages import HEADER_BYTES, Key, Message, header, parse
-from fedring.schedules.schedule import Kind, Schedule
+from fedring.schedules.schedule import Kind
+from fedring.schedules.traffic import Lane, Traffic
 
 
 class Transport(Protocol):
     """The way in which a worker sends and receives messages."""
 
-    def open(self, schedule: Schedule, worker: int, step: int) -> None:
+    def open(self, traffic: Traffic, worker: int, step: int) -> None:
         """Get ready for the messages of a run.
 
         Args:
-            schedule: The schedule of the run.
+            traffic: The messages of the run.
             worker: The number of this worker in the schedule.
             step: The number of the run.
         """
@@ -77,7 +79,7 @@ class LocalTransport:
     def __init__(self) -> None:
         self._box = Mailbox()
 
-    def open(self, schedule: Schedule, worker: int, step: int) -> None:
+    def open(self, traffic: Traffic, worker: int, step: int) -> None:
         """Begin a run without messages."""
         self._box = Mailbox()
 
@@ -105,7 +107,7 @@ class GroupTransport:
 
     Attributes:
         group: The process group.
-        credits: The largest number of messages of a lane that were sent and not taken.
+        credits: The largest number of messages of a lane between neighbouring stages that were sent and not taken.
         max_message_bytes: The largest tensor to receive.
         sent_bytes: The bytes of tensors that this worker has sent.
     """
@@ -121,47 +123,37 @@ class GroupTransport:
         self.group, self.credits, self.max_message_bytes = chosen, credits, max_message_bytes
         self.sent_bytes = 0
         self._box = Mailbox()
-        self._in: dict[tuple[Kind, int], _InLane] = {}
-        self._out: dict[tuple[Kind, int], _OutLane] = {}
-        self._sizes: dict[tuple[str, int, Kind, int], list[int]] = {}  # in the newest run of each schedule, by lane
+        self._traffic: Traffic | None = None
+        self._in: dict[Lane, _InLane] = {}
+        self._out: dict[Lane, _OutLane] = {}
+        self._sizes: dict[tuple[str, int, Lane], list[int]] = {}  # in the newest run of each schedule
 
-    def open(self, schedule: Schedule, worker: int, step: int) -> None:
-        """Post receives for the first messages of the run.
+    def open(self, traffic: Traffic, worker: int, step: int) -> None:
+        """Make the lanes of a run.
 
         Raises:
             PipelineError: If the group does not fit the schedule.
         """
+        schedule = traffic.schedule
         if (rank := dist.get_rank(self.group)) != worker or dist.get_world_size(self.group) != len(schedule.workers):
             raise PipelineError(
                 f"rank {rank} of {dist.get_world_size(self.group)} cannot be worker {worker} of "
                 f"{len(schedule.workers)}: use a group whose ranks are the schedule's workers"
             )
-        self._box = Mailbox()
+        self._box, self._traffic = Mailbox(), traffic
         self._in, self._out = {}, {}
-        count = schedule.micro_batches
-        kinds = {action.kind for action in schedule.workers[worker]}
-        for stage in range(schedule.stages):
-            for kind, source in ((Kind.FORWARD, stage - 1), (Kind.BACKWARD, stage + 1)):
-                if (
-                    kind not in kinds
-                    or not 0 <= source < schedule.stages
-                    or schedule.owner(source) == schedule.owner(stage)
-                ):
-                    continue
-                sender, receiver = schedule.owner(source), schedule.owner(stage)
-                if worker not in (sender, receiver):
-                    continue
-                place = schedule.name, count, kind, stage
-                lane = _Lane(kind, stage, step, count, self._sizes.get(place, ()))
-                self._sizes[place] = lane.sizes
-                if worker == receiver:
-                    self._in[kind, stage] = _InLane(self, sender, lane)
-                else:
-                    self._out[kind, stage] = _OutLane(self, receiver, lane)
+        for name, count in traffic.lanes(worker).items():
+            place = schedule.name, schedule.micro_batches, name
+            lane = _Lane(name, step, count, traffic.credits(name, self.credits), self._sizes.get(place, ()))
+            self._sizes[place] = lane.sizes
+            if worker == name.receiver:
+                self._in[name] = _InLane(self, lane)
+            else:
+                self._out[name] = _OutLane(self, lane)
 
     def send(self, message: Message) -> None:
         """Send a message, after waiting for a credit of its lane."""
-        lane = self._out.get((message.key.kind, message.key.stage))
+        lane = self._out.get(self._lane_of(message.key))
         if lane is None:  # the message is for a stage of this worker
             self._box.put(message)
             return
@@ -170,7 +162,7 @@ class GroupTransport:
 
     def receive(self, key: Key) -> Message:
         """Wait for the message with this key, and return the credit to its sender."""
-        lane = self._in.get((key.kind, key.stage))
+        lane = self._in.get(self._lane_of(key))
         while (message := self._box.take(key)) is None:
             if lane is None:
                 raise PipelineError(f"{key} was not sent: the schedule is wrong")
@@ -190,72 +182,78 @@ class GroupTransport:
         """Make the group fail on every rank, if its backend can do that."""
         self.group.abort()
 
+    def _lane_of(self, key: Key) -> Lane:
+        if self._traffic is None:
+            raise PipelineError("the transport has not been opened")
+        return self._traffic.lane(key.kind, key.edge, key.micro_batch)
 
-def tag_of(kind: Kind, stage: int) -> int:
+
+def tag_of(kind: Kind, edge: int) -> int:
     """Return the tag of a lane's frames; its receipts have the next tag, and its separate tensors the one after."""
-    return 6 * stage + (3 if kind is Kind.BACKWARD else 0)
+    return 6 * edge + (3 if kind is Kind.BACKWARD else 6)
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """The messages of one kind to one stage in one run."""
+    """The messages of a lane in one run."""
 
-    kind: Kind
-    stage: int
+    name: Lane
     step: int
     count: int  # of messages
+    credits: int
     known: Sequence[int]  # the bytes of each message's tensor in the previous run
     sizes: list[int] = field(default_factory=list)  # the bytes of each message's tensor in this run, so far
 
     @property
     def tag(self) -> int:
         """The tag of its frames."""
-        return tag_of(self.kind, self.stage)
+        return tag_of(self.name.kind, self.name.edge)
 
     def expected(self, number: int) -> int:
         """Return the bytes that a frame has for its tensor; both ends agree, because both have seen all messages."""
         return self.known[number] if number < len(self.known) else 0
 
-    def needs_receipt(self, number: int, credits: int) -> bool:
+    def needs_receipt(self, number: int) -> bool:
         """Return whether the sender waits until this message has been taken, because a later one needs its credit."""
-        return number + credits < self.count
+        return number + self.credits < self.count
 
 
 class _InLane:
-    """The receiving end of a lane. As many messages can arrive in advance as there are credits."""
+    """The receiving end of a lane. As many messages can arrive in advance as there are credits.
 
-    def __init__(self, transport: GroupTransport, peer: int, lane: _Lane) -> None:
-        self._group, self._peer, self._lane = transport.group, peer, lane
-        self._limit, self._credits = transport.max_message_bytes, transport.credits
+    Receives are posted when the first message is wanted, because a tensor of whole numbers has no gradients.
+    """
+
+    def __init__(self, transport: GroupTransport, lane: _Lane) -> None:
+        self._group, self._peer, self._lane = transport.group, lane.name.sender, lane
+        self._limit = transport.max_message_bytes
         self._begun = self._taken = 0  # receives that were posted, and messages that were taken
         self._posted: deque[tuple[Any, Tensor]] = deque()
         self._receipts: list[tuple[Any, Tensor]] = []
-        for _ in range(min(self._credits, lane.count)):
-            self._post()
 
     def next(self) -> Message:
         """Wait for the lane's next message, and return it."""
+        self._post()
         if not self._posted:
             raise PipelineError(f"all {self._lane.count} messages of a lane have arrived: the schedule is wrong")
         work, frame = self._posted.popleft()
         work.wait()
         message = parse(frame[:HEADER_BYTES].view(torch.int64), max_bytes=self._limit)
         key, tensor, lane = message.key, message.tensor, self._lane
-        if (key.step, key.kind, key.stage) != (lane.step, lane.kind, lane.stage):
-            raise PipelineError(f"{key} arrived in step {lane.step} for stage {lane.stage}")
+        if (key.step, key.kind, key.edge) != (lane.step, lane.name.kind, lane.name.edge):
+            raise PipelineError(f"{key} arrived in step {lane.step} on edge {lane.name.edge}")
         lane.sizes.append(tensor.nbytes)
-        if tensor.nbytes == len(frame) - HEADER_BYTES:
-            body = frame[HEADER_BYTES:].view(tensor.dtype).reshape(tensor.shape)
-            message = Message(key, message.version, body)
-        else:
-            dist.recv(tensor, group=self._group, group_src=self._peer, tag=lane.tag + 2)
-        if self._begun < lane.count:
-            self._post()
-        return message
+        body = frame[HEADER_BYTES:]
+        if tensor.nbytes != len(body):
+            body = torch.empty(tensor.nbytes, dtype=torch.uint8)
+            dist.recv(body, group=self._group, group_src=self._peer, tag=lane.tag + 2)
+        self._post()
+        values = body.ne(0) if tensor.dtype is torch.bool else body.view(tensor.dtype)  # other bytes are no booleans
+        return Message(key, message.version, values.reshape(tensor.shape))
 
     def taken(self) -> None:
         """Return a credit to the sender, if it needs one."""
-        if self._lane.needs_receipt(self._taken, self._credits):
+        if self._lane.needs_receipt(self._taken):
             receipt = torch.zeros(1, dtype=torch.uint8)
             work = dist.isend(receipt, group=self._group, group_dst=self._peer, tag=self._lane.tag + 1)
             self._receipts.append((work, receipt))
@@ -268,38 +266,38 @@ class _InLane:
         self._receipts.clear()
 
     def _post(self) -> None:
-        frame = torch.empty(HEADER_BYTES + self._lane.expected(self._begun), dtype=torch.uint8)
-        work = dist.irecv(frame, group=self._group, group_src=self._peer, tag=self._lane.tag)
-        self._posted.append((work, frame))
-        self._begun += 1
+        while len(self._posted) < self._lane.credits and self._begun < self._lane.count:
+            frame = torch.empty(HEADER_BYTES + self._lane.expected(self._begun), dtype=torch.uint8)
+            work = dist.irecv(frame, group=self._group, group_src=self._peer, tag=self._lane.tag)
+            self._posted.append((work, frame))
+            self._begun += 1
 
 
 class _OutLane:
     """The sending end of a lane."""
 
-    def __init__(self, transport: GroupTransport, peer: int, lane: _Lane) -> None:
-        self._group, self._peer, self._lane = transport.group, peer, lane
-        self._credits = transport.credits
+    def __init__(self, transport: GroupTransport, lane: _Lane) -> None:
+        self._group, self._peer, self._lane = transport.group, lane.name.receiver, lane
         self._waiting: deque[tuple[list[Any], list[Tensor]]] = deque()  # messages not known to be sent and taken
 
     def send(self, message: Message) -> None:
-        """Send a message, after waiting for an earlier one if `credits` of them are waiting."""
-        if len(self._waiting) >= self._credits:
+        """Send a message, after waiting for an earlier one if as many are waiting as there are credits."""
+        lane, body = self._lane, message.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        if len(self._waiting) >= lane.credits:
             self._wait()
-        lane, tensor = self._lane, message.tensor.detach().cpu().contiguous()
         number = len(lane.sizes)
         frame = torch.empty(HEADER_BYTES + lane.expected(number), dtype=torch.uint8)
         frame[:HEADER_BYTES] = header(message).view(torch.uint8)
         parts = [(frame, lane.tag)]
-        if tensor.nbytes == len(frame) - HEADER_BYTES:
-            frame[HEADER_BYTES:] = tensor.reshape(-1).view(torch.uint8)
+        if len(body) == len(frame) - HEADER_BYTES:
+            frame[HEADER_BYTES:] = body
         else:
             frame[HEADER_BYTES:] = 0
-            parts.append((tensor, lane.tag + 2))
-        lane.sizes.append(tensor.nbytes)
+            parts.append((body, lane.tag + 2))
+        lane.sizes.append(len(body))
         works = [dist.isend(part, group=self._group, group_dst=self._peer, tag=tag) for part, tag in parts]
         kept = [part for part, _ in parts]
-        if lane.needs_receipt(number, self._credits):
+        if lane.needs_receipt(number):
             kept.append(torch.empty(1, dtype=torch.uint8))
             works.append(dist.irecv(kept[-1], group=self._group, group_src=self._peer, tag=lane.tag + 1))
         self._waiting.append((works, kept))

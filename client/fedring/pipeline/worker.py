@@ -1,58 +1,22 @@
-"""A worker of a pipeline, which runs its part of a schedule; and a pipeline whose stages are all in one process."""
+"""A worker of a pipeline, which runs its part of a schedule; and a pipeline whose workers are all in one process."""
 
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fedring.pipeline.errors import PipelineError, add_note
-from fedring.pipeline.messages import Key, Message
+from fedring.pipeline.errors import PipelineError
+from fedring.pipeline.replicas import add_up, share_buffers
+from fedring.pipeline.run import Evaluation, Inputs, Report, Run, Watch
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.transport import LocalTransport, Transport
-from fedring.schedules.schedule import Action, Kind, Schedule, Versions, forwards
-from fedring.schedules.simulation import check, neighbours, simulate
-
-Watch = Callable[[Action, Sequence[Tensor]], None]
-"""Is called before each forward and backward, with the action and the weights that it uses."""
-
-
-class Spent(NamedTuple):
-    """The number of actions of one kind, and their time."""
-
-    actions: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class Report:
-    """What one worker did in a run."""
-
-    losses: list[float] = field(default_factory=list)  # one for each update, on the worker of the last stage
-    seconds: float = 0.0  # of the whole run
-    spent: dict[tuple[int, Kind], Spent] = field(default_factory=dict)  # by stage and kind of action
-
-    @property
-    def busy_seconds(self) -> float:
-        """The seconds in which the worker computed."""
-        return sum(spent.seconds for spent in self.spent.values())
-
-    def seconds_of(self, kind: Kind) -> float:
-        """Return the seconds that all stages of the worker spent with one kind of actions."""
-        return sum(spent.seconds for (_, what), spent in self.spent.items() if what is kind)
-
-    def add(self, action: Action, seconds: float) -> None:
-        """Count an action and its time."""
-        place = action.stage, action.kind
-        before = self.spent.get(place, Spent())
-        self.spent[place] = Spent(before.actions + 1, before.seconds + seconds)
-
-    @property
-    def bubble(self) -> float:
-        """The share of the time in which the worker computed nothing."""
-        return 1 - self.busy_seconds / self.seconds if self.seconds else 0.0
+from fedring.schedules.routes import Routes, chain
+from fedring.schedules.schedule import Action, Kind, Schedule, forwards
+from fedring.schedules.simulation import check, simulate
+from fedring.schedules.traffic import Traffic
 
 
 class Worker:
@@ -61,6 +25,7 @@ class Worker:
     Attributes:
         stages: The worker's stages, by their numbers.
         schedule: The schedule that all workers follow.
+        routes: Which stage uses which tensors of which other one.
         transport: Carries messages to and from other workers.
         index: The number of the worker in the schedule.
         step: The number of the next run.
@@ -72,6 +37,9 @@ class Worker:
         schedule: Schedule,
         transport: Transport,
         *,
+        routes: Routes | None = None,
+        index: int | None = None,
+        replicas: dist.ProcessGroup | None = None,
         credits: int = 0,
         watch: Watch | None = None,
     ) -> None:
@@ -81,66 +49,101 @@ class Worker:
             stages: All stages that the schedule gives to one worker, by their numbers.
             schedule: The schedule.
             transport: Carries messages to and from other workers.
+            routes: Which stage uses which tensors of which other one; None means a chain.
+            index: The number of the worker in the schedule. It is needed if the stage has several workers.
+            replicas: The group of the workers with the same stage, as stage_group() returns it. They add up their
+                gradients, unless the stage has a function `average` of its own, which must also return sums.
             credits: What the schedule is checked with; 0 means the credits of the transport.
             watch: Is called before each forward and backward.
 
         Raises:
             ScheduleError: If the schedule is wrong, or deadlocks.
-            PipelineError: If the stages are not those of one worker.
+            PipelineError: If the stages are not those of one worker, or the group of their replicas is missing.
         """
-        check(schedule, credits=credits or getattr(transport, "credits", 0))
-        workers = {schedule.owner(stage) for stage in stages}
+        self.routes = routes or chain(schedule.stages)
+        check(schedule, routes=self.routes, credits=credits or getattr(transport, "credits", 0))
+        workers = {worker for stage in stages for worker in schedule.owners(stage)} if index is None else {index}
         if len(workers) != 1 or set(stages) != {s for worker in workers for s in schedule.stages_of(worker)}:
-            raise PipelineError(f"stages {sorted(stages)} are not the stages of one worker of {schedule.name}")
+            raise PipelineError(
+                f"stages {sorted(stages)} are not the stages of one worker of {schedule.name}; if a stage has several "
+                "workers, pass index"
+            )
         self.stages, self.schedule, self.transport = stages, schedule, transport
         self.index = workers.pop()
         self.step = 0
-        self._watch = watch
+        self._traffic = Traffic(schedule, self.routes)
+        self._replicas, self._watch = replicas, watch
+        for number, stage in stages.items():
+            _prepare(stage, number, self.routes)
+            if len(schedule.owners(number)) == 1:
+                continue
+            if replicas is None:
+                raise PipelineError(
+                    f"stage {number} has {len(schedule.owners(number))} workers: pass replicas=stage_group(schedule)"
+                )
+            stage.average = stage.average or partial(add_up, group=replicas)
 
-    def run(self, inputs: Sequence[Tensor] | None = None, targets: Sequence[Tensor] | None = None) -> Report:
+    def run(
+        self,
+        inputs: Inputs | None = None,
+        targets: Sequence[Tensor | None] | None = None,
+        *,
+        weights: Sequence[float] | None = None,
+    ) -> Report:
         """Do this worker's part of one run of the schedule. All workers must call this at the same time.
 
         Args:
-            inputs: The micro-batches, [batch, ...] each, on the worker of the first stage.
-            targets: Their targets, [batch, ...] each, on the worker of the last stage.
+            inputs: The tensors of the batch that this worker's stages read: by name, the micro-batches [batch, ...]. A
+                sequence alone is that of "inputs". Micro-batches that other replicas do may be None.
+            targets: The targets of the micro-batches, [batch, ...] each, on the workers of the last stage.
+            weights: The weights of the micro-batches' mean losses in that of their update, on the workers of the last
+                stage. None means the number of their targets. They are needed if targets are None.
+
+        Returns:
+            What the worker did. If the last stage has replicas, the loss of an update is the sum of theirs.
 
         Raises:
             PipelineError: If a stage cannot go on. After any error, the stages keep nothing of the run, and the
                 transport is aborted.
         """
-        run = Run(self.stages, self.schedule, self.transport, step=self.step, watch=self._watch)
-        run.feed(inputs, targets)
+        run = Run(self.stages, self._traffic, self.transport, index=self.index, step=self.step, watch=self._watch)
+        run.feed(inputs, targets, weights)
         self._do_all(run)
         return run.report
 
-    def evaluate(self, inputs: Sequence[Tensor] | None = None, *, micro_batches: int = 0) -> list[Tensor] | None:
+    def evaluate(self, inputs: Inputs | None = None, *, micro_batches: int = 0) -> list[Tensor] | None:
         """Run forwards only, in evaluation mode with the newest weights. All workers must call this at the same time.
 
-        No worker needs the whole model. The stages keep nothing, and neither weights nor buffers change.
+        No worker needs the whole model. The stages keep nothing, and weights do not change. Replicas of a stage take
+        over the buffers of replica 0.
 
         Args:
-            inputs: The micro-batches, [batch, ...] each, on the worker of the first stage.
+            inputs: As for run().
             micro_batches: Their number, equal on all workers; 0 means as many as in a run.
 
         Returns:
             The outputs of the last stage without its loss, [batch, ...] each, in the order of the micro-batches, on the
-            worker of the last stage; None on all others.
+            worker of the last stage; if it has replicas, each returns those of its micro-batches. None on all others.
 
         Raises:
             ScheduleError: If the number is negative.
             PipelineError: If a stage cannot go on. After any error, the transport is aborted.
         """
         schedule = forwards(self.schedule, micro_batches or self.schedule.micro_batches)
-        run = Evaluation(self.stages, schedule, self.transport, step=self.step)
+        traffic = Traffic(schedule, self.routes)
+        run = Evaluation(self.stages, traffic, self.transport, index=self.index, step=self.step)
         run.feed_inputs(inputs)
+        if self._replicas is not None:
+            for stage in self.stages.values():
+                share_buffers(stage.module, self._replicas)
         self._do_all(run)
         return run.outputs if schedule.stages - 1 in self.stages else None
 
-    def _do_all(self, run: "Run") -> None:
+    def _do_all(self, run: Run) -> None:
         began = time.perf_counter()
         try:
-            self.transport.open(run.schedule, self.index, self.step)
-            for action in run.schedule.workers[self.index]:
+            self.transport.open(run.traffic, self.index, self.step)
+            for action in run.traffic.schedule.workers[self.index]:
                 run.do(action)
             self.transport.close()
         except BaseException:  # whatever it is, the other workers must not wait for this one
@@ -152,235 +155,120 @@ class Worker:
 
 
 class LocalPipeline:
-    """A pipeline whose stages are all in this process, each on the device of its parameters."""
+    """A pipeline whose workers are all in this process, each stage on the device of its parameters."""
 
-    def __init__(self, stages: Sequence[Stage], schedule: Schedule, *, watch: Watch | None = None) -> None:
-        check(schedule)
-        if len(stages) != schedule.stages:
-            raise PipelineError(f"{len(stages)} stages were given for a schedule of {schedule.stages} stages")
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedule: Schedule,
+        *,
+        routes: Routes | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        """Make a pipeline.
+
+        Args:
+            stages: The stages in order; of a stage with replicas, one for each of them.
+            schedule: The schedule.
+            routes: Which stage uses which tensors of which other one; None means a chain.
+            watch: Is called before each forward and backward.
+
+        Raises:
+            ScheduleError: If the schedule is wrong, or deadlocks.
+            PipelineError: If the number of stages is wrong.
+        """
+        self.routes = routes or chain(schedule.stages)
+        check(schedule, routes=self.routes)
+        places = [(number, worker) for number in range(schedule.stages) for worker in schedule.owners(number)]
+        if len(stages) != len(places):
+            raise PipelineError(f"{len(stages)} stages were given for a schedule of {len(places)} stages and replicas")
         self.stages, self.schedule = stages, schedule
         self.step = 0
-        self._order = [span.action for span in simulate(schedule).spans]
+        self._workers: list[dict[int, Stage]] = [{} for _ in schedule.workers]
+        for stage, (number, worker) in zip(stages, places, strict=True):
+            _prepare(stage, number, self.routes)
+            self._workers[worker][number] = stage
         self._watch = watch
 
-    def run(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Report:
+    def run(self, inputs: Inputs, targets: Sequence[Tensor], *, weights: Sequence[float] | None = None) -> Report:
         """Do the actions of all workers in one run, in an order that the schedule allows.
 
         Args:
-            inputs: The micro-batches, [batch, ...] each.
+            inputs: The tensors of the batch: by name, the micro-batches [batch, ...]. A sequence alone is that of
+                "inputs".
             targets: Their targets, [batch, ...] each.
+            weights: The weights of the micro-batches' mean losses; None means the number of their targets.
         """
-        run = Run(dict(enumerate(self.stages)), self.schedule, LocalTransport(), step=self.step, watch=self._watch)
-        run.feed(inputs, targets)
-        self._do_all(run, self._order)
-        return run.report
+        transport, report = LocalTransport(), Report()
+        traffic = Traffic(self.schedule, self.routes)
+        runs = [
+            Run(stages, traffic, transport, index=worker, step=self.step, watch=self._watch, report=report)
+            for worker, stages in enumerate(self._workers)
+        ]
+        for run in runs:
+            run.feed(inputs, targets, weights)
+        self._do_all(runs)
+        return report
 
-    def evaluate(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def evaluate(self, inputs: Inputs) -> list[Tensor]:
         """Run forwards only, in evaluation mode with the newest weights, and return the outputs of the last stage.
 
         Args:
-            inputs: The micro-batches, [batch, ...] each; as many as you like.
+            inputs: As for run(), but as many micro-batches as you like.
 
         Raises:
             ScheduleError: If there are none.
         """
-        schedule = forwards(self.schedule, len(inputs))
-        run = Evaluation(dict(enumerate(self.stages)), schedule, LocalTransport(), step=self.step)
-        run.feed_inputs(inputs)
-        self._do_all(run, [span.action for span in simulate(schedule).spans])
-        return run.outputs
+        given = next(iter(inputs.values()), ()) if isinstance(inputs, Mapping) else inputs
+        traffic = Traffic(forwards(self.schedule, len(given)), self.routes)
+        firsts = [
+            {number: self._workers[self.schedule.owners(number)[0]][number] for number in stages}
+            for stages in self._workers
+        ]
+        transport = LocalTransport()
+        runs = [
+            Evaluation(stages, traffic, transport, index=worker, step=self.step) for worker, stages in enumerate(firsts)
+        ]
+        for run in runs:
+            run.feed_inputs(inputs)
+        self._do_all(runs)
+        last = self.schedule.stages - 1
+        queues = [iter(runs[worker].outputs) for worker in self.schedule.owners(last)]
+        return [next(queues[micro_batch % len(queues)]) for micro_batch in range(len(given))]
 
-    def _do_all(self, run: "Run", order: Sequence[Action]) -> None:
-        began = time.perf_counter()
+    def _do_all(self, runs: Sequence[Run]) -> None:
+        began, traffic = time.perf_counter(), runs[0].traffic
+        summed: set[Action] = set()
         try:
-            for action in order:
-                run.do(action)
+            for span in simulate(traffic.schedule, routes=self.routes).spans:
+                action = span.action
+                if action.kind is Kind.UPDATE and action not in summed:
+                    summed.add(action)
+                    owners = traffic.schedule.owners(action.stage)
+                    _add_up_here([self._workers[worker][action.stage] for worker in owners])
+                runs[span.worker].do(action)
         except BaseException:
-            run.forget()
+            for run in runs:
+                run.forget()
             raise
         self.step += 1
-        run.report.seconds = time.perf_counter() - began
+        runs[0].report.seconds = time.perf_counter() - began
 
 
-class Run:
-    """One run of a schedule on some of its stages. The caller decides when to do which action."""
-
-    def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        schedule: Schedule,
-        transport: Transport,
-        *,
-        step: int,
-        watch: Watch | None = None,
-    ) -> None:
-        self._stages, self.schedule, self._transport = stages, schedule, transport
-        self._step, self._watch = step, watch
-        self._base = {number: stage.stash.version for number, stage in stages.items()}
-        self._uses = Counter(
-            (action.stage, action.version)
-            for stage in stages
-            for action in schedule.of_stage(stage)
-            if action.kind is not Kind.UPDATE
-        )
-        self._inputs: Sequence[Tensor] = ()
-        self._targets: Sequence[Tensor] = ()
-        self.report = Report()
-
-    def feed(self, inputs: Sequence[Tensor] | None, targets: Sequence[Tensor] | None) -> None:
-        """Give the micro-batches to the first stage and their targets to the last stage, if they are here.
-
-        Raises:
-            PipelineError: If one of them is missing, or their number is not that of the schedule.
-        """
-        self.feed_inputs(inputs)
-        self._check_fed(self.schedule.stages - 1, targets, "targets")
-        self._targets = targets or ()
-
-    def feed_inputs(self, inputs: Sequence[Tensor] | None) -> None:
-        """Give the micro-batches to the first stage, if it is here.
-
-        Raises:
-            PipelineError: If they are missing, or their number is not that of the schedule.
-        """
-        self._check_fed(0, inputs, "inputs")
-        self._inputs = inputs or ()
-
-    def do(self, action: Action) -> None:
-        """Do an action, after receiving the message that it needs, and send its result."""
-        if action.kind is Kind.UPDATE:
-            with add_note(_place(action)):
-                self._update(action)
-            return
-        received = self._receive(action)
-        if self._watch is not None:
-            self._watch(action, self._weights(action))
-        began = time.perf_counter()
-        with add_note(_place(action)):
-            if action.kind is Kind.FORWARD:
-                result: Tensor | None = self._forward(action, received)
-            else:
-                result = self._backward(action, received)
-        self.report.add(action, time.perf_counter() - began)
-        self._drop_after(action)
-        _, target = neighbours(action, self.schedule)
-        if target is not None:
-            if result is None:
-                raise PipelineError(
-                    f"stage {action.stage} has no gradient for stage {target}: its output does not depend on its inputs"
-                )
-            key = Key(self._step, action.kind, target, action.micro_batch)
-            self._transport.send(Message(key, self._version(action), result))
-
-    def forget(self) -> None:
-        """Let all stages drop what they keep of this run."""
-        for stage in self._stages.values():
-            stage.forget()
-
-    def _check_fed(self, stage: int, given: Sequence[Tensor] | None, what: str) -> None:
-        if stage in self._stages and (given is None or len(given) != self.schedule.micro_batches):
-            raise PipelineError(
-                f"stage {stage} needs the {what} of {self.schedule.micro_batches} micro-batches, and got "
-                f"{0 if given is None else len(given)}"
-            )
-
-    def _receive(self, action: Action) -> Tensor | None:
-        source, _ = neighbours(action, self.schedule)
-        if source is None:
-            return None
-        message = self._transport.receive(Key(self._step, action.kind, action.stage, action.micro_batch))
-        same_version = self.schedule.versions is not Versions.STASHED  # on all stages
-        if same_version and message.version != self._version(action):
-            raise PipelineError(
-                f"the message for {action} was computed with version {message.version} of the weights, and the "
-                f"schedule needs version {self._version(action)}"
-            )
-        return message.tensor
-
-    def _forward(self, action: Action, received: Tensor | None) -> Tensor:
-        last = action.stage == self.schedule.stages - 1
-        inputs = self._inputs[action.micro_batch] if received is None else received
-        name = "inputs" if action.stage == 0 else f"stage{action.stage - 1}"
-        (output,) = (
-            self._stages[action.stage]
-            .forward(
-                action.micro_batch,
-                {name: inputs.requires_grad_() if received is not None and received.is_floating_point() else inputs},
-                version=self._version(action),
-                target=self._targets[action.micro_batch] if last else None,
-                share=self._share(action.micro_batch) if last else 1.0,
-            )
-            .values()
-        )
-        if last:
-            self._add_loss(action.micro_batch, output)
-        return output
-
-    def _backward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        stage = self._stages[action.stage]
-        gradients = {} if received is None else {stage.output: received}
-        return next(iter(stage.backward(action.micro_batch, gradients).values()), None)
-
-    def _update(self, action: Action) -> None:
-        began = time.perf_counter()
-        base = self._base[action.stage]
-        keep = [base + version for (stage, version), left in self._uses.items() if stage == action.stage and left]
-        self._stages[action.stage].update(keep=keep)
-        self.report.add(action, time.perf_counter() - began)
-
-    def _drop_after(self, action: Action) -> None:
-        """Drop the version that the action used, if no later action uses it."""
-        self._uses[action.stage, action.version] -= 1
-        if not self._uses[action.stage, action.version]:
-            self._stages[action.stage].stash.drop(self._version(action))
-
-    def _weights(self, action: Action) -> Sequence[Tensor]:
-        stage = self._stages[action.stage]
-        if action.kind is Kind.FORWARD:
-            return stage.stash.weights(self._version(action))
-        return stage.weights_of(action.micro_batch)
-
-    def _version(self, action: Action) -> int:
-        return self._base[action.stage] + action.version
-
-    def _share(self, micro_batch: int) -> float:
-        """Return the micro-batch's share of the samples of its update.
-
-        The mean losses of all micro-batches of an update, each times its share, add up to the mean over all samples.
-        """
-        first = micro_batch // self.schedule.interval * self.schedule.interval
-        batch = range(first, min(first + self.schedule.interval, self.schedule.micro_batches))
-        return len(self._targets[micro_batch]) / sum(len(self._targets[m]) for m in batch)
-
-    def _add_loss(self, micro_batch: int, part: Tensor) -> None:
-        update = micro_batch // self.schedule.interval
-        self.report.losses += [0.0] * (update + 1 - len(self.report.losses))
-        self.report.losses[update] += part.item()
+def _prepare(stage: Stage, number: int, routes: Routes) -> None:
+    """Give the name of its tensor to a stage whose module returns one that has no name."""
+    names = list(routes.consumers(number))
+    if len(names) == 1:
+        stage.output = names[0]
 
 
-class Evaluation(Run):
-    """A run of forwards only, in evaluation mode.
-
-    Attributes:
-        outputs: The outputs of the last stage, if it is here, in the order of the micro-batches.
-    """
-
-    def __init__(self, stages: Mapping[int, Stage], schedule: Schedule, transport: Transport, *, step: int) -> None:
-        super().__init__(stages, schedule, transport, step=step)
-        self.outputs: list[Tensor] = []
-
-    def _forward(self, action: Action, received: Tensor | None) -> Tensor:
-        inputs = self._inputs[action.micro_batch] if received is None else received
-        name = "inputs" if action.stage == 0 else f"stage{action.stage - 1}"
-        (output,) = self._stages[action.stage].evaluate({name: inputs}).values()
-        if action.stage == self.schedule.stages - 1:
-            self.outputs.append(output)
-        return output
-
-
-def _place(action: Action) -> str:
-    """Return where in the pipeline the action is, for the note of an error."""
-    if action.kind is Kind.UPDATE:
-        return f"in the update of stage {action.stage}"
-    what = "forward" if action.kind is Kind.FORWARD else "backward"
-    return f"in the {what} of micro-batch {action.micro_batch} in stage {action.stage}"
+def _add_up_here(replicas: Sequence[Stage]) -> None:
+    """Add up the gradients of the replicas of a stage that are all in this process."""
+    if len(replicas) == 1:
+        return
+    for same in zip(*(stage.stash.parameters for stage in replicas), strict=True):
+        gradients = [parameter.grad for parameter in same if parameter.grad is not None]
+        if gradients:
+            total = torch.stack(gradients).sum(0)
+            for parameter in same:
+                parameter.grad = total.to(parameter.device, copy=True)

@@ -11,6 +11,7 @@ stages are there, and every file goes to those who should have it.
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,28 +28,39 @@ class Layout:
 
     stages: int
     width: int
-    replicas: int = 1
+    pipelines: int = 1
+    stage_workers: tuple[int, ...] = ()  # the number of workers of each stage; () = a worker has every width-th stage
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages that a rank trains."""
-        return list(range(rank % self.width, self.stages, self.width))
+        if not self.stage_workers:
+            return list(range(rank % self.width, self.stages, self.width))
+        return [stage for stage in range(self.stages) if rank < sum(self.stage_workers[: stage + 1])][:1]
 
     @property
     def deliverers(self) -> list[int]:
         """The ranks that hold the whole update at the end of a round: two, so that one of them may be lost."""
-        return list(range(min(2, self.width * self.replicas)))
+        return list(range(min(2, self.width * self.pipelines)))
 
     def owner(self, stage: int) -> int:
-        """Return the rank, in the first pipeline, that trains a stage."""
-        return stage % self.width
+        """Return the first of the ranks that train a stage."""
+        return sum(self.stage_workers[:stage]) if self.stage_workers else stage % self.width
 
     def kept_by(self, rank: int) -> set[int]:
         """Return the stages whose checkpoint a rank keeps, so that every stage is kept by two ranks if there are two.
 
-        Replicas of a stage keep the same checkpoint. Without replicas, the next worker of the pipeline keeps it, too.
+        Replicas of a stage keep the same checkpoint. If a stage has one worker, one of the next stage keeps it, too.
         """
-        own = set(self.stages_of(rank))
-        return own if self.replicas > 1 else own | set(self.stages_of((rank - 1) % self.width))
+        return {*self.stages_of(rank), *(stage for stage, _, target in self.copies() if target == rank)}
+
+    def copies(self) -> list[tuple[int, int, int]]:
+        """Return the stages of which only one rank trains them, each with this rank and the one that keeps a copy."""
+        if self.pipelines > 1 or self.width == 1:
+            return []
+        if not self.stage_workers:
+            return [(stage, stage % self.width, (stage + 1) % self.width) for stage in range(self.stages)]
+        alone = [stage for stage, workers in enumerate(self.stage_workers) if workers == 1]
+        return [(stage, self.owner(stage), self.owner((stage + 1) % self.stages)) for stage in alone]
 
 
 class CheckpointFolder:
@@ -113,12 +125,11 @@ def share_copies(folder: CheckpointFolder, layout: Layout, step: int) -> None:
     the older one is deleted.
     """
     rank = dist.get_rank()
-    if layout.replicas == 1 and layout.width > 1:
-        after, before = (rank + 1) % layout.width, (rank - 1) % layout.width
-        outgoing, incoming = layout.stages_of(rank), layout.stages_of(before)
-        for mine, theirs in zip(outgoing, incoming, strict=True):
-            to, source = (folder.path(step, mine), after), (folder.path(step, theirs), before)
-            exchange_files(to, source, limit=folder.max_file_bytes)
+    copies = layout.copies()
+    outgoing = [(folder.path(step, stage), target) for stage, source, target in copies if source == rank]
+    incoming = [(folder.path(step, stage), source) for stage, source, target in copies if target == rank]
+    for to, source in zip_longest(outgoing, incoming):
+        exchange_files(to, source, limit=folder.max_file_bytes)
     dist.barrier()
     folder.keep(step, layout.kept_by(rank))
 

@@ -3,20 +3,21 @@
 Every stage has parameters to train, and all parameters of stages are the model's own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from fedring.pipeline.cut import Chain, as_cut, balanced, cut_at, cut_by_counts
+from fedring.pipeline.cut import as_cut, balanced, cut_at, cut_by_counts
 from fedring.pipeline.errors import CutError
+from fedring.pipeline.layers import Layers, Stages
 from fedring.train.errors import SeamError
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.seam import resolve
 
 
-def count_layers(model: nn.Module, table: Pipeline, sample: Callable[[], Tensor]) -> list[int]:
+def count_layers(model: nn.Module, table: Pipeline, sample: Callable[[], Tensor | Mapping[str, Tensor]]) -> list[int]:
     """Count the layers of each stage for a cut that balances parameters or time.
 
     Args:
@@ -33,18 +34,18 @@ def count_layers(model: nn.Module, table: Pipeline, sample: Callable[[], Tensor]
     if table.cut not in ("parameters", "time"):
         return []
     try:
-        chain = Chain(model.train())
-        sizes = chain.costs()
+        layers = Layers(model.train(), stages=table.stages)
+        sizes = layers.costs()
         costs = sizes
         if table.cut == "time":
             with torch.random.fork_rng(devices=[]):
-                costs = chain.measured(sample())
+                costs = layers.measured(sample())
         return _even(sizes, costs, table.stages)
     except CutError as error:
         raise SeamError("cannot_cut", f"The model cannot be cut: {error}.") from error
 
 
-def cut_model(model: nn.Module, table: Pipeline, counts: Sequence[int], trusted: Sequence[str]) -> list[nn.Module]:
+def cut_model(model: nn.Module, table: Pipeline, counts: Sequence[int], trusted: Sequence[str]) -> Stages:
     """Cut a model into the stages that the table asks for.
 
     Args:
@@ -54,7 +55,7 @@ def cut_model(model: nn.Module, table: Pipeline, counts: Sequence[int], trusted:
         trusted: The modules that a callable may come from.
 
     Returns:
-        The stages, in order.
+        The stages, in order, with their routes.
 
     Raises:
         SeamError: With the reason cannot_cut, or as resolve() raises it for a callable.
@@ -70,7 +71,7 @@ def cut_model(model: nn.Module, table: Pipeline, counts: Sequence[int], trusted:
     return stages
 
 
-def _stages(model: nn.Module, table: Pipeline, counts: Sequence[int], trusted: Sequence[str]) -> list[nn.Module]:
+def _stages(model: nn.Module, table: Pipeline, counts: Sequence[int], trusted: Sequence[str]) -> Stages:
     if counts:
         return cut_by_counts(model, counts)
     if isinstance(table.cut, str):
@@ -91,7 +92,10 @@ def _even(sizes: Sequence[float], costs: Sequence[float], stages: int) -> list[i
     """Return the layers of each stage; a layer without parameters stays with the one before, as stages need some."""
     starts = [index for index, size in enumerate(sizes) if size]
     if len(starts) < stages:
-        raise CutError(f"{len(starts)} layers with parameters cannot make {stages} stages: use fewer stages")
+        raise CutError(
+            f"{len(starts)} layers with parameters cannot make {stages} stages: use fewer stages, or "
+            "name the modules that begin them"
+        )
     spans = list(pairwise([0, *starts[1:], len(sizes)]))
     ends, counts = 0, []
     for part in balanced([sum(costs[first:end]) for first, end in spans], stages):

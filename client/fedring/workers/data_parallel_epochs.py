@@ -17,7 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from fedring.train.batches import cut, fetch, size_of
+from fedring.train.batches import Inputs, apply, cut, fetch, size_of
 from fedring.train.data_parallel_table import DataParallel
 from fedring.train.errors import TrainError
 from fedring.train.loop import Loss, random_state, seeded, set_random_state
@@ -155,7 +155,7 @@ class DataParallelTraining:
                 self._report(tally, (progress.epoch + share.taken / len(order)) / plan.epochs)
             self._after_step()
 
-    def _step(self, ddp: DistributedDataParallel, batches: list[tuple[Tensor, Tensor]], tally: Tally) -> None:
+    def _step(self, ddp: DistributedDataParallel, batches: list[tuple[Inputs, Tensor]], tally: Tally) -> None:
         """Do one step of the optimizer, on the mean gradient of all workers' batches."""
         optimizer = self.replica.optimizer
         self._set_lr()
@@ -164,7 +164,7 @@ class DataParallelTraining:
         for number, (inputs, labels) in enumerate(batches, start=1):
             # Of several backward passes, only the last one sends gradients: the sum of all of them.
             with nullcontext() if number == len(batches) else ddp.no_sync():
-                outputs: Tensor = ddp(inputs)
+                outputs = apply(ddp, inputs)
                 loss = self.setup.loss(outputs, labels)
                 (loss * (len(labels) / samples)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             tally.add(loss, outputs, labels)

@@ -2,6 +2,7 @@
 
 Rank r is worker r modulo the pipeline's width, in pipeline r // width. All members hold the same samples and draw the
 same order. The first stage reads the inputs, and the last stage reads the labels. A member holds its own stages only.
+Replicas of a stage are either in parallel pipelines, each with batches of its own, or share the micro-batches of one.
 """
 
 import logging
@@ -9,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,21 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedring.codec.schema import Schema
+from fedring.ddp.hooks.by_name import make_hook
+from fedring.ddp.hooks.summing import HookedSum
 from fedring.pipeline.errors import add_note
+from fedring.pipeline.replicas import add_up, share_buffers, stage_group
+from fedring.pipeline.run import Report
 from fedring.pipeline.search import search_micro_batches
-from fedring.pipeline.stage import Stage
+from fedring.pipeline.stage import Average, Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import GroupTransport
-from fedring.pipeline.worker import Report, Worker
+from fedring.pipeline.worker import Worker
+from fedring.schedules.schedule import Schedule
 from fedring.schedules.simulation import check
-from fedring.train.batches import fetch, size_of
+from fedring.train.batches import by_name, fetch, size_of
 from fedring.train.evaluation import Counts
+from fedring.train.hooks import choose_hook
 from fedring.train.loop import Loss, OptimizerFactory, seeded
 from fedring.train.pipeline_table import CREDITS, Pipeline
 from fedring.train.plan import Plan
@@ -43,6 +51,9 @@ from fedring.workers.training import Diverged, Watcher, means_over_workers, work
 from fedring.workers.usage import Usage
 
 log = logging.getLogger(__name__)
+
+MicroBatches = list[Tensor | None]
+"""The micro-batches of a run, [batch, ...] each; None for those that other workers do."""
 
 _CANDIDATES = (1, 2, 4, 8, 16, 32)  # numbers of micro-batches that "auto" tries
 _STEPS_PER_CANDIDATE = 3
@@ -113,10 +124,11 @@ class PipelineTraining:
         table, rank = setup.table, dist.get_rank()
         self.micro_batches = table.micro_batches if table.micro_batches != "auto" else micro_batches
         self._layout = layout_of(table)
-        self._place = World(rank // table.width, table.replicas)  # the place of its pipeline among all pipelines
+        self._place = World(rank // table.width, table.pipelines)  # the place of its pipeline among all pipelines
         self._index = rank % table.width
         self._tally = Tally(setup.device)
-        self._pipeline_group, self._stage_group = _groups(table)
+        self._schedule = table.schedule_of(self.micro_batches or table.unit)  # of any run: which worker has which stage
+        self._pipeline_group, self._stage_group = _groups(table, self._schedule)
         self._transport = GroupTransport(self._pipeline_group, credits=CREDITS)
         self._workers: dict[int, Worker] = {}  # by the micro-batches of a run
         self._build(checkpoint)
@@ -194,7 +206,7 @@ class PipelineTraining:
             stash,
             loss=self._loss if number == table.stages - 1 else None,
             recompute=table.recompute,
-            average=self._average if self._stage_group is not None else None,
+            average=None if self._stage_group is None else self._average_with(stash, state),
         )
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -204,14 +216,19 @@ class PipelineTraining:
             self._tally.add(loss, outputs, labels)
         return loss
 
-    def _average(self, gradients: Sequence[Tensor]) -> None:
-        """Replace the gradients by their means over the replicas of the stage."""
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).cpu()
-        dist.all_reduce(flat, group=self._stage_group)
-        flat.div_(self._place.size)
-        sizes = [gradient.numel() for gradient in gradients]
-        for gradient, mean in zip(gradients, torch.split(flat, sizes), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+    def _average_with(self, stash: WeightStashing, state: StageState) -> Average:
+        """Return what combines the gradients of a stage's replicas: sums of shares of a batch, or means of batches."""
+        table, group = self.setup.table, self._stage_group
+        choice = choose_hook(table.hook)
+        ready = make_hook(choice, state.module.named_parameters(), group)
+        total: Average = partial(add_up, group=group) if choice.name == "none" else HookedSum(ready, stash.parameters)
+
+        def average(gradients: Sequence[Tensor]) -> None:
+            total(gradients)
+            for gradient in gradients:
+                gradient.div_(self._place.size)
+
+        return average
 
     def _epoch(self, now: Progress) -> None:
         plan, every = self.setup.plan, self.setup.table.checkpoint_every
@@ -234,13 +251,9 @@ class PipelineTraining:
         cuts = [
             part for step in steps for part in micro_batches(step.indices, size=size, most=interval, unit=table.unit)
         ]
-        first, last = 0 in self._stages, table.stages - 1 in self._stages
-        with add_note(f"in the samples of stage {0 if first else table.stages - 1}"):
-            batches = list(fetch(setup.samples, cuts, setup.device)) if first or last else []
+        inputs, labels = self._read(setup.samples, cuts)
         sent = self.watcher.bytes_sent()
-        report = self._worker(len(cuts)).run(
-            [inputs for inputs, _ in batches] if first else None, [labels for _, labels in batches] if last else None
-        )
+        report = self._worker(len(cuts)).run(inputs, labels, weights=[len(part) for part in cuts])
         now.steps, now.round_steps, now.taken = now.steps + len(steps), now.round_steps + len(steps), steps[-1].taken
         samples = sum(len(step.indices) for step in steps)
         self.steps, self.samples = now.steps, self.samples + samples
@@ -260,27 +273,50 @@ class PipelineTraining:
             raise Diverged(f"the loss is not finite: use a learning rate below {setup.plan.lr:g}")
         self.watcher.progress((now.epoch + now.taken / len(order)) / setup.plan.epochs)
 
+    def _read(self, samples: Dataset[Any], cuts: Sequence[Tensor]) -> tuple[dict[str, MicroBatches], MicroBatches]:
+        """Read the micro-batches that this worker does of the stages that use tensors of the batch, or the labels.
+
+        Returns:
+            The inputs by name, and the labels, with None for the micro-batches that other workers do.
+        """
+        used = {stage: self._model.stages.routes.from_batch(stage) for stage in self._stages}
+        readers = [stage for stage, names in used.items() if names or stage == self.setup.table.stages - 1]
+        mine = [m for m in range(len(cuts)) if any(self._schedule.owner(stage, m) == self._index for stage in readers)]
+        with add_note(f"in the samples of stage {min(readers, default=0)}"):
+            batches = list(fetch(samples, [cuts[m] for m in mine], self.setup.device))
+            inputs = by_name([given for given, _ in batches], {name for names in used.values() for name in names})
+        labels = _spread([labels for _, labels in batches], mine, len(cuts))
+        return {name: _spread(tensors, mine, len(cuts)) for name, tensors in inputs.items()}, labels
+
     @torch.no_grad()
     def _evaluate(self, samples: Dataset[Any]) -> Counts:
         """Evaluate the stages on a share of the samples: each pipeline takes every so many batches."""
         setup, table, tally = self.setup, self.setup.table, Tally(self.setup.device)
         cuts = torch.split(torch.arange(size_of(samples)), _EVALUATION_BATCH)[self._place.rank :: self._place.size]
-        first, last = 0 in self._stages, table.stages - 1 in self._stages
         for start in range(0, len(cuts), _EVALUATION_BATCHES):
             self.watcher.check()
-            part = cuts[start : start + _EVALUATION_BATCHES]
-            batches = list(fetch(samples, part, setup.device)) if first or last else []
-            outputs = self._worker(self.micro_batches or table.unit).evaluate(
-                [inputs for inputs, _ in batches] if first else None, micro_batches=len(part)
-            )
-            for output, (_, labels) in zip(outputs or (), batches, strict=outputs is not None):
+            inputs, labels = self._read(samples, cuts[start : start + _EVALUATION_BATCHES])
+            worker = self._worker(self.micro_batches or table.unit)
+            outputs = worker.evaluate(inputs, micro_batches=len(labels)) or ()
+            mine = [m for m in range(len(labels)) if self._schedule.owner(table.stages - 1, m) == self._index]
+            for micro_batch, output in zip(mine, outputs, strict=bool(outputs)):
+                target = labels[micro_batch]
                 exact = output if table.compute_dtype == "float32" else output.float()
-                tally.add(setup.loss(exact, labels), exact, labels)
+                if target is not None:
+                    tally.add(setup.loss(exact, target), exact, target)
         return Counts(tally.correct if tally.classified else None, tally.total, tally.loss_sum)
 
     def _worker(self, count: int) -> Worker:
         if count not in self._workers:
-            self._workers[count] = Worker(self._stages, self.setup.table.schedule_of(count), self._transport)
+            table = self.setup.table
+            self._workers[count] = Worker(
+                self._stages,
+                table.schedule_of(count),
+                self._transport,
+                routes=self._model.stages.routes,
+                index=self._index,
+                replicas=self._stage_group if table.stage_workers else None,
+            )
         return self._workers[count]
 
     def _make_checkpoint(self, now: Progress) -> None:
@@ -290,6 +326,8 @@ class PipelineTraining:
             parameters = (p for state in self._states.values() for p in state.module.parameters())
             if not equal_on_all(digest_of(parameters), self._stage_group):
                 raise Diverged(f"the replicas of a stage differ after step {now.steps} of the job")
+            for state in self._states.values():
+                share_buffers(state.module, self._stage_group)
         facts = replace(self._facts, progress=replace(now), samples=self.samples)
         for number, state in self._states.items():
             state.save(folder.path(now.steps, number), facts)
@@ -331,18 +369,25 @@ class PipelineTraining:
         log.info("%d micro-batches are the fastest of %s", curve.best, text, extra={"micro_batches": curve.best})
 
 
+def _spread(tensors: Sequence[Tensor], micro_batches: Sequence[int], count: int) -> MicroBatches:
+    """Return the tensors of some micro-batches in their places, and None in the places of all others."""
+    found = dict(zip(micro_batches, tensors, strict=True))
+    return [found.get(micro_batch) for micro_batch in range(count)]
+
+
 def layout_of(table: Pipeline) -> Layout:
     """Return which rank has which stages of a job."""
-    return Layout(table.stages, table.width, table.replicas)
+    return Layout(table.stages, table.width, table.pipelines, table.stage_workers)
 
 
-def _groups(table: Pipeline) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def _groups(table: Pipeline, schedule: Schedule) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Return the group of this worker's pipeline, and that of the workers with the same stages.
 
-    Without replicas, both are None: the pipeline is the default group, and no other worker has the same stages.
+    A single pipeline is the default group, which is returned as None. So is the second group if no other worker has the
+    same stages.
     """
-    if table.replicas == 1:
-        return None, None
+    if table.pipelines == 1:
+        return None, stage_group(schedule)
     rank, width = dist.get_rank(), table.width
     # Every rank must make every group, in the same order.
     pipelines = [dist.new_group(list(range(first, first + width))) for first in range(0, table.workers, width)]

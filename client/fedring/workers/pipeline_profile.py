@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fedring.pipeline.worker import Report
+from fedring.pipeline.run import Report
 from fedring.schedules.schedule import Kind
 
 

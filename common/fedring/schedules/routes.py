@@ -6,11 +6,20 @@ model. A tensor of the batch, such as a mask, is not sent: the worker of each st
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fedring.schedules.schedule import ScheduleError
 
 BATCH = -1
 """The source of a tensor that a stage's own worker reads from the batch."""
+
+
+class Edge(NamedTuple):
+    """A tensor that passes from the stage that makes it to one that uses it."""
+
+    tensor: str
+    source: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,16 @@ class Routes:
     def stages(self) -> int:
         """The number of stages."""
         return len(self.sources)
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """All edges, by their target and their tensor's name, so that every worker numbers them alike."""
+        return tuple(
+            Edge(name, source, target)
+            for target, inputs in enumerate(self.sources)
+            for name, source in sorted(inputs.items())
+            if source != BATCH
+        )
 
     def consumers(self, stage: int) -> dict[str, tuple[int, ...]]:
         """Return the tensors that later stages use of those that a stage makes, each with those stages, in order."""

@@ -5,7 +5,7 @@ or an update of a stage, with the version that it makes. A run begins with versi
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
@@ -49,7 +49,12 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of every worker in one run. Worker w has the stages s with s modulo the number of workers = w."""
+    """The actions of every worker in one run.
+
+    Without replicas, worker w has the stages s with s modulo the number of workers = w. With replicas, the first
+    workers have stage 0, the next ones stage 1, and so on; replica r of a stage does the micro-batches m with m modulo
+    the number of its replicas = r.
+    """
 
     name: str
     stages: int
@@ -57,36 +62,69 @@ class Schedule:
     interval: int  # micro-batches from one update to the next
     workers: tuple[tuple[Action, ...], ...]  # the actions of each worker, in order
     versions: Versions = Versions.STASHED
+    replicas: tuple[int, ...] = ()  # the number of workers of each stage; () = each stage has one
 
-    def owner(self, stage: int) -> int:
-        """Return the worker that has a stage."""
-        return stage % len(self.workers)
+    def owner(self, stage: int, micro_batch: int) -> int:
+        """Return the worker that does a micro-batch of a stage."""
+        owners = self.owners(stage)
+        return owners[micro_batch % len(owners)]
+
+    def owners(self, stage: int) -> range:
+        """Return the workers that have a stage, replica 0 first."""
+        if not self.replicas:
+            worker = stage % len(self.workers)
+            return range(worker, worker + 1)
+        first = sum(self.replicas[:stage])
+        return range(first, first + self.replicas[stage])
 
     def stages_of(self, worker: int) -> list[int]:
         """Return the stages of a worker."""
-        return [stage for stage in range(self.stages) if self.owner(stage) == worker]
+        return [stage for stage in range(self.stages) if worker in self.owners(stage)]
 
-    def of_stage(self, stage: int) -> list[Action]:
-        """Return the actions of one stage, in order."""
-        return [action for action in self.workers[self.owner(stage)] if action.stage == stage]
+    def micro_batches_of(self, stage: int, worker: int) -> list[int]:
+        """Return the micro-batches that a worker does of a stage."""
+        return [m for m in range(self.micro_batches) if self.owner(stage, m) == worker]
 
-
-def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """Return GPipe: all forwards, then all backwards, then the update (Huang et al. 2019, section 2.2)."""
-    _check_counts(stages, micro_batches)
-    warmups = [micro_batches] * stages
-    return _synchronous("gpipe", micro_batches, [_alternate(s, micro_batches, warmups[s]) for s in range(stages)])
+    def of_stage(self, stage: int, worker: int) -> list[Action]:
+        """Return the actions of a worker for one stage, in order."""
+        return [action for action in self.workers[worker] if action.stage == stage]
 
 
-def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
+def gpipe(stages: int, micro_batches: int, *, replicas: Sequence[int] = ()) -> Schedule:
+    """Return GPipe: all forwards, then all backwards, then the update (Huang et al. 2019, section 2.2).
+
+    Args:
+        stages: The number of stages.
+        micro_batches: The number of micro-batches of a run.
+        replicas: As for one_forward_one_backward().
+
+    Raises:
+        ScheduleError: If a number does not fit.
+    """
+    counts = _check_counts(stages, micro_batches, replicas)
+    orders = [_alternate(s, micro_batches, micro_batches) for s in range(stages)]
+    return _synchronous("gpipe", micro_batches, _divided(orders, counts), stages, replicas)
+
+
+def one_forward_one_backward(stages: int, micro_batches: int, *, replicas: Sequence[int] = ()) -> Schedule:
     """Return 1F1B: each backward as early as possible, and one update at the end.
 
     The result is that of GPipe, with fewer activations in memory. Narayanan et al. 2021 ("Efficient Large-Scale
-    Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.1) call it PipeDream-Flush.
+    Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.1) call it PipeDream-Flush. With replicas,
+    it is 1F1B-RR (Narayanan et al. 2019, section 3.2): the workers of a stage take its micro-batches by turns, and each
+    stage keeps as many of them in flight as there are workers from this stage on.
+
+    Args:
+        stages: The number of stages.
+        micro_batches: The number of micro-batches of a run.
+        replicas: The number of workers of each stage; () means one for each.
+
+    Raises:
+        ScheduleError: If a number does not fit.
     """
-    _check_counts(stages, micro_batches)
-    orders = [_alternate(s, micro_batches, stages - 1 - s) for s in range(stages)]
-    return _synchronous("1f1b", micro_batches, orders)
+    counts = _check_counts(stages, micro_batches, replicas)
+    orders = [_alternate(s, micro_batches, sum(counts[s:]) - 1) for s in range(stages)]
+    return _synchronous("1f1b", micro_batches, _divided(orders, counts), stages, replicas)
 
 
 def interleaved(stages: int, micro_batches: int, *, workers: int) -> Schedule:
@@ -173,13 +211,20 @@ def forwards(schedule: Schedule, micro_batches: int) -> Schedule:
     workers = len(schedule.workers)
     groups = [range(first, min(first + workers, micro_batches)) for first in range(0, micro_batches, workers)]
     orders = [
-        [Action(Kind.FORWARD, stage, m) for group in groups for stage in schedule.stages_of(worker) for m in group]
+        [
+            Action(Kind.FORWARD, stage, m)
+            for group in groups
+            for stage in schedule.stages_of(worker)
+            for m in group
+            if schedule.owner(stage, m) == worker
+        ]
         for worker in range(workers)
     ]
-    return Schedule("forwards", schedule.stages, micro_batches, micro_batches, _frozen(orders))
+    made = Schedule("forwards", schedule.stages, micro_batches, micro_batches, _frozen(orders))
+    return replace(made, replicas=schedule.replicas)
 
 
-def make(name: str, stages: int, micro_batches: int, *, workers: int = 0) -> Schedule:
+def make(name: str, stages: int, micro_batches: int, *, workers: int = 0, replicas: Sequence[int] = ()) -> Schedule:
     """Return the schedule called `name`, one of NAMES.
 
     Args:
@@ -187,28 +232,42 @@ def make(name: str, stages: int, micro_batches: int, *, workers: int = 0) -> Sch
         stages: The number of stages.
         micro_batches: The number of micro-batches of a run.
         workers: The number of workers; 0 means one for each stage. Only interleaved_1f1b can have fewer than stages.
+        replicas: The number of workers of each stage, for gpipe and 1f1b; () means one for each.
 
     Raises:
-        ScheduleError: If there is no such schedule.
+        ScheduleError: If there is no such schedule, or it cannot have these workers.
     """
+    flushed = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+    if replicas and (name not in flushed or workers):
+        raise ScheduleError(
+            f"replicas={list(replicas)} do not work with {name}: stages with several workers each need the schedule "
+            "gpipe or 1f1b"
+        )
     if name == "interleaved_1f1b":
         return interleaved(stages, micro_batches, workers=workers or stages)
     if workers not in (0, stages):
         raise ScheduleError(
             f"{name} has one stage per worker, but {stages} stages were given {workers} workers: use interleaved_1f1b"
         )
-    makers = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "pipedream": pipedream}
-    if name not in makers:
+    if name in flushed:
+        return flushed[name](stages, micro_batches, replicas=replicas)
+    if name != "pipedream":
         raise ScheduleError(f"there is no schedule {name!r}: use {', '.join(NAMES)}")
-    return makers[name](stages, micro_batches)
+    return pipedream(stages, micro_batches)
 
 
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "pipedream")
 
 
-def _check_counts(stages: int, micro_batches: int) -> None:
+def _check_counts(stages: int, micro_batches: int, replicas: Sequence[int] = ()) -> Sequence[int]:
+    """Return the number of workers of each stage."""
     if stages < 1 or micro_batches < 1:
         raise ScheduleError(f"there must be at least one stage and one micro-batch, not {stages} and {micro_batches}")
+    if replicas and (len(replicas) != stages or min(replicas) < 1):
+        raise ScheduleError(
+            f"replicas={list(replicas)} do not fit {stages} stages: give a number of workers, 1 or more, for each stage"
+        )
+    return replicas or [1] * stages
 
 
 def _alternate(stage: int, micro_batches: int, warmup: int) -> list[Action]:
@@ -236,17 +295,25 @@ def _interleave(worker: int, stages: int, micro_batches: int, workers: int) -> l
     return [*forwards[:ahead], *(a for pair in pairs for a in pair), *backwards[len(turns) - ahead :]]
 
 
+def _divided(orders: Iterable[Sequence[Action]], replicas: Iterable[int]) -> list[list[Action]]:
+    """Divide the order of each stage among its replicas."""
+    return [
+        [action for action in order if action.micro_batch % count == replica]
+        for order, count in zip(orders, replicas, strict=True)
+        for replica in range(count)
+    ]
+
+
 def _synchronous(
-    name: str, micro_batches: int, orders: Sequence[Sequence[Action]], stages: int | None = None
+    name: str, micro_batches: int, orders: Sequence[Sequence[Action]], stages: int, replicas: Sequence[int] = ()
 ) -> Schedule:
-    """Return the schedule with these orders, after each of which its worker updates all its stages."""
-    count = stages or len(orders)
+    """Return the schedule with these orders of workers, after each of which its worker updates all its stages."""
+    made = Schedule(name, stages, micro_batches, micro_batches, _frozen(orders), replicas=tuple(replicas))
     ends = [
-        [Action(Kind.UPDATE, s, micro_batches - 1, 1) for s in range(worker, count, len(orders))]
+        [Action(Kind.UPDATE, stage, micro_batches - 1, 1) for stage in made.stages_of(worker)]
         for worker in range(len(orders))
     ]
-    actions = [[*order, *end] for order, end in zip(orders, ends, strict=True)]
-    return Schedule(name, count, micro_batches, micro_batches, _frozen(actions))
+    return replace(made, workers=_frozen([*order, *end] for order, end in zip(orders, ends, strict=True)))
 
 
 def _with_updates(order: Iterable[Action], micro_batches: int, interval: int) -> list[Action]:

@@ -1,11 +1,13 @@
 """The simulation of a schedule without a network: whether it ends, how long it takes, and what stages must keep."""
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fedring.schedules.routes import Routes, chain
 from fedring.schedules.schedule import Action, Kind, Schedule, ScheduleError
+from fedring.schedules.traffic import Lane, Traffic
 
 
 class Costs(NamedTuple):
@@ -47,51 +49,64 @@ class Timeline:
 
 
 class Needs(NamedTuple):
-    """The most that a stage keeps at a time."""
+    """The most that a worker keeps of a stage at a time."""
 
     activations: int  # micro-batches between their forward and their backward
     versions: int  # of the weights, including the newest
 
 
-def check(schedule: Schedule, *, credits: int = 0, bounds: Sequence[Needs] | None = None) -> list[Needs]:
+def check(
+    schedule: Schedule,
+    *,
+    routes: Routes | None = None,
+    credits: int = 0,
+    bounds: Sequence[Needs] | None = None,
+) -> list[Needs]:
     """Check that a schedule is complete, uses each version correctly, and comes to an end.
 
     Args:
         schedule: The schedule.
-        credits: If above 0, how many messages a stage may send to another one before the first of them is taken.
+        routes: Which stage uses which tensors of which other one; None means a chain.
+        credits: If above 0, how many messages a stage may send to the next one before the first of them is taken;
+            a lane that passes by other stages has more, see Traffic.credits().
         bounds: The most that each stage may need.
 
     Returns:
-        What each stage needs.
+        What each stage needs; if it has replicas, the one that needs the most.
 
     Raises:
         ScheduleError: If the schedule is wrong, deadlocks, or exceeds `bounds`.
     """
     for worker, actions in enumerate(schedule.workers):
-        if any(not 0 <= a.stage < schedule.stages or schedule.owner(a.stage) != worker for a in actions):
+        if any(not 0 <= a.stage < schedule.stages or worker not in schedule.owners(a.stage) for a in actions):
             raise ScheduleError(f"worker {worker} has an action of a stage that it does not have")
     needs = [_check_stage(stage, schedule) for stage in range(schedule.stages)]
-    simulate(schedule, credits=credits)
+    simulate(schedule, routes=routes, credits=credits)
     for stage, (need, bound) in enumerate(zip(needs, bounds or needs, strict=True)):
         if need.activations > bound.activations or need.versions > bound.versions:
             raise ScheduleError(f"stage {stage} needs {need}, which exceeds its bound {bound}")
     return needs
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None, *, credits: int = 0) -> Timeline:
+def simulate(
+    schedule: Schedule, costs: Costs | None = None, *, routes: Routes | None = None, credits: int = 0
+) -> Timeline:
     """Simulate a run in which every action begins as early as possible.
+
+    Every tensor is supposed to have a gradient. A run in which some have none only has fewer messages to wait for.
 
     Args:
         schedule: The schedule.
         costs: How long actions take.
+        routes: As for check().
         credits: As for check().
 
     Raises:
         ScheduleError: If the workers wait for each other for ever.
     """
-    run = _Run(schedule, costs or Costs(), credits)
-    while any(run.advance(worker) for worker in range(len(schedule.workers))):
-        pass
+    run = _Run(Traffic(schedule, routes or chain(schedule.stages)), costs or Costs(), credits)
+    while run.awake:
+        run.advance(run.awake.popleft())
     places = zip(run.position, schedule.workers, strict=True)
     stuck = [(w, actions[at]) for w, (at, actions) in enumerate(places) if at < len(actions)]
     if stuck or any(run.unsent):
@@ -118,10 +133,19 @@ def needs_of(actions: Sequence[Action]) -> Needs:
 
 
 def _check_stage(stage: int, schedule: Schedule) -> Needs:
-    actions = schedule.of_stage(stage)
+    needs = [_check_replica(stage, worker, schedule) for worker in schedule.owners(stage)]
+    return Needs(*(max(values) for values in zip(*needs, strict=True)))
+
+
+def _check_replica(stage: int, worker: int, schedule: Schedule) -> Needs:
+    actions = schedule.of_stage(stage, worker)
     forwards: dict[int, int] = {}
     backwards: dict[int, int] = {}
     newest, missing = 0, 0
+    updates = [action.version for action in actions if action.kind is Kind.UPDATE]
+    others = [a.version for a in schedule.of_stage(stage, schedule.owners(stage)[0]) if a.kind is Kind.UPDATE]
+    if updates != others:
+        raise ScheduleError(f"the replicas of stage {stage} do not make the same updates")
     for action in actions:
         known = {Kind.FORWARD: forwards, Kind.BACKWARD: backwards}.get(action.kind)
         if known is None:
@@ -134,7 +158,7 @@ def _check_stage(stage: int, schedule: Schedule) -> Needs:
             _require(forwards.get(action.micro_batch) == action.version, action, "has no forward with the same weights")
             missing += 1
         known[action.micro_batch] = action.version
-    wanted = set(range(schedule.micro_batches))
+    wanted = set(schedule.micro_batches_of(stage, worker))
     if set(forwards) != wanted or set(backwards) != wanted or missing:
         raise ScheduleError(f"stage {stage} lacks a forward, a backward, or an update after its last backward")
     return needs_of(actions)
@@ -145,76 +169,85 @@ def _require(holds: bool, action: Action, fault: str) -> None:
         raise ScheduleError(f"{action} of stage {action.stage} {fault}")
 
 
-def neighbours(action: Action, schedule: Schedule) -> tuple[int | None, int | None]:
-    """Return the stages that an action gets a message from and sends one to; None where there is none."""
-    if action.kind is Kind.UPDATE:
-        return None, None
-    below = action.stage - 1 if action.stage else None
-    above = action.stage + 1 if action.stage + 1 < schedule.stages else None
-    return (below, above) if action.kind is Kind.FORWARD else (above, below)
-
-
-Lane = tuple[Kind, int]  # the messages of one kind to one stage
-
-
 @dataclass(slots=True)
 class _Run:
     """Workers as sequential processes. The outcome does not depend on the order in which they advance."""
 
-    schedule: Schedule
+    traffic: Traffic
     costs: Costs
     credits: int
     spans: list[Span] = field(default_factory=list)
     arrived: dict[tuple[Lane, int], float] = field(default_factory=dict)  # when a lane's micro-batch has arrived
     sent: Counter[Lane] = field(default_factory=Counter)  # messages of each lane
     taken: defaultdict[Lane, list[float]] = field(default_factory=lambda: defaultdict(list))  # when each was taken
+    ready: defaultdict[tuple[int, int], dict[int, float]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )  # when each worker has come to the update of a stage to a version
     position: list[int] = field(init=False)  # of each worker in its actions
     clock: list[float] = field(init=False)  # of each worker
-    unsent: list[tuple[Lane, int] | None] = field(init=False)  # the message that each worker has yet to send
+    unsent: list[deque[tuple[Lane, int]]] = field(init=False)  # the messages that each worker has yet to send
+    awake: deque[int] = field(init=False)  # workers that may have something to do
 
     def __post_init__(self) -> None:
-        workers = len(self.schedule.workers)
-        self.position, self.clock, self.unsent = [0] * workers, [0.0] * workers, [None] * workers
+        workers = len(self.traffic.schedule.workers)
+        self.position, self.clock, self.unsent = [0] * workers, [0.0] * workers, [deque() for _ in range(workers)]
+        self.awake = deque(range(workers))
 
-    def advance(self, worker: int) -> bool:
-        """Let a worker do what it can, and return whether that was anything."""
-        actions, before = self.schedule.workers[worker], self.position[worker]
-        moved = self._send(worker)
-        while self.unsent[worker] is None and self.position[worker] < len(actions):
+    def advance(self, worker: int) -> None:
+        """Let a worker do what it can, and wake the workers that may have waited for it."""
+        actions = self.traffic.schedule.workers[worker]
+        self._send(worker)
+        while not self.unsent[worker] and self.position[worker] < len(actions):
             if not self._do(worker, actions[self.position[worker]]):
                 break
             self.position[worker] += 1
             self._send(worker)
-        return moved or self.position[worker] > before
 
     def _do(self, worker: int, action: Action) -> bool:
-        source, target = neighbours(action, self.schedule)
-        lane, start = (action.kind, action.stage), self.clock[worker]
-        if source is not None:
-            arrived = self.arrived.get((lane, action.micro_batch))
-            if arrived is None:
+        """Do an action if it can begin, and return whether it could."""
+        kind, micro_batch = action.kind, action.micro_batch
+        lanes = [self.traffic.lane(kind, edge, micro_batch) for edge in self.traffic.received(action)]
+        if kind is Kind.UPDATE:
+            causes = self._come_to_update(worker, action)
+        else:
+            causes = [self.arrived.get((lane, micro_batch)) for lane in lanes]
+        start = self.clock[worker]
+        for cause in causes:
+            if cause is None:
                 return False
-            start = max(start, arrived)
+            start = max(start, cause)
+        for lane in lanes:
             self.taken[lane].append(start)
+            self.awake.append(lane.sender)
         costs = {Kind.FORWARD: self.costs.forward, Kind.BACKWARD: self.costs.backward, Kind.UPDATE: self.costs.update}
-        self.clock[worker] = start + costs[action.kind]
+        self.clock[worker] = start + costs[kind]
         self.spans.append(Span(worker, action, start, self.clock[worker]))
-        if target is not None:
-            self.unsent[worker] = (action.kind, target), action.micro_batch
+        self.unsent[worker].extend(
+            (self.traffic.lane(kind, edge, micro_batch), micro_batch) for edge in self.traffic.sent(action)
+        )
         return True
 
-    def _send(self, worker: int) -> bool:
-        """Send the worker's message if there is one and its lane has a credit, and return whether it was sent."""
+    def _come_to_update(self, worker: int, action: Action) -> list[float | None]:
+        """Return when each replica of the stage has come to its update; None for those that have not."""
+        ready = self.ready[action.stage, action.version]
+        owners = self.traffic.schedule.owners(action.stage)
+        if worker not in ready:
+            ready[worker] = self.clock[worker]
+            self.awake.extend(owners if len(ready) == len(owners) > 1 else ())
+        return [ready.get(replica) for replica in owners]
+
+    def _send(self, worker: int) -> None:
+        """Send those of the worker's messages whose lanes have a credit, in order."""
         unsent = self.unsent[worker]
-        if unsent is None:
-            return False
-        lane, micro_batch = unsent
-        number, remote = self.sent[lane], self.schedule.owner(lane[1]) != worker
-        if remote and self.credits and number >= self.credits:
-            if len(self.taken[lane]) <= number - self.credits:
-                return False
-            self.clock[worker] = max(self.clock[worker], self.taken[lane][number - self.credits])
-        self.sent[lane] += 1
-        self.arrived[lane, micro_batch] = self.clock[worker] + (self.costs.transfer if remote else 0.0)
-        self.unsent[worker] = None
-        return True
+        while unsent:
+            lane, micro_batch = unsent[0]
+            number, remote = self.sent[lane], lane.sender != lane.receiver
+            most = self.traffic.credits(lane, self.credits) if remote and self.credits else number + 1
+            if number >= most:
+                if len(self.taken[lane]) <= number - most:
+                    break
+                self.clock[worker] = max(self.clock[worker], self.taken[lane][number - most])
+            self.sent[lane] += 1
+            self.arrived[lane, micro_batch] = self.clock[worker] + (self.costs.transfer if remote else 0.0)
+            self.awake.append(lane.receiver)
+            unsent.popleft()

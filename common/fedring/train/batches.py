@@ -1,20 +1,23 @@
 """Batches of any map-style dataset: how samples are drawn, cut into batches, and fetched."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from fedring.train.errors import TrainError
+
+Inputs = Tensor | dict[str, Tensor]
+"""The inputs of a model for a batch: [batch, ...], or several of them by the names of its forward's arguments."""
 
 
 @runtime_checkable
 class Batched(Protocol):
     """A dataset that returns whole batches, without a Python object for each sample."""
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Tensor) -> tuple[Inputs, Tensor]:
         """Return the inputs [batch, ...] and the labels [batch, ...] at `indices` [batch] int64."""
         ...
 
@@ -60,20 +63,61 @@ def cut(order: Tensor, batch_size: int) -> Sequence[Tensor]:
     return torch.split(order, sizes)
 
 
-def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the inputs [batch, ...] and the labels [batch, ...] of each batch of indices in `cuts`, on `device`.
+def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Inputs, Tensor]]:
+    """Yield the inputs and the labels [batch, ...] of each batch of indices in `cuts`, on `device`.
 
     Raises:
-        TrainError: With the reason bad_batch, if a sample is not a pair of tensors or numbers.
+        TrainError: With the reason bad_batch, if a sample is not a pair of inputs and a label.
     """
     if isinstance(samples, Batched):
         for indices in cuts:
             inputs, labels = samples.batch(indices)
-            yield inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            yield _moved(inputs, device), labels.to(device, non_blocking=True)
         return
     # The loader would otherwise draw a seed from the global generator, which also drives dropout.
     loader = DataLoader(samples, batch_sampler=[i.tolist() for i in cuts], generator=torch.Generator())
     for batch in loader:
-        if not (isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch)):
-            raise TrainError("bad_batch", "A sample must be a pair of an input and a label, both tensors or numbers.")
-        yield batch[0].to(device, non_blocking=True), batch[1].to(device, non_blocking=True)
+        if not (isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor)):
+            raise TrainError(
+                "bad_batch", "A sample must be a pair of inputs and a label, which are tensors or numbers."
+            )
+        yield _moved(batch[0], device), batch[1].to(device, non_blocking=True)
+
+
+def apply(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Return the outputs of a model; inputs by name are the arguments of its forward."""
+    outputs: Tensor = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    return outputs
+
+
+def by_name(batches: Sequence[Inputs], names: Collection[str]) -> dict[str, list[Tensor]]:
+    """Return the tensors of several batches by name.
+
+    Args:
+        batches: The inputs of each batch; a tensor alone is called "inputs".
+        names: The tensors to return. If it is "inputs" alone, the only tensor of a batch is that, whatever its name is.
+
+    Raises:
+        TrainError: With the reason bad_batch, if a batch does not have one of them.
+    """
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for inputs in batches:
+        given = {"inputs": inputs} if isinstance(inputs, Tensor) else inputs
+        if set(names) == {"inputs"} and len(given) == 1:
+            given = {"inputs": next(iter(given.values()))}
+        for name, tensors in found.items():
+            if name not in given:
+                raise TrainError("bad_batch", f"The model takes {name!r}, but the samples have {', '.join(given)}.")
+            tensors.append(given[name])
+    return found
+
+
+def _moved(inputs: object, device: torch.device) -> Inputs:
+    if isinstance(inputs, Tensor):
+        return inputs.to(device, non_blocking=True)
+    if not isinstance(inputs, dict) or not all(isinstance(tensor, Tensor) for tensor in inputs.values()):
+        raise TrainError(
+            "bad_batch",
+            "The inputs of a sample must be a tensor, a number, or a dict of them by the names of arguments.",
+        )
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}

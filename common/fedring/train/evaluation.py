@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from fedring.train.batches import fetch, size_of
+from fedring.train.batches import apply, fetch, size_of
 from fedring.train.errors import TrainError
 from fedring.train.loop import Loss
 from fedring.train.metrics import combine, named_metrics
@@ -59,7 +59,7 @@ def evaluate(
 
     Args:
         model: Is moved to `device`. It is in evaluation mode meanwhile, and in its former mode afterwards.
-        samples: Any map-style dataset of pairs of an input and a label.
+        samples: Any map-style dataset of pairs of inputs and a label; inputs may be a dict by the names of arguments.
         loss: Returns the mean loss of a batch.
         batch_size: Samples per batch. A small CNN is as fast with 32 as with 256, and needs 300 MB more with 512.
         device: Where to compute.
@@ -78,7 +78,7 @@ def evaluate(
     cuts = torch.split(wanted, batch_size)
     try:
         for inputs, labels in fetch(samples, cuts, device):
-            outputs = model(inputs)
+            outputs = apply(model, inputs)
             tally.add(loss(outputs, labels), outputs, labels)
     finally:
         for module, training in modes:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from fedring.train.batches import cut, draw, fetch, size_of
+from fedring.train.batches import Inputs, apply, cut, draw, fetch, size_of
 from fedring.train.errors import TrainError, TrainingStopped
 from fedring.train.plan import Plan, TrainResult
 from fedring.train.tally import Tally
@@ -41,7 +41,7 @@ def train(
 
     Args:
         model: Is moved to `device` and trained there.
-        samples: A map-style dataset of pairs of an input and a label.
+        samples: A map-style dataset of pairs of inputs and a label; inputs may be a dict by the names of arguments.
         plan: Says how many samples and epochs, and with which batch size, learning rate, momentum, mu and seed.
         loss: Returns the mean loss of a batch.
         optimizer_factory: Makes a new optimizer, so that no momentum is kept from round to round.
@@ -113,7 +113,7 @@ def warm_up(device: torch.device) -> None:
 
 
 def _epoch(
-    step: "_Step", batches: Iterator[tuple[Tensor, Tensor]], count: int, tally: Tally, stopped: Callable[[], bool]
+    step: "_Step", batches: Iterator[tuple[Inputs, Tensor]], count: int, tally: Tally, stopped: Callable[[], bool]
 ) -> Iterator[float]:
     """Train on `count` batches, and yield the share that is done, now and then and at the end."""
     every = max(1, count // _CHECKS_PER_EPOCH)
@@ -136,10 +136,10 @@ class _Step:
         self._start = [p.detach().clone() for p in self._parameters] if plan.mu > 0 else []
         self.optimizer = optimizer_factory(self._parameters, plan.lr, plan.momentum)
 
-    def __call__(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Do a step, and return the loss (scalar) and the outputs of the batch before it."""
         self.optimizer.zero_grad()
-        outputs: Tensor = self._model(inputs)
+        outputs = apply(self._model, inputs)
         loss = self._loss(outputs, labels)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         if self._mu > 0:

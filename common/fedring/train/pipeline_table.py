@@ -1,19 +1,25 @@
 """The table [pipeline] of a job: how its model is cut into stages, and how the clients train them."""
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedring.schedules.schedule import Schedule, Versions, make, pipedream
 from fedring.schedules.simulation import check
 from fedring.train.bounds import Count, Positive, PositiveCount, Text
+from fedring.train.hooks import PARAMETERS, choose_hook
 
 CREDITS = 4
 """How many messages of one kind a stage may send before the receiver has taken the first of them."""
 
 MAX_CELLS = 1 << 16
 """The largest product of stages and micro-batches: a schedule lists them all, and is simulated before a job starts."""
+
+HOOKS = tuple(name for name in PARAMETERS if name not in ("noop", "dgc"))
+"""The hooks that a pipeline job can name: those that leave the optimizer as it is, and all replicas equal."""
+
+Replicas = Annotated[int, Field(ge=1, le=256)]
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -27,11 +33,16 @@ class Pipeline(BaseModel):
     stages_per_worker: int = Field(
         1, ge=1, le=64, description="number of stages that each worker has (interleaved_1f1b)"
     )
-    replicas: int = Field(
+    replicas: Replicas | list[Replicas] = Field(
         1,
-        ge=1,
-        le=256,
-        description="number of parallel pipelines; each takes its own batches, and their gradients are averaged",
+        description="number of parallel pipelines, from 1 to 256; each takes its own batches, and their gradients are "
+        "averaged. A list gives each stage its own number of workers in one pipeline, which take its micro-batches by "
+        "turns and add up their gradients (gpipe and 1f1b)",
+    )
+    hook: Text = Field(
+        "none",
+        description=f"how the gradients of a stage's replicas are sent: {', '.join(HOOKS)}, with parameters in "
+        "parentheses if need be",
     )
     cut: Text | list[Count] | list[Text] = Field(
         "parameters",
@@ -89,6 +100,7 @@ class Pipeline(BaseModel):
                 f"the schedule {self.schedule} has one stage per worker: set stages_per_worker=1 or "
                 "schedule=interleaved_1f1b"
             )
+        self._check_replicas()
         if self.schedule != "pipedream" and (self.update_interval or self.warmups or self.versions != "stashed"):
             raise ValueError("update_interval, versions and warmups belong to the schedule pipedream")
         if self.schedule == "pipedream" and self.micro_batches == "auto":
@@ -101,6 +113,24 @@ class Pipeline(BaseModel):
             )
         check(self.schedule_of(micro_batches), credits=CREDITS)
         return self
+
+    def _check_replicas(self) -> None:
+        if (name := choose_hook(self.hook).name) not in HOOKS:
+            raise ValueError(f"hook={self.hook} cannot be used in a pipeline: choose from {', '.join(HOOKS)}")
+        if name != "none" and self.workers == self.width and max(self.stage_workers, default=1) == 1:
+            raise ValueError(f"hook={self.hook} has no effect on replicas={self.replicas}: no stage has two workers")
+        if isinstance(self.replicas, int):
+            return
+        if len(self.replicas) != self.stages:
+            raise ValueError(
+                f"replicas={self.replicas} has {len(self.replicas)} numbers, but stages={self.stages}: give one for "
+                "each stage"
+            )
+        if self.schedule not in ("gpipe", "1f1b"):
+            raise ValueError(
+                f"replicas={self.replicas} does not work with schedule={self.schedule}: use gpipe or 1f1b, or give one "
+                "number"
+            )
 
     def _check_cut(self) -> None:
         if isinstance(self.cut, str):
@@ -115,12 +145,22 @@ class Pipeline(BaseModel):
     @property
     def width(self) -> int:
         """The number of workers of one pipeline."""
-        return self.stages // self.stages_per_worker
+        return sum(self.stage_workers) or self.stages // self.stages_per_worker
+
+    @property
+    def pipelines(self) -> int:
+        """The number of parallel pipelines."""
+        return self.replicas if isinstance(self.replicas, int) else 1
+
+    @property
+    def stage_workers(self) -> tuple[int, ...]:
+        """The number of workers of each stage of a pipeline; () if no stage has more than one."""
+        return () if isinstance(self.replicas, int) else tuple(self.replicas)
 
     @property
     def workers(self) -> int:
         """The exact number of clients in a group."""
-        return self.width * self.replicas
+        return self.width * self.pipelines
 
     @property
     def unit(self) -> int:
@@ -141,7 +181,8 @@ class Pipeline(BaseModel):
             ScheduleError: If there is no such schedule for this number of stages and micro-batches.
         """
         if self.schedule != "pipedream":
-            return make(self.schedule, self.stages, micro_batches, workers=self.width)
+            workers = 0 if self.stage_workers else self.width
+            return make(self.schedule, self.stages, micro_batches, workers=workers, replicas=self.stage_workers)
         return pipedream(
             self.stages,
             micro_batches,

@@ -17,7 +17,7 @@ class Tally:
         """Set all sums to 0."""
         self.total = 0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._correct = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._correct = torch.zeros((), dtype=torch.float64, device=self._device)
         self._classified = False
 
     def add(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
@@ -25,14 +25,20 @@ class Tally:
 
         Args:
             loss: The mean loss of the batch, a scalar.
-            outputs: [batch, ...]; answers are counted if they are [batch, classes].
-            labels: [batch, ...]; answers are counted if they are integers [batch].
+            outputs: [batch, ...]; answers are counted if they are [batch, classes], or [batch, classes, ...] of several
+                labels each.
+            labels: [batch, ...]; answers are counted if they are integers [batch], or [batch, ...]. Of several, those
+                below 0 do not count, as cross_entropy ignores -100.
         """
         self.total += len(labels)
         self._loss_sum.add_(loss.detach(), alpha=len(labels))
-        if outputs.ndim == 2 and labels.ndim == 1 and not labels.is_floating_point():
+        if outputs.ndim > 1 and outputs[:, 0].shape == labels.shape and not labels.is_floating_point():
             self._classified = True
-            self._correct += (outputs.detach().argmax(1) == labels).sum()
+            right, counted = outputs.detach().argmax(1) == labels, labels >= 0
+            shares = (right & counted).reshape(len(labels), -1).sum(1) / counted.reshape(len(labels), -1).sum(1).clamp(
+                min=1
+            )
+            self._correct += shares.sum()
 
     @property
     def classified(self) -> bool:
@@ -46,8 +52,11 @@ class Tally:
 
     @property
     def correct(self) -> int:
-        """The number of samples whose largest output is that of their label; 0 if labels are not classes."""
-        return int(self._correct)
+        """The number of samples whose largest output is that of their label; 0 if labels are not classes.
+
+        A sample of several labels counts as the share of them that is right, and the sum is rounded.
+        """
+        return round(float(self._correct))
 
     def result(self, num_samples: int, seconds: float, steps: int) -> TrainResult:
         """Return the means over all batches, together with the given facts about the training."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
@@ -16,10 +16,10 @@ from fedring.client.group.round import job_key, parse_table, peer_options, plan_
 from fedring.client.pipeline_metrics import KINDS, PipelineMetrics
 from fedring.client.task import Task
 from fedring.daemon.memory import return_large_blocks
-from fedring.pipeline.worker import Report
+from fedring.pipeline.run import Report
 from fedring.ring import RingError
 from fedring.schedules.schedule import Kind
-from fedring.train.batches import fetch
+from fedring.train.batches import Inputs, fetch
 from fedring.train.errors import TrainError, failure_detail, failure_reason
 from fedring.train.evaluation import Counts
 from fedring.train.loop import Loss, OptimizerFactory
@@ -242,7 +242,7 @@ def add_run(metrics: PipelineMetrics, report: Report, in_flight: int) -> None:
     metrics.add_run(report.bubble, in_flight, actions)
 
 
-def _first_inputs(samples: Dataset[Any], count: int) -> Tensor:
+def _first_inputs(samples: Dataset[Any], count: int) -> Inputs:
     """Return the first `count` inputs, with which the time of layers is measured."""
     (inputs, _), *_ = fetch(samples, [torch.arange(count)], torch.device("cpu"))
     return inputs

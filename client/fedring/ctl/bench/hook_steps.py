@@ -19,7 +19,7 @@ from fedring.ctl.bench.rank import Rank
 from fedring.ddp import DGCSGD, DGCState, Profile
 from fedring.ddp.hooks import hook_by_name
 from fedring.ddp.state import HookState
-from fedring.train.batches import fetch, size_of
+from fedring.train.batches import Inputs, apply, fetch, size_of
 from fedring.train.losses import cross_entropy
 from fedring.train.seam import build_model, resolve
 
@@ -60,16 +60,16 @@ class Subject:
         self._state.start_epoch(_PAST_WARM_UP)
         self._optimizer = optimizer_for(self._state, model.parameters(), _LR)
 
-    def train(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    def train(self, batches: Iterator[tuple[Inputs, Tensor]]) -> None:
         """Take a step on each of the batches."""
         for inputs, labels in batches:
             self._optimizer.zero_grad()
-            loss: Tensor = cross_entropy(self._model(inputs), labels)
+            loss: Tensor = cross_entropy(apply(self._model, inputs), labels)
             loss.backward()  # type: ignore[no-untyped-call]  # torch's
             self._state.end_step()
             self._optimizer.step()
 
-    def measure(self, batches: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
+    def measure(self, batches: Iterator[tuple[Inputs, Tensor]], steps: int) -> None:
         """Take one turn of so many steps, and note its time and bytes."""
         dist.barrier()
         self._state.meter.end_window()
@@ -120,7 +120,7 @@ def _figures(subject: Subject, settings: Settings, rank: Rank) -> dict[str, Any]
     }
 
 
-def _batches(samples: Any, settings: Settings, rank: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(samples: Any, settings: Settings, rank: int, steps: int) -> Iterator[tuple[Inputs, Tensor]]:
     """Return `steps` batches, equal for all hooks and different on each worker."""
     generator = torch.Generator().manual_seed(rank)
     cuts = [torch.randint(size_of(samples), (settings.batch_size,), generator=generator) for _ in range(steps)]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from fedring.control.failure import Failure
-from fedring.ctl.bench.pipeline_schedules import VersionsOption
+from fedring.ctl.bench.pipeline_schedules import ReplicasOption, VersionsOption, numbers
 from fedring.ctl.options import OutputOption
 from fedring.ctl.output import Output, print_json, print_table, size
 from fedring.daemon.exits import Exit
@@ -26,6 +26,7 @@ def memory(
     schedule: Annotated[str, typer.Option(help=f"One of {', '.join(NAMES)}.")] = "1f1b",
     stages_per_worker: Annotated[int, typer.Option(min=1, help="Stages of each worker in interleaved_1f1b.")] = 1,
     versions: VersionsOption = Versions.STASHED,
+    replicas: ReplicasOption = "",
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Keep the inputs of stages, and compute their activations again.")
     ] = False,
@@ -38,16 +39,18 @@ def memory(
             "a micro-batch needs at least one sample",
             Exit.USAGE,
         )
-    table = {
+    table: dict[str, Any] = {
         "schedule": schedule,
         "micro_batches": micro_batches,
         "recompute": recompute,
         "stages_per_worker": stages_per_worker,
         "versions": versions.value,
     }
-    dimensions = [batch_size, *_numbers("--shape", shape, "x")]
+    if replicas:
+        table["replicas"] = numbers("--replicas", replicas, ",")
+    dimensions = [batch_size, *numbers("--shape", shape, "x")]
     rows = []
-    for count in _numbers("--stages", stages, ","):
+    for count in numbers("--stages", stages, ","):
         rows += measure_stages(model, model_args, {**table, "stages": count}, dimensions)
     if output is Output.JSON:
         return print_json({"model": model, "batch_size": batch_size, **table, "rows": rows})
@@ -66,13 +69,6 @@ def _names(row: dict[str, Any], each: int) -> str:
     """Return a label such as "0, 2 of 4": the stages of one worker, and the number of all."""
     mine = range(row["stage"], row["stages"], row["stages"] // each)
     return f"{', '.join(map(str, mine))} of {row['stages']}"
-
-
-def _numbers(option: str, text: str, separator: str) -> list[int]:
-    parts = text.split(separator)
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise Failure(f"{option} {text!r} must be whole numbers above 0, separated by {separator!r}", Exit.USAGE)
-    return [int(part) for part in parts]
 
 
 def measure_stages(name: str, args: str, table: dict[str, Any], shape: Sequence[int]) -> list[dict[str, Any]]:
@@ -104,11 +100,16 @@ def measure_stages(name: str, args: str, table: dict[str, Any], shape: Sequence[
         raise Failure(error.errors()[0]["msg"], Exit.USAGE) from error
     except (SeamError, ValueError) as error:
         raise Failure(str(error), Exit.USAGE) from error
+    made = pipeline.schedule_of(table["micro_batches"])
     kept = measure(
         cut,
-        pipeline.schedule_of(table["micro_batches"]),
+        made,
         (torch.randn(*shape), torch.zeros(shape[0])),
         loss=lambda outputs, _: outputs.square().mean(),
+        routes=cut.routes,
         recompute=pipeline.recompute,
     )
-    return [{"stages": len(cut), "stage": first, **one._asdict()} for first, one in enumerate(kept)]
+    return [
+        {"stages": len(cut), "stage": made.stages_of(worker)[0], "worker": worker, **one._asdict()}
+        for worker, one in enumerate(kept)
+    ]

@@ -156,6 +156,7 @@ def group_summary(rendezvous: Rendezvous, sessions: Sessions, job: JobRow) -> Su
     if state is None or mode not in _GROUP_MODES:
         return None
     cut = job.spec.get("pipeline", {}) if mode == "pipeline" else {}
+    replicas = cut.get("replicas", 1)
     others = sorted((state.workers.keys() | state.expected) - set(state.members))
     return {
         "mode": mode,
@@ -164,7 +165,8 @@ def group_summary(rendezvous: Rendezvous, sessions: Sessions, job: JobRow) -> Su
         "phase": state.phase,
         "reason": state.reason,
         "target": state.rules.target,
-        "replicas": cut.get("replicas", 1),
+        "replicas": replicas if isinstance(replicas, int) else 1,
+        "stage_workers": [] if isinstance(replicas, int) else replicas,
         "stages_per_worker": cut.get("stages_per_worker", 1),
         "steps": max((worker.steps for worker in state.workers.values()), default=0),
         "members": [_worker(state, name, sessions) for name in state.members[:MOST_CLIENTS]],

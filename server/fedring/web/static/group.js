@@ -75,19 +75,26 @@ function arc(from, total, { x, y, radius, size }) {
   ];
 }
 
-// One row per replica. If a worker holds several stages, they are dealt out in turns.
+// The stages of a worker by its place in a row: each stage has its own number of workers, or they are dealt out in turns.
+function heldBy(place, inRow, group) {
+  const firsts = (group.stage_workers ?? []).map((_, stage, counts) => counts.slice(0, stage).reduce((a, b) => a + b, 0));
+  if (firsts.length) return [firsts.findLastIndex((first) => first <= place)];
+  return Array.from({ length: group.stages_per_worker }, (_, k) => place + k * inRow);
+}
+
+// One row per parallel pipeline. Workers of the same stage do not send to each other.
 function stages(workers, group) {
   const [wide, high, gap, line] = [104, 64, 38, 84];
   const inRow = Math.ceil(workers.length / group.replicas);
   const width = inRow * (wide + gap) - gap + 8;
-  const wires = workers.flatMap((_, i) => (i % inRow ? [wire(4 + (i % inRow) * (wide + gap) - gap, Math.floor(i / inRow) * line, gap)] : []));
+  const held = (i) => heldBy(i % inRow, inRow, group).join(", ");
+  const wires = workers.flatMap((_, i) => (i % inRow && held(i) !== held(i - 1) ? [wire(4 + (i % inRow) * (wide + gap) - gap, Math.floor(i / inRow) * line, gap)] : []));
   const nodes = workers.map((worker, i) => {
-    const [x, y, place] = [4 + (i % inRow) * (wide + gap), Math.floor(i / inRow) * line, i % inRow];
-    const held = Array.from({ length: group.stages_per_worker }, (_, k) => place + k * inRow).join(", ");
+    const [x, y] = [4 + (i % inRow) * (wide + gap), Math.floor(i / inRow) * line];
     return s("g", { class: worker.state },
       s("title", {}, `${worker.client_id}: ${WORDS[worker.state]}`),
       s("rect", { class: "node", x, y: y + 10, width: wide, height: high, rx: 10 }),
-      s("text", { class: "rank", x: x + wide / 2, y: y + 34 }, group.members.length ? `stage ${held}` : "–"),
+      s("text", { class: "rank", x: x + wide / 2, y: y + 34 }, group.members.length ? `stage ${held(i)}` : "–"),
       s("text", { class: "small", x: x + wide / 2, y: y + 54 }, short(worker.client_id)));
   });
   const rows = Math.ceil(workers.length / Math.max(inRow, 1));

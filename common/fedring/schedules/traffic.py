@@ -1,0 +1,89 @@
+"""The messages that the actions of a schedule receive and send, if tensors take given routes."""
+
+from collections import defaultdict
+from math import lcm
+from typing import NamedTuple
+
+from fedring.schedules.routes import Routes
+from fedring.schedules.schedule import Action, Kind, Schedule, ScheduleError
+
+
+class Lane(NamedTuple):
+    """The messages of one kind, over one edge, from one worker to another."""
+
+    kind: Kind  # FORWARD for tensors, BACKWARD for their gradients
+    edge: int  # its number in Routes.edges
+    sender: int
+    receiver: int
+
+
+class Traffic:
+    """The messages of a schedule over given routes.
+
+    Attributes:
+        schedule: The schedule.
+        routes: The routes.
+        edges: The edges of the routes, by number.
+    """
+
+    def __init__(self, schedule: Schedule, routes: Routes) -> None:
+        """Make the traffic.
+
+        Raises:
+            ScheduleError: If the routes are those of another number of stages, or a stage has no use.
+        """
+        if routes.stages != schedule.stages:
+            raise ScheduleError(
+                f"routes of {routes.stages} stages were given for a schedule of {schedule.stages} stages"
+            )
+        self.schedule, self.routes, self.edges = schedule, routes, routes.edges
+        self._owners = [schedule.owners(stage) for stage in range(schedule.stages)]
+        self._into: dict[int, list[int]] = defaultdict(list)  # the edges to a stage
+        self._out_of: dict[int, list[int]] = defaultdict(list)  # the edges from a stage
+        for number, edge in enumerate(self.edges):
+            self._into[edge.target].append(number)
+            self._out_of[edge.source].append(number)
+        for stage in range(schedule.stages - 1):
+            if not self._out_of[stage]:
+                raise ScheduleError(f"no later stage uses what stage {stage} makes")
+
+    def received(self, action: Action) -> list[int]:
+        """Return the edges from which an action needs a message, in the order in which it takes them."""
+        if action.kind is Kind.UPDATE:
+            return []
+        return (self._into if action.kind is Kind.FORWARD else self._out_of)[action.stage]
+
+    def sent(self, action: Action) -> list[int]:
+        """Return the edges on which an action sends a message, in this order."""
+        if action.kind is Kind.UPDATE:
+            return []
+        return (self._out_of if action.kind is Kind.FORWARD else self._into)[action.stage]
+
+    def lane(self, kind: Kind, edge: int, micro_batch: int) -> Lane:
+        """Return the lane that carries a message."""
+        _, source, target = self.edges[edge]
+        makers, users = self._owners[source], self._owners[target]
+        maker, user = makers[micro_batch % len(makers)], users[micro_batch % len(users)]
+        return Lane(kind, edge, maker, user) if kind is Kind.FORWARD else Lane(kind, edge, user, maker)
+
+    def lanes(self, worker: int) -> dict[Lane, int]:
+        """Return the lanes between a worker and other workers, each with the number of its messages in a run."""
+        counts: dict[Lane, int] = defaultdict(int)
+        for action in self.schedule.workers[worker]:
+            for edge in self.sent(action):
+                counts[self.lane(action.kind, edge, action.micro_batch)] += 1
+            for edge in self.received(action):
+                counts[self.lane(action.kind, edge, action.micro_batch)] += 1
+        return {lane: count for lane, count in counts.items() if lane.sender != lane.receiver}
+
+    def credits(self, lane: Lane, credits: int) -> int:
+        """Return how many messages of a lane may be sent before the first of them is taken.
+
+        Args:
+            lane: The lane.
+            credits: The number for neighbouring stages of one worker each. A lane that passes by other stages has more:
+                one for each of its micro-batches that can be on their way through these stages.
+        """
+        _, source, target = self.edges[lane.edge]
+        ahead = sum(map(len, self._owners[source:target])) - 1  # micro-batches that the source is ahead by
+        return credits + -(-ahead // lcm(len(self._owners[source]), len(self._owners[target])))
