@@ -16,6 +16,7 @@ from fedring.data import digits
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.worker import LocalPipeline
+from fedring.train.evaluation import evaluate
 from fedring.train.files import load_model
 from fedring.train.models import digits_mlp
 from fedring.train.pipeline_table import Pipeline
@@ -130,6 +131,10 @@ def test_stages_compute_the_same_as_one_process(
         assert max(row["in_flight"] for row in reported) <= 2 * workers
     assert sum(client.upload_bytes > 0 for client in rounds[0].clients) == 1
     assert rounds[-1].eval_correct / rounds[-1].eval_total > 0.8
+    held_out: Any = digits().test
+    counts = evaluate(model, held_out, loss=nn.functional.cross_entropy, device=torch.device("cpu"))
+    assert abs(rounds[-1].eval_correct - (counts.correct or 0)) <= 1  # outputs may be rounded in another way
+    assert rounds[-1].eval_loss_sum == pytest.approx(counts.loss_sum, rel=1e-3)
 
 
 def test_the_state_of_adam_is_kept_from_round_to_round(fleet_of: FleetOf, tmp_path: Path) -> None:
