@@ -29,7 +29,7 @@ def test_two_workers_keep_each_stage() -> None:
     shared = Layout(stages=4, width=2)
     assert [shared.stages_of(rank) for rank in range(2)] == [[0, 2], [1, 3]]
     assert [shared.kept_by(rank) for rank in range(2)] == [{0, 1, 2, 3}] * 2
-    replicated = Layout(stages=2, width=2, replicas=2)
+    replicated = Layout(stages=2, width=2, pipelines=2)
     assert [replicated.kept_by(rank) for rank in range(4)] == [{0}, {1}, {0}, {1}]
     assert Layout(stages=1, width=1).kept_by(0) == {0}
     assert [Layout(1, 1).deliverers, layout.deliverers] == [[0], [0, 1]]
