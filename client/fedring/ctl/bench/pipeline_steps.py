@@ -14,7 +14,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from fedring.ctl.bench.hook_steps import TRUSTED
 from fedring.ctl.bench.rank import Rank
 from fedring.ctl.bench.runner import alternate, time_call
-from fedring.pipeline.cut import Chain, balanced, cut_by_counts
+from fedring.pipeline.cut import balanced, cut_by_counts
+from fedring.pipeline.layers import Layers
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import GroupTransport
@@ -84,7 +85,7 @@ def _counts(rank: Rank, model: str, sample: Tensor) -> list[int]:
     """Return how many layers each stage has, as rank 0 has measured them."""
     counts = torch.zeros(rank.count, dtype=torch.int64)
     if rank.number == 0:
-        costs = Chain(build_model(model, {}, 0, TRUSTED)).measured(sample)
+        costs = Layers(build_model(model, {}, 0, TRUSTED)).measured(sample)
         counts = torch.tensor(balanced(costs, rank.count))
     dist.broadcast(counts, 0)
     return counts.tolist()
