@@ -4,7 +4,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -188,11 +188,11 @@ def test_a_group_of_some_ranks_has_ranks_of_its_own() -> None:
 
 
 def test_what_a_rank_had_is_freed_when_it_leaves_and_the_others_go_on() -> None:
-    with ring_groups(3) as groups:
+    with ring_groups(3) as groups, ExitStack() as stack:
         blocks = [
             remote.serve({"layer": Scaled(rank)}, trusted=TRUSTED, group=group) for rank, group in enumerate(groups)
         ]
-        ranks = [block.__enter__() for block in blocks]
+        ranks = [stack.push(block).__enter__() for block in blocks]
         service = ranks[0][0].agent.service
         kept = ranks[2][0].remote(F + "random_tensor", 1)
         optimizer = remote.DistributedOptimizer(SGD, remote.parameters(kept), lr=0.1)
@@ -218,9 +218,9 @@ def test_what_a_rank_had_is_freed_when_it_leaves_and_the_others_go_on() -> None:
 
 
 def test_after_the_end_of_the_generation_everything_raises_what_has_ended_it() -> None:
-    with ring_groups(2) as groups:
+    with ring_groups(2) as groups, ExitStack() as stack:
         blocks = [remote.serve({"layer": Scaled(1)}, group=group) for group in groups]
-        ranks = [block.__enter__() for block in blocks]
+        ranks = [stack.push(block).__enter__() for block in blocks]
         layer = ranks[0][1].module("layer")
         optimizer = remote.DistributedOptimizer(SGD, remote.parameters(layer), lr=0.1)
         with remote.context() as step:
