@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedring.codec.schema import Schema
+from fedring.daemon.memory import trim
 from fedring.ddp.hooks.by_name import make_hook
 from fedring.ddp.hooks.summing import HookedSum
 from fedring.pipeline.errors import add_note
@@ -186,6 +187,7 @@ class PipelineTraining:
         self._last_steps = self.steps  # of the newest checkpoint
         self._stages = {number: self._stage(number, state) for number, state in self._states.items()}
         self.profile.stage = mine[0]
+        trim()  # what the download has left behind
 
     def _agree_with_rank_0(self, counts: Sequence[int]) -> list[int]:
         """Take over rank 0's number of micro-batches, and return its counts of layers, which it may have measured."""
@@ -349,6 +351,7 @@ class PipelineTraining:
         self._count_checkpoint(began, sent)
 
     def _count_checkpoint(self, began: float, sent: int) -> None:
+        trim()  # what many small messages have left behind
         seconds = time.perf_counter() - began
         self.profile.checkpoint_seconds += seconds
         self.usage += Usage(seconds=seconds, bytes_sent=self.watcher.bytes_sent() - sent)

@@ -27,6 +27,14 @@ def return_large_blocks() -> None:
     _set(_M_MMAP_THRESHOLD, _LARGE)
 
 
+def trim() -> None:
+    """Return the free pages between the blocks that are in use to the system; does nothing without glibc."""
+    if sys.platform == "linux":
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if malloc_trim is not None:
+            malloc_trim(0)
+
+
 def _set(parameter: int, value: int) -> None:
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
