@@ -255,8 +255,8 @@ MUTANTS = {
     ),
     "residual of before": Mutant(
         "client/fedring/client/task.py",
-        "command.schema_hash, last)",
-        "command.schema_hash, type(last)())",
+        "command.schema_hash, last, after",
+        "command.schema_hash, type(last)(), after",
         "tests/fault/test_restored_clients.py",
     ),
     "accepted unheard": Mutant(

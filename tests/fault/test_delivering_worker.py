@@ -43,6 +43,20 @@ def test_a_group_whose_only_worker_is_killed_trains_an_undelivered_round_again(
         assert [each.delivered for each in control.rounds(job_id=started.job_id)] == [1, 1]
 
 
+def test_another_worker_delivers_the_update_of_a_pipeline_if_the_first_one_is_killed(tmp_path: Path) -> None:
+    fleet = FaultyFleet(tmp_path, TRUSTED, [TRUSTED] * 3, env=HERE)
+    fleet.clients[0].env["FL_CRASH_AT"] = "client_update_spooled"
+    with fleet, Control(fleet.control) as control:
+        keys = {"pipeline": {"stages": 3, "cut": ["4", "7"]}}
+        events = control.events()
+        job_id = control.start_job(job("pipeline", workers=3, rounds=1) | keys).job_id
+        seen = wait_for(fleet, "the end of the job", lambda: list(control.follow_job(job_id, events)))
+        assert fleet.clients[0].wait() == 137
+        assert [e.text[:18] for e in seen if e.kind == "update_accepted"] == ["client-1 delivered"]
+        assert "group_lost" not in {event.kind for event in seen}  # nothing was trained again
+        assert control.job(job_id).state == "completed"
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", WAYS)

@@ -3,6 +3,8 @@
 With FEDRING_REPEATS, tests are repeated, each time with another random step.
 """
 
+import os
+import shutil
 import signal
 from itertools import product
 from pathlib import Path
@@ -119,6 +121,70 @@ def test_a_stage_that_comes_back_goes_on_from_the_checkpoint(
         assert (round_.phase, list(round_.missing)) == ("published", [])
         assert {client.metrics["job_steps"] for client in round_.clients} == {STEPS}
         check_model(control, tmp_path, spec)
+
+
+def test_a_pipeline_whose_workers_are_all_killed_goes_on_from_their_files(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path)
+    planned = plan_signal(fleet)
+    with fleet, Control(fleet.control) as control:
+        spec = job()
+        started = StartedJob(fleet, control, spec)
+        assert workers_and_step(started.until("group_formed")) == (WORKERS, 0)
+        planned.wait()
+        for number in {0, 1, 2} - {planned.victim}:
+            os.kill(fleet.clients[number].pid, signal.SIGKILL)
+        del fleet.clients[planned.victim].env["FL_TEST_SIGNAL"]
+        for number in range(WORKERS):
+            fleet.restart(number)
+        assert workers_and_step(started.until("group_formed")) in resumptions(planned.step)
+        started.until("job_ended")
+        (round_,) = control.rounds(job_id=1)
+        assert (round_.phase, list(round_.missing)) == ("published", [])
+        check_model(control, tmp_path, spec)
+
+
+@pytest.mark.soak
+def test_a_worker_that_comes_back_without_its_disk_gets_its_stage_from_its_neighbour(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path)
+    planned = plan_signal(fleet)
+    with fleet, Control(fleet.control) as control:
+        spec = job()
+        started = StartedJob(fleet, control, spec)
+        assert workers_and_step(started.until("group_formed")) == (WORKERS, 0)
+        planned.wait()
+        started.until("group_lost")
+        lost = fleet.clients[planned.victim]
+        lost.wait()
+        for folder in tmp_path.rglob("checkpoints"):
+            if f"client-{planned.victim}" in str(folder):
+                shutil.rmtree(folder)
+        del lost.env["FL_TEST_SIGNAL"]
+        fleet.restart(planned.victim)
+        assert workers_and_step(started.until("group_formed")) in resumptions(planned.step)
+        started.until("job_ended")
+        (round_,) = control.rounds(job_id=1)
+        assert (round_.phase, list(round_.missing)) == ("published", [])
+        check_model(control, tmp_path, spec)
+
+
+@pytest.mark.soak
+def test_a_checkpoint_that_the_disk_has_damaged_costs_a_round_and_not_the_job(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path)
+    planned = plan_signal(fleet)
+    with fleet, Control(fleet.control) as control:
+        started = StartedJob(fleet, control, job({"checkpoint_every": 1}, rounds=2))
+        planned.wait()
+        started.until("group_lost")
+        fleet.clients[planned.victim].wait()
+        files = [f for f in tmp_path.rglob("*.safetensors") if f"client-{planned.victim}" in str(f)]
+        assert files
+        for file in files:
+            os.truncate(file, file.stat().st_size - 1)
+        del fleet.clients[planned.victim].env["FL_TEST_SIGNAL"]
+        fleet.restart(planned.victim)
+        assert "bad_checkpoint" in started.until("round_abandoned").text
+        assert workers_and_step(started.until("group_formed"))[1] > 0  # the neighbours have the optimizer's state
+        assert started.until("round_published").state.round == 2
 
 
 @pytest.mark.parametrize("repeat", REPEATED)

@@ -16,6 +16,7 @@ from fedring.data import digits
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.worker import LocalPipeline
+from fedring.train.evaluation import evaluate
 from fedring.train.files import load_model
 from fedring.train.models import digits_mlp
 from fedring.train.pipeline_table import Pipeline
@@ -24,9 +25,10 @@ from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.shards import World, count_steps, epoch_order, shares
 from tests import forks
 from tests.conftest import path_to
-from tests.fleets import Control, Fleet
+from tests.fleets import Control, Fleet, run_job
 from tests.metrics_page import Page, address_of
 from tests.reference_training import train_in_one_process
+from tests.system.user_models import normed
 
 HERE = Path(__file__).parent
 MODEL = "fedring.train.models:digits_mlp"
@@ -130,6 +132,10 @@ def test_stages_compute_the_same_as_one_process(
         assert max(row["in_flight"] for row in reported) <= 2 * workers
     assert sum(client.upload_bytes > 0 for client in rounds[0].clients) == 1
     assert rounds[-1].eval_correct / rounds[-1].eval_total > 0.8
+    held_out: Any = digits().test
+    counts = evaluate(model, held_out, loss=nn.functional.cross_entropy, device=torch.device("cpu"))
+    assert abs(rounds[-1].eval_correct - (counts.correct or 0)) <= 1  # outputs may be rounded in another way
+    assert rounds[-1].eval_loss_sum == pytest.approx(counts.loss_sum, rel=1e-3)
 
 
 def test_the_state_of_adam_is_kept_from_round_to_round(fleet_of: FleetOf, tmp_path: Path) -> None:
@@ -177,6 +183,31 @@ def test_replicas_of_a_stage_share_its_batches(
     assert {row["steps"] for row in reported} == {count_steps(SAMPLES, 1, BATCH)}
     assert (rounds[-1].eval_total, rounds[-1].delivered) == (360, workers)
     assert rounds[-1].eval_correct / rounds[-1].eval_total > 0.8
+
+
+@pytest.mark.parametrize(
+    ("table", "workers"),
+    [({"stages": 2, "cut": ["second"], "replicas": [2, 1]}, 3), ({"stages": 1, "replicas": 2}, 2)],
+    ids=["of one stage", "of a pipeline"],
+)
+def test_replicas_deliver_the_buffers_of_the_first_one(
+    fleet_of: FleetOf, tmp_path: Path, table: dict[str, Any], workers: int
+) -> None:
+    """Both workers that can deliver the update are replicas of the stage with BatchNorm, and must agree on it."""
+    args = {"width": 40 + workers}
+    spec = job({**table, "checkpoint_every": 0}, **{"model": "user_models:normed", "model_args": args, "rounds": 1})
+    with Control(fleet_of(workers).control) as control:
+        ended = run_job(control, spec)
+        assert ended.state == "completed", ended.reason
+        (round_,) = control.rounds(job_id=ended.job_id)
+        path = tmp_path / "model.safetensors"
+        control.export_model(0, path)
+    assert (round_.phase, round_.delivered, round_.eval_total) == ("published", workers, 360)
+    model = load_model(path, normed(**args)).eval()
+    test: Any = digits().test
+    inputs, labels = test.batch(torch.arange(len(test)))
+    correct = int((model(inputs).argmax(1) == labels).sum())
+    assert correct == round_.eval_correct > 250
 
 
 def test_pipedream_on_daemons_computes_the_same_as_in_one_process(fleet_of: FleetOf, tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import GroupTransport, tag_of
 from fedring.pipeline.worker import LocalPipeline, Worker
+from fedring.schedules.routes import chain
 from fedring.schedules.schedule import Kind, make, pipedream
+from fedring.schedules.traffic import Traffic
 from tests.system.ring_scripts import ranks
 from tests.unit import test_pipeline_routed as routed
 from tests.unit.test_pipeline_stage import alone, batches, layers, values
@@ -242,6 +244,25 @@ def receive_from_an_older_release(rank: int, size: int) -> dict[str, Any]:
     assert frame.nbytes == HEADER_BYTES
     torch.distributed.send(frame.view(torch.uint8), 1, tag=6)
     return {"tag": tag_of(Kind.FORWARD, 0)}
+
+
+def receive_bytes_that_are_no_booleans(rank: int, size: int) -> list[int]:
+    """Rank 0 sends a mask of bytes of any value; rank 1 returns the bytes of the mask that it gets."""
+    key, given = Key(0, Kind.FORWARD, 0, 0), torch.tensor([0, 1, 2, 255], dtype=torch.uint8)
+    if rank == 0:
+        torch.distributed.send(header(Message(key, 0, given.bool())).view(torch.uint8), 1, tag=6)
+        torch.distributed.send(given, 1, tag=8)
+        return []
+    transport = GroupTransport()
+    transport.open(Traffic(make("1f1b", 2, 1), chain(2)), 1, 0)
+    mask = transport.receive(key).tensor
+    assert mask.dtype is torch.bool
+    found: list[int] = mask.view(torch.uint8).tolist()
+    return found
+
+
+def test_a_mask_holds_booleans_whatever_a_peer_sends(tmp_path: Path) -> None:
+    assert ranks.run(receive_bytes_that_are_no_booleans, 2, tmp_path)[1] == [0, 1, 1, 1]
 
 
 def test_a_worker_of_an_older_release_is_refused_clearly(tmp_path: Path) -> None:

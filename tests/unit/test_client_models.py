@@ -59,6 +59,35 @@ def test_a_model_that_the_client_holds_is_not_fetched_again(
     assert server.fetches.qsize() == 1
 
 
+def test_a_server_that_cannot_send_a_part_of_a_model_is_to_be_updated(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    schema = schema_of(model)
+    with connect(**settings) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model))
+        task = next(federation)
+        with pytest.raises(RoundOver, match="update fl-server") as caught:
+            task.fetch(schema, ["0.bias"], lambda entry, start, values: None)
+        assert (caught.value.reason, task.result) == ("bad_model", "failed")
+    request = server.fetches.get_nowait()
+    assert list(request.ranges) == [pb.ValueRange(vector=pb.VECTOR_PARAMETERS, start=2000, count=40)]
+
+
+def test_a_model_without_values_is_compared_with_the_one_that_is_trained(
+    server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
+) -> None:
+    with connect(**settings) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.train(server.command(model))
+        task = next(federation)
+        task.check_model(model.to("meta"))
+        assert server.fetches.empty()
+        with pytest.raises(WrongModel, match=r"expected parameter 0.weight float32\[40, 50\]"):
+            task.check_model(nn.Sequential(nn.Linear(40, 50), nn.BatchNorm1d(40)).to("meta"))
+        assert task.result == "failed"
+
+
 def test_another_model_with_the_same_version_number_is_fetched_and_used(
     server: "ScriptedServer", settings: dict[str, Any], model: nn.Module
 ) -> None:

@@ -281,3 +281,29 @@ def test_a_file_that_no_version_can_have_written_is_dropped_and_the_residual_is_
     assert spool.pending() is None
     assert (spool.size, (tmp_path / "update.residual").exists()) == (0, False)
     np.testing.assert_array_equal(residual(spool), np.full(4, 1.0, np.float32))
+
+
+def test_a_payload_that_is_a_file_is_adopted_without_a_copy(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    write(spool, 1.0)
+    spool.payload_part.write_bytes(b"abcdef")
+    inode = spool.payload_part.stat().st_ino
+    adopted = spool.adopt(offer_of(b"abcdef", round_=2), spool.payload_part)
+    assert not (tmp_path / "update.residual").exists()
+    assert spool.size > len(b"abcdef")
+    for pending in (adopted, Spool(tmp_path).pending()):
+        assert pending is not None
+        assert (pending.header.round, pending.leaves, pending.is_sound) == (2, False, True)
+        assert pending.path.stat().st_ino == inode
+    spool.accept(adopted)
+    assert Spool(tmp_path).pending() is None
+    assert [path.name for path in tmp_path.iterdir()] == ["update"]
+
+
+def test_an_adopted_payload_that_is_cut_short_is_dropped(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.payload_part.write_bytes(b"abcdef")
+    path = spool.adopt(offer_of(b"abcdef"), spool.payload_part).path
+    path.write_bytes(b"abc")
+    assert Spool(tmp_path).pending() is None
+    assert not path.exists()

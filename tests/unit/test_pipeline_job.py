@@ -79,6 +79,18 @@ def test_keys_of_the_federated_mode_are_refused() -> None:
         job(mu=0.1)
 
 
+@pytest.mark.parametrize("keys", [{"evaluator": "a:b"}, {"evaluate_on_server": True}])
+def test_what_needs_the_whole_model_in_one_place_is_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="need the whole model in one place"):
+        job(**keys)
+
+
+def test_workers_know_whether_anybody_wants_an_evaluation() -> None:
+    for wanted in (True, False):
+        spec = job(evaluate=wanted)
+        assert train_cmd(spec, job_spec(spec, 1), number=1, job_round=1).without_evaluation is not wanted
+
+
 def test_a_pipeline_has_as_many_workers_as_stages_and_replicas_need() -> None:
     spec = job(pipeline={"stages": 3, "replicas": 2, "replacement_seconds": 7}, min_clients_to_aggregate=1)
     assert spec.pipeline.workers == 6

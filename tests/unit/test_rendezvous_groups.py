@@ -235,3 +235,15 @@ def test_groups_that_break_before_their_first_step_end_the_round() -> None:
 def test_an_ended_group_stays_ended() -> None:
     state = after(running(), Closed("stopped"), Entered("a"), Left("b"))
     assert view(state, "a").ended.reason == "stopped"
+
+
+def test_only_a_worker_that_holds_the_update_delivers_it() -> None:
+    state = running()
+    generation = state.generation
+    state = after(state, *(Done(name, generation, b"d" * 32, name != "a") for name in NAMES))
+    assert (state.phase, state.deliverer) == (Phase.DONE, "b")
+    state = after(state, Left("b"))
+    assert (state.phase, state.deliverer) == (Phase.DONE, "c")
+    state = after(state, Left("c"))
+    assert (state.phase, state.generation) == (Phase.GATHERING, generation + 1)
+    assert state.reason == "all members that hold the update are lost"

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 from fedring.codec import Encoding, Vectors, decode, encode
 from fedring.codec.digest import name_of
-from fedring.rpc.errors import UnknownModel
+from fedring.rpc.errors import BadRequest, UnknownModel
 from fedring.server.config import ServerConfig
 from fedring.server.model.aggregate import store_model
-from fedring.server.model.downloads import MAX_DELTAS
+from fedring.server.model.downloads import MAX_DELTAS, MAX_RANGES
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.models import Models
 from fedring.server.state.blobs import FileBlobs
@@ -294,3 +294,64 @@ def test_the_blob_of_a_version_is_a_model_file_that_people_can_load(chain: Line,
         path.write_bytes(blob.read(0, blob.size))
     loaded = read_vectors(load_model(path, vector(SIZE)))
     np.testing.assert_array_equal(loaded.parameters, chain.values(chain.rows[-1]).parameters)
+
+
+def test_some_values_of_a_model_can_be_fetched(tmp_path: Path) -> None:
+    line = Line(tmp_path)
+    row = line.first(spec(download_encoding="full"))
+    values = ModelReader(line.blobs.reader(row.blob)).vectors().parameters
+    wanted = [pb.ValueRange(vector=pb.VECTOR_PARAMETERS, start=start, count=7) for start in (3, SIZE - 7)]
+    with line.models.downloads.open(pb.FetchModelRequest(digest=row.digest, ranges=wanted)) as download:
+        header = download.header
+        payload = download.read(0, header.total_bytes)
+    expected = np.concatenate([values[3:10], values[-7:]]).astype("<f4").tobytes()
+    assert (payload, header.payload_name, list(header.ranges)) == (expected, name_of(expected), wanted)
+    assert (header.model_digest, len(header.packets), header.total_bytes) == (row.digest, 0, 56)
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [(pb.VECTOR_UNSPECIFIED, 0, 1)],
+        [(pb.VECTOR_PARAMETERS, 0, 0)],
+        [(pb.VECTOR_PARAMETERS, 0, SIZE + 1)],
+        [(pb.VECTOR_PARAMETERS, 2**64 - 1, 2**64 - 1)],
+        [(pb.VECTOR_BUFFERS, 0, 1)],
+        [(pb.VECTOR_PARAMETERS, 5, 2), (pb.VECTOR_PARAMETERS, 6, 2)],
+        [(pb.VECTOR_PARAMETERS, 5, 2), (pb.VECTOR_PARAMETERS, 0, 2)],
+        [(pb.VECTOR_PARAMETERS, start, 1) for start in range(MAX_RANGES + 1)],
+    ],
+)
+def test_ranges_that_a_model_does_not_have_are_refused(tmp_path: Path, ranges: list[tuple[Any, int, int]]) -> None:
+    line = Line(tmp_path)
+    row = line.first(spec(download_encoding="full"))
+    wanted = [pb.ValueRange(vector=vector, start=start, count=count) for vector, start, count in ranges]
+    with pytest.raises(BadRequest) as caught:
+        line.models.downloads.open(pb.FetchModelRequest(digest=row.digest, ranges=wanted))
+    assert caught.value.reason == "bad_ranges"
+
+
+def test_no_values_of_a_damaged_model_are_sent(tmp_path: Path) -> None:
+    line = Line(tmp_path)
+    row = line.first(spec(download_encoding="full"))
+    path = tmp_path / "blobs" / row.blob
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    wanted = [pb.ValueRange(vector=pb.VECTOR_PARAMETERS, count=1)]  # not the value that is damaged
+    with pytest.raises(DamagedModel):
+        line.models.downloads.open(pb.FetchModelRequest(digest=row.digest, ranges=wanted))
+
+
+def test_a_first_model_can_be_made_one_module_after_the_other(tmp_path: Path) -> None:
+    line = Line(tmp_path, trusted=["fedring", "torch"])
+    keys = {"model": "fedring.train.models:digits_mlp", "model_args": {"hidden": 8}, "download_encoding": "full"}
+    job = spec(mode="pipeline", pipeline={"first_model": "by_module"}, **keys)
+    rows = [line.first(job) for _ in range(2)]
+    assert rows[0].digest == rows[1].digest
+    reader = ModelReader(line.blobs.reader(rows[0].blob))
+    assert reader.schema == schema_of(digits_mlp(8)) == line.models.maker.schema_of(job)
+    assert 0 < np.abs(reader.vectors().parameters).max() <= 1 / np.sqrt(8)
+    other = spec(mode="pipeline", pipeline={"first_model": "by_module"}, download_encoding="full")
+    with pytest.raises(SeamError, match="has no reset_parameters"):
+        line.models.maker.schema_of(other)

@@ -38,7 +38,8 @@ class ClientConfig(BaseSettings):
         description="stable name, unique in the fleet: 1 to 128 of A-Z a-z 0-9 . _ -",
     )
     state_dir: Path = Field(
-        Path("fl-client-state"), description="folder for the residual, an unsent update and the secret of the session"
+        Path("fl-client-state"),
+        description="folder for the residual, an unsent update, checkpoints and the secret of the session",
     )
     trusted: list[str] = Field(["fedring", "torchvision"], description="modules from which a job may import")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fedring.client.errors import RoundOver, UpdateRefused, WrongModel
+from fedring.client.errors import BadModel, RoundOver, UpdateRefused, WrongModel
 from fedring.client.metrics import ClientMetrics
 from fedring.client.session.inbox import Assignment, EvaluationOrder
 from fedring.client.session.link import ServerLink
@@ -132,6 +132,9 @@ class Task:
         except WrongModel as error:
             self.fail(error.reason, error.detail)
             raise
+        except BadModel as error:  # Another round may go better.
+            self.fail("bad_model", str(error))
+            raise RoundOver("bad_model", str(error)) from error
         self.link.session.begin(pb.ACTIVITY_TRAINING)
 
     def progress(self, share: float) -> None:

@@ -5,6 +5,7 @@ Whatever a peer sends is checked before memory or disk is taken for it.
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 
@@ -52,41 +53,39 @@ def exchange_files(outgoing: tuple[Path, int] | None, incoming: tuple[Path, int]
         TrainError: With the reason bad_checkpoint, if the incoming file is larger than the limit.
     """
     sent = outgoing[0].stat().st_size if outgoing else 0
-    total = 0
-    if outgoing:
-        announced = dist.isend(torch.tensor([sent]), outgoing[1], tag=TAG)
-    if incoming:
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, incoming[1], tag=TAG)
-        total = int(size)
-        if not 0 < total <= limit:
-            raise TrainError("bad_checkpoint", f"rank {incoming[1]} sends {total} bytes, which must be 1 to {limit}.")
-    if outgoing and announced is not None:
+    announced = dist.isend(torch.tensor([sent]), outgoing[1], tag=TAG) if outgoing else None
+    total = _announced(incoming[1], limit) if incoming else 0
+    if announced is not None:
         announced.wait()
-    source = outgoing[0].open("rb", buffering=0) if outgoing else None
-    part = incoming[0].with_name(incoming[0].name + ".part") if incoming else None
-    target = part.open("wb", buffering=0) if part else None
-    try:
+    with ExitStack() as files:
+        source = files.enter_context(outgoing[0].open("rb", buffering=0)) if outgoing else None
+        part = incoming[0].with_name(incoming[0].name + ".part") if incoming else None
+        target = files.enter_context(part.open("wb", buffering=0)) if part else None
         for offset in range(0, max(sent, total), _PIECE_BYTES):
             work = None
-            if source and outgoing and offset < sent:
-                piece = torch.empty(min(_PIECE_BYTES, sent - offset), dtype=torch.uint8)
-                _read(source.fileno(), offset, piece)
+            if outgoing and source and offset < sent:
+                piece = _read(source.fileno(), offset, min(_PIECE_BYTES, sent - offset))
                 work = dist.isend(piece, outgoing[1], tag=TAG)
-            if target and incoming and offset < total:
+            if incoming and target and offset < total:
                 received = torch.empty(min(_PIECE_BYTES, total - offset), dtype=torch.uint8)
                 dist.recv(received, incoming[1], tag=TAG)
                 _write(target, received.numpy().data)
             if work is not None:
                 work.wait()
-        if target and part and incoming:
+        if target:
             os.fsync(target.fileno())
-            part.replace(incoming[0])
-            sync(incoming[0].parent)
-    finally:
-        for file in (source, target):
-            if file is not None:
-                file.close()
+    if incoming and part:
+        part.replace(incoming[0])
+        sync(incoming[0].parent)
+
+
+def _announced(source: int, limit: int) -> int:
+    """Receive the size of the file that a rank is about to send."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, source, tag=TAG)
+    if not 0 < int(size) <= limit:
+        raise TrainError("bad_checkpoint", f"rank {source} sends {int(size)} bytes, which must be 1 to {limit}.")
+    return int(size)
 
 
 def _write(file: FileIO, left: memoryview) -> None:
@@ -94,14 +93,16 @@ def _write(file: FileIO, left: memoryview) -> None:
         left = left[file.write(left) :]
 
 
-def _read(fd: int, offset: int, piece: Tensor) -> None:
-    """Fill a piece with the bytes of a file at an offset."""
+def _read(fd: int, offset: int, size: int) -> Tensor:
+    """Return a piece of a file, [size] uint8."""
+    piece = torch.empty(size, dtype=torch.uint8)
     left = piece.numpy().data
     while left:
         count = os.preadv(fd, [left], offset)
         if not count:
             raise TrainError("bad_checkpoint", "a checkpoint was cut short while it was sent.")
         left, offset = left[count:], offset + count
+    return piece
 
 
 def _gather(mine: Tensor) -> list[Tensor]:

@@ -61,7 +61,7 @@ _EVALUATION_BATCH = 64  # samples of a micro-batch
 _EVALUATION_BATCHES = 8  # micro-batches whose outputs the last stage keeps at a time
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PipelineSetup:
     """What a pipeline trains and how; all but the device, the folder and the callbacks is equal on all members."""
 

@@ -74,7 +74,7 @@ def synchronize(replica: Replica) -> int:
     if any(row != everyone[0] for row in everyone):
         replica.progress = _share_progress(progress, source)
         for tensor in replica.tensors():
-            broadcast(tensor, source)
+            _broadcast(tensor, source)
         _share_optimizer(replica.optimizer, source)
     return source
 
@@ -101,26 +101,26 @@ def share_buffers(model: nn.Module) -> None:
         kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     for buffers in kinds.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        broadcast(flat, 0)
+        _broadcast(flat, 0)
         for buffer, values in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
             buffer.copy_(values.view_as(buffer))
 
 
 def _share_progress(progress: Progress, source: int) -> Progress:
     values = torch.tensor([progress.steps, progress.round_steps, progress.epoch, progress.taken])
-    broadcast(values, source)
+    _broadcast(values, source)
     return Progress(*(int(value) for value in values))
 
 
 def _share_optimizer(optimizer: torch.optim.Optimizer, source: int) -> None:
     """Give all workers the state of the source's optimizer."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = share_states(parameters, [optimizer.state.get(p, {}) for p in parameters], source)
+    states = _share_states(parameters, [optimizer.state.get(p, {}) for p in parameters], source)
     for parameter, state in zip(parameters, states, strict=True):
         optimizer.state[parameter] = state
 
 
-def share_states(parameters: Sequence[Tensor], states: Sequence[State], source: int) -> list[State]:
+def _share_states(parameters: Sequence[Tensor], states: Sequence[State], source: int) -> list[State]:
     """Send an optimizer's state from one worker to all others of the default group.
 
     Args:
@@ -146,7 +146,7 @@ def share_states(parameters: Sequence[Tensor], states: Sequence[State], source: 
     for state, entries in zip(shared, layout, strict=True):
         for key, entry in entries.items():
             if "shape" in entry:
-                broadcast(state[key], source)
+                _broadcast(state[key], source)
     return shared
 
 
@@ -189,18 +189,18 @@ def _share_text(text: str, source: int) -> str:
     """Send a text from the source to all others, and return it."""
     data = bytearray(text.encode())
     length = torch.tensor([len(data)])
-    broadcast(length, source)
+    _broadcast(length, source)
     if not 0 < int(length) <= _MAX_LAYOUT_BYTES:
         raise TrainError(
             "bad_optimizer",
             f"The layout of a peer's optimizer state has {int(length)} bytes; it must have 1 to {_MAX_LAYOUT_BYTES}.",
         )
     held = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(length), dtype=torch.uint8)
-    broadcast(held, source)
+    _broadcast(held, source)
     return held.numpy().tobytes().decode()
 
 
-def broadcast(tensor: Tensor, source: int) -> None:
+def _broadcast(tensor: Tensor, source: int) -> None:
     """Write the source's values into `tensor` on all other workers of the default group; any dtype and device."""
     dense = tensor.detach().cpu().contiguous()
     if dense.numel():

@@ -40,13 +40,13 @@ def build_skeleton(name: str, args: dict[str, Any], seed: int, trusted: Sequence
     try:
         with torch.device("meta"):
             model = build_model(name, args, seed, trusted)
-        why = f"it keeps {lost} outside of its state dict" if (lost := _lost(model)) else ""
+        if not (lost := _lost(model)):
+            return model
+        why = f"it keeps {lost} outside of its state dict"
     except SeamError as error:
         if error.reason != "no_model":
             raise
         why = str(error)
-    if not why:
-        return model
     log.info("the model %s is built whole in memory once, because it cannot be built without values: %s", name, why)
     model = build_model(name, args, seed, trusted)
     stored = {id(tensor) for _, tensor in tensors_of(model)}

@@ -101,21 +101,21 @@ class PipelineTrainer:
         # If this fails, it must fail before the others wait for this worker.
         cut_model(model, table, state.counts, self._trusted)
         setup = PipelineSetup(
-            model,
-            task.command.model_digest,
-            task.fetch,
-            state.checkpoints,
-            task.update_file,
-            samples,
-            plan,
-            table,
-            loss,
-            optimizer,
-            self._device,
-            self._trusted,
-            None if task.command.without_evaluation else held_out,
-            state.counts,
-            lambda report, in_flight: add_run(task.metrics.pipe, report, in_flight),
+            model=model,
+            base_digest=task.command.model_digest,
+            fetch=task.fetch,
+            checkpoints=state.checkpoints,
+            update_file=task.update_file,
+            samples=samples,
+            plan=plan,
+            table=table,
+            loss=loss,
+            optimizer=optimizer,
+            device=self._device,
+            trusted=self._trusted,
+            held_out=None if task.command.without_evaluation else held_out,
+            counts=state.counts,
+            on_run=lambda report, in_flight: add_run(task.metrics.pipe, report, in_flight),
         )
         part = PipelinePart(state, setup)
 
@@ -124,7 +124,10 @@ class PipelineTrainer:
                 raise RuntimeError("the server has chosen a worker that does not hold the update")
             task.submit_file(part.update, part.samples, part.metrics, part.usage.seconds)
 
-        take_part(task, part, self._options, deliver)
+        try:
+            take_part(task, part, self._options, deliver)
+        finally:
+            task.update_file.unlink(missing_ok=True)  # if another worker has delivered the update
 
     def evaluation_of(self, digest: str) -> Counts:
         """Return what this worker counted in the evaluation of a model; zeros if others have done it, or nobody.
@@ -212,6 +215,10 @@ class PipelinePart:
             self.state.evaluations = {training.model_digest: training.evaluation}
             self.update, self._digest, self.samples = training.update, training.model_digest, training.samples
         except RingError:
+            raise
+        except TrainError as error:
+            if error.reason == "bad_checkpoint":  # The next round takes this worker's stages from its neighbours.
+                self.state.checkpoints.keep(0, ())
             raise
         except RuntimeError as error:  # It is of the job's own code. What it causes in the ring comes later.
             log.exception("a stage has failed")

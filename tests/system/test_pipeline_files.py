@@ -1,0 +1,114 @@
+"""Files that workers of a pipeline send to each other, between real processes."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedring.codec.digest import Digest
+from fedring.codec.schema import Entry, Schema
+from fedring.workers.assembly import agree_on_digest, assemble
+from fedring.workers.checkpoint import CheckpointFolder, Layout, recover, share_copies
+from fedring.workers.exchange import exchange_files, gather_integers
+from tests.system.ring_scripts import ranks
+
+SIZES = (1, 700_000, 1 << 20)
+SCHEMA = Schema(
+    (
+        Entry("a", (300, 300), "float32", "parameter"),
+        Entry("mean", (3,), "float32", "buffer"),
+        Entry("b", (5,), "bfloat16", "parameter"),
+        Entry("c", (200, 500), "float32", "parameter"),
+        Entry("count", (), "int64", "buffer"),
+    )
+)
+
+
+def content(rank: int) -> bytes:
+    return bytes((rank + at) % 251 for at in range(SIZES[rank]))
+
+
+def send_around(folder: Path, rank: int, size: int) -> dict[str, Any]:
+    """Send each rank's file to the next one, and then one that is larger than the next one takes."""
+    mine, theirs = folder / f"mine-{rank}", folder / f"theirs-{rank}"
+    mine.write_bytes(content(rank))
+    before, after = (rank - 1) % size, (rank + 1) % size
+    exchange_files((mine, after), (theirs, before), limit=1 << 20)
+    same = theirs.read_bytes() == content(before)
+    rows = gather_integers(list(range(rank)))
+    if rank == 1:
+        return {"same": same, "rows": rows, **ranks.error_of(lambda: exchange_files(None, (theirs, 0), limit=0))}
+    if rank == 0:
+        ranks.error_of(lambda: exchange_files((mine, 1), None))
+    return {"same": same, "rows": rows}
+
+
+def test_files_go_around_and_one_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    results = ranks.run(partial(send_around, tmp_path), 3, tmp_path)
+    assert [result["same"] for result in results] == [True] * 3
+    assert results[0]["rows"] == [[], [0], [0, 1]]
+    assert "rank 0 sends 1 bytes, which must be 1 to 0" in results[1]["text"]
+
+
+def lose_and_recover(root: Path, rank: int, size: int) -> dict[str, Any]:
+    """Make two checkpoints, of which the second is incomplete, and lose the folder of rank 1."""
+    layout = Layout(size, size)
+    folder = CheckpointFolder(root / str(rank), "job", max_file_bytes=1 << 20)
+    folder.path(10, rank).write_bytes(content(rank))
+    share_copies(folder, layout, 10)
+    kept = sorted(folder.held())
+    if rank == 0:
+        folder.path(20, rank).write_bytes(b"alone")
+    if rank == 1:
+        folder.keep(0, ())
+    step = recover(folder, layout)
+    contents = [folder.path(10, stage).read_bytes() == content(stage) for _, stage in sorted(folder.held())]
+    return {"kept": kept, "step": step, "held": sorted(folder.held()), "contents": contents}
+
+
+def test_a_worker_that_has_lost_its_files_gets_them_back(tmp_path: Path) -> None:
+    results = ranks.run(partial(lose_and_recover, tmp_path), 3, tmp_path)
+    expected = [[[10, 0], [10, 2]], [[10, 0], [10, 1]], [[10, 1], [10, 2]]]
+    assert [result["kept"] for result in results] == expected
+    assert [result["held"] for result in results] == expected
+    assert [(result["step"], result["contents"]) for result in results] == [(10, [True, True])] * 3
+
+
+def values(name: str) -> torch.Tensor:
+    entry = next(entry for entry in SCHEMA.entries if entry.name == name)
+    generator = torch.Generator().manual_seed(len(name) + entry.size)
+    return torch.randn(entry.shape, generator=generator).mul(10).to(getattr(torch, entry.dtype))
+
+
+def put_together(folder: Path, rank: int, size: int) -> dict[str, Any]:
+    """Assemble a model of which each rank has a part, on two of them; then, on rank 0, one that is not finite."""
+    owners = {"a": 0, "mean": 0, "b": 1, "c": 2, "count": 2}
+    mine = {name: values(name) for name, owner in owners.items() if owner == rank}
+    made = None
+    for target in (0, 1):
+        made = assemble(folder / str(rank), SCHEMA, mine, owners, target=target) or made
+    digest = agree_on_digest(made)
+    everything = {name: values(name) for name in owners}
+    everything["c"][-1, -1] = torch.inf
+    alone = dict.fromkeys(owners, 0)
+    error = ranks.error_of(lambda: assemble(folder / "bad", SCHEMA, everything, alone, target=0)) if rank == 0 else {}
+    return {"digest": digest, "payload": made.payload_digest if made else "", **error}
+
+
+def test_a_model_is_put_together_on_two_workers(tmp_path: Path) -> None:
+    results = ranks.run(partial(put_together, tmp_path), 3, tmp_path)
+    files = [(tmp_path / str(rank)).read_bytes() for rank in (0, 1)]
+    vectors = [
+        torch.cat([values(entry.name).to(dtype).reshape(-1) for entry, _ in SCHEMA.spans(role)]).numpy().tobytes()
+        for role, dtype in (("parameter", torch.float32), ("buffer", torch.float64))
+    ]
+    model, payload = Digest(), Digest()
+    for vector in vectors:
+        model.update(vector)
+    payload.update(files[0])
+    assert files[0] == files[1]
+    assert (files[0][16 : 16 + len(vectors[0])], files[0][-len(vectors[1]) :]) == (vectors[0], vectors[1])
+    assert {result["digest"] for result in results} == {model.name}
+    assert [result["payload"] for result in results] == [payload.name, payload.name, ""]
+    assert "A value of c is not finite" in results[0]["text"]

@@ -1,0 +1,163 @@
+"""Checkpoints of a pipeline: who keeps which files, and which checkpoint a group continues from."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fedring.train.errors import SeamError, TrainError
+from fedring.train.optimizers import adam, sgd
+from fedring.train.pipeline_table import Pipeline
+from fedring.train.plan import Plan
+from fedring.workers.checkpoint import CheckpointFolder, Held, Layout, missing, newest_complete
+from fedring.workers.replica import Progress
+from fedring.workers.stage_state import CheckpointFacts, StagedModel, StageState, read_facts
+from fedring.workers.state_file import write_tensors
+
+PLAN = Plan(epochs=1, batch_size=4, lr=0.1, momentum=0.0)
+FACTS = CheckpointFacts(3, "blake3-base", Progress(7, 5, 1, 20), 40, (2, 3))
+
+
+def held(*files: tuple[int, int]) -> Held:
+    return frozenset(files)
+
+
+def test_two_workers_keep_each_stage() -> None:
+    layout = Layout(stages=4, width=4)
+    assert [layout.kept_by(rank) for rank in range(4)] == [{0, 3}, {0, 1}, {1, 2}, {2, 3}]
+    shared = Layout(stages=4, width=2)
+    assert [shared.stages_of(rank) for rank in range(2)] == [[0, 2], [1, 3]]
+    assert [shared.kept_by(rank) for rank in range(2)] == [{0, 1, 2, 3}] * 2
+    replicated = Layout(stages=2, width=2, pipelines=2)
+    assert [replicated.kept_by(rank) for rank in range(4)] == [{0}, {1}, {0}, {1}]
+    assert Layout(stages=1, width=1).kept_by(0) == {0}
+    assert [Layout(1, 1).deliverers, layout.deliverers] == [[0], [0, 1]]
+
+
+def test_a_group_continues_from_the_newest_step_of_which_all_stages_are_there() -> None:
+    assert newest_complete([held(), held()], 2) is None
+    assert newest_complete([held((10, 0)), held((10, 1))], 2) == 10
+    # Step 20 was being made when the workers were killed.
+    assert newest_complete([held((10, 0), (20, 0)), held((10, 1))], 2) == 10
+    assert newest_complete([held((10, 0), (20, 0), (20, 1)), held((10, 1))], 2) == 20
+    assert newest_complete([held((10, 0)), held()], 2) is None
+
+
+def test_a_worker_that_comes_without_files_gets_its_own_stage_and_its_neighbours() -> None:
+    layout = Layout(stages=3, width=3)
+    everyone = [held((5, 0), (5, 2)), held(), held((5, 1), (5, 2))]
+    assert list(missing(everyone, layout, 5)) == [(0, 0, 1), (1, 2, 1)]
+    full = [held((5, 0), (5, 2)), held((5, 0), (5, 1)), held((5, 1), (5, 2))]
+    assert not list(missing(full, layout, 5))
+
+
+def test_a_folder_knows_what_is_complete_and_forgets_other_jobs(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints", "job-a", max_file_bytes=1)
+    assert (folder.held(), folder.steps) == (frozenset(), 0)
+    for step, stage in ((10, 0), (10, 1), (20, 0)):
+        folder.path(step, stage).touch()
+    folder.path(20, 1).with_name("20.1.safetensors.part").touch()
+    assert folder.held() == {(10, 0), (10, 1), (20, 0)}
+    assert folder.steps == 10  # because 20 may be incomplete
+    folder.note_result(20, "blake3-x")
+    again = CheckpointFolder(tmp_path / "checkpoints", "job-a", max_file_bytes=1)
+    assert not list((tmp_path / "checkpoints" / "job-a").glob("*.part"))
+    assert (again.is_result(20, "blake3-x"), again.is_result(10, "blake3-x")) == (True, False)
+    again.keep(20, {0})
+    assert again.held() == {(20, 0)}
+    assert again.steps == 20
+    CheckpointFolder(tmp_path / "checkpoints", "job-b", max_file_bytes=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["job-b"]
+
+
+class Normed(nn.Sequential):
+    """A model whose second stage has buffers, and with a parameter that no stage uses."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def staged() -> StagedModel:
+    with torch.device("meta"):
+        model = Normed()
+    return StagedModel(model, Pipeline.model_validate({"cut": [1, 2]}), [], [])
+
+
+def filled(number: int) -> StageState:
+    state = staged().make(number, PLAN, adam, torch.device("cpu"))
+    with torch.no_grad():
+        for position, tensor in enumerate(state.tensors.values()):
+            tensor.fill_(position + 1)
+    return state
+
+
+def test_a_stage_has_room_for_its_own_tensors_only() -> None:
+    model = staged()
+    assert {name for name, stage in model.stage_of.items() if stage == 0} == {"0.weight", "0.bias"}
+    state = model.make(1, PLAN, sgd, torch.device("cpu"))
+    assert set(state.tensors) == {name for name, stage in model.stage_of.items() if stage == 1}
+    assert not any(tensor.is_meta for tensor in state.module.state_dict().values())
+    assert all(tensor.is_meta for tensor in model.stages[1].state_dict().values())
+
+
+def test_a_stage_and_its_optimizer_come_back_from_a_file(tmp_path: Path) -> None:
+    state = filled(1)
+    state.module(torch.randn(3, 4)).sum().backward()
+    state.optimizer.step()
+    state.save(tmp_path / "file", FACTS)
+    other = staged().make(1, PLAN, adam, torch.device("cpu"))
+    other.load(tmp_path / "file")
+    assert read_facts(tmp_path / "file") == FACTS
+    for name, tensor in state.tensors.items():
+        assert torch.equal(other.tensors[name], tensor)
+    ours, theirs = state.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"]
+    assert ours.keys() == theirs.keys()
+    for number, values in ours.items():
+        assert all(torch.equal(values[key], theirs[number][key]) for key in values)
+
+
+def test_the_optimizer_can_come_back_without_the_values(tmp_path: Path) -> None:
+    state = filled(0)
+    state.module(torch.randn(3, 4)).sum().backward()
+    state.optimizer.step()
+    state.save(tmp_path / "file", FACTS)
+    other = filled(0)
+    other.load(tmp_path / "file", values=False)
+    assert bool((other.tensors["0.weight"] == 1).all())
+    assert len(other.optimizer.state_dict()["state"]) == 2
+
+
+def test_a_file_of_another_stage_or_with_a_large_state_is_refused(tmp_path: Path) -> None:
+    filled(0).save(tmp_path / "file", FACTS)
+    with pytest.raises(TrainError, match=r"model/1.weight must be"):
+        filled(1).load(tmp_path / "file")
+    tensors = {"optimizer/exp_avg/0.weight": torch.zeros(17)}
+    write_tensors(tmp_path / "large", tensors, {"plain": "{}"})
+    with pytest.raises(TrainError, match="of 17 values"):
+        filled(0).load(tmp_path / "large", values=False)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    ["", "[]", '{"round": 1}', '{"round": 1, "base": "", "progress": {"steps": -1}, "samples": 0, "counts": []}'],
+)
+def test_a_file_without_sound_facts_is_refused(tmp_path: Path, facts: str) -> None:
+    write_tensors(tmp_path / "file", {}, {"facts": facts})
+    with pytest.raises(TrainError) as caught:
+        read_facts(tmp_path / "file")
+    assert caught.value.reason == "bad_checkpoint"
+
+
+def own_buffer(model: nn.Sequential) -> list[nn.Module]:
+    """Cut a model, with a layer that it does not have."""
+    with torch.device("meta"):
+        return [nn.Sequential(model[0]), nn.Sequential(model[1], nn.BatchNorm1d(4, affine=False))]
+
+
+def test_a_stage_with_a_buffer_that_the_model_lacks_is_refused() -> None:
+    table = Pipeline.model_validate({"cut": "tests.unit.test_checkpoint:own_buffer"})
+    with torch.device("meta"):
+        model = Normed()
+    with pytest.raises(SeamError, match=r"1.running_mean of stage 1 is not a tensor of the model"):
+        StagedModel(model, table, [], ["tests"])
