@@ -195,7 +195,7 @@ def test_replicas_deliver_the_buffers_of_the_first_one(
 ) -> None:
     """Both workers that can deliver the update are replicas of the stage with BatchNorm, and must agree on it."""
     args = {"width": 40 + workers}
-    spec = job({**table, "checkpoint_every": 0}, **{"model": "user_models:normed", "model_args": args, "rounds": 1})
+    spec = job({**table, "checkpoint_every": 0}, model="user_models:normed", model_args=args, rounds=1)
     with Control(fleet_of(workers).control) as control:
         ended = run_job(control, spec)
         assert ended.state == "completed", ended.reason
