@@ -98,7 +98,7 @@ SECTIONS = (
     (
         "Pipelines",
         Pipeline,
-        "The table `[pipeline]` of a pipeline job. See [pipeline.md](pipeline.md).",
+        "The table `[pipeline]` of a pipeline job. See [pipeline-reference.md](pipeline-reference.md).",
     ),
     ("Server optimizer", ServerOptimizer, "The table `[server_optimizer]` of a job. See [federated.md](federated.md)."),
     (

@@ -255,7 +255,7 @@ def test_every_library_that_works_with_the_ring_has_a_test() -> None:
 def test_every_figure_that_workers_report_is_documented() -> None:
     reported = {*Usage().metrics, "workers", "job_steps", "loss", "accuracy", "checkpoint_bytes", "checkpoint_seconds"}
     assert first_cells("data-parallel.md", "What it took") == reported
-    assert first_cells("pipeline.md", "What it took") == {*PipelineProfile().metrics, "bytes_sent"}
+    assert first_cells("pipeline-reference.md", "What it took") == {*PipelineProfile().metrics, "bytes_sent"}
 
 
 def test_every_key_of_the_pages_summaries_is_documented() -> None:

@@ -173,7 +173,7 @@ class Translator(nn.Module):
 
 
 def thirds(model: Translator) -> tuple[list[nn.Module], Routes]:
-    """Cut the translator by hand, as docs/pipeline.md says."""
+    """Cut the translator by hand, as docs/pipeline-reference.md says."""
     sources: tuple[Mapping[str, int], ...] = (
         {"source": BATCH},
         {"target": BATCH, "memory": 0, "padding": 0},

@@ -25,14 +25,13 @@ from fedring.daemon.memory import trim
 from fedring.ddp.hooks.by_name import make_hook
 from fedring.ddp.hooks.summing import HookedSum
 from fedring.pipeline.errors import add_note
-from fedring.pipeline.replicas import add_up, share_buffers, stage_group
+from fedring.pipeline.replicas import add_up, share_buffers
 from fedring.pipeline.run import Report
 from fedring.pipeline.search import search_micro_batches
 from fedring.pipeline.stage import Average, Stage
 from fedring.pipeline.stash import WeightStashing
 from fedring.pipeline.transport import GroupTransport
 from fedring.pipeline.worker import Worker
-from fedring.schedules.schedule import Schedule
 from fedring.schedules.simulation import check
 from fedring.train.batches import by_name, fetch, size_of
 from fedring.train.evaluation import Counts
@@ -44,6 +43,7 @@ from fedring.train.tally import Tally
 from fedring.workers.assembly import AssembledModel, agree_on_digest, assemble
 from fedring.workers.checkpoint import CheckpointFolder, Layout, share_copies
 from fedring.workers.exchange import gather_integers
+from fedring.workers.pipeline_groups import groups_of
 from fedring.workers.pipeline_profile import PipelineProfile
 from fedring.workers.replica import Progress, digest_of, equal_on_all
 from fedring.workers.shards import World, count_steps, epoch_order, micro_batches, shares
@@ -129,7 +129,7 @@ class PipelineTraining:
         self._index = rank % table.width
         self._tally = Tally(setup.device)
         self._schedule = table.schedule_of(self.micro_batches or table.unit)  # of any run: which worker has which stage
-        self._pipeline_group, self._stage_group = _groups(table, self._schedule)
+        self._pipeline_group, self._stage_group = groups_of(table, self._schedule)
         self._transport = GroupTransport(self._pipeline_group, credits=CREDITS)
         self._workers: dict[int, Worker] = {}  # by the micro-batches of a run
         self._build(checkpoint)
@@ -381,21 +381,3 @@ def _spread(tensors: Sequence[Tensor], micro_batches: Sequence[int], count: int)
 def layout_of(table: Pipeline) -> Layout:
     """Return which rank has which stages of a job."""
     return Layout(table.stages, table.width, table.pipelines, table.stage_workers)
-
-
-def _groups(table: Pipeline, schedule: Schedule) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return the group of this worker's pipeline, and that of the workers with the same stages.
-
-    A single pipeline is the default group, which is returned as None. So is the second group if no other worker has the
-    same stages.
-    """
-    if table.pipelines == 1:
-        return None, stage_group(schedule)
-    rank, width = dist.get_rank(), table.width
-    # Every rank must make every group, in the same order.
-    pipelines = [dist.new_group(list(range(first, first + width))) for first in range(0, table.workers, width)]
-    same_stages = [dist.new_group(list(range(index, table.workers, width))) for index in range(width)]
-    pipeline, stage = pipelines[rank // width], same_stages[rank % width]
-    if not isinstance(pipeline, dist.ProcessGroup) or not isinstance(stage, dist.ProcessGroup):
-        raise RuntimeError(f"rank {rank} is not a member of the groups that were made for it")
-    return pipeline, stage
