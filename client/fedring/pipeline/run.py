@@ -121,8 +121,8 @@ class Run:
         for micro_batch, weight in enumerate(weights):
             if not 0 <= weight < inf or not sum(self._of_same_update(micro_batch)):
                 raise PipelineError(
-                    f"the weight {weight} of micro-batch {micro_batch} must be finite and not negative, and the weights "
-                    "of an update must not all be 0"
+                    f"the weight {weight} of micro-batch {micro_batch} must be finite and not negative, and the "
+                    "weights of an update must not all be 0"
                 )
 
     def feed_inputs(self, inputs: Inputs | None) -> None:
