@@ -341,5 +341,10 @@ def test_what_is_missing_of_a_batch_is_named() -> None:
         pipeline.run({**given, "tokens": [given["tokens"][0], None]}, halves)
     with pytest.raises(PipelineError, match="stage 3 has 3 weights for 2 micro-batches"):
         pipeline.run(given, halves, weights=[1.0, 1.0, 1.0])
+    for weights in ([-1.0, 2.0], [1.0, float("nan")], [0.0, 0.0]):
+        with pytest.raises(
+            PipelineError, match="must be finite and not negative, and the weights of an update must not"
+        ):
+            pipeline.run(given, halves, weights=weights)
     with pytest.raises(ScheduleError, match="routes of 4 stages"):
         LocalPipeline(stages_of(layers()[:2], make("1f1b", 2, 2)), make("1f1b", 2, 2), routes=ROUTES)

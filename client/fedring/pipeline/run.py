@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from time import perf_counter
 from typing import NamedTuple
 
@@ -117,6 +118,12 @@ class Run:
                 "gets only some of the targets, pass the weights of all micro-batches"
             )
         self._weights = weights
+        for micro_batch, weight in enumerate(weights):
+            if not 0 <= weight < inf or not sum(self._of_same_update(micro_batch)):
+                raise PipelineError(
+                    f"the weight {weight} of micro-batch {micro_batch} must be finite and not negative, and the "
+                    "weights of an update must not all be 0"
+                )
 
     def feed_inputs(self, inputs: Inputs | None) -> None:
         """Give the micro-batches to the stages that read them, if they are here.
@@ -270,9 +277,13 @@ class Run:
 
         The mean losses of all micro-batches of an update, each times its share, add up to the mean over all samples.
         """
+        return self._weights[micro_batch] / sum(self._of_same_update(micro_batch))
+
+    def _of_same_update(self, micro_batch: int) -> Sequence[float]:
+        """Return the weights of the micro-batches of the same update."""
         interval = self.traffic.schedule.interval
         first = micro_batch // interval * interval
-        return self._weights[micro_batch] / sum(self._weights[first : first + interval])
+        return self._weights[first : first + interval]
 
 
 class Evaluation(Run):
