@@ -275,7 +275,9 @@ def test_a_job_without_accuracy_shows_none_and_any_metric_can_be_plotted(browser
         window.until("document.querySelectorAll('#accuracy .scatterlayer .point').length === 2")
         tiles = window.page.evaluate("document.querySelector('#tiles').textContent")
         assert "eval/perplexity" in tiles
-        assert "(best)" in window.page.evaluate("document.querySelector('#models tbody tr').textContent")  # the newest
+        assert "best 1.2" in window.page.evaluate(
+            "document.querySelector('#models tbody tr').textContent"
+        )  # the newest
         assert "Accuracy" not in tiles
         window.page.select_option("#metric", "train/words_sum")
         window.until("document.querySelector('#accuracy').data[0].y.every((value) => value === 240)")

@@ -39,6 +39,7 @@ from fedring.server.state.rows import UpdateRow
 
 OTHERS = {
     "bad_schema",
+    "bad_ranges",
     "unknown_model",
     "unknown_job",
     "unknown_token",
