@@ -102,6 +102,8 @@ def test_a_damaged_checkpoint_is_deleted(
 
 def test_files_that_are_not_complete_or_of_another_job_are_deleted(folder: CheckpointFolder) -> None:
     CheckpointFolder(folder.folder, "run 0 2").write(5, CONTENT)
+    (folder.folder / "job").mkdir()  # of a pipeline
+    (folder.folder / "job" / "5.7.0.safetensors").touch()
     (folder.folder / "step-6.part").write_bytes(b"half")
     assert folder.steps() == []
     assert list(folder.folder.iterdir()) == []
