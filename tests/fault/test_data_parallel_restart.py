@@ -125,6 +125,25 @@ def test_a_worker_that_dies_while_it_writes_a_checkpoint_takes_over_that_of_anot
     assert max(steps) == ROUNDS * count_steps(SAMPLES, 2, BATCH)
 
 
+def test_a_worker_that_is_killed_after_the_last_step_of_a_round_delivers_what_its_checkpoint_holds(
+    tmp_path: Path,
+) -> None:
+    fleet = fleet_of(1, tmp_path)
+    fleet.clients[0].env["FL_CRASH_AT"] = "client_update_spooled"
+    with fleet, Control(fleet.control) as control:
+        started = StartedJob(fleet, control, job(workers=1, hook="none") | {"rounds": 1})
+        fleet.clients[0].wait(SECONDS)
+        (tmp_path / "state" / "client-0" / "update").unlink()  # as if it had been killed just before
+        del fleet.clients[0].env["FL_CRASH_AT"]
+        fleet.restart(0)
+        started.until("update_accepted")
+        started.until("job_ended")
+        (round_,) = control.rounds(job_id=started.job_id)
+    (client,) = round_.clients
+    assert (round_.phase, client.metrics["job_steps"]) == ("published", count_steps(SAMPLES, 1, BATCH))
+    assert client.metrics["steps"] == 0  # nothing was trained again
+
+
 @pytest.mark.soak
 def test_fewer_workers_go_on_from_their_checkpoints(tmp_path: Path) -> None:
     fleet, passes = fleet_of(3, tmp_path), count_steps(SAMPLES, 3, BATCH)

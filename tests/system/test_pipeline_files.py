@@ -9,7 +9,7 @@ import torch
 from fedring.codec.digest import Digest
 from fedring.codec.schema import Entry, Schema
 from fedring.workers.assembly import agree_on_digest, assemble
-from fedring.workers.checkpoint import CheckpointFolder, Layout, recover, share_copies
+from fedring.workers.checkpoint import Checkpoint, CheckpointFolder, Layout, recover, share_copies
 from fedring.workers.exchange import exchange_files, gather_integers
 from tests.system.ring_scripts import ranks
 
@@ -52,27 +52,35 @@ def test_files_go_around_and_one_that_is_too_large_is_refused(tmp_path: Path) ->
 
 
 def lose_and_recover(root: Path, rank: int, size: int) -> dict[str, Any]:
-    """Make two checkpoints, of which the second is incomplete, and lose the folder of rank 1."""
+    """Make two checkpoints, of which the second is incomplete, and lose the folder of rank 1.
+
+    Rank 2 has a file of each step that another group has written.
+    """
     layout = Layout(size, size)
     folder = CheckpointFolder(root / str(rank), "job", max_file_bytes=1 << 20)
-    folder.path(10, rank).write_bytes(content(rank))
-    share_copies(folder, layout, 10)
+    checkpoint = Checkpoint(10, 7)
+    folder.path(checkpoint, rank).write_bytes(content(rank))
+    share_copies(folder, layout, checkpoint)
     kept = sorted(folder.held())
     if rank == 0:
-        folder.path(20, rank).write_bytes(b"alone")
+        folder.path(Checkpoint(20, 7), 0).write_bytes(b"alone")
+        folder.path(Checkpoint(20, 7), 1).write_bytes(b"alone")
     if rank == 1:
-        folder.keep(0, ())
-    step = recover(folder, layout)
-    contents = [folder.path(10, stage).read_bytes() == content(stage) for _, stage in sorted(folder.held())]
-    return {"kept": kept, "step": step, "held": sorted(folder.held()), "contents": contents}
+        folder.keep(None, ())
+    if rank == 2:
+        folder.path(Checkpoint(20, 8), 2).write_bytes(b"of another group")
+    found = recover(folder, layout)
+    contents = [folder.path(checkpoint, stage).read_bytes() == content(stage) for _, stage in sorted(folder.held())]
+    return {"kept": kept, "found": found, "held": sorted(folder.held()), "contents": contents}
 
 
 def test_a_worker_that_has_lost_its_files_gets_them_back(tmp_path: Path) -> None:
     results = ranks.run(partial(lose_and_recover, tmp_path), 3, tmp_path)
-    expected = [[[10, 0], [10, 2]], [[10, 0], [10, 1]], [[10, 1], [10, 2]]]
+    name = [10, 7]
+    expected = [[[name, 0], [name, 2]], [[name, 0], [name, 1]], [[name, 1], [name, 2]]]
     assert [result["kept"] for result in results] == expected
     assert [result["held"] for result in results] == expected
-    assert [(result["step"], result["contents"]) for result in results] == [(10, [True, True])] * 3
+    assert [(result["found"], result["contents"]) for result in results] == [(name, [True, True])] * 3
 
 
 def values(name: str) -> torch.Tensor:

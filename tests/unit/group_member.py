@@ -4,6 +4,7 @@ import json
 import warnings
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
+from fedring.client.group.checkpoints import JobCheckpoints
 from fedring.client.hooks import JobHook, make_hook
 from fedring.data import Samples
 from fedring.train.data_parallel_table import HOOKS, DataParallel
@@ -125,6 +127,25 @@ def newcomer_to(rank: int, hook: str, **table: Any) -> dict[str, Any]:
     return result_of(replica, training, source=source, equal=all_equal(replica), shared=shared)
 
 
+def two_histories(rank: int, *, same_round: bool) -> dict[str, Any]:
+    """Go on from checkpoints of the same step that two groups have taken, one of which had lost a worker."""
+    replica, hook = _member(setup_of(Plan(batch_size=8), hook="topk"))
+    for step in range(3):
+        replica.optimizer.zero_grad()
+        torch.manual_seed(step + 10 * rank)
+        replica.model(torch.randn(8, 6)).square().sum().backward()
+        replica.optimizer.step()
+    replica.progress.steps = 3
+    with TemporaryDirectory() as folder:
+        JobCheckpoints(Path(folder), "job").take(replica, hook, {}, round_=1)
+        checkpoints = JobCheckpoints(Path(folder), "job")
+        replica, hook = _member(setup_of(Plan(batch_size=8), hook="topk"))
+        found = checkpoints.resume(replica, hook, live=False, round_=1 if same_round else 2)
+    synchronize(replica)
+    momentum = [float(state["momentum_buffer"].sum()) for state in replica.optimizer.state.values()]
+    return {"on_all": found and found.on_all, "equal": all_equal(replica), "momentum": momentum}
+
+
 def _member(setup: DataParallelSetup) -> tuple[Replica, JobHook]:
     replica = replica_of(net())
     hook = make_hook(setup.table, setup.plan, replica.model.named_parameters(), ["tests"])
@@ -145,6 +166,8 @@ SCENARIOS: dict[str, Any] = {
     "some buffers": lambda rank: plain(rank, buffers=1),
     "failing": failing,
     "newcomer": newcomer,
+    "two histories": partial(two_histories, same_round=True),
+    "two histories in another round": partial(two_histories, same_round=False),
     **{hook: partial(plain, hook=hook, ratio=0.2, start_iteration=2) for hook in HOOKS[3:-1]},
     **{f"newcomer to {hook}": partial(newcomer_to, hook=hook) for hook in HOOKS[3:-1]},
     "newcomer to int8 ef21": partial(newcomer_to, hook="int8", feedback="ef21"),

@@ -10,7 +10,7 @@ from fedring.train.errors import SeamError, TrainError
 from fedring.train.optimizers import adam, sgd
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.plan import Plan
-from fedring.workers.checkpoint import CheckpointFolder, Held, Layout, missing, newest_complete
+from fedring.workers.checkpoint import Checkpoint, CheckpointFolder, Held, Layout, missing, newest_complete
 from fedring.workers.replica import Progress
 from fedring.workers.stage_state import CheckpointFacts, StagedModel, StageState, read_facts
 from fedring.workers.state_file import write_tensors
@@ -19,8 +19,9 @@ PLAN = Plan(epochs=1, batch_size=4, lr=0.1, momentum=0.0)
 FACTS = CheckpointFacts(3, "blake3-base", Progress(7, 5, 1, 20), 40, (2, 3))
 
 
-def held(*files: tuple[int, int]) -> Held:
-    return frozenset(files)
+def held(*files: tuple[int, int], group: int = 7) -> Held:
+    """Return the files of these steps and stages, which a group has written."""
+    return frozenset((Checkpoint(step, group), stage) for step, stage in files)
 
 
 def test_two_workers_keep_each_stage() -> None:
@@ -37,35 +38,48 @@ def test_two_workers_keep_each_stage() -> None:
 
 def test_a_group_continues_from_the_newest_step_of_which_all_stages_are_there() -> None:
     assert newest_complete([held(), held()], 2) is None
-    assert newest_complete([held((10, 0)), held((10, 1))], 2) == 10
+    assert newest_complete([held((10, 0)), held((10, 1))], 2) == (10, 7)
     # Step 20 was being made when the workers were killed.
-    assert newest_complete([held((10, 0), (20, 0)), held((10, 1))], 2) == 10
-    assert newest_complete([held((10, 0), (20, 0), (20, 1)), held((10, 1))], 2) == 20
+    assert newest_complete([held((10, 0), (20, 0)), held((10, 1))], 2) == (10, 7)
+    assert newest_complete([held((10, 0), (20, 0), (20, 1)), held((10, 1))], 2) == (20, 7)
     assert newest_complete([held((10, 0)), held()], 2) is None
+
+
+def test_files_that_two_groups_have_written_after_the_same_step_are_no_checkpoint() -> None:
+    """A worker was lost after it had written step 20, and the others continued from step 10 without it."""
+    returned, other = held((20, 1)), held((20, 0), group=8)
+    assert newest_complete([returned, other], 2) is None
+    everyone = [returned, other | held((20, 1), group=8)]
+    assert newest_complete(everyone, 2) == (20, 8)
+    assert list(missing(everyone, Layout(2, 2), Checkpoint(20, 8))) == [(0, 1, 0), (1, 1, 0)]
 
 
 def test_a_worker_that_comes_without_files_gets_its_own_stage_and_its_neighbours() -> None:
     layout = Layout(stages=3, width=3)
     everyone = [held((5, 0), (5, 2)), held(), held((5, 1), (5, 2))]
-    assert list(missing(everyone, layout, 5)) == [(0, 0, 1), (1, 2, 1)]
+    assert list(missing(everyone, layout, Checkpoint(5, 7))) == [(0, 0, 1), (1, 2, 1)]
     full = [held((5, 0), (5, 2)), held((5, 0), (5, 1)), held((5, 1), (5, 2))]
-    assert not list(missing(full, layout, 5))
+    assert not list(missing(full, layout, Checkpoint(5, 7)))
 
 
 def test_a_folder_knows_what_is_complete_and_forgets_other_jobs(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints", "job-a", max_file_bytes=1)
     assert (folder.held(), folder.steps) == (frozenset(), 0)
-    for step, stage in ((10, 0), (10, 1), (20, 0)):
-        folder.path(step, stage).touch()
-    folder.path(20, 1).with_name("20.1.safetensors.part").touch()
-    assert folder.held() == {(10, 0), (10, 1), (20, 0)}
+    (tmp_path / "checkpoints" / "step-5.safetensors").touch()  # of a data-parallel job
+    files = held((10, 0), (10, 1), (20, 0))
+    for file in files:
+        folder.path(*file).touch()
+    old, new = Checkpoint(10, 7), Checkpoint(20, 7)
+    folder.path(new, 1).with_name("20.7.1.safetensors.part").touch()
+    assert folder.held() == files
     assert folder.steps == 10  # because 20 may be incomplete
-    folder.note_result(20, "blake3-x")
+    folder.note_result(new, "blake3-x")
     again = CheckpointFolder(tmp_path / "checkpoints", "job-a", max_file_bytes=1)
     assert not list((tmp_path / "checkpoints" / "job-a").glob("*.part"))
-    assert (again.is_result(20, "blake3-x"), again.is_result(10, "blake3-x")) == (True, False)
-    again.keep(20, {0})
-    assert again.held() == {(20, 0)}
+    known = [again.is_result(one, "blake3-x") for one in (new, old, Checkpoint(20, 8))]
+    assert known == [True, False, False]
+    again.keep(new, {0})
+    assert again.held() == held((20, 0))
     assert again.steps == 20
     CheckpointFolder(tmp_path / "checkpoints", "job-b", max_file_bytes=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["job-b"]
@@ -140,7 +154,13 @@ def test_a_file_of_another_stage_or_with_a_large_state_is_refused(tmp_path: Path
 
 @pytest.mark.parametrize(
     "facts",
-    ["", "[]", '{"round": 1}', '{"round": 1, "base": "", "progress": {"steps": -1}, "samples": 0, "counts": []}'],
+    [
+        "",
+        "[]",
+        '{"round": 1}',
+        '{"round": 1, "base": "", "progress": {"steps": -1}, "samples": 0, "counts": []}',
+        '{"round": 1, "base": "", "progress": {"steps": Infinity}, "samples": 0, "counts": []}',
+    ],
 )
 def test_a_file_without_sound_facts_is_refused(tmp_path: Path, facts: str) -> None:
     write_tensors(tmp_path / "file", {}, {"facts": facts})

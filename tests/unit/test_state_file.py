@@ -74,6 +74,8 @@ def row(**changes: object) -> dict[str, object]:
         row(shape=[1 << 40], data_offsets=[0, 1 << 42]),
         row(data_offsets=[4, 8]),
         {"w": 3},
+        {"__metadata__": 3},
+        3,
     ],
 )
 def test_a_header_that_does_not_fit_the_file_is_refused(tmp_path: Path, header: object) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fedring.client.group.checkpoints import JobCheckpoints
 from fedring.workers import checkpoint_files
 from fedring.workers.checkpoint_files import BadCheckpoint, CannotKeep, CheckpointFolder, decode, encode
 from fedring.workers.replica import Progress, Replica
@@ -102,9 +103,20 @@ def test_a_damaged_checkpoint_is_deleted(
 
 def test_files_that_are_not_complete_or_of_another_job_are_deleted(folder: CheckpointFolder) -> None:
     CheckpointFolder(folder.folder, "run 0 2").write(5, CONTENT)
+    (folder.folder / "job").mkdir()  # of a pipeline
+    (folder.folder / "job" / "5.7.0.safetensors").touch()
     (folder.folder / "step-6.part").write_bytes(b"half")
     assert folder.steps() == []
     assert list(folder.folder.iterdir()) == []
+
+
+def test_a_checkpoint_that_was_deleted_is_not_offered_any_more(folder: CheckpointFolder) -> None:
+    for step in (20, 40):
+        folder.write(step, CONTENT)
+    checkpoints = JobCheckpoints(folder.folder, JOB)
+    assert checkpoints.steps == [40, 20]
+    checkpoints.drop_after(20)
+    assert checkpoints.steps == [20]
 
 
 def test_a_checkpoint_of_another_version_is_refused() -> None:

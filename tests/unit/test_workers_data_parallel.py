@@ -96,3 +96,11 @@ def test_a_newcomer_takes_over_model_momentum_and_place(results: Results) -> Non
     assert first["equal"]
     assert first["momentum"] == second["momentum"] != []
     assert first["steps"] == second["steps"] == 3 + count_steps(SIZE - 24, 2, 8)
+
+
+@pytest.mark.parametrize("scenario", ["two histories", "two histories in another round"])
+def test_checkpoints_of_two_groups_do_not_belong_together(scenario: str, results: Results) -> None:
+    first, second = results[scenario]
+    assert first["on_all"] is second["on_all"] is False  # so both exchange what the hook shares
+    assert first["equal"]
+    assert first["momentum"] == second["momentum"] != []

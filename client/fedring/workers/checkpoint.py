@@ -4,22 +4,36 @@ A file holds one stage after one step: parameters, buffers, and the state of the
 appears under its name when it is complete. A checkpoint consists of the files of all stages after the same step. The
 older one is deleted only after all workers have reached a barrier, so that one checkpoint is always complete.
 
+A group that continues from an older checkpoint reaches the same steps again, with other random numbers. A worker may
+still have a file of the group before. So files also have the number of the group that wrote them.
+
 When a group forms, its workers tell each other which files they have. They continue from the newest step of which all
 stages are there, and every file goes to those who should have it.
 """
 
-import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
+from fedring.daemon.durable import delete
+from fedring.train.errors import TrainError
 from fedring.workers.exchange import exchange_files, gather_integers
 
-Held = frozenset[tuple[int, int]]
-"""The step and the stage of each file that a worker has."""
+
+
+class Checkpoint(NamedTuple):
+    """The name of a checkpoint, which all of its files have."""
+
+    step: int  # of the job
+    group: int  # a random number that the group has drawn which wrote it
+
+
+Held = frozenset[tuple[Checkpoint, int]]
+"""The checkpoint and the stage of each file that a worker has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +92,20 @@ class CheckpointFolder:
         if root.exists():
             for other in root.iterdir():
                 if other.name != job:
-                    shutil.rmtree(other, ignore_errors=True)
+                    delete(other)
         self._folder.mkdir(parents=True, exist_ok=True)
         for part in self._folder.glob("*.part"):  # It was being written when the process was killed.
             part.unlink()
 
-    def path(self, step: int, stage: int) -> Path:
-        """Return the file of a stage after a step."""
-        return self._folder / f"{step}.{stage}.safetensors"
+    def path(self, checkpoint: Checkpoint, stage: int) -> Path:
+        """Return the file of a stage."""
+        return self._folder / f"{checkpoint.step}.{checkpoint.group}.{stage}.safetensors"
 
     def held(self) -> Held:
         """Return which complete files there are."""
-        names = (path.name.split(".") for path in self._folder.glob("*.*.safetensors"))
-        return frozenset((int(step), int(stage)) for step, stage, _ in names if step.isdecimal() and stage.isdecimal())
+        names = [path.name.split(".")[:-1] for path in self._folder.glob("*.*.*.safetensors")]
+        numbers = [[int(part) for part in name] for name in names if len(name) == 3 and all(map(str.isdecimal, name))]
+        return frozenset((Checkpoint(step, group), stage) for step, group, stage in numbers)
 
     @property
     def steps(self) -> int:
@@ -98,27 +113,27 @@ class CheckpointFolder:
 
         While there are files of two steps, it is not known whether the newer one is complete.
         """
-        return min((step for step, _ in self.held()), default=0)
+        return min((checkpoint.step for checkpoint, _ in self.held()), default=0)
 
-    def keep(self, step: int, stages: Collection[int]) -> None:
-        """Delete all files but those of these stages after this step."""
+    def keep(self, checkpoint: Checkpoint | None, stages: Collection[int]) -> None:
+        """Delete all files but those of these stages of a checkpoint; None = all files."""
         for one in self.held():
-            if one[0] != step or one[1] not in stages:
+            if one[0] != checkpoint or one[1] not in stages:
                 self.path(*one).unlink(missing_ok=True)
 
-    def note_result(self, step: int, digest: str) -> None:
-        """Note that the model after a step, as it is published, has this digest. It need not survive a power loss."""
-        (self._folder / "result").write_text(f"{step} {digest}")
+    def note_result(self, checkpoint: Checkpoint, digest: str) -> None:
+        """Note the digest of a checkpoint's model, as it is published. It need not survive a power loss."""
+        (self._folder / "result").write_text(f"{checkpoint.step} {checkpoint.group} {digest}")
 
-    def is_result(self, step: int, digest: str) -> bool:
-        """Return whether the model after a step is known to have this digest."""
+    def is_result(self, checkpoint: Checkpoint, digest: str) -> bool:
+        """Return whether the model of a checkpoint is known to have this digest."""
         try:
-            return (self._folder / "result").read_text() == f"{step} {digest}"
+            return (self._folder / "result").read_text() == f"{checkpoint.step} {checkpoint.group} {digest}"
         except (OSError, UnicodeDecodeError):
             return False
 
 
-def share_copies(folder: CheckpointFolder, layout: Layout, step: int) -> None:
+def share_copies(folder: CheckpointFolder, layout: Layout, checkpoint: Checkpoint) -> None:
     """Finish a checkpoint of which each worker has written its own stages: send them to whom else keeps them.
 
     Every worker of the default group must call this. When it returns, the checkpoint is complete on all workers, and
@@ -126,48 +141,51 @@ def share_copies(folder: CheckpointFolder, layout: Layout, step: int) -> None:
     """
     rank = dist.get_rank()
     copies = layout.copies()
-    outgoing = [(folder.path(step, stage), target) for stage, source, target in copies if source == rank]
-    incoming = [(folder.path(step, stage), source) for stage, source, target in copies if target == rank]
+    outgoing = [(folder.path(checkpoint, stage), target) for stage, source, target in copies if source == rank]
+    incoming = [(folder.path(checkpoint, stage), source) for stage, source, target in copies if target == rank]
     for to, source in zip_longest(outgoing, incoming):
         exchange_files(to, source, limit=folder.max_file_bytes)
     dist.barrier()
-    folder.keep(step, layout.kept_by(rank))
+    folder.keep(checkpoint, layout.kept_by(rank))
 
 
-def recover(folder: CheckpointFolder, layout: Layout) -> int | None:
+def recover(folder: CheckpointFolder, layout: Layout) -> Checkpoint | None:
     """Find the newest complete checkpoint among all workers, and give each of them the files that it keeps.
 
     Every worker of the default group must call this.
 
     Returns:
-        The step of the checkpoint, of which this worker now has the files of its own stages; None if there is none.
+        The checkpoint, of which this worker now has the files of its own stages; None if there is none.
+
+    Raises:
+        TrainError: With the reason bad_checkpoint, if a worker does not say which files it has, or sends too much.
     """
     rank = dist.get_rank()
     everyone = _held_by_all(folder)
-    step = newest_complete(everyone, layout.stages)
-    if step is None:
+    checkpoint = newest_complete(everyone, layout.stages)
+    if checkpoint is None:
         return None
-    for stage, source, target in missing(everyone, layout, step):
-        path = folder.path(step, stage)
+    for stage, source, target in missing(everyone, layout, checkpoint):
+        path = folder.path(checkpoint, stage)
         if rank == source:
             exchange_files((path, target), None)
         elif rank == target:
             exchange_files(None, (path, source), limit=folder.max_file_bytes)
     dist.barrier()
-    folder.keep(step, layout.kept_by(rank))
-    return step
+    folder.keep(checkpoint, layout.kept_by(rank))
+    return checkpoint
 
 
-def newest_complete(everyone: Sequence[Held], stages: int) -> int | None:
-    """Return the newest step of which all stages are held by somebody; None if there is none."""
-    held: Mapping[int, set[int]] = {step: set() for one in everyone for step, _ in one}
+def newest_complete(everyone: Sequence[Held], stages: int) -> Checkpoint | None:
+    """Return the newest checkpoint of which all stages are held by somebody; None if there is none."""
+    held: Mapping[Checkpoint, set[int]] = {checkpoint: set() for one in everyone for checkpoint, _ in one}
     for one in everyone:
-        for step, stage in one:
-            held[step].add(stage)
-    return max((step for step, found in held.items() if found >= set(range(stages))), default=None)
+        for checkpoint, stage in one:
+            held[checkpoint].add(stage)
+    return max((checkpoint for checkpoint, found in held.items() if found >= set(range(stages))), default=None)
 
 
-def missing(everyone: Sequence[Held], layout: Layout, step: int) -> Iterator[tuple[int, int, int]]:
+def missing(everyone: Sequence[Held], layout: Layout, checkpoint: Checkpoint) -> Iterator[tuple[int, int, int]]:
     """Yield each file that somebody should have and has not, in an order that is the same on all workers.
 
     Yields:
@@ -175,12 +193,15 @@ def missing(everyone: Sequence[Held], layout: Layout, step: int) -> Iterator[tup
         that not all files come from one of them.
     """
     for stage in range(layout.stages):
-        sources = [rank for rank, held in enumerate(everyone) if (step, stage) in held]
+        sources = [rank for rank, held in enumerate(everyone) if (checkpoint, stage) in held]
         targets = [rank for rank in range(len(everyone)) if stage in layout.kept_by(rank) and rank not in sources]
         for number, target in enumerate(targets):
             yield stage, sources[number % len(sources)], target
 
 
 def _held_by_all(folder: CheckpointFolder) -> list[Held]:
-    mine = [number for one in sorted(folder.held()) for number in one]
-    return [frozenset(zip(row[::2], row[1::2], strict=True)) for row in gather_integers(mine)]
+    mine = [number for (step, group), stage in sorted(folder.held()) for number in (step, group, stage)]
+    rows = gather_integers(mine)
+    if any(len(row) % 3 or min(row, default=0) < 0 for row in rows):
+        raise TrainError("bad_checkpoint", "a worker does not say which checkpoints it has.")
+    return [frozenset((Checkpoint(*row[at : at + 2]), row[at + 2]) for at in range(0, len(row), 3)) for row in rows]

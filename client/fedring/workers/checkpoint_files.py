@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedring.daemon.crash import crashpoint
-from fedring.daemon.durable import sync
+from fedring.daemon.durable import delete, sync
 from fedring.workers.replica import digest_of
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class CheckpointFolder:
                 usable.append(int(found[1]))
             except BadCheckpoint as error:
                 log.warning("the checkpoint %s is deleted: %s", path, error)
-                path.unlink()
+                delete(path)  # It is a folder if the job before was a pipeline.
         return sorted(usable, reverse=True)
 
     def read(self, step: int) -> Content:

@@ -7,6 +7,7 @@ Replicas of a stage are either in parallel pipelines, each with batches of its o
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ from fedring.train.pipeline_table import CREDITS, Pipeline
 from fedring.train.plan import Plan
 from fedring.train.tally import Tally
 from fedring.workers.assembly import AssembledModel, agree_on_digest, assemble
-from fedring.workers.checkpoint import CheckpointFolder, Layout, share_copies
+from fedring.workers.checkpoint import Checkpoint, CheckpointFolder, Layout, share_copies
 from fedring.workers.exchange import gather_integers
 from fedring.workers.pipeline_groups import groups_of
 from fedring.workers.pipeline_profile import PipelineProfile
@@ -102,7 +103,7 @@ class PipelineTraining:
     def __init__(
         self,
         setup: PipelineSetup,
-        checkpoint: int | None,
+        checkpoint: Checkpoint | None,
         watcher: Watcher,
         *,
         profile: PipelineProfile,
@@ -112,7 +113,7 @@ class PipelineTraining:
 
         Args:
             setup: What is trained.
-            checkpoint: The step of the checkpoint to start from, as recover() returned it.
+            checkpoint: The checkpoint to start from, as recover() returned it.
             watcher: Is told the progress.
             profile: Takes the figures of the training.
             micro_batches: The number that "auto" has found before; 0 = none.
@@ -155,10 +156,10 @@ class PipelineTraining:
             self._make_checkpoint(now)
         if setup.held_out is not None:
             self.evaluation = self._evaluate(setup.held_out)
-        self._assemble(now.steps)
+        self._assemble()
         return means_over_workers(self._tally)
 
-    def _build(self, checkpoint: int | None) -> None:
+    def _build(self, checkpoint: Checkpoint | None) -> None:
         """Cut the model, and fill this worker's own stages with the values that the group starts from."""
         setup, table = self.setup, self.setup.table
         mine = self._layout.stages_of(dist.get_rank())
@@ -182,6 +183,7 @@ class PipelineTraining:
             )
         self._start = facts.progress if resumed else Progress(facts.progress.steps)
         self._saved = facts.progress if resumed else None
+        self._checkpoint = checkpoint  # the newest one
         self.samples = facts.samples if resumed else 0
         self.steps = self._start.steps
         self._last_steps = self.steps  # of the newest checkpoint
@@ -190,8 +192,12 @@ class PipelineTraining:
         trim()  # what the download has left behind
 
     def _agree_with_rank_0(self, counts: Sequence[int]) -> list[int]:
-        """Take over rank 0's number of micro-batches, and return its counts of layers, which it may have measured."""
-        self.micro_batches, *agreed = gather_integers([self.micro_batches, *counts])[0]
+        """Take over rank 0's number of micro-batches and of the group, and return its counts of layers.
+
+        It may have measured the counts.
+        """
+        mine = [self.micro_batches, secrets.randbits(62), *counts]
+        self.micro_batches, self._group, *agreed = gather_integers(mine)[0]
         return agreed
 
     def _stage(self, number: int, state: StageState) -> Stage:
@@ -331,13 +337,14 @@ class PipelineTraining:
             for state in self._states.values():
                 share_buffers(state.module, self._stage_group)
         facts = replace(self._facts, progress=replace(now), samples=self.samples)
+        self._checkpoint = Checkpoint(now.steps, self._group)
         for number, state in self._states.items():
-            state.save(folder.path(now.steps, number), facts)
-        share_copies(folder, self._layout, now.steps)
+            state.save(folder.path(self._checkpoint, number), facts)
+        share_copies(folder, self._layout, self._checkpoint)
         self._saved, self._last_steps = facts.progress, now.steps
         self._count_checkpoint(began, sent)
 
-    def _assemble(self, steps: int) -> None:
+    def _assemble(self) -> None:
         """Put the whole model together on the disks of the members that can deliver it."""
         began, sent, layout, staged = time.perf_counter(), self.watcher.bytes_sent(), self._layout, self._model
         tensors = {name: tensor for state in self._states.values() for name, tensor in state.tensors.items()}
@@ -347,7 +354,8 @@ class PipelineTraining:
             made = assemble(self.setup.update_file, staged.schema, tensors, owners, target=target)
             self.update = made or self.update
         self.model_digest = agree_on_digest(self.update)
-        self.setup.checkpoints.note_result(steps, self.model_digest)
+        if self._checkpoint is not None:  # run() has made one
+            self.setup.checkpoints.note_result(self._checkpoint, self.model_digest)
         self._count_checkpoint(began, sent)
 
     def _count_checkpoint(self, began: float, sent: int) -> None:

@@ -6,6 +6,7 @@ Nothing that a peer sends is unpickled. The layout of the optimizer's state trav
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def synchronize(replica: Replica) -> int:
         TrainError: With the reason bad_optimizer, if the state of an optimizer cannot be sent, or does not fit.
     """
     progress = replica.progress
-    mine = [progress.steps, *_words(digest_of(replica.tensors()))]
+    mine = [progress.steps, *_words(digest_of(chain(replica.tensors(), _states_of(replica.optimizer))))]
     everyone = gather(mine)
     steps = [row[0] for row in everyone]
     source = steps.index(max(steps))
@@ -77,6 +78,13 @@ def synchronize(replica: Replica) -> int:
             _broadcast(tensor, source)
         _share_optimizer(replica.optimizer, source)
     return source
+
+
+def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the tensors of an optimizer's state, in the same order on all workers."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        state = optimizer.state.get(parameter, {})
+        yield from (state[key] for key in sorted(state) if isinstance(state[key], Tensor))
 
 
 def all_equal(replica: Replica) -> bool:

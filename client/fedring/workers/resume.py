@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from fedring.train.state import tensors_of
-from fedring.workers.replica import Progress, Replica, gather
+from fedring.workers.replica import Progress, Replica, digest_of, equal_on_all, gather
 
 _NONE = -1
 
@@ -55,6 +56,19 @@ def choose(workers: Sequence[tuple[int, Sequence[int]]]) -> Resumption | None:
     if newest <= max(live for live, _ in workers):
         return None
     return Resumption(newest, on_all=all(newest in steps for steps in held))
+
+
+def is_same_on_all(content: dict[str, Any]) -> bool:
+    """Return whether the checkpoints that all workers of the default group have read were taken by one group.
+
+    A worker that was lost may have one of the same step as the others, which continued without it. Every worker of the
+    group must call this.
+
+    Args:
+        content: This worker's checkpoint: the number of its round and of its workers, and its replica.
+    """
+    facts = f"{content['round']} {content['workers']} ".encode()
+    return equal_on_all(blake3(facts + digest_of(content["replica"]["model"].values())).digest())
 
 
 def replica_content(replica: Replica) -> dict[str, Any]:

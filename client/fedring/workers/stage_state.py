@@ -183,7 +183,7 @@ def read_facts(path: Path) -> CheckpointFacts:
                 raise ValueError(f"{progress} is below 0")
             counts = tuple(int(count) for count in told["counts"])
             return CheckpointFacts(int(told["round"]), str(told["base"]), progress, int(told["samples"]), counts)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise TrainError("bad_checkpoint", f"The checkpoint {path} cannot be used: {error!r}.") from error
 
 

@@ -91,7 +91,7 @@ class TensorFile:
         self._file = path.open("rb", buffering=0)
         try:
             self.tensors, self.metadata = self._read_header()
-        except (ValueError, TypeError, KeyError, struct.error, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, struct.error, RecursionError) as error:
             self._file.close()
             raise self._bad(f"its header cannot be used ({error})") from error
 

@@ -1,6 +1,7 @@
 """Durability: what must be on the disk before anybody relies on it."""
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -11,3 +12,11 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def delete(path: Path) -> None:
+    """Delete a file, or a folder with everything in it; it need not exist."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from fedring.client.hooks import JobHook
 from fedring.train.errors import SeamError
 from fedring.workers.checkpoint_files import KEPT, BadCheckpoint, CannotKeep, CheckpointFolder, Content
 from fedring.workers.replica import Replica
-from fedring.workers.resume import Resumption, agree, replica_content, restore_replica
+from fedring.workers.resume import Resumption, agree, is_same_on_all, replica_content, restore_replica
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class JobCheckpoints:
         job: Names the job; the checkpoints of other jobs are deleted.
 
     Attributes:
-        steps: The steps of the checkpoints that were found at the start, the newest first.
+        steps: The steps of the checkpoints that were found at the start and can still be used, the newest first.
         random: The state of random numbers with which training goes on; None = the round's own seed.
     """
 
@@ -91,7 +91,7 @@ class JobCheckpoints:
             self.steps = []
             detail = f"The checkpoint of step {found.step} cannot be used and was deleted: {error}."
             raise SeamError("bad_checkpoint", detail) from error
-        as_before = found.on_all and content["workers"] == dist.get_world_size()
+        as_before = found.on_all and is_same_on_all(content) and content["workers"] == dist.get_world_size()
         if as_before and same_round:
             self.random = content["random"]
         log.info("continuing from the checkpoint of step %d", found.step, extra={"step": found.step})
@@ -100,6 +100,7 @@ class JobCheckpoints:
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints of later steps, which will be taken again."""
         self._folder.drop_after(step)
+        self.steps = [one for one in self.steps if one <= step]
 
 
 def job_name(key: tuple[Any, ...]) -> str:

@@ -88,7 +88,8 @@ class DataParallelTrainer:
         part = DataParallelPart(state, setup, task.metrics.ring)
 
         def deliver() -> None:
-            task.submit(model, part.usage.samples, part.metrics, part.usage.seconds)
+            samples = max(1, part.usage.samples)  # 0 if this process has come only after the round's last step
+            task.submit(model, samples, part.metrics, part.usage.seconds)
 
         take_part(task, part, self._options, deliver)
 

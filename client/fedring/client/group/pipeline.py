@@ -26,7 +26,7 @@ from fedring.train.loop import Loss, OptimizerFactory
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.state import schema_of, tensors_of
 from fedring.workers.assembly import AssembledModel
-from fedring.workers.checkpoint import CheckpointFolder, recover
+from fedring.workers.checkpoint import Checkpoint, CheckpointFolder, recover
 from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.pipeline_epochs import PipelineSetup, PipelineTraining, layout_of
 from fedring.workers.pipeline_profile import PipelineProfile
@@ -166,7 +166,7 @@ class PipelinePart:
     samples: int = 0  # that the model was trained on in the round
     _profile: PipelineProfile = field(default_factory=PipelineProfile)
     _means: dict[str, float] = field(default_factory=dict)
-    _checkpoint: int | None = None  # the step from which the group continues; None = the published model
+    _checkpoint: Checkpoint | None = None  # from which the group continues; None = the published model
     _reached: int = 0  # the step of the job that was reached, including those after the checkpoint
     _digest: str = ""
 
@@ -218,7 +218,7 @@ class PipelinePart:
             raise
         except TrainError as error:
             if error.reason == "bad_checkpoint":  # The next round takes this worker's stages from its neighbours.
-                self.state.checkpoints.keep(0, ())
+                self.state.checkpoints.keep(None, ())
             raise
         except RuntimeError as error:  # It is of the job's own code. What it causes in the ring comes later.
             log.exception("a stage has failed")
