@@ -46,9 +46,9 @@ class Pipeline(BaseModel):
     )
     replicas: Annotated[int | list[int], AfterValidator(_check_range)] = Field(
         1,
-        description=f"number of parallel pipelines, from 1 to {MAX_REPLICAS}; each takes its own batches, and their gradients are "
-        "averaged. A list gives each stage its own number of workers in one pipeline, which take its micro-batches by "
-        "turns and add up their gradients (gpipe and 1f1b)",
+        description=f"number of parallel pipelines, from 1 to {MAX_REPLICAS}; each takes its own batches, and their "
+        "gradients are averaged. A list gives each stage its own number of workers in one pipeline, which take its "
+        "micro-batches by turns and add up their gradients (gpipe and 1f1b)",
     )
     hook: Text = Field(
         "none",
@@ -124,8 +124,8 @@ class Pipeline(BaseModel):
             )
         if self.width * max(self.stages, micro_batches) > MAX_CELLS:
             raise ValueError(
-                f"replicas has {self.width} workers, and times {self.stages} stages or times {micro_batches} micro_batches "
-                f"they are above MAX_CELLS = {MAX_CELLS}: use fewer"
+                f"replicas has {self.width} workers, and times {self.stages} stages or times {micro_batches} "
+                f"micro_batches they are above MAX_CELLS = {MAX_CELLS}: use fewer"
             )
         check(self.schedule_of(micro_batches), credits=CREDITS)
         return self
