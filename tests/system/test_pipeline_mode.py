@@ -161,7 +161,7 @@ def test_two_parallel_pipelines_stay_equal_and_average_their_gradients(fleet_of:
     ("table", "workers"),
     [
         ({"stages": 3, "replicas": [1, 2, 1], "micro_batches": 5, "checkpoint_every": 20}, 4),
-        ({"stages": 2, "replicas": [2, 2], "schedule": "gpipe", "hook": "fp16", "micro_batches": "auto"}, 4),
+        ({"stages": 2, "replicas": [2, 2], "schedule": "gpipe", "hook": "fp16(none)", "micro_batches": "auto"}, 4),
     ],
     ids=["in the middle", "all, with a hook"],
 )

@@ -15,7 +15,7 @@ from fedring.pipeline.messages import HEADER_BYTES, Key, Message, header
 from fedring.pipeline.replicas import stage_group
 from fedring.pipeline.stage import Stage
 from fedring.pipeline.stash import WeightStashing
-from fedring.pipeline.transport import GroupTransport, tag_of
+from fedring.pipeline.transport import GroupTransport, LocalTransport, tag_of
 from fedring.pipeline.worker import LocalPipeline, Worker
 from fedring.schedules.routes import chain
 from fedring.schedules.schedule import Kind, make, pipedream
@@ -25,6 +25,7 @@ from tests.unit import test_pipeline_routed as routed
 from tests.unit.test_pipeline_stage import alone, batches, layers, values
 
 BACKENDS = ("gloo", "fedring")
+WRAPPED = ("fp16(none)", "bf16(powersgd)", "fp16(int8)", "fp16(topk)")
 REPLICAS, STEPS, COUNT = [1, 2, 1], 50, 5
 LAST = 7  # samples of a smaller last batch
 
@@ -83,7 +84,7 @@ def test_a_stage_with_two_workers_trains_as_one_process_does(backend: str, tmp_p
 def sum_with_every_hook(rank: int, size: int) -> dict[str, Any]:
     """Add up gradients with each hook, in several buckets, and return its sums and those without a hook."""
     sums: dict[str, Any] = {}
-    for name in HOOKS:
+    for name in (*HOOKS, *WRAPPED):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 40))
         parameters = list(module.parameters())
@@ -100,9 +101,9 @@ def sum_with_every_hook(rank: int, size: int) -> dict[str, Any]:
 
 def test_replicas_can_add_up_their_gradients_with_any_hook(tmp_path: Path) -> None:
     first, second = ranks.run(sum_with_every_hook, 2, tmp_path)
-    for name in set(HOOKS) - {"noop"}:
+    for name in {*HOOKS, *WRAPPED} - {"noop"}:
         assert first[name] == second[name], name
-    for name in ("none", "fp16", "bf16", "powersgd"):
+    for name in ("none", "fp16", "bf16", "powersgd", "fp16(none)", "bf16(powersgd)", "fp16(int8)"):
         for least, most in first[name]:
             assert (least, most) == (pytest.approx(3.0, rel=1e-2), pytest.approx(3.0, rel=1e-2)), name
 
@@ -148,14 +149,17 @@ def evaluate_replicated(rank: int, size: int) -> dict[str, Any]:
     parts = [nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double(), nn.Linear(4, 3).double()]
     stash = WeightStashing(torch.optim.SGD(parts[number].parameters(), lr=0.1))
     stage = Stage(parts[number], stash, loss=cross_entropy if number else None)
-    worker = Worker({number: stage}, schedule, GroupTransport(), index=rank, replicas=stage_group(schedule))
+    group = stage_group(schedule)
+    worker = Worker({number: stage}, schedule, GroupTransport(), index=rank, replicas=group)
     ((inputs, targets),) = batches(1, 14)
     mine = schedule.micro_batches_of(number, rank)
     read = [part if m in mine else None for m, part in enumerate((targets if number else inputs).tensor_split(4))]
     report = worker.run(None if number else read, read if number else None, weights=[4, 4, 3, 3])
     before = [buffer.flatten().tolist() for buffer in parts[0].buffers()]
     outputs = worker.evaluate(list(inputs.tensor_split(5)) if number == 0 else None, micro_batches=5)
-    missing = ranks.error_of(lambda: worker.run(read, read)) if number else None
+    # An error lets all workers fail that share the transport.
+    other = Worker({number: stage}, schedule, LocalTransport(), index=rank, replicas=group)
+    missing = ranks.error_of(lambda: other.run(read, read)) if number else None
     return {
         "losses": report.losses,
         "before": before,
@@ -244,6 +248,21 @@ def receive_from_an_older_release(rank: int, size: int) -> dict[str, Any]:
     assert frame.nbytes == HEADER_BYTES
     torch.distributed.send(frame.view(torch.uint8), 1, tag=6)
     return {"tag": tag_of(Kind.FORWARD, 0)}
+
+
+def forget_the_inputs(rank: int, size: int) -> dict[str, Any]:
+    """Run a pipeline whose first worker does not pass the micro-batches."""
+    module = layers()[rank]
+    stash = WeightStashing(torch.optim.SGD(module.parameters(), lr=0.1))
+    stage = Stage(module, stash, loss=cross_entropy if rank else None)
+    worker = Worker({rank: stage}, make("1f1b", 2, 2), GroupTransport())
+    return ranks.error_of(lambda: worker.run(None, [torch.zeros(1, dtype=torch.int64)] * 2))
+
+
+def test_a_worker_without_its_inputs_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    first, second = ranks.run(forget_the_inputs, 2, tmp_path, timeout=600)
+    assert "stage 0 needs the inputs of 2 micro-batches, and got 0" in first["text"]
+    assert second["kind"]
 
 
 def receive_bytes_that_are_no_booleans(rank: int, size: int) -> list[int]:

@@ -60,6 +60,7 @@ def job(**keys: Any) -> Job:
         ({"data_parallel": {"hook": "fp16(noop)"}}, "a job cannot name the hook 'noop'"),
         ({"data_parallel": {"hook": "bf16(topk(rati=1))"}}, "topk has no parameter 'rati'"),
         ({"data_parallel": {"hook": "bf16(powersgd)", "feedback": "ef21"}}, "powersgd takes the feedback ef or none"),
+        ({"momentum": 0, "data_parallel": {"hook": "dgc(nesterov=true)"}}, "nesterov needs a momentum above 0"),
         ({"data_parallel": {"rati": 0.1}}, "Extra inputs"),
         ({"data_parallel": {"ratio": 0}}, "greater than 0"),
         ({"data_parallel": {"buffers": "never"}}, "buffers"),

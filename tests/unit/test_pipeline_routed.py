@@ -212,6 +212,27 @@ def test_micro_batches_can_have_weights_of_their_own() -> None:
     torch.testing.assert_close(values(parts), values(expected), rtol=1e-8, atol=1e-10)
 
 
+def mean_over_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean over the targets that are not below 0; of none, it is not a number."""
+    each, counted = cross_entropy(outputs, targets.clamp(min=0), reduction="none"), targets >= 0
+    return (each * counted).sum() / counted.sum()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_micro_batch_without_weight_changes_nothing(recompute: bool) -> None:
+    ((inputs, targets),) = batches(1)
+    targets[5:] = -100
+    results = []
+    for count in (2, 1):
+        parts, schedule = layers()[:2], make("1f1b", 2, count)
+        stages = stages_of(parts, schedule, recompute=recompute)
+        stages[-1]._loss = mean_over_tokens
+        given = [part.chunk(2)[:count] for part in (inputs, targets)]
+        report = LocalPipeline(stages, schedule).run(*given, weights=[5, 0][:count])
+        results.append((report.losses, values(parts)))
+    torch.testing.assert_close(results[0], results[1])
+
+
 def worker(stages: list[Stage], schedule: Schedule, **options: Any) -> Worker:
     return Worker({0: stages[0]}, schedule, LocalTransport(), **options)
 

@@ -111,6 +111,21 @@ def test_running_averages_use_each_micro_batch_once_even_if_recomputed() -> None
     torch.testing.assert_close(counts[0], counts[1], rtol=0, atol=0)
 
 
+def test_recomputation_begins_with_the_buffers_of_the_first_forward() -> None:
+    """Spectral normalisation divides by a norm that each forward estimates from the estimate of the one before."""
+    results = []
+    for recompute in (False, True):
+        first, *others = layers()
+        torch.manual_seed(0)
+        parts = [nn.utils.parametrizations.spectral_norm(nn.Linear(5, 5).double()), nn.Sequential(first, *others)]
+        schedule = make("gpipe", 2, 5)
+        pipeline = LocalPipeline(stages_of(parts, schedule, recompute=recompute), schedule)
+        for x, y in batches(3):
+            pipeline.run(x.chunk(5), y.chunk(5))
+        results.append([*values(parts), *parts[0].buffers()])
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("versions", Versions)
 @pytest.mark.parametrize("stages", [2, 4])

@@ -88,6 +88,21 @@ def test_inputs_of_other_kinds_are_refused(inputs: object) -> None:
     assert caught.value.reason == "bad_batch"
 
 
+@pytest.mark.parametrize("masked", [0, 1])
+def test_an_input_that_only_some_samples_have_is_refused(masked: int) -> None:
+    class Uneven(Dataset[tuple[dict[str, Tensor], int]]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> tuple[dict[str, Tensor], int]:
+            mask = {"mask": torch.ones(3)} if index == masked else {}
+            return {"points": torch.ones(3), **mask}, 0
+
+    with pytest.raises(TrainError, match="The samples of a batch have different inputs, such as ") as caught:
+        list(fetch(Uneven(), [torch.arange(2)], CPU))
+    assert caught.value.reason == "bad_batch"
+
+
 def test_the_tensors_of_several_batches_are_found_by_name() -> None:
     one, two = torch.ones(2), torch.zeros(3)
     assert by_name([one, two], ["inputs"]) == {"inputs": [one, two]}

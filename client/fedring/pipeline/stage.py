@@ -6,8 +6,8 @@ tensor, which is then called `Stage.output`. A module must not change its inputs
 the same tensors.
 
 BatchNorm normalises each micro-batch separately, and its running averages use every micro-batch once, in the order of
-the forwards. A recomputed forward draws the same random numbers again, on all devices of the stage, and does not change
-the buffers.
+the forwards. A recomputed forward draws the same random numbers again, on all devices of the stage, begins with the
+same values of the buffers that forwards change, and does not change them again.
 """
 
 import inspect
@@ -42,6 +42,7 @@ class InFlight:
     target: Tensor | None  # of the last stage
     share: float  # of the loss
     random: Mapping[torch.device, Tensor]  # the generators' states before the forward, if that is recomputed
+    buffers: Mapping[str, Tensor] | None = None  # before the forward, if that is recomputed
     outputs: Mapping[str, Tensor] | None = None  # with their graph, unless the forward is recomputed
 
 
@@ -84,6 +85,7 @@ class Stage:
             raise ValueError(f"{unknown} of the optimizer's parameters are not in the stage's module")
         self._names = [names[id(parameter)] for parameter in stash.parameters]
         self._in_flight: dict[int, InFlight] = {}
+        self._changing: set[str] = set()  # the buffers that forwards change, if these are recomputed
         self.most_in_flight = 0
 
     @property
@@ -125,10 +127,16 @@ class Stage:
         random = generator_states(self._devices(leaves)) if self._recompute else {}
         number = self.stash.version if version is None else version
         kept = InFlight(leaves, number, self.stash.weights(number), target, share, random)
-        with torch.set_grad_enabled(not self._recompute):
-            outputs = self._call(kept)
-        if not self._recompute:
-            kept.outputs = outputs
+        if self._recompute:
+            before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in self.module.named_buffers()}
+            with torch.no_grad():
+                outputs = self._call(kept)
+            for name, buffer in self.module.named_buffers():
+                if name in before and (before[name][0] is not buffer or before[name][1] != buffer._version):
+                    self._changing.add(name)
+            kept.buffers = {name: copy for name, (_, _, copy) in before.items() if name in self._changing}
+        else:
+            outputs = kept.outputs = self._call(kept)
         self._in_flight[micro_batch] = kept
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
         scale = self.stash.loss_scale if self._loss else 1.0
@@ -232,7 +240,9 @@ class Stage:
             )
         (output,) = outputs.values()
         exact = output if self.stash.compute_dtype is None else output.float()
-        return {LOSS: self._loss(exact, kept.target) * (kept.share * self.stash.loss_scale)}
+        # A loss without weight may be no number, such as the mean over no tokens, and must not reach the gradients.
+        loss = self._loss(exact, kept.target) if kept.share else exact.reshape(-1)[:0].sum()
+        return {LOSS: loss * (kept.share * self.stash.loss_scale)}
 
     def _outputs(
         self, weights: Sequence[Tensor], inputs: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None
@@ -261,8 +271,9 @@ class Stage:
         return outputs
 
     def _recomputed(self, kept: InFlight) -> Mapping[str, Tensor]:
-        """Repeat a forward, with the same random numbers and with copies of the buffers."""
-        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        """Repeat a forward, with the same random numbers and with copies of the buffers as they were before it."""
+        now = {name: buffer.clone() for name, buffer in self.module.named_buffers() if name not in self._changing}
+        buffers = {**now, **(kept.buffers or {})}
         with repeating(kept.random):
             return self._call(kept, buffers)
 

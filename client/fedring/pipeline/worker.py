@@ -1,7 +1,8 @@
 """A worker of a pipeline, which runs its part of a schedule; and a pipeline whose workers are all in one process."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -107,8 +108,9 @@ class Worker:
                 transport is aborted.
         """
         run = Run(self.stages, self._traffic, self.transport, index=self.index, step=self.step, watch=self._watch)
-        run.feed(inputs, targets, weights)
-        self._do_all(run)
+        with self._failing_together(run):
+            run.feed(inputs, targets, weights)
+            self._do_all(run)
         return run.report
 
     def evaluate(self, inputs: Inputs | None = None, *, micro_batches: int = 0) -> list[Tensor] | None:
@@ -132,26 +134,32 @@ class Worker:
         schedule = forwards(self.schedule, micro_batches or self.schedule.micro_batches)
         traffic = Traffic(schedule, self.routes)
         run = Evaluation(self.stages, traffic, self.transport, index=self.index, step=self.step)
-        run.feed_inputs(inputs)
-        if self._replicas is not None:
-            for stage in self.stages.values():
-                share_buffers(stage.module, self._replicas)
-        self._do_all(run)
+        with self._failing_together(run):
+            run.feed_inputs(inputs)
+            if self._replicas is not None:
+                for stage in self.stages.values():
+                    share_buffers(stage.module, self._replicas)
+            self._do_all(run)
         return run.outputs if schedule.stages - 1 in self.stages else None
 
     def _do_all(self, run: Run) -> None:
         began = time.perf_counter()
+        self.transport.open(run.traffic, self.index, self.step)
+        for action in run.traffic.schedule.workers[self.index]:
+            run.do(action)
+        self.transport.close()
+        self.step += 1
+        run.report.seconds = time.perf_counter() - began
+
+    @contextmanager
+    def _failing_together(self, run: Run) -> Iterator[None]:
+        """After any error inside the context, keep nothing of the run, and let the other workers fail."""
         try:
-            self.transport.open(run.traffic, self.index, self.step)
-            for action in run.traffic.schedule.workers[self.index]:
-                run.do(action)
-            self.transport.close()
+            yield
         except BaseException:  # whatever it is, the other workers must not wait for this one
             run.forget()
             self.transport.abort()
             raise
-        self.step += 1
-        run.report.seconds = time.perf_counter() - began
 
 
 class LocalPipeline:

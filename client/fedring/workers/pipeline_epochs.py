@@ -229,7 +229,7 @@ class PipelineTraining:
         table, group = self.setup.table, self._stage_group
         choice = choose_hook(table.hook)
         ready = make_hook(choice, state.module.named_parameters(), group)
-        total: Average = partial(add_up, group=group) if choice.name == "none" else HookedSum(ready, stash.parameters)
+        total: Average = partial(add_up, group=group) if choice.is_plain else HookedSum(ready, stash.parameters)
 
         def average(gradients: Sequence[Tensor]) -> None:
             total(gradients)

@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fedring.train.errors import TrainError
 
@@ -67,7 +67,8 @@ def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -
     """Yield the inputs and the labels [batch, ...] of each batch of indices in `cuts`, on `device`.
 
     Raises:
-        TrainError: With the reason bad_batch, if a sample is not a pair of inputs and a label.
+        TrainError: With the reason bad_batch, if a sample is not a pair of inputs and a label, or if the samples of a
+            batch have inputs of different names.
     """
     if isinstance(samples, Batched):
         for indices in cuts:
@@ -75,7 +76,9 @@ def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -
             yield _moved(inputs, device), labels.to(device, non_blocking=True)
         return
     # The loader would otherwise draw a seed from the global generator, which also drives dropout.
-    loader = DataLoader(samples, batch_sampler=[i.tolist() for i in cuts], generator=torch.Generator())
+    loader = DataLoader(
+        samples, batch_sampler=[i.tolist() for i in cuts], generator=torch.Generator(), collate_fn=_collated
+    )
     for batch in loader:
         if not (isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor)):
             raise TrainError(
@@ -110,6 +113,19 @@ def by_name(batches: Sequence[Inputs], names: Collection[str]) -> dict[str, list
                 raise TrainError("bad_batch", f"The model takes {name!r}, but the samples have {', '.join(given)}.")
             tensors.append(given[name])
     return found
+
+
+def _collated(samples: list[Any]) -> Any:
+    """Return the samples as a batch; torch alone would leave out an input that the first sample does not have."""
+    pairs = (one for one in samples if isinstance(one, list | tuple) and len(one) == 2)
+    names = [sorted(map(str, inputs)) for inputs, _ in pairs if isinstance(inputs, dict)]
+    if other := next((found for found in names if found != names[0]), None):
+        raise TrainError(
+            "bad_batch",
+            f"The samples of a batch have different inputs, such as {', '.join(names[0])} and {', '.join(other)}: give "
+            "all samples the same ones.",
+        )
+    return default_collate(samples)
 
 
 def _moved(inputs: object, device: torch.device) -> Inputs:

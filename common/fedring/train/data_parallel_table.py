@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedring.train.bounds import MAX_COUNT, Count, NonNegative, Positive, PositiveCount, Text
-from fedring.train.hooks import PARAMETERS, WRAPPERS, HookChoice, choose_hook, split_wrapper
+from fedring.train.hooks import PARAMETERS, WRAPPERS, HookChoice, choose_hook, name_of
 
 HOOKS = tuple(name for name in PARAMETERS if name != "noop")
 """The hooks that a job can name: those that leave all workers with equal parameters."""
@@ -88,7 +88,7 @@ class DataParallel(BaseModel):
     @property
     def hook_name(self) -> str:
         """The name of the hook, without a wrapper and parameters."""
-        return split_wrapper(self.hook)[1].partition("(")[0].strip()
+        return name_of(self.hook)
 
     def chosen_hook(self, momentum: float) -> HookChoice | None:
         """Return the hook that the job names, with all its parameters.

@@ -150,6 +150,11 @@ class HookChoice(NamedTuple):
     parameters: dict[str, Any]
     wrapper: str = ""  # one of WRAPPERS; empty = none
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether gradients are added up as they are."""
+        return self.name == "none" and not self.wrapper
+
 
 def choose_hook(text: str, given: Mapping[str, Any] | None = None) -> HookChoice:
     """Parse the name of a hook and check its parameters.
@@ -190,6 +195,11 @@ def split_wrapper(text: str) -> tuple[str, str]:
     if call is None or call.group(1) not in WRAPPERS or not inner or "=" in inner.partition("(")[0]:
         return "", text.strip()
     return call.group(1), inner
+
+
+def name_of(text: str) -> str:
+    """Return the name of the hook in a text such as `fp16(powersgd(...))`, without a wrapper and parameters."""
+    return split_wrapper(text)[1].partition("(")[0].strip()
 
 
 def split_hooks(text: str) -> list[str]:

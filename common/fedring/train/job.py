@@ -195,6 +195,8 @@ class Job(BaseModel):
                 "evaluator and evaluate_on_server need the whole model in one place, which a pipeline job avoids: "
                 "leave them out, and the stages evaluate each model together"
             )
+        if self.mode == "data_parallel":
+            self.data_parallel.chosen_hook(self.momentum)
         least = max(self.pipeline.interval, self.pipeline.unit)
         if self.mode == "pipeline" and self.batch_size < least:
             raise ValueError(

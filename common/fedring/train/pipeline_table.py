@@ -3,23 +3,34 @@
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from fedring.schedules.schedule import Schedule, Versions, make, pipedream
 from fedring.schedules.simulation import check
 from fedring.train.bounds import Count, Positive, PositiveCount, Text
-from fedring.train.hooks import PARAMETERS, choose_hook
+from fedring.train.hooks import PARAMETERS, choose_hook, name_of
 
 CREDITS = 4
 """How many messages of one kind a stage may send before the receiver has taken the first of them."""
 
 MAX_CELLS = 1 << 16
-"""The largest product of stages and micro-batches: a schedule lists them all, and is simulated before a job starts."""
+"""The largest product of stages and micro-batches, and of either with the workers of a pipeline.
+
+A schedule lists them all, and is simulated before a job starts.
+"""
+
+MAX_REPLICAS = 256
+"""The largest number of parallel pipelines, and of workers of one stage."""
 
 HOOKS = tuple(name for name in PARAMETERS if name not in ("noop", "dgc"))
 """The hooks that a pipeline job can name: those that leave the optimizer as it is, and all replicas equal."""
 
-Replicas = Annotated[int, Field(ge=1, le=256)]
+
+def _check_range(replicas: int | list[int]) -> int | list[int]:
+    if not all(1 <= count <= MAX_REPLICAS for count in ([replicas] if isinstance(replicas, int) else replicas)):
+        raise ValueError(f"must be a number from 1 to {MAX_REPLICAS}, or a list of such numbers, not {replicas}")
+    return replicas
+
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -33,18 +44,18 @@ class Pipeline(BaseModel):
     stages_per_worker: int = Field(
         1, ge=1, le=64, description="number of stages that each worker has (interleaved_1f1b)"
     )
-    replicas: Replicas | list[Replicas] = Field(
+    replicas: Annotated[int | list[int], AfterValidator(_check_range)] = Field(
         1,
-        description="number of parallel pipelines, from 1 to 256; each takes its own batches, and their gradients are "
-        "averaged. A list gives each stage its own number of workers in one pipeline, which take its micro-batches by "
-        "turns and add up their gradients (gpipe and 1f1b)",
+        description=f"number of parallel pipelines, from 1 to {MAX_REPLICAS}; each takes its own batches, and their "
+        "gradients are averaged. A list gives each stage its own number of workers in one pipeline, which take its "
+        "micro-batches by turns and add up their gradients (gpipe and 1f1b)",
     )
     hook: Text = Field(
         "none",
         description=f"how the gradients of a stage's replicas are sent: {', '.join(HOOKS)}, with parameters in "
         "parentheses if need be",
     )
-    cut: Text | list[Count] | list[Text] = Field(
+    cut: Text | list[PositiveCount] | list[Text] = Field(
         "parameters",
         description="where the model is cut: evenly by parameters or by time; a list of the layers that begin stages, "
         "without the first stage; a list of the number of layers of each stage; or module:attribute, which takes the "
@@ -111,13 +122,22 @@ class Pipeline(BaseModel):
             raise ValueError(
                 f"{self.stages} stages times {micro_batches} micro_batches are above MAX_CELLS = {MAX_CELLS}: use fewer"
             )
+        if self.width * max(self.stages, micro_batches) > MAX_CELLS:
+            raise ValueError(
+                f"replicas has {self.width} workers, and times {self.stages} stages or times {micro_batches} "
+                f"micro_batches they are above MAX_CELLS = {MAX_CELLS}: use fewer"
+            )
         check(self.schedule_of(micro_batches), credits=CREDITS)
         return self
 
     def _check_replicas(self) -> None:
-        if (name := choose_hook(self.hook).name) not in HOOKS:
+        if name_of(self.hook) not in HOOKS:
             raise ValueError(f"hook={self.hook} cannot be used in a pipeline: choose from {', '.join(HOOKS)}")
-        if name != "none" and self.workers == self.width and max(self.stage_workers, default=1) == 1:
+        if (
+            not choose_hook(self.hook).is_plain
+            and self.workers == self.width
+            and max(self.stage_workers, default=1) == 1
+        ):
             raise ValueError(f"hook={self.hook} has no effect on replicas={self.replicas}: no stage has two workers")
         if isinstance(self.replicas, int):
             return
@@ -140,7 +160,7 @@ class Pipeline(BaseModel):
         counted = all(isinstance(one, int) for one in self.cut)
         wanted = self.stages if counted and self.cut else self.stages - 1
         if len(self.cut) != wanted:
-            raise ValueError(f"cut has {len(self.cut)} entries, but {self.stages} stages need {wanted}")
+            raise ValueError(f"cut={self.cut} has {len(self.cut)} entries, but {self.stages} stages need {wanted}")
 
     @property
     def width(self) -> int:
