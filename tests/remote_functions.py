@@ -17,6 +17,19 @@ def fail(text: str) -> None:
     raise ArithmeticError(text)
 
 
+class OddReason(ArithmeticError):
+    reason = "größe"
+
+
+class NoText(ArithmeticError):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def fail_with(kind: str) -> None:
+    raise {"OddReason": OddReason, "NoText": NoText}[kind]("odd")
+
+
 def random_tensor(seed: int) -> Tensor:
     return torch.rand(3, 3, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 

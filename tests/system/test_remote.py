@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,3 +103,30 @@ def test_the_example_of_a_parameter_server_trains(tmp_path: Path) -> None:
         found = re.fullmatch(rf"trainer {rank}: error (\S+) at first, (\S+) after \d+ steps\n", text)
         assert found is not None, text
         assert float(found[2]) < float(found[1]) / 10
+
+
+LEAVES_A_CALL = """
+import threading
+import torch.distributed as dist
+from fedring import remote
+
+def wait_forever():
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    dist.init_process_group("fedring", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    with remote.serve(trusted=["leaves_a_call"]) as owners:
+        owners[0].call_async("leaves_a_call:wait_forever")
+    dist.destroy_process_group()
+    print("ended")
+"""
+
+
+def test_a_call_that_never_ends_does_not_keep_the_interpreter(tmp_path: Path) -> None:
+    script = tmp_path / "leaves_a_call.py"
+    script.write_text(LEAVES_A_CALL.format(port=free_port()))
+    environment = {**os.environ, **ranks.PROGRAM_ENVIRONMENT}
+    ended = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout == "ended\n"

@@ -21,6 +21,7 @@ from fedring import remote
 from fedring.remote import requests
 from fedring.remote.messages import Message
 from fedring.remote.service import MAX_CALLS
+from fedring.remote.values import Handle
 from fedring.ring import NotSupported, PeerLost, RingError, RingProcessGroup
 
 F = "tests.remote_functions:"
@@ -86,6 +87,29 @@ def test_an_error_has_the_owner_the_type_the_text_and_the_traceback(ranks: Ranks
     error = raised.value
     assert (error.owner, error.type_name, error.reason) == (f"rank {to}", "ArithmeticError", "remote_failed")
     assert "remote_functions.py" in error.__notes__[0]
+
+
+@pytest.mark.parametrize(("kind", "text"), [("OddReason", "odd"), ("NoText", "cannot be described")])
+def test_an_error_of_any_class_is_answered(ranks: Ranks, kind: str, text: str) -> None:
+    with pytest.raises(remote.RemoteError, match=f"rank 1: {kind}: .*{text}") as raised:
+        ranks[0][1].call_async(F + "fail_with", kind).result(30)
+    assert raised.value.reason == "remote_failed"
+
+
+def test_a_call_that_is_under_way_cannot_be_cancelled(ranks: Ranks) -> None:
+    remote_functions.EVENTS["kept"] = event = threading.Event()
+    future = ranks[0][1].call_async(F + "wait_for", "kept")
+    assert not future.cancel()
+    event.set()
+    assert future.result(60) == "kept"
+
+
+def test_more_references_than_a_message_can_name_are_dropped_at_once(ranks: Ranks) -> None:
+    agent = ranks[0][0].agent
+    for number in range(200_000):
+        agent.drop(Handle(1, 2**40 + number))
+    wait_until(lambda: not agent._dropped)
+    assert ranks[1][0].call_async(F + "echo", 1).result(60) == [(1,), {}]
 
 
 @pytest.mark.parametrize(
@@ -236,6 +260,32 @@ def test_after_the_end_of_the_generation_everything_raises_what_has_ended_it() -
         for block in blocks:
             with pytest.raises(PeerLost):
                 block.__exit__(None, None, None)
+
+
+def test_each_group_counts_its_own_blocks() -> None:
+    with ring_groups(2) as groups:
+        both = [RingProcessGroup(group.world, HashStore(), [0, 1], name="both", timeout=WAIT) for group in groups]
+        one = RingProcessGroup(groups[1].world, HashStore(), [1], name="one", timeout=WAIT)
+        with remote.serve(group=one):
+            pass
+        with serving_on(both) as ranks:
+            assert ranks[0][1].call_async(F + "echo", 1).result(30) == [(1,), {}]
+
+
+def test_a_group_of_one_rank_drops_references_and_ends() -> None:
+    with serving(1) as ranks:
+        for seed in range(5):
+            ranks[0][0].remote(F + "random_tensor", seed)
+        gc.collect()
+        assert ranks[0][0].call(F + "echo") == [(), {}]
+        assert len(ranks[0][0].agent.service.holdings) == 0
+    with pytest.raises(RingError, match="rank 0 does not serve any more"):
+        ranks[0][0].call(F + "echo")
+
+
+def test_one_name_is_not_a_list_of_names() -> None:
+    with pytest.raises(ValueError, match="trusted='torch' is a string"), remote.serve(trusted="torch"):
+        pass
 
 
 class Liar:

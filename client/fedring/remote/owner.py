@@ -237,9 +237,12 @@ def serve(
         The ranks of the group.
 
     Raises:
+        ValueError: `trusted` is a string, and not a sequence of strings.
         NotSupported: The group is of another backend.
         RingError: A rank is lost.
     """
+    if isinstance(trusted, str):
+        raise ValueError(f"trusted={trusted!r} is a string: give a list of the names of modules")
     chosen = group or dist.group.WORLD
     if not isinstance(chosen, RingProcessGroup):
         raise NotSupported(f"{chosen} is not a group of the backend fedring")
@@ -263,6 +266,7 @@ def serve(
 def _then(future: Future[Message], convert: Callable[[Message], Then]) -> Future[Then]:
     """Return a future of what `convert` makes of the value of another future."""
     after: Future[Then] = Future()
+    after.set_running_or_notify_cancel()  # a call that has been sent cannot be cancelled
 
     def done(before: Future[Message]) -> None:
         try:

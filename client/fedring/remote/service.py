@@ -1,6 +1,7 @@
 """Answers requests at their owner. No I/O: the agent brings requests and sends the answers."""
 
 import itertools
+import re
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from fedring.remote.contexts import Caller, Context, Contexts, Record, Scope, be
 from fedring.remote.errors import BadMessage, Refused
 from fedring.remote.holdings import Holdings
 from fedring.remote.messages import Message, outgoing
-from fedring.remote.requests import Answer, Failure, Request
+from fedring.remote.requests import REASON, Answer, Failure, Request
 from fedring.remote.stepping import OwnedOptimizer, StepLock
 from fedring.remote.values import flatten, unflatten
 
@@ -31,13 +32,16 @@ class Service:
 
     Args:
         rank: This rank.
+        size: The number of ranks.
         modules: The served modules, by name.
         trusted: The modules of Python whose functions may be called.
         caller: Through what the functions that run here call other ranks.
     """
 
-    def __init__(self, rank: int, modules: Mapping[str, nn.Module], trusted: Sequence[str], caller: Caller) -> None:
-        self.contexts = Contexts(rank)
+    def __init__(
+        self, rank: int, size: int, modules: Mapping[str, nn.Module], trusted: Sequence[str], caller: Caller
+    ) -> None:
+        self.contexts = Contexts(rank, size)
         self.holdings = Holdings(modules, trusted)
         self._caller = caller
         self._steps = StepLock()
@@ -268,15 +272,26 @@ def answer(value: Any) -> Message:
 
 def failed(error: BaseException) -> Message:
     """Return the message that tells a caller of an error."""
-    reason = getattr(error, "reason", "")
-    text = "".join(traceback.format_exception(error))
-    failure = Failure(
-        type=type(error).__name__[:200],
-        message=_printable(str(error))[:_MAX_MESSAGE],
-        reason=reason if isinstance(reason, str) and reason.replace("_", "").isalnum() and reason.islower() else "",
-        traceback=_printable(text)[-_MAX_TRACEBACK:],
-    )
+    try:
+        failure = _described(error)
+    except Exception as broken:  # noqa: BLE001  # the class of a user's error; its caller waits for an answer
+        kind = _printable(type(broken).__name__)
+        failure = Failure(type=_type_name(error), message=f"the error cannot be described: that raises {kind}")
     return Message(Answer(error=failure).model_dump(exclude_defaults=True))
+
+
+def _described(error: BaseException) -> Failure:
+    reason = getattr(error, "reason", "")
+    return Failure(
+        type=_type_name(error),
+        message=_printable(str(error))[:_MAX_MESSAGE],
+        reason=reason if isinstance(reason, str) and re.fullmatch(REASON, reason) else "",
+        traceback=_printable("".join(traceback.format_exception(error)))[-_MAX_TRACEBACK:],
+    )
+
+
+def _type_name(error: BaseException) -> str:
+    return _printable(type(error).__name__)[:200]
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
