@@ -1,6 +1,9 @@
 """Functions and classes that tests call at other ranks."""
 
+import random
+import subprocess
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +14,14 @@ from fedring import remote
 
 def echo(*args: Any, **kwargs: Any) -> Any:
     return [args, kwargs]
+
+
+def keywords(x: Any, *, method: str, function: str, self: str) -> Any:
+    return [x, method, function, self]
+
+
+run_anything = partial(subprocess.run)
+random_bytes = random.getrandbits  # a method of an object, which does not say its module
 
 
 def fail(text: str) -> None:
@@ -58,6 +69,9 @@ class Scaled(nn.Module):
     def scaled(self, x: Tensor, by: float) -> Tensor:
         result: Tensor = by * self(x)
         return result
+
+    def named(self, x: Tensor, *, method: str) -> tuple[Tensor, str]:
+        return self(x), method
 
     def _hidden(self) -> None:
         """Not to be called from elsewhere."""

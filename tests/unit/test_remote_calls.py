@@ -52,6 +52,12 @@ def test_a_call_returns_what_the_function_returns(ranks: Ranks, to: int) -> None
     torch.testing.assert_close([args[3]["a"], kwargs["k"]], [tensor, tensor.t()])
 
 
+def test_arguments_may_have_any_names(ranks: Ranks) -> None:
+    names = {"method": "m", "function": "f", "self": "s"}
+    assert ranks[0][1].call(F + "keywords", 1, **names) == [1, "m", "f", "s"]
+    assert ranks[0][1].module("layer").call("named", torch.ones(4), method="m")[1] == "m"
+
+
 def test_every_rank_calls_every_rank_at_once(ranks: Ranks) -> None:
     futures = {
         (a, b, n): ranks[a][b].call_async(F + "echo", a, b, n) for a in range(3) for b in range(3) for n in range(20)
@@ -117,6 +123,7 @@ def test_more_references_than_a_message_can_name_are_dropped_at_once(ranks: Rank
     [
         *(("os:getcwd", "not_trusted"), ("builtins:eval", "not_trusted"), (F + "_hidden", "no_attribute")),
         *((F + "torch", "not_callable"), (F + "nothing", "no_attribute"), ("getcwd", "bad_name")),
+        *((F + "run_anything", "not_trusted"), (F + "random_bytes", "not_trusted")),
         *((F + "Tensor", "not_trusted"), ("tests.remote_functions_more:x", "not_trusted"), ("", "unknown_module")),
     ],
 )

@@ -270,3 +270,14 @@ def test_phases_in_a_wrong_order_change_nothing(ranks: Ranks, phase: str) -> Non
                 owner.ask(wrong).result()
         optimizer.step(step)
     torch.testing.assert_close(values(ranks, "offset", 1)[0], torch.full((4,), -1.0))
+
+
+def test_two_optimizers_in_one_step_do_not_undo_each_other(ranks: Ranks) -> None:
+    offsets = [ranks[0][rank].module("offset") for rank in (1, 2)]
+    optimizers = [remote.DistributedOptimizer(SGD, remote.parameters(*offsets), lr=1.0) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(10):
+            with remote.context() as step:
+                step.backward(sum(offset(torch.zeros(4)).sum() for offset in offsets))
+                list(pool.map(lambda optimizer: optimizer.step(step), optimizers))
+    torch.testing.assert_close(values(ranks, "offset", 1, 2), [torch.full((4,), -20.0)] * 2)

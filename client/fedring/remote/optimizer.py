@@ -101,7 +101,10 @@ class DistributedOptimizer:
             RingError: A rank is lost. If the owners were in their second phase, those that are left have stepped.
         """
         context = step.begun().number
+        with step.stepping:
+            self._step(context)
 
+    def _step(self, context: int) -> None:
         def phase(kind: type[requests.Prepare | requests.Commit | requests.Abort]) -> Callable[[Owner], Future[Any]]:
             return lambda owner: owner.ask(kind(context=context, optimizer=int(self._optimizers[owner].key)))
 
