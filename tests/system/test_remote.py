@@ -122,10 +122,25 @@ if __name__ == "__main__":
 """
 
 
-def test_a_call_that_never_ends_does_not_keep_the_interpreter(tmp_path: Path) -> None:
-    script = tmp_path / "leaves_a_call.py"
-    script.write_text(LEAVES_A_CALL.format(port=free_port()))
-    environment = {**os.environ, **ranks.PROGRAM_ENVIRONMENT}
+LEAVES_A_BLOCK = """
+from fedring import remote
+from tests.ring_groups import ring_groups
+
+kept = ring_groups(2)
+blocks = [remote.serve(group=group) for group in kept.__enter__()]
+owners = [block.__enter__() for block in blocks]
+del kept  # the groups leave; the blocks stay, each with an endpoint that is not that of the default group
+assert len(owners[0]) == 2
+print("ended")
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("leaves_a_call", LEAVES_A_CALL), ("leaves_a_block", LEAVES_A_BLOCK)])
+def test_what_is_left_open_does_not_keep_the_interpreter(name: str, text: str, tmp_path: Path) -> None:
+    script = tmp_path / f"{name}.py"
+    script.write_text(text.replace("{port}", str(free_port())))
+    path = os.pathsep.join([ranks.PROGRAM_ENVIRONMENT["PYTHONPATH"], str(ROOT)])
+    environment = {**os.environ, **ranks.PROGRAM_ENVIRONMENT, "PYTHONPATH": path}
     ended = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
