@@ -21,7 +21,7 @@ from fedring.remote.values import flatten, unflatten
 MAX_CALLS = 64
 """How many functions, methods and modules one rank may have running here."""
 
-_MAX_RUNNING = 4 * MAX_CALLS  # requests of one rank, of any kind: what ends a step always finds a place
+_MAX_RUNNING = 4 * MAX_CALLS  # requests of one rank, of any kind; for what ends a step, twice as many
 _MAX_MESSAGE, _MAX_TRACEBACK = 4000, 16000  # characters
 
 Job = Callable[[], Message]
@@ -69,7 +69,8 @@ class Service:
         context = None
         if isinstance(request, requests.Call | requests.Fetch) and request.context is not None:
             context = self.contexts.enter(request.context)
-        number = self._begin(rank, is_call=isinstance(request, requests.Call))
+        room = 2 * _MAX_RUNNING if isinstance(request, requests.Commit | requests.Abort) else _MAX_RUNNING
+        number = self._begin(rank, is_call=isinstance(request, requests.Call), room=room)
 
         def job() -> Message:
             try:
@@ -96,16 +97,19 @@ class Service:
     def fail(self, error: Exception) -> None:
         """Free everything; what waits here raises the error."""
         self._steps.fail(error)
+        if (holder := self._steps.holder) is not None:
+            self.undo(holder)
         self.holdings.release_all()
         self.contexts.end_all()
 
-    def _begin(self, rank: int, *, is_call: bool) -> int:
+    def _begin(self, rank: int, *, is_call: bool, room: int) -> int:
         with self._lock:
             mine = [running for running in self._running.values() if running[0] == rank]
             calls = sum(1 for _, of_user, _ in mine if of_user)
-            if len(mine) >= _MAX_RUNNING or (is_call and calls >= MAX_CALLS):
+            if len(mine) >= room or (is_call and calls >= MAX_CALLS):
                 raise Refused(
-                    f"{calls} calls of rank {rank} run here, of at most {MAX_CALLS}: wait for some of them",
+                    f"{calls} calls and {len(mine) - calls} other requests of rank {rank} run here, of at most "
+                    f"{MAX_CALLS} calls and {room} requests: wait for some of them",
                     reason="overloaded",
                 )
             number = next(self._numbers)
