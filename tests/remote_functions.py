@@ -1,6 +1,9 @@
 """Functions and classes that tests call at other ranks."""
 
+import random
+import subprocess
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +16,29 @@ def echo(*args: Any, **kwargs: Any) -> Any:
     return [args, kwargs]
 
 
+def keywords(x: Any, *, method: str, function: str, self: str) -> Any:
+    return [x, method, function, self]
+
+
+run_anything = partial(subprocess.run)
+random_bytes = random.getrandbits  # a method of an object, which does not say its module
+
+
 def fail(text: str) -> None:
     raise ArithmeticError(text)
+
+
+class OddReason(ArithmeticError):
+    reason = "größe"
+
+
+class NoText(ArithmeticError):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def fail_with(kind: str) -> None:
+    raise {"OddReason": OddReason, "NoText": NoText}[kind]("odd")
 
 
 def random_tensor(seed: int) -> Tensor:
@@ -45,6 +69,9 @@ class Scaled(nn.Module):
     def scaled(self, x: Tensor, by: float) -> Tensor:
         result: Tensor = by * self(x)
         return result
+
+    def named(self, x: Tensor, *, method: str) -> tuple[Tensor, str]:
+        return self(x), method
 
     def _hidden(self) -> None:
         """Not to be called from elsewhere."""

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,3 +103,45 @@ def test_the_example_of_a_parameter_server_trains(tmp_path: Path) -> None:
         found = re.fullmatch(rf"trainer {rank}: error (\S+) at first, (\S+) after \d+ steps\n", text)
         assert found is not None, text
         assert float(found[2]) < float(found[1]) / 10
+
+
+LEAVES_A_CALL = """
+import threading
+import torch.distributed as dist
+from fedring import remote
+
+def wait_forever():
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    dist.init_process_group("fedring", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    with remote.serve(trusted=["leaves_a_call"]) as owners:
+        owners[0].call_async("leaves_a_call:wait_forever")
+    dist.destroy_process_group()
+    print("ended")
+"""
+
+
+LEAVES_A_BLOCK = """
+from fedring import remote
+from tests.ring_groups import ring_groups
+
+kept = ring_groups(2)
+blocks = [remote.serve(group=group) for group in kept.__enter__()]
+owners = [block.__enter__() for block in blocks]
+del kept  # the groups leave; the blocks stay, each with an endpoint that is not that of the default group
+assert len(owners[0]) == 2
+print("ended")
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("leaves_a_call", LEAVES_A_CALL), ("leaves_a_block", LEAVES_A_BLOCK)])
+def test_what_is_left_open_does_not_keep_the_interpreter(name: str, text: str, tmp_path: Path) -> None:
+    script = tmp_path / f"{name}.py"
+    script.write_text(text.replace("{port}", str(free_port())))
+    path = os.pathsep.join([ranks.PROGRAM_ENVIRONMENT["PYTHONPATH"], str(ROOT)])
+    environment = {**os.environ, **ranks.PROGRAM_ENVIRONMENT, "PYTHONPATH": path}
+    ended = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout == "ended\n"

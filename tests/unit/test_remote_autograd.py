@@ -318,7 +318,7 @@ def test_a_context_belongs_to_one_group(ranks: Ranks) -> None:
 
 
 def test_a_context_that_has_ended_keeps_nothing_and_does_not_begin_again() -> None:
-    contexts = Contexts(rank=3)
+    contexts = Contexts(rank=3, size=4)
     context = contexts.begin()
     x = torch.ones(2, requires_grad=True)
     context.keep(Record([x * x], [x]))
@@ -332,6 +332,8 @@ def test_a_context_that_has_ended_keeps_nothing_and_does_not_begin_again() -> No
         contexts.enter(context.number)
     with pytest.raises(remote.Refused, match="has ended"):
         context.calling(1)
+    with pytest.raises(remote.Refused, match="no rank can have begun"):
+        contexts.enter((4 << 48) | 1)
     of_another = (2 << 48) | 1
     assert contexts.enter(of_another) is contexts.enter(of_another)
     contexts.end_all(lambda rank: rank == 2)

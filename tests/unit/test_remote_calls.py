@@ -21,6 +21,7 @@ from fedring import remote
 from fedring.remote import requests
 from fedring.remote.messages import Message
 from fedring.remote.service import MAX_CALLS
+from fedring.remote.values import Handle
 from fedring.ring import NotSupported, PeerLost, RingError, RingProcessGroup
 
 F = "tests.remote_functions:"
@@ -49,6 +50,12 @@ def test_a_call_returns_what_the_function_returns(ranks: Ranks, to: int) -> None
     (args, kwargs) = ranks[0][to].call(F + "echo", 1, [2.5, None], (True, "x"), {"a": tensor}, k=tensor.t())
     assert args[:3] == (1, [2.5, None], (True, "x"))
     torch.testing.assert_close([args[3]["a"], kwargs["k"]], [tensor, tensor.t()])
+
+
+def test_arguments_may_have_any_names(ranks: Ranks) -> None:
+    names = {"method": "m", "function": "f", "self": "s"}
+    assert ranks[0][1].call(F + "keywords", 1, **names) == [1, "m", "f", "s"]
+    assert ranks[0][1].module("layer").call("named", torch.ones(4), method="m")[1] == "m"
 
 
 def test_every_rank_calls_every_rank_at_once(ranks: Ranks) -> None:
@@ -88,11 +95,35 @@ def test_an_error_has_the_owner_the_type_the_text_and_the_traceback(ranks: Ranks
     assert "remote_functions.py" in error.__notes__[0]
 
 
+@pytest.mark.parametrize(("kind", "text"), [("OddReason", "odd"), ("NoText", "cannot be described")])
+def test_an_error_of_any_class_is_answered(ranks: Ranks, kind: str, text: str) -> None:
+    with pytest.raises(remote.RemoteError, match=f"rank 1: {kind}: .*{text}") as raised:
+        ranks[0][1].call_async(F + "fail_with", kind).result(30)
+    assert raised.value.reason == "remote_failed"
+
+
+def test_a_call_that_is_under_way_cannot_be_cancelled(ranks: Ranks) -> None:
+    remote_functions.EVENTS["kept"] = event = threading.Event()
+    future = ranks[0][1].call_async(F + "wait_for", "kept")
+    assert not future.cancel()
+    event.set()
+    assert future.result(60) == "kept"
+
+
+def test_more_references_than_a_message_can_name_are_dropped_at_once(ranks: Ranks) -> None:
+    agent = ranks[0][0].agent
+    for number in range(200_000):
+        agent.drop(Handle(1, 2**40 + number))
+    wait_until(lambda: not agent._dropped)
+    assert ranks[1][0].call_async(F + "echo", 1).result(60) == [(1,), {}]
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
         *(("os:getcwd", "not_trusted"), ("builtins:eval", "not_trusted"), (F + "_hidden", "no_attribute")),
         *((F + "torch", "not_callable"), (F + "nothing", "no_attribute"), ("getcwd", "bad_name")),
+        *((F + "run_anything", "not_trusted"), (F + "random_bytes", "not_trusted")),
         *((F + "Tensor", "not_trusted"), ("tests.remote_functions_more:x", "not_trusted"), ("", "unknown_module")),
     ],
 )
@@ -236,6 +267,32 @@ def test_after_the_end_of_the_generation_everything_raises_what_has_ended_it() -
         for block in blocks:
             with pytest.raises(PeerLost):
                 block.__exit__(None, None, None)
+
+
+def test_each_group_counts_its_own_blocks() -> None:
+    with ring_groups(2) as groups:
+        both = [RingProcessGroup(group.world, HashStore(), [0, 1], name="both", timeout=WAIT) for group in groups]
+        one = RingProcessGroup(groups[1].world, HashStore(), [1], name="one", timeout=WAIT)
+        with remote.serve(group=one):
+            pass
+        with serving_on(both) as ranks:
+            assert ranks[0][1].call_async(F + "echo", 1).result(30) == [(1,), {}]
+
+
+def test_a_group_of_one_rank_drops_references_and_ends() -> None:
+    with serving(1) as ranks:
+        for seed in range(5):
+            ranks[0][0].remote(F + "random_tensor", seed)
+        gc.collect()
+        assert ranks[0][0].call(F + "echo") == [(), {}]
+        assert len(ranks[0][0].agent.service.holdings) == 0
+    with pytest.raises(RingError, match="rank 0 does not serve any more"):
+        ranks[0][0].call(F + "echo")
+
+
+def test_one_name_is_not_a_list_of_names() -> None:
+    with pytest.raises(ValueError, match="trusted='torch' is a string"), remote.serve(trusted="torch"):
+        pass
 
 
 class Liar:

@@ -14,6 +14,8 @@ from torch.optim import SGD, Adagrad, Adam, SparseAdam
 
 from fedring import remote
 from fedring.remote import requests
+from fedring.remote.contexts import inside
+from fedring.remote.service import _MAX_RUNNING
 from fedring.remote.stepping import OwnedOptimizer
 
 F = "tests.remote_functions:"
@@ -270,3 +272,36 @@ def test_phases_in_a_wrong_order_change_nothing(ranks: Ranks, phase: str) -> Non
                 owner.ask(wrong).result()
         optimizer.step(step)
     torch.testing.assert_close(values(ranks, "offset", 1)[0], torch.full((4,), -1.0))
+
+
+def test_two_optimizers_in_one_step_do_not_undo_each_other(ranks: Ranks) -> None:
+    offsets = [ranks[0][rank].module("offset") for rank in (1, 2)]
+    optimizers = [remote.DistributedOptimizer(SGD, remote.parameters(*offsets), lr=1.0) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(10):
+            with remote.context() as step:
+                step.backward(torch.stack([offset(torch.zeros(4)) for offset in offsets]).sum())
+                list(pool.map(lambda optimizer: optimizer.step(step), optimizers))
+    torch.testing.assert_close(values(ranks, "offset", 1, 2), [torch.full((4,), -20.0)] * 2)
+
+
+def test_a_step_can_end_while_many_others_wait(ranks: Ranks) -> None:
+    owner, offset = ranks[0][1], ranks[0][1].module("offset")
+    optimizer = remote.DistributedOptimizer(SGD, remote.parameters(offset), lr=1.0)
+    number = int(optimizer._optimizers[owner].key)
+    with remote.context() as first, remote.context() as second:
+        first.backward(remote_in(first, offset).sum())
+        remote_in(second, offset)
+        one, other = (step.begun().number for step in (first, second))
+        assert owner.ask(requests.Prepare(context=one, optimizer=number)).result(60)
+        waiting = [owner.ask(requests.Lock(context=other)) for _ in range(_MAX_RUNNING)]
+        owner.ask(requests.Commit(context=one, optimizer=number)).result(60)
+        assert all(future.result(60) for future in waiting)
+    torch.testing.assert_close(values(ranks, "offset", 1), [torch.full((4,), -1.0)])
+
+
+def remote_in(step: remote.Step, module: remote.Reference) -> Tensor:
+    """Call a module within a step, which need not be the innermost."""
+    with inside(step):
+        output: Tensor = module(torch.zeros(4))
+    return output

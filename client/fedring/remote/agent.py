@@ -10,7 +10,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,16 +26,18 @@ from fedring.remote.service import Service, failed
 from fedring.remote.values import Handle
 from fedring.ring import RingError, RingProcessGroup
 from fedring.ring.engine import collectives
+from fedring.ring.engine.group import Group
 from fedring.ring.engine.operation import Operation
-from fedring.ring.torch.world import World
+from fedring.ring.torch.work import Pool
 
 log = logging.getLogger(__name__)
 
 _TIDY_SECONDS = 1.0  # between looks at who has left, and at references that nobody has any more
-_MAX_THREADS = 1 << 12
 _REQUEST, _REPLY = "a remote call", "the reply to a remote call"  # part of the protocol
 
-_times: "WeakKeyDictionary[World, itertools.count[int]]" = WeakKeyDictionary()  # how often ranks of a world have served
+_MAX_RELEASED = 10_000  # references in one message, which has room for about 50,000
+
+_times: "WeakKeyDictionary[Group, itertools.count[int]]" = WeakKeyDictionary()  # how often a group has served
 
 
 class Agent:
@@ -64,14 +66,14 @@ class Agent:
     ) -> None:
         self._world, self._timeout, self._max_bytes = group.world, timeout, max_message_bytes
         ranks = [group.world.members.index(member) for member in group.ring.members]
-        time = next(_times.setdefault(group.world, itertools.count()))
+        time = next(_times.setdefault(group.ring, itertools.count()))
         self._ring = group.world.enter(f"{group.ring.name}/remote/{time}", ranks)
         self.rank, self.size = self._ring.rank, self._ring.size
-        self.service = Service(self.rank, modules, trusted, self)
+        self.service = Service(self.rank, self.size, modules, trusted, self)
         self._numbers = [itertools.count() for _ in range(self.size)]  # of requests to each rank
         self._failure: RingError | None = None
         self._dropped: deque[Handle] = deque()  # references that this process does not have any more
-        self._pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="remote-call")
+        self._pool = Pool("remote-call")
         self._listener = threading.Thread(target=self._listen, name="remote-listener", daemon=True)
         if self.size > 1:
             self._listener.start()
@@ -92,7 +94,7 @@ class Agent:
                 if not self._ring.has_left(owner):
                     self._start(owner, outgoing(requests.content_of(requests.End(context=context))))
         if self.service.is_stepping(context):
-            self._pool.submit(self.service.undo, context)
+            self._pool.run(partial(self.service.undo, context))
 
     def request(self, rank: int, message: Message, context: Context | None = None) -> Future[Message]:
         """Send a request to a rank, and return a future of the answer.
@@ -108,6 +110,8 @@ class Agent:
             RingError: This rank has left the group.
         """
         future: Future[Message] = Future()
+        if self.size == 1:
+            self._tidy([])  # nobody listens
         if context is None:
             self._start(rank, message, future)
         else:
@@ -141,10 +145,9 @@ class Agent:
     def close(self) -> None:
         """Leave the group, and free everything. Calls that wait for an answer raise an error."""
         self._world.leave(self._ring)
-        self.service.fail(RingError(f"rank {self.rank} does not serve any more"))
+        self._end_with(self._failure or RingError(f"rank {self.rank} does not serve any more"))
         if self._listener.ident is not None:
             self._listener.join()
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, rank: int, message: Message, future: Future[Message] | None = None) -> None:
         """Send a request; end the future, if there is one, with the answer or an error."""
@@ -163,6 +166,8 @@ class Agent:
 
     def _deliver_here(self, message: Message, future: Future[Message] | None) -> None:
         """Answer a request of this rank to itself. Tensors are copied, as on their way to another rank."""
+        if self._failure is not None:
+            raise _again(self._failure)
 
         def answer(reply: Message) -> None:
             if future is not None:
@@ -180,7 +185,7 @@ class Agent:
         if ended is not None:
             self.end(ended)
         if job is not None:
-            self._pool.submit(lambda: answer(job()))
+            self._pool.run(lambda: answer(job()))
 
     def _listen(self) -> None:
         """Receive the requests of all peers, until this rank leaves or the generation fails."""
@@ -206,7 +211,7 @@ class Agent:
 
     def _end_with(self, error: RingError) -> None:
         """Free everything, since the generation has ended."""
-        self._failure = error
+        self._failure = self._failure or error
         self.service.fail(error)
 
     def _arrived(self, peer: int, number: int, operation: Operation, incoming: Incoming) -> None:
@@ -236,13 +241,16 @@ class Agent:
     def _tidy(self, peers: Sequence[int]) -> None:
         """Tell owners which references are not needed any more, and free what ranks that have left had here."""
         dropped: dict[int, list[int]] = {}
-        while self._dropped:
-            handle = self._dropped.popleft()
-            if isinstance(handle.key, int):
-                dropped.setdefault(handle.rank, []).append(handle.key)
+        with suppress(IndexError):  # once there are no more; several threads may be here
+            while True:
+                handle = self._dropped.popleft()
+                if isinstance(handle.key, int):
+                    dropped.setdefault(handle.rank, []).append(handle.key)
         for rank, numbers in dropped.items():
-            if not self._ring.has_left(rank):
-                self._start(rank, outgoing(requests.content_of(requests.Release(released=numbers))))
+            for begin in range(0, len(numbers), _MAX_RELEASED):
+                if not self._ring.has_left(rank):
+                    released = numbers[begin : begin + _MAX_RELEASED]
+                    self._start(rank, outgoing(requests.content_of(requests.Release(released=released))))
         if left := [peer for peer in peers if self._ring.has_left(peer)]:
             self.service.left(left)
 

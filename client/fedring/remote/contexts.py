@@ -153,10 +153,11 @@ class Contexts:
 
     Args:
         rank: This rank.
+        size: The number of ranks.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
         self._counter = itertools.count(1)
         self._lock = threading.Lock()
         self._open: dict[int, Context] = {}
@@ -175,13 +176,15 @@ class Contexts:
         """Return the context of a call that has come. It is made if another rank has begun it.
 
         Raises:
-            Refused: This rank has begun it, and it has ended; or too many are open.
+            Refused: This rank has begun it, and it has ended; or too many are open; or no rank can have begun it.
         """
         with self._lock:
             context = self._open.get(number)
             if context is None:
                 if begun_by(number) == self._rank:
                     raise Refused("the context of this call has ended", reason="context_ended")
+                if begun_by(number) >= self._size:  # nobody would ever end it
+                    raise Refused(f"no rank can have begun the context {number}", reason="no_context")
                 if len(self._open) >= MAX_OPEN:
                     raise Refused(f"{MAX_OPEN} contexts are open here: end some of them", reason="overloaded")
                 context = self._open[number] = Context(number)

@@ -70,8 +70,16 @@ class Holdings:
 
         Raises:
             SeamError: As `fedring.train.seam.resolve` does.
+            Refused: It is another callable, of which nobody can tell where it comes from.
         """
-        return resolve(name, self._trusted)
+        found = resolve(name, self._trusted)
+        if not ((inspect.isroutine(found) or inspect.isclass(found)) and getattr(found, "__module__", None)):
+            raise Refused(
+                f"{name[:200]} is a {type(found).__name__} that does not say which module defines it: define a "
+                "function that calls it",
+                reason="not_trusted",
+            )
+        return found
 
     def method(self, value: Any, name: str) -> Any:
         """Return a method of a value: the call of a module, or a public method that a trusted module defines.

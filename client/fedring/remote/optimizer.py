@@ -98,10 +98,13 @@ class DistributedOptimizer:
 
         Raises:
             ExceptionGroup: With the errors of all owners. If it says "no owner has stepped", nothing has changed.
-            RingError: A rank is lost. If the owners were in their second phase, those that are left have stepped.
+            RingError: A rank is lost. In the second phase, some owners may have stepped, and others not.
         """
         context = step.begun().number
+        with step.stepping:
+            self._step(context)
 
+    def _step(self, context: int) -> None:
         def phase(kind: type[requests.Prepare | requests.Commit | requests.Abort]) -> Callable[[Owner], Future[Any]]:
             return lambda owner: owner.ask(kind(context=context, optimizer=int(self._optimizers[owner].key)))
 
@@ -124,7 +127,7 @@ class DistributedOptimizer:
             _, failed = _at_all(self._owners, phase(requests.Abort))
             _raise([*errors, *failed], "no owner has stepped")
         _, errors = _at_all(self._owners, phase(requests.Commit))
-        _raise(errors, "all owners have stepped, but some did not answer")
+        _raise(errors, "some owners have not stepped, or did not answer")
 
 
 def _at_all(

@@ -36,7 +36,7 @@ class Owner:
     def __init__(self, agent: Agent, rank: int) -> None:
         self.agent, self.rank, self.name = agent, rank, agent.name_of(rank)
 
-    def call(self, function: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, function: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function of a trusted module at the owner, and return the result.
 
         Args:
@@ -52,11 +52,11 @@ class Owner:
         """
         return self.call_async(function, *args, **kwargs).result()
 
-    def call_async(self, function: str, *args: Any, **kwargs: Any) -> Future[Any]:
+    def call_async(self, function: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """As `call`, but return a future. Do not change tensors among the arguments before it has ended."""
         return self.send_call({"function": function}, args, kwargs)
 
-    def remote(self, function: str, *args: Any, **kwargs: Any) -> "Reference":
+    def remote(self, function: str, /, *args: Any, **kwargs: Any) -> "Reference":
         """As `call`, but let the result stay at the owner, and return a reference to it."""
         return self.reference(self.send_call({"function": function, "stay": True}, args, kwargs))
 
@@ -168,18 +168,18 @@ class Reference(Handle):
 
     owner: Owner
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the module that it names; see `Owner.call`."""
         return self.call("__call__", *args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<reference {self.key!r} at {self.owner.name}>"
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method that a trusted module defines; see `Owner.call`."""
         return self.call_async(method, *args, **kwargs).result()
 
-    def call_async(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+    def call_async(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """As `call`, but return a future; see `Owner.call_async`."""
         future = self.owner.send_call({"target": self.key, "method": method}, args, kwargs)
         _keep(future, self)
@@ -237,9 +237,12 @@ def serve(
         The ranks of the group.
 
     Raises:
+        ValueError: `trusted` is a string, and not a sequence of strings.
         NotSupported: The group is of another backend.
         RingError: A rank is lost.
     """
+    if isinstance(trusted, str):
+        raise ValueError(f"trusted={trusted!r} is a string: give a list of the names of modules")
     chosen = group or dist.group.WORLD
     if not isinstance(chosen, RingProcessGroup):
         raise NotSupported(f"{chosen} is not a group of the backend fedring")
@@ -263,6 +266,7 @@ def serve(
 def _then(future: Future[Message], convert: Callable[[Message], Then]) -> Future[Then]:
     """Return a future of what `convert` makes of the value of another future."""
     after: Future[Then] = Future()
+    after.set_running_or_notify_cancel()  # a call that has been sent cannot be cancelled
 
     def done(before: Future[Message]) -> None:
         try:

@@ -10,6 +10,7 @@ from fedring.remote.errors import BadMessage
 Number = Annotated[int, Field(ge=0, le=MAX_CONTEXT)]
 Name = Annotated[str, Field(max_length=1000)]
 Key = Number | Name
+REASON = r"^[a-z0-9_]{0,64}$"
 
 
 class Place(BaseModel):
@@ -156,7 +157,7 @@ class Failure(BaseModel):
 
     type: Annotated[str, Field(max_length=200)]
     message: Annotated[str, Field(max_length=5000)]
-    reason: Annotated[str, Field(pattern=r"^[a-z0-9_]{0,64}$")] = ""
+    reason: Annotated[str, Field(pattern=REASON)] = ""
     traceback: Annotated[str, Field(max_length=20000)] = ""
 
 

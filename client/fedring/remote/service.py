@@ -1,6 +1,7 @@
 """Answers requests at their owner. No I/O: the agent brings requests and sends the answers."""
 
 import itertools
+import re
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +14,14 @@ from fedring.remote.contexts import Caller, Context, Contexts, Record, Scope, be
 from fedring.remote.errors import BadMessage, Refused
 from fedring.remote.holdings import Holdings
 from fedring.remote.messages import Message, outgoing
-from fedring.remote.requests import Answer, Failure, Request
+from fedring.remote.requests import REASON, Answer, Failure, Request
 from fedring.remote.stepping import OwnedOptimizer, StepLock
 from fedring.remote.values import flatten, unflatten
 
 MAX_CALLS = 64
 """How many functions, methods and modules one rank may have running here."""
 
-_MAX_RUNNING = 4 * MAX_CALLS  # requests of one rank, of any kind: what ends a step always finds a place
+_MAX_RUNNING = 4 * MAX_CALLS  # requests of one rank, of any kind; for what ends a step, twice as many
 _MAX_MESSAGE, _MAX_TRACEBACK = 4000, 16000  # characters
 
 Job = Callable[[], Message]
@@ -31,13 +32,16 @@ class Service:
 
     Args:
         rank: This rank.
+        size: The number of ranks.
         modules: The served modules, by name.
         trusted: The modules of Python whose functions may be called.
         caller: Through what the functions that run here call other ranks.
     """
 
-    def __init__(self, rank: int, modules: Mapping[str, nn.Module], trusted: Sequence[str], caller: Caller) -> None:
-        self.contexts = Contexts(rank)
+    def __init__(
+        self, rank: int, size: int, modules: Mapping[str, nn.Module], trusted: Sequence[str], caller: Caller
+    ) -> None:
+        self.contexts = Contexts(rank, size)
         self.holdings = Holdings(modules, trusted)
         self._caller = caller
         self._steps = StepLock()
@@ -65,7 +69,8 @@ class Service:
         context = None
         if isinstance(request, requests.Call | requests.Fetch) and request.context is not None:
             context = self.contexts.enter(request.context)
-        number = self._begin(rank, is_call=isinstance(request, requests.Call))
+        room = 2 * _MAX_RUNNING if isinstance(request, requests.Commit | requests.Abort) else _MAX_RUNNING
+        number = self._begin(rank, is_call=isinstance(request, requests.Call), room=room)
 
         def job() -> Message:
             try:
@@ -92,16 +97,19 @@ class Service:
     def fail(self, error: Exception) -> None:
         """Free everything; what waits here raises the error."""
         self._steps.fail(error)
+        if (holder := self._steps.holder) is not None:
+            self.undo(holder)
         self.holdings.release_all()
         self.contexts.end_all()
 
-    def _begin(self, rank: int, *, is_call: bool) -> int:
+    def _begin(self, rank: int, *, is_call: bool, room: int) -> int:
         with self._lock:
             mine = [running for running in self._running.values() if running[0] == rank]
             calls = sum(1 for _, of_user, _ in mine if of_user)
-            if len(mine) >= _MAX_RUNNING or (is_call and calls >= MAX_CALLS):
+            if len(mine) >= room or (is_call and calls >= MAX_CALLS):
                 raise Refused(
-                    f"{calls} calls of rank {rank} run here, of at most {MAX_CALLS}: wait for some of them",
+                    f"{calls} calls and {len(mine) - calls} other requests of rank {rank} run here, of at most "
+                    f"{MAX_CALLS} calls and {room} requests: wait for some of them",
                     reason="overloaded",
                 )
             number = next(self._numbers)
@@ -268,15 +276,26 @@ def answer(value: Any) -> Message:
 
 def failed(error: BaseException) -> Message:
     """Return the message that tells a caller of an error."""
-    reason = getattr(error, "reason", "")
-    text = "".join(traceback.format_exception(error))
-    failure = Failure(
-        type=type(error).__name__[:200],
-        message=_printable(str(error))[:_MAX_MESSAGE],
-        reason=reason if isinstance(reason, str) and reason.replace("_", "").isalnum() and reason.islower() else "",
-        traceback=_printable(text)[-_MAX_TRACEBACK:],
-    )
+    try:
+        failure = _described(error)
+    except Exception as broken:  # noqa: BLE001  # the class of a user's error; its caller waits for an answer
+        kind = _printable(type(broken).__name__)
+        failure = Failure(type=_type_name(error), message=f"the error cannot be described: that raises {kind}")
     return Message(Answer(error=failure).model_dump(exclude_defaults=True))
+
+
+def _described(error: BaseException) -> Failure:
+    reason = getattr(error, "reason", "")
+    return Failure(
+        type=_type_name(error),
+        message=_printable(str(error))[:_MAX_MESSAGE],
+        reason=reason if isinstance(reason, str) and re.fullmatch(REASON, reason) else "",
+        traceback=_printable("".join(traceback.format_exception(error)))[-_MAX_TRACEBACK:],
+    )
+
+
+def _type_name(error: BaseException) -> str:
+    return _printable(type(error).__name__)[:200]
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """A step of training over several ranks: a context, and the backward pass through it."""
 
+import threading
 from contextvars import Token
 from typing import Self
 
@@ -19,10 +20,15 @@ def context() -> "Step":
 
 
 class Step(Scope):
-    """The forward pass, the backward pass and the gradients of one step; see `context`."""
+    """The forward pass, the backward pass and the gradients of one step; see `context`.
+
+    Attributes:
+        stepping: Held while an optimizer steps, since owners know the two phases of a step only by its context.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.stepping = threading.Lock()
         self._token: Token[Scope | None] | None = None
 
     def __enter__(self) -> Self:

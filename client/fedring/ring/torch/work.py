@@ -271,14 +271,18 @@ def _when_all_done(operations: Sequence[Operation], callback: Callable[[], None]
         operation.when_done(one_done)
 
 
-class _Pool:
+class Pool:
     """Threads that grow in number whenever all are busy.
 
     A ThreadPoolExecutor would not do: the interpreter joins its threads at the end, and a callback that waits for a
     lost peer would keep the process alive. These threads are daemons.
+
+    Args:
+        name: The name of its threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._spare = 0  # threads that wait for work, less the tasks that wait for a thread
@@ -291,7 +295,7 @@ class _Pool:
                 self._spare -= 1
         self._tasks.put(task)
         if grow:
-            threading.Thread(target=self._work, name="ring-callbacks", daemon=True).start()
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def _work(self) -> None:
         while (task := self._next()) is not None:
@@ -313,4 +317,4 @@ class _Pool:
                         return None
 
 
-_pool = _Pool()
+_pool = Pool("ring-callbacks")

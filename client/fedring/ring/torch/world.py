@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 from collections.abc import Sequence
+from weakref import WeakSet
 
 from fedring.ring.engine.endpoint import Endpoint
 from fedring.ring.engine.group import Group
@@ -20,6 +21,7 @@ class World:
         self.members = list(members)
         self._lock = threading.Lock()
         self._groups: list[Group] = []
+        _worlds.add(self)
 
     def enter(self, name: str, ranks: Sequence[int]) -> Group:
         """Enter a group of ranks of this world, this worker's among them.
@@ -53,6 +55,7 @@ class World:
 
 
 _lock = threading.Lock()
+_worlds: "WeakSet[World]" = WeakSet()
 _current: World | None = None
 _past = Traffic()  # of the newest world that has ended
 _before = Traffic()  # of all before it
@@ -72,9 +75,9 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """Leave in order if destroy_process_group was forgotten: gRPC alone would take seconds to give up."""
-    if _current is not None:
-        _current.close()
+    """Leave in order what is not left: gRPC alone would take seconds to give up, or wait forever for its threads."""
+    for world in list(_worlds):
+        world.close()
 
 
 def current() -> World | None:
