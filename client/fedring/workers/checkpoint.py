@@ -24,7 +24,6 @@ from fedring.train.errors import TrainError
 from fedring.workers.exchange import exchange_files, gather_integers
 
 
-
 class Checkpoint(NamedTuple):
     """The name of a checkpoint, which all of its files have."""
 
