@@ -91,7 +91,9 @@ class JobCheckpoints:
             self.steps = []
             detail = f"The checkpoint of step {found.step} cannot be used and was deleted: {error}."
             raise SeamError("bad_checkpoint", detail) from error
-        as_before = found.on_all and is_same_on_all(content) and content["workers"] == dist.get_world_size()
+        as_before = (
+            found.on_all and is_same_on_all(content, replica.model) and content["workers"] == dist.get_world_size()
+        )
         if as_before and same_round:
             self.random = content["random"]
         log.info("continuing from the checkpoint of step %d", found.step, extra={"step": found.step})
