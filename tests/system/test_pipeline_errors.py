@@ -97,3 +97,14 @@ def test_a_client_with_too_little_memory_is_replaced(tmp_path: Path, error: str)
         (round_,) = control.rounds(job_id=1)
         assert (round_.phase, round_.selected) == ("published", WORKERS + 1)
         assert list(round_.missing) == [failed.client_id]
+
+
+def test_a_client_whose_disk_is_full_is_replaced(tmp_path: Path) -> None:
+    clients = [TRUSTED] * (WORKERS + 2)
+    with Fleet(tmp_path, TRUSTED, clients, env=path_to(HERE)) as fleet, Control(fleet.control) as control:
+        for number in range(2):  # The first two workers of a group put the update together.
+            (tmp_path / "state" / f"client-{number}" / "update.payload.part").symlink_to("/dev/full")
+        events = events_of(control, job({}, min_clients=WORKERS + 2, rounds=1), "disk_failed")
+        assert "update.payload.part cannot be written: No space left on device" in events["client_failed"].text
+        assert "group_lost" in events
+        assert "completed" in events["job_ended"].text

@@ -9,8 +9,8 @@ import torch
 from fedring.codec.digest import Digest
 from fedring.codec.schema import Entry, Schema
 from fedring.workers.assembly import agree_on_digest, assemble
-from fedring.workers.checkpoint import Checkpoint, CheckpointFolder, Layout, recover, share_copies
 from fedring.workers.exchange import exchange_files, gather_integers
+from fedring.workers.stage_checkpoints import Checkpoint, Layout, StageCheckpoints, recover, share_copies
 from tests.system.ring_scripts import ranks
 
 SIZES = (1, 700_000, 1 << 20)
@@ -57,7 +57,7 @@ def lose_and_recover(root: Path, rank: int, size: int) -> dict[str, Any]:
     Rank 2 has a file of each step that another group has written.
     """
     layout = Layout(size, size)
-    folder = CheckpointFolder(root / str(rank), "job", max_file_bytes=1 << 20)
+    folder = StageCheckpoints(root / str(rank), "job", max_file_bytes=1 << 20)
     checkpoint = Checkpoint(10, 7)
     folder.path(checkpoint, rank).write_bytes(content(rank))
     share_copies(folder, layout, checkpoint)

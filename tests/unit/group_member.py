@@ -127,15 +127,17 @@ def newcomer_to(rank: int, hook: str, **table: Any) -> dict[str, Any]:
     return result_of(replica, training, source=source, equal=all_equal(replica), shared=shared)
 
 
-def two_histories(rank: int, *, same_round: bool) -> dict[str, Any]:
-    """Go on from checkpoints of the same step that two groups have taken, one of which had lost a worker."""
+def two_histories(rank: int, *, same_round: bool, other: int = 10) -> dict[str, Any]:
+    """Go on from checkpoints of the same step that two groups have taken, or one if `other` is 0."""
     replica, hook = _member(setup_of(Plan(batch_size=8), hook="topk"))
     for step in range(3):
         replica.optimizer.zero_grad()
-        torch.manual_seed(step + 10 * rank)
+        torch.manual_seed(step + other * rank)
         replica.model(torch.randn(8, 6)).square().sum().backward()
         replica.optimizer.step()
     replica.progress.steps = 3
+    for buffer in replica.model.buffers():  # BatchNorm's statistics differ between the workers of one group, too.
+        buffer.add_(rank)
     with TemporaryDirectory() as folder:
         JobCheckpoints(Path(folder), "job").take(replica, hook, {}, round_=1)
         checkpoints = JobCheckpoints(Path(folder), "job")
@@ -167,6 +169,7 @@ SCENARIOS: dict[str, Any] = {
     "failing": failing,
     "newcomer": newcomer,
     "two histories": partial(two_histories, same_round=True),
+    "one history": partial(two_histories, same_round=True, other=0),
     "two histories in another round": partial(two_histories, same_round=False),
     **{hook: partial(plain, hook=hook, ratio=0.2, start_iteration=2) for hook in HOOKS[3:-1]},
     **{f"newcomer to {hook}": partial(newcomer_to, hook=hook) for hook in HOOKS[3:-1]},

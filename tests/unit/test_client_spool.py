@@ -300,6 +300,12 @@ def test_a_payload_that_is_a_file_is_adopted_without_a_copy(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["update"]
 
 
+def test_a_payload_that_was_being_put_together_at_a_kill_is_deleted(tmp_path: Path) -> None:
+    Spool(tmp_path).payload_part.write_bytes(b"half")
+    Spool(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_adopted_payload_that_is_cut_short_is_dropped(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     spool.payload_part.write_bytes(b"abcdef")

@@ -44,7 +44,7 @@ BREACHES = {
         "common/fedring/schedules/schedule.py",
         "fedring.schedules.simulation",
     ),
-    "fedring.workers imports downwards only": ("client/fedring/workers/usage.py", "fedring.workers.checkpoint"),
+    "fedring.workers imports downwards only": ("client/fedring/workers/usage.py", "fedring.workers.stage_checkpoints"),
     "fedring.pipeline imports downwards only": ("client/fedring/pipeline/search.py", "fedring.pipeline.worker"),
     "fedring.remote imports downwards only": ("client/fedring/remote/stepping.py", "fedring.remote.holdings"),
     "flctl's rooms import downwards only": ("client/fedring/ctl/operate/lists.py", "fedring.ctl.admin.doctor"),

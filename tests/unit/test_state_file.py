@@ -54,6 +54,14 @@ def test_a_tensor_of_another_name_shape_or_dtype_is_refused(path: Path, name: st
         file.read_into(name, tensor)
 
 
+def test_a_disk_that_is_full_is_named_and_nothing_is_left_on_it(tmp_path: Path) -> None:
+    (tmp_path / "file.part").symlink_to("/dev/full")
+    with pytest.raises(TrainError, match=r"file\.part cannot be written: No space left on device") as caught:
+        write_tensors(tmp_path / "file", TENSORS, {})
+    assert caught.value.reason == "disk_failed"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_value_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     write_tensors(tmp_path / "file", {"weight": torch.tensor([1.0, torch.nan])}, {})
     with TensorFile(tmp_path / "file") as file, pytest.raises(TrainError, match="not finite"):

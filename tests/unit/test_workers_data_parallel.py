@@ -98,6 +98,10 @@ def test_a_newcomer_takes_over_model_momentum_and_place(results: Results) -> Non
     assert first["steps"] == second["steps"] == 3 + count_steps(SIZE - 24, 2, 8)
 
 
+def test_checkpoints_of_one_group_belong_together_although_buffers_differ(results: Results) -> None:
+    assert [result["on_all"] for result in results["one history"]] == [True, True]
+
+
 @pytest.mark.parametrize("scenario", ["two histories", "two histories in another round"])
 def test_checkpoints_of_two_groups_do_not_belong_together(scenario: str, results: Results) -> None:
     first, second = results[scenario]

@@ -99,12 +99,12 @@ class Federation:
         self.config = config
         self._on_evaluate = on_evaluate
         self._modes = modes
-        self._spool = Spool(config.state_dir)
         metrics = ClientMetrics()
         metrics.spool_bytes.set_function(lambda: self._spool.size)
         metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
         with ExitStack() as stack:
             stack.enter_context(StateLock(config.state_dir))
+            self._spool = Spool(config.state_dir)  # It deletes what another client in this folder may be writing.
             if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
                 log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
             self._link = ServerLink(config, metrics, evaluates=on_evaluate is not None, tell=tell)

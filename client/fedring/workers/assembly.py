@@ -19,7 +19,7 @@ from fedring.codec import BUFFERS
 from fedring.codec.dense import dense_header
 from fedring.codec.digest import Digest
 from fedring.codec.schema import Entry, Schema
-from fedring.train.errors import TrainError
+from fedring.train.errors import TrainError, on_disk
 from fedring.workers.exchange import TAG, gather_integers
 from fedring.workers.state_file import PIECE, pieces
 from fedring.workers.training import Diverged
@@ -54,7 +54,7 @@ def assemble(
         What the target has written; None on other workers.
 
     Raises:
-        TrainError: With the reason non_finite, if a value is not finite.
+        TrainError: With the reason non_finite, if a value is not finite, or disk_failed.
     """
     if dist.get_rank() != target:
         for entry, dtype, source in _order(schema, owners):
@@ -64,7 +64,7 @@ def assemble(
                     dist.send(piece, target, tag=TAG)
         return None
     requests = _Requests([(e, source) for e, _, source in _order(schema, owners) if source != target])
-    with path.open("wb", buffering=0) as file:
+    with on_disk(path), path.open("wb", buffering=0) as file:
         writer = _Writer(file, Digest(), Digest())
         packets: list[tuple[str, str, int]] = []
         for role, encoding, dtype in _VECTORS:

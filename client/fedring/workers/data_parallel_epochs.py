@@ -23,8 +23,8 @@ from fedring.train.errors import TrainError
 from fedring.train.loop import Loss, random_state, seeded, set_random_state
 from fedring.train.plan import Plan
 from fedring.train.tally import Tally
-from fedring.workers.checkpoint_files import Content
 from fedring.workers.replica import Replica, all_equal, share_buffers
+from fedring.workers.replica_checkpoints import Content
 from fedring.workers.shards import World, epoch_order, shares
 from fedring.workers.training import Diverged, Watcher, means_over_workers, worker_seed
 from fedring.workers.usage import Hook, Usage

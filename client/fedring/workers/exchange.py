@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedring.daemon.durable import sync
-from fedring.train.errors import TrainError
+from fedring.train.errors import TrainError, on_disk
 
 TAG = 1 << 20
 """The tag of these messages, far above those of the lanes between stages."""
@@ -50,7 +50,7 @@ def exchange_files(outgoing: tuple[Path, int] | None, incoming: tuple[Path, int]
         limit: The largest size of a file to receive, in bytes.
 
     Raises:
-        TrainError: With the reason bad_checkpoint, if the incoming file is larger than the limit.
+        TrainError: With the reason bad_checkpoint, if the incoming file is larger than the limit, or disk_failed.
     """
     sent = outgoing[0].stat().st_size if outgoing else 0
     announced = dist.isend(torch.tensor([sent]), outgoing[1], tag=TAG) if outgoing else None
@@ -60,6 +60,8 @@ def exchange_files(outgoing: tuple[Path, int] | None, incoming: tuple[Path, int]
     with ExitStack() as files:
         source = files.enter_context(outgoing[0].open("rb", buffering=0)) if outgoing else None
         part = incoming[0].with_name(incoming[0].name + ".part") if incoming else None
+        if part:
+            files.enter_context(on_disk(part))
         target = files.enter_context(part.open("wb", buffering=0)) if part else None
         for offset in range(0, max(sent, total), _PIECE_BYTES):
             work = None

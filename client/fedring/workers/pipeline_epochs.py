@@ -42,12 +42,12 @@ from fedring.train.pipeline_table import CREDITS, Pipeline
 from fedring.train.plan import Plan
 from fedring.train.tally import Tally
 from fedring.workers.assembly import AssembledModel, agree_on_digest, assemble
-from fedring.workers.checkpoint import Checkpoint, CheckpointFolder, Layout, share_copies
 from fedring.workers.exchange import gather_integers
 from fedring.workers.pipeline_groups import groups_of
 from fedring.workers.pipeline_profile import PipelineProfile
 from fedring.workers.replica import Progress, digest_of, equal_on_all
 from fedring.workers.shards import World, count_steps, epoch_order, micro_batches, shares
+from fedring.workers.stage_checkpoints import Checkpoint, Layout, StageCheckpoints, share_copies
 from fedring.workers.stage_state import CheckpointFacts, Sink, StagedModel, StageState, read_facts
 from fedring.workers.training import Diverged, Watcher, means_over_workers, worker_seed
 from fedring.workers.usage import Usage
@@ -70,7 +70,7 @@ class PipelineSetup:
     model: nn.Module  # without values
     base_digest: str  # the name of the model that the round starts from
     fetch: Callable[[Schema, Collection[str], Sink], None]  # passes the values of some of its tensors to a function
-    checkpoints: CheckpointFolder
+    checkpoints: StageCheckpoints
     update_file: Path  # where a member that can deliver the update puts it
     samples: Dataset[Any]
     plan: Plan

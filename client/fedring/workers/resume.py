@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from blake3 import blake3
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedring.train.state import tensors_of
 from fedring.workers.replica import Progress, Replica, digest_of, equal_on_all, gather
@@ -58,7 +58,7 @@ def choose(workers: Sequence[tuple[int, Sequence[int]]]) -> Resumption | None:
     return Resumption(newest, on_all=all(newest in steps for steps in held))
 
 
-def is_same_on_all(content: dict[str, Any]) -> bool:
+def is_same_on_all(content: dict[str, Any], model: nn.Module) -> bool:
     """Return whether the checkpoints that all workers of the default group have read were taken by one group.
 
     A worker that was lost may have one of the same step as the others, which continued without it. Every worker of the
@@ -66,9 +66,12 @@ def is_same_on_all(content: dict[str, Any]) -> bool:
 
     Args:
         content: This worker's checkpoint: the number of its round and of its workers, and its replica.
+        model: The replica's model. Only its parameters count, since buffers may differ between workers.
     """
     facts = f"{content['round']} {content['workers']} ".encode()
-    return equal_on_all(blake3(facts + digest_of(content["replica"]["model"].values())).digest())
+    names = {name for name, _ in model.named_parameters()}
+    parameters = (tensor for name, tensor in content["replica"]["model"].items() if name in names)
+    return equal_on_all(blake3(facts + digest_of(parameters)).digest())
 
 
 def replica_content(replica: Replica) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedring.daemon.durable import sync
-from fedring.train.errors import TrainError
+from fedring.train.errors import TrainError, on_disk
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 64 << 20
@@ -60,10 +60,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         metadata: Any texts by name.
 
     Raises:
-        TrainError: With the reason bad_checkpoint, if a tensor's dtype cannot be stored.
+        TrainError: With the reason bad_checkpoint, if a tensor's dtype cannot be stored, or disk_failed.
     """
     part = path.with_name(path.name + ".part")
-    with part.open("wb", buffering=0) as file:
+    with on_disk(part), part.open("wb", buffering=0) as file:
         file.write(_header(tensors, metadata))
         for tensor in tensors.values():
             left = _bytes_of(tensor.detach().cpu().contiguous())

@@ -1,5 +1,9 @@
 """The errors between the names in a job and a trained model; each text is one sentence that also says what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
 import torch
 
 
@@ -25,6 +29,21 @@ class TrainError(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
+
+
+@contextmanager
+def on_disk(path: Path) -> Iterator[None]:
+    """Write a file; if the disk is full or fails, delete what there is of it.
+
+    Raises:
+        TrainError: With the reason disk_failed. The fault is of this worker, and not of the job's code.
+    """
+    try:
+        yield
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise TrainError("disk_failed", f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 def failure_reason(error: Exception) -> str:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from fedring.client.hooks import JobHook
 from fedring.train.errors import SeamError
-from fedring.workers.checkpoint_files import KEPT, BadCheckpoint, CannotKeep, CheckpointFolder, Content
 from fedring.workers.replica import Replica
+from fedring.workers.replica_checkpoints import KEPT, BadCheckpoint, CannotKeep, Content, ReplicaCheckpoints
 from fedring.workers.resume import Resumption, agree, is_same_on_all, replica_content, restore_replica
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class JobCheckpoints:
     """
 
     def __init__(self, folder: Path, job: str) -> None:
-        self._folder = CheckpointFolder(folder, job)
+        self._folder = ReplicaCheckpoints(folder, job)
         self._taken = (0, 0)  # round and step of the newest one that this process has taken
         self._works = True
         self.steps = self._folder.steps()
@@ -91,7 +91,9 @@ class JobCheckpoints:
             self.steps = []
             detail = f"The checkpoint of step {found.step} cannot be used and was deleted: {error}."
             raise SeamError("bad_checkpoint", detail) from error
-        as_before = found.on_all and is_same_on_all(content) and content["workers"] == dist.get_world_size()
+        as_before = (
+            found.on_all and is_same_on_all(content, replica.model) and content["workers"] == dist.get_world_size()
+        )
         if as_before and same_round:
             self.random = content["random"]
         log.info("continuing from the checkpoint of step %d", found.step, extra={"step": found.step})

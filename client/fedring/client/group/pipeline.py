@@ -26,10 +26,10 @@ from fedring.train.loop import Loss, OptimizerFactory
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.state import schema_of, tensors_of
 from fedring.workers.assembly import AssembledModel
-from fedring.workers.checkpoint import Checkpoint, CheckpointFolder, recover
 from fedring.workers.cutting import count_layers, cut_model
 from fedring.workers.pipeline_epochs import PipelineSetup, PipelineTraining, layout_of
 from fedring.workers.pipeline_profile import PipelineProfile
+from fedring.workers.stage_checkpoints import Checkpoint, StageCheckpoints, recover
 from fedring.workers.training import Watcher
 from fedring.workers.usage import Usage
 
@@ -44,7 +44,7 @@ _ORDER = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)  # in the order of KINDS
 class PipelineState:
     """What a worker keeps from round to round of one job. PipelineTrainer owns it."""
 
-    checkpoints: CheckpointFolder
+    checkpoints: StageCheckpoints
     counts: list[int]  # of layers, for a cut by parameters or by time
     evaluations: dict[str, Counts] = field(default_factory=dict)  # of the newest model, by its name
     micro_batches: int = 0  # the number that was found to be the fastest; 0 = not measured
@@ -150,7 +150,7 @@ class PipelineTrainer:
             counts = count_layers(measured, table, lambda: _first_inputs(samples, size))
             folder = hashlib.sha256(repr((*job_key(task), schema_of(model).hash)).encode()).hexdigest()[:32]
             most = _MOST_STATE * sum(t.numel() * t.element_size() for _, t in tensors_of(model)) + _MOST_HEADER
-            self._state = PipelineState(CheckpointFolder(self._folder, folder, max_file_bytes=most), counts)
+            self._state = PipelineState(StageCheckpoints(self._folder, folder, max_file_bytes=most), counts)
             self._key = key
         return self._state
 

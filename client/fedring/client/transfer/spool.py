@@ -102,6 +102,7 @@ class Spool:
         self._update_file = folder / "update"
         self._left_file = folder / "update.residual"
         self._payload_file = folder / "update.payload"
+        self.payload_part.unlink(missing_ok=True)  # It was being put together when the process was killed.
         self._empty = False  # whether it certainly holds no update
         self._left = True  # whether the file of what the update leaves out may exist
         self._cached: tuple[str, bytes, Residual | None] | None = None  # run, schema hash, residual

@@ -52,8 +52,8 @@ from fedring.v1.rendezvous_pb2 import Done
 _FAULTS_OF_THE_CODE = ("train_error", "cannot_cut")
 """Failures in which the job's next rounds would end, too."""
 
-_FAULT_OF_THE_WORKER = "out_of_memory"
-"""A failure that another worker in the place of this one may not have."""
+_FAULTS_OF_THE_WORKER = ("out_of_memory", "disk_failed")
+"""Failures that another worker in the place of this one may not have."""
 
 
 class Rounds:
@@ -137,7 +137,8 @@ class Rounds:
             return
         self.open.failures.append(text)
         # A pipeline cannot do without any of its workers, and code that fails on one would fail on its replacement.
-        if self.open.job.mode == "pipeline" and failure.reason != _FAULT_OF_THE_WORKER and self.rendezvous.can_give_up:
+        of_the_worker = failure.reason in _FAULTS_OF_THE_WORKER
+        if self.open.job.mode == "pipeline" and not of_the_worker and self.rendezvous.can_give_up:
             self.group(gr.Closed(failure.reason[:64]))
             self.open.retryable = self.open.retryable and failure.reason not in _FAULTS_OF_THE_CODE
 

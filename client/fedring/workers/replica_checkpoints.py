@@ -47,7 +47,7 @@ class BadCheckpoint(ValueError):
 
 
 @dataclass(slots=True)
-class CheckpointFolder:
+class ReplicaCheckpoints:
     """The checkpoints of one job in one folder, which no other process uses.
 
     Attributes:

@@ -10,8 +10,8 @@ from fedring.train.errors import SeamError, TrainError
 from fedring.train.optimizers import adam, sgd
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.plan import Plan
-from fedring.workers.checkpoint import Checkpoint, CheckpointFolder, Held, Layout, missing, newest_complete
 from fedring.workers.replica import Progress
+from fedring.workers.stage_checkpoints import Checkpoint, Held, Layout, StageCheckpoints, missing, newest_complete
 from fedring.workers.stage_state import CheckpointFacts, StagedModel, StageState, read_facts
 from fedring.workers.state_file import write_tensors
 
@@ -63,7 +63,7 @@ def test_a_worker_that_comes_without_files_gets_its_own_stage_and_its_neighbours
 
 
 def test_a_folder_knows_what_is_complete_and_forgets_other_jobs(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path / "checkpoints", "job-a", max_file_bytes=1)
+    folder = StageCheckpoints(tmp_path / "checkpoints", "job-a", max_file_bytes=1)
     assert (folder.held(), folder.steps) == (frozenset(), 0)
     (tmp_path / "checkpoints" / "step-5.safetensors").touch()  # of a data-parallel job
     files = held((10, 0), (10, 1), (20, 0))
@@ -74,14 +74,14 @@ def test_a_folder_knows_what_is_complete_and_forgets_other_jobs(tmp_path: Path) 
     assert folder.held() == files
     assert folder.steps == 10  # because 20 may be incomplete
     folder.note_result(new, "blake3-x")
-    again = CheckpointFolder(tmp_path / "checkpoints", "job-a", max_file_bytes=1)
+    again = StageCheckpoints(tmp_path / "checkpoints", "job-a", max_file_bytes=1)
     assert not list((tmp_path / "checkpoints" / "job-a").glob("*.part"))
     known = [again.is_result(one, "blake3-x") for one in (new, old, Checkpoint(20, 8))]
     assert known == [True, False, False]
     again.keep(new, {0})
     assert again.held() == held((20, 0))
     assert again.steps == 20
-    CheckpointFolder(tmp_path / "checkpoints", "job-b", max_file_bytes=1)
+    StageCheckpoints(tmp_path / "checkpoints", "job-b", max_file_bytes=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["job-b"]
 
 
@@ -176,7 +176,7 @@ def own_buffer(model: nn.Sequential) -> list[nn.Module]:
 
 
 def test_a_stage_with_a_buffer_that_the_model_lacks_is_refused() -> None:
-    table = Pipeline.model_validate({"cut": "tests.unit.test_checkpoint:own_buffer"})
+    table = Pipeline.model_validate({"cut": "tests.unit.test_stage_checkpoints:own_buffer"})
     with torch.device("meta"):
         model = Normed()
     with pytest.raises(SeamError, match=r"1.running_mean of stage 1 is not a tensor of the model"):

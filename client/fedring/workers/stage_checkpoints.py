@@ -76,7 +76,7 @@ class Layout:
         return [(stage, self.owner(stage), self.owner((stage + 1) % self.stages)) for stage in alone]
 
 
-class CheckpointFolder:
+class StageCheckpoints:
     """The checkpoint files of one job, in a folder of their own.
 
     Args:
@@ -132,7 +132,7 @@ class CheckpointFolder:
             return False
 
 
-def share_copies(folder: CheckpointFolder, layout: Layout, checkpoint: Checkpoint) -> None:
+def share_copies(folder: StageCheckpoints, layout: Layout, checkpoint: Checkpoint) -> None:
     """Finish a checkpoint of which each worker has written its own stages: send them to whom else keeps them.
 
     Every worker of the default group must call this. When it returns, the checkpoint is complete on all workers, and
@@ -148,7 +148,7 @@ def share_copies(folder: CheckpointFolder, layout: Layout, checkpoint: Checkpoin
     folder.keep(checkpoint, layout.kept_by(rank))
 
 
-def recover(folder: CheckpointFolder, layout: Layout) -> Checkpoint | None:
+def recover(folder: StageCheckpoints, layout: Layout) -> Checkpoint | None:
     """Find the newest complete checkpoint among all workers, and give each of them the files that it keeps.
 
     Every worker of the default group must call this.
@@ -198,7 +198,7 @@ def missing(everyone: Sequence[Held], layout: Layout, checkpoint: Checkpoint) ->
             yield stage, sources[number % len(sources)], target
 
 
-def _held_by_all(folder: CheckpointFolder) -> list[Held]:
+def _held_by_all(folder: StageCheckpoints) -> list[Held]:
     mine = [number for (step, group), stage in sorted(folder.held()) for number in (step, group, stage)]
     rows = gather_integers(mine)
     if any(len(row) % 3 or min(row, default=0) < 0 for row in rows):

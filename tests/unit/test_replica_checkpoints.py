@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fedring.client.group.checkpoints import JobCheckpoints
-from fedring.workers import checkpoint_files
-from fedring.workers.checkpoint_files import BadCheckpoint, CannotKeep, CheckpointFolder, decode, encode
+from fedring.workers import replica_checkpoints
 from fedring.workers.replica import Progress, Replica
+from fedring.workers.replica_checkpoints import BadCheckpoint, CannotKeep, ReplicaCheckpoints, decode, encode
 from fedring.workers.resume import Resumption, choose, replica_content, restore_replica
 
 JOB = "run 0 1"
@@ -25,8 +25,8 @@ CONTENT: dict[str, Any] = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> CheckpointFolder:
-    return CheckpointFolder(tmp_path / "checkpoints", JOB)
+def folder(tmp_path: Path) -> ReplicaCheckpoints:
+    return ReplicaCheckpoints(tmp_path / "checkpoints", JOB)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -40,13 +40,13 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def test_a_checkpoint_is_read_as_it_was_written(folder: CheckpointFolder) -> None:
+def test_a_checkpoint_is_read_as_it_was_written(folder: ReplicaCheckpoints) -> None:
     folder.write(7, CONTENT)
     assert same(folder.read(7), CONTENT)
     assert folder.bytes_written == (folder.folder / "step-7.safetensors").stat().st_size
 
 
-def test_tensors_that_share_memory_are_kept_each(folder: CheckpointFolder) -> None:
+def test_tensors_that_share_memory_are_kept_each(folder: ReplicaCheckpoints) -> None:
     whole = torch.arange(6.0)
     content = {"whole": whole, "again": whole, "rows": list(whole.view(2, 3)), "column": whole.view(2, 3)[:, 1]}
     folder.write(1, content)
@@ -65,7 +65,7 @@ def test_what_cannot_be_kept_is_named(content: dict[str, Any], clause: str) -> N
         encode(content, JOB)
 
 
-def test_the_two_newest_checkpoints_are_kept(folder: CheckpointFolder) -> None:
+def test_the_two_newest_checkpoints_are_kept(folder: ReplicaCheckpoints) -> None:
     for step in (5, 10, 15):
         folder.write(step, {})
     assert folder.steps() == [15, 10]
@@ -91,7 +91,7 @@ def _change_content(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [_flip_a_bit, _cut, _change_content, lambda path: path.write_bytes(b"")])
 def test_a_damaged_checkpoint_is_deleted(
-    folder: CheckpointFolder, damage: Any, caplog: pytest.LogCaptureFixture
+    folder: ReplicaCheckpoints, damage: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.write(5, CONTENT)
     folder.write(10, CONTENT)
@@ -101,8 +101,8 @@ def test_a_damaged_checkpoint_is_deleted(
     assert [path.name for path in folder.folder.iterdir()] == ["step-5.safetensors"]
 
 
-def test_files_that_are_not_complete_or_of_another_job_are_deleted(folder: CheckpointFolder) -> None:
-    CheckpointFolder(folder.folder, "run 0 2").write(5, CONTENT)
+def test_files_that_are_not_complete_or_of_another_job_are_deleted(folder: ReplicaCheckpoints) -> None:
+    ReplicaCheckpoints(folder.folder, "run 0 2").write(5, CONTENT)
     (folder.folder / "job").mkdir()  # of a pipeline
     (folder.folder / "job" / "5.7.0.safetensors").touch()
     (folder.folder / "step-6.part").write_bytes(b"half")
@@ -110,7 +110,7 @@ def test_files_that_are_not_complete_or_of_another_job_are_deleted(folder: Check
     assert list(folder.folder.iterdir()) == []
 
 
-def test_a_checkpoint_that_was_deleted_is_not_offered_any_more(folder: CheckpointFolder) -> None:
+def test_a_checkpoint_that_was_deleted_is_not_offered_any_more(folder: ReplicaCheckpoints) -> None:
     for step in (20, 40):
         folder.write(step, CONTENT)
     checkpoints = JobCheckpoints(folder.folder, JOB)
@@ -126,20 +126,20 @@ def test_a_checkpoint_of_another_version_is_refused() -> None:
 
 
 def test_training_goes_on_if_the_disk_is_full(
-    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: ReplicaCheckpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.write(5, CONTENT)
 
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_files, "sync", full)
+    monkeypatch.setattr(replica_checkpoints, "sync", full)
     folder.write(10, CONTENT)
     assert "the checkpoint of step 10 was not written: [Errno 28] No space left on device" in caplog.text
     assert [path.name for path in folder.folder.iterdir()] == ["step-5.safetensors"]
 
 
-def test_nothing_is_unpickled(folder: CheckpointFolder) -> None:
+def test_nothing_is_unpickled(folder: ReplicaCheckpoints) -> None:
     folder.write(5, CONTENT)
     assert len(load_file(folder.folder / "step-5.safetensors")) == len(CONTENT["tensors"])
 
@@ -182,7 +182,7 @@ def train(replica: Replica, steps: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
-def test_a_replica_goes_on_bit_for_bit(folder: CheckpointFolder, optimizer: Any) -> None:
+def test_a_replica_goes_on_bit_for_bit(folder: ReplicaCheckpoints, optimizer: Any) -> None:
     replica, again = trained(4, optimizer), trained(0, optimizer)
     folder.write(4, replica_content(replica))
     restore_replica(again, folder.read(4), same_round=True)
@@ -192,7 +192,7 @@ def test_a_replica_goes_on_bit_for_bit(folder: CheckpointFolder, optimizer: Any)
     assert replica.digest() == again.digest()
 
 
-def test_in_another_round_the_model_is_the_servers(folder: CheckpointFolder) -> None:
+def test_in_another_round_the_model_is_the_servers(folder: ReplicaCheckpoints) -> None:
     replica, again = trained(4, torch.optim.Adam), trained(0, torch.optim.Adam)
     before = again.digest()
     folder.write(4, replica_content(replica))
@@ -202,14 +202,14 @@ def test_in_another_round_the_model_is_the_servers(folder: CheckpointFolder) -> 
     assert len(again.optimizer.state) == len(replica.optimizer.state) == 6
 
 
-def test_the_checkpoint_of_another_model_is_refused(folder: CheckpointFolder) -> None:
+def test_the_checkpoint_of_another_model_is_refused(folder: ReplicaCheckpoints) -> None:
     folder.write(4, replica_content(trained(1, torch.optim.SGD)))
     other = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
     with pytest.raises(ValueError, match=r"0\.weight is \[4, 3\] in the checkpoint and \[5, 3\] here"):
         restore_replica(Replica(other, torch.optim.SGD(other.parameters(), 0.1)), folder.read(4), same_round=True)
 
 
-def test_the_cost_of_a_checkpoint_is_that_of_its_tensors(folder: CheckpointFolder, caplog: Any) -> None:
+def test_the_cost_of_a_checkpoint_is_that_of_its_tensors(folder: ReplicaCheckpoints, caplog: Any) -> None:
     caplog.set_level(logging.DEBUG)
     model = nn.Linear(1000, 100)
     folder.write(1, {"model": dict(model.state_dict())})
