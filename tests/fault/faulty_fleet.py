@@ -68,6 +68,10 @@ class StartedJob:
         assert event is not None, f"the job ended without {kind}"
         return event
 
+    def rest(self) -> list[pb.Event]:
+        """Wait for the job's end, and return all events until then."""
+        return wait_for(self._fleet, "the job's end", lambda: list(self._events))
+
 
 def _fail(fleet: shipped.Fleet, what: str) -> NoReturn:
     daemons = [fleet.server, *fleet.clients]

@@ -73,7 +73,8 @@ def expected_step(step: int, workers: int) -> int:
     ("workers", "table"),
     [
         (2, {"hook": "dgc(nesterov=true)"}),
-        (3, {"hook": "none"}),
+        (3, {"hook": "batched_powersgd", "start_iteration": 2}),  # its factors depend on DDP's buckets
+        pytest.param(3, {"hook": "none"}, marks=pytest.mark.soak),
         pytest.param(3, {"hook": "none", "hidden": 4096, "bucket_mb": 0.5}, marks=pytest.mark.soak),  # around the ring
         pytest.param(2, {"hook": "topk", "feedback": "ef21"}, marks=pytest.mark.soak),
         pytest.param(3, {"hook": "int8"}, marks=pytest.mark.soak),
@@ -94,10 +95,11 @@ def test_a_job_whose_workers_are_all_killed_ends_as_if_nothing_had_happened(
         del fleet.clients[planned.victim].env["FL_TEST_SIGNAL"]
         for number in range(workers):
             fleet.restart(number)
-        started.until("group_lost")
-        _, step = workers_and_step(started.until("group_formed"))
-        assert step in {expected_step(planned.step + late, workers) for late in range(passes)}  # until they are killed
-        started.until("job_ended")
+        events = started.rest()
+        lost = [place for place, event in enumerate(events) if event.kind == "group_lost"]
+        if lost:  # else they were killed between two rounds
+            _, step = workers_and_step(next(event for event in events[lost[-1] :] if event.kind == "group_formed"))
+            assert step in {expected_step(planned.step + late, workers) for late in range(passes)}  # until the kill
         disturbed = model_of(control, tmp_path / "disturbed.safetensors")
         StartedJob(fleet, control, job(**table, workers=workers)).until("job_ended")
         assert_equal(disturbed, model_of(control, tmp_path / "undisturbed.safetensors"))

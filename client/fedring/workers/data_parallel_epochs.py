@@ -87,6 +87,8 @@ class DataParallelTraining:
                 if progress.round_steps:
                     self._rehearse(ddp)
                 set_random_state(self.random, setup.device)
+            if setup.table.checkpoint_every and not progress.steps:
+                self.keep(random_state(setup.device))  # so that all workers have one, whenever they are killed
             while progress.epoch < setup.plan.epochs:
                 self.hook.start_epoch(setup.first_epoch + progress.epoch)
                 tally.clear()

@@ -71,8 +71,8 @@ class JobCheckpoints:
             round_: The number of the round.
 
         Returns:
-            The checkpoint; `on_all` says whether the whole group is as it was when the checkpoint was taken, so that
-            nothing has to be exchanged. None if the group does not go on from one.
+            The checkpoint; `on_all` says whether the whole group is as it was when the checkpoint was taken, in this
+            round, so that nothing has to be exchanged. None if the group does not go on from one.
 
         Raises:
             SeamError: With the reason bad_checkpoint, if this worker's checkpoint cannot be used; it is deleted.
@@ -94,10 +94,11 @@ class JobCheckpoints:
         as_before = (
             found.on_all and is_same_on_all(content, replica.model) and content["workers"] == dist.get_world_size()
         )
-        if as_before and same_round:
+        within = as_before and same_round  # else the hook enters the group, as it does when a round begins
+        if within:
             self.random = content["random"]
         log.info("continuing from the checkpoint of step %d", found.step, extra={"step": found.step})
-        return Resumption(found.step, on_all=as_before)
+        return Resumption(found.step, on_all=within)
 
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints of later steps, which will be taken again."""
