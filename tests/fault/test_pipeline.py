@@ -88,10 +88,8 @@ def check_model(control: Control, directory: Path, spec: dict[str, Any]) -> None
         epoch_order(SAMPLES, seed=seed * 1_000_003 + round_, epoch=epoch, wanted=spec.get("subset_size", SAMPLES))
         for round_, epoch in product(range(1, spec.get("rounds", 1) + 1), range(spec["epochs"]))
     ]
-    replicas = spec["pipeline"].get("replicas", 1)
-    replicas = (
-        1 if isinstance(replicas, list) else replicas
-    )  # the replicas of a stage share the batches of one pipeline
+    given = spec["pipeline"].get("replicas", 1)
+    replicas = 1 if isinstance(given, list) else given  # those of a single stage share the batches of one pipeline
     train_in_one_process(model, optimizer, digits().train, orders, batch=BATCH, replicas=replicas)
     for ours, theirs in zip(load_model(path, stages()).parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
