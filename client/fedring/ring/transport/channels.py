@@ -24,6 +24,8 @@ PEER_KEY, GENERATION_KEY = "fl-peer", "fl-generation"
 
 _PROBE_SECONDS = 5.0  # for a worker on a busy machine; a host that is switched off takes this long
 
+_CLOSE_SECONDS = 2.0
+
 # On the connections of frames, data on a slow line keep pings waiting. The pings of the pulse count instead.
 FRAME_OPTIONS = [("grpc.http2.ping_timeout_ms", 2**31 - 1)]
 
@@ -64,6 +66,17 @@ def dial(address: str, options: RingOptions, *, pulse: bool = False, name: str =
         settings = [*settings, ("grpc.ssl_target_name_override", wanted)]
     ca, key, certificate = _pem(options)
     return grpc.secure_channel(tcp, grpc.ssl_channel_credentials(ca, key, certificate), settings)
+
+
+def close(channel: grpc.Channel) -> None:
+    """Close a channel, and wait a moment until it is closed.
+
+    gRPC closes a channel only once what it is writing has left. To a peer that is frozen, or cut off, nothing leaves;
+    that channel is left to a thread.
+    """
+    closing = threading.Thread(target=channel.close, name="ring-close", daemon=True)
+    closing.start()
+    closing.join(_CLOSE_SECONDS)
 
 
 def is_serving(address: str, options: RingOptions, *, generation: int) -> bool:
@@ -125,7 +138,7 @@ class Pulse:
     def close(self) -> None:
         """End the call and its connection."""
         self._call.cancel()
-        self._channel.close()
+        close(self._channel)
 
     def _done(self, call: Any) -> None:
         self._ended(f"{call.code().name.lower()}: {call.details()}")

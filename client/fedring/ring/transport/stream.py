@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from fedring.ring.transport.channels import EXCHANGE, GENERATION_KEY, PEER_KEY, Pulse
+from fedring.ring.transport.channels import EXCHANGE, GENERATION_KEY, PEER_KEY, Pulse, close
 from fedring.ring.transport.frames import GRPC_PREFIX, Bytes, write
 from fedring.ring.transport.interface import Outgoing, Traffic
 from fedring.rpc.errors import status_of
@@ -120,7 +120,7 @@ class GrpcStream:
     def close(self) -> None:
         """Cut the stream, and close its channel and its pulse."""
         self.cut()
-        self._channel.close()
+        close(self._channel)
         self._pulse.close()
 
     def _next_message(self) -> Bytes | None:
