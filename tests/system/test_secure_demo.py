@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +16,23 @@ SECONDS = 240
 
 
 def quickstart(folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Run the script. One that does not end is ended with all that it has started, and its output fails the test."""
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return subprocess.run(
+    with subprocess.Popen(
         [ROOT / "deploy" / "quickstart.sh", folder],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=SECONDS,
         env={**os.environ, **PATIENT, "PATH": programs},
-    )
+        start_new_session=True,
+    ) as script:
+        try:
+            out, err = script.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(script.pid, signal.SIGTERM)
+            out, err = script.communicate()
+            pytest.fail(f"{out}{err}")
+    return subprocess.CompletedProcess(script.args, script.returncode, out, err)
 
 
 @pytest.mark.slow
