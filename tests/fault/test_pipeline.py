@@ -95,6 +95,15 @@ def check_model(control: Control, directory: Path, spec: dict[str, Any]) -> None
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
+def check_end(started: StartedJob, control: Control, folder: Path, spec: dict[str, Any]) -> None:
+    """Check that the job ends with its only round published, nobody missing, and the right model."""
+    started.until("job_ended")
+    assert control.job(1).state == "completed"
+    (round_,) = control.rounds(job_id=1)
+    assert (round_.phase, list(round_.missing)) == ("published", [])
+    check_model(control, folder, spec)
+
+
 @pytest.mark.parametrize("repeat", REPEATED)
 @pytest.mark.parametrize(("number", "every"), [(signal.SIGKILL, EVERY), (signal.SIGSTOP, EVERY), (signal.SIGKILL, 1)])
 def test_a_stage_that_comes_back_goes_on_from_the_checkpoint(
@@ -135,10 +144,7 @@ def test_a_pipeline_whose_workers_are_all_killed_goes_on_from_their_files(tmp_pa
         for number in range(WORKERS):
             fleet.restart(number)
         assert workers_and_step(started.until("group_formed")) in resumptions(planned.step)
-        started.until("job_ended")
-        (round_,) = control.rounds(job_id=1)
-        assert (round_.phase, list(round_.missing)) == ("published", [])
-        check_model(control, tmp_path, spec)
+        check_end(started, control, tmp_path, spec)
 
 
 @pytest.mark.soak
@@ -159,10 +165,7 @@ def test_a_worker_that_comes_back_without_its_disk_gets_its_stage_from_its_neigh
         del lost.env["FL_TEST_SIGNAL"]
         fleet.restart(planned.victim)
         assert workers_and_step(started.until("group_formed")) in resumptions(planned.step)
-        started.until("job_ended")
-        (round_,) = control.rounds(job_id=1)
-        assert (round_.phase, list(round_.missing)) == ("published", [])
-        check_model(control, tmp_path, spec)
+        check_end(started, control, tmp_path, spec)
 
 
 @pytest.mark.soak
@@ -257,11 +260,7 @@ def test_a_worker_of_a_stage_that_shares_its_batches_comes_back(tmp_path: Path, 
         steps = (planned.step - 1) // (PARTS // 2 if planned.victim in (1, 2) else PARTS)
         newest = steps // EVERY * EVERY
         assert workers_and_step(started.until("group_formed")) in [(4, newest), (4, newest - EVERY * (steps == newest))]
-        started.until("job_ended")
-        assert control.job(1).state == "completed"
-        (round_,) = control.rounds(job_id=1)
-        assert (round_.phase, list(round_.missing)) == ("published", [])
-        check_model(control, tmp_path, spec)
+        check_end(started, control, tmp_path, spec)
 
 
 def test_without_a_spare_client_the_job_fails_when_one_of_two_workers_of_a_stage_is_lost(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from fedring.pipeline.transport import GroupTransport
 from fedring.pipeline.worker import Worker
 from fedring.schedules.schedule import make, pipedream
 from tests.conftest import ROOT, path_to
-from tests.fleets import Control, Fleet
+from tests.fleets import Control, Fleet, run_job
 from tests.system.ring_scripts import ranks
 from tests.unit.test_pipeline_skips import COUNT, NAMES, STEPS, alone, model_of, sentences, stages_of
 
@@ -69,11 +69,8 @@ def test_a_pipeline_job_of_three_clients_translates(tmp_path: Path) -> None:
     trusted = {"trusted": ["fedring", "translation"]}
     spec = tomllib.loads((EXAMPLES / "translation.toml").read_text())
     with Fleet(tmp_path, trusted, [trusted] * 3, env=path_to(EXAMPLES)) as fleet, Control(fleet.control) as control:
-        events = control.events()
-        job_id = control.start_job(spec).job_id
-        for _ in control.follow_job(job_id, events):
-            pass
-        assert control.job(job_id).state == "completed", [daemon.tail(20) for daemon in fleet.clients]
-        (round_,) = control.rounds(job_id=job_id)
+        ended = run_job(control, spec)
+        assert ended.state == "completed", [daemon.tail(20) for daemon in fleet.clients]
+        (round_,) = control.rounds(job_id=ended.job_id)
     assert round_.eval_correct / round_.eval_total > 0.95
     assert sorted(client.metrics["stage"] for client in round_.clients) == [0, 1, 2]

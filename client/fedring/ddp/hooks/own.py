@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from fedring.ddp.hooks.by_name import ReadyHook
-from fedring.ddp.hooks.plain import HookFunction, PlainState
+from fedring.ddp.hooks.plain import HookFunction, PlainState, metered
 from fedring.ddp.state import HookState
 
 
@@ -107,7 +107,7 @@ def _without_state(name: str, hook: HookFunction) -> HookFunction:
 
     def plain_hook(state: PlainState, bucket: GradBucket) -> Future[Tensor]:
         try:
-            future = hook(None, bucket)
+            return hook(None, bucket)
         except (AttributeError, TypeError) as error:
             if "NoneType" not in str(error):
                 raise
@@ -115,20 +115,10 @@ def _without_state(name: str, hook: HookFunction) -> HookFunction:
                 f"the hook {name} was called with the state None and failed with {type(error).__name__}: {error}; if "
                 "it needs a state, name a function that takes the named parameters and returns the state and the hook"
             ) from error
-        if bucket.is_last():
-            state.meter.last_bucket_left()
-        return future
 
-    return plain_hook
+    return metered(plain_hook)
 
 
 def _with_own_state(hook: HookFunction) -> HookFunction:
     """Return a hook that takes an OwnState, for one that takes the user's."""
-
-    def own_state_hook(state: OwnState, bucket: GradBucket) -> Future[Tensor]:
-        future = hook(state.own, bucket)
-        if bucket.is_last():
-            state.meter.last_bucket_left()
-        return future
-
-    return own_state_hook
+    return metered(lambda state, bucket: hook(state.own, bucket))

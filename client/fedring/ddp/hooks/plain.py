@@ -39,14 +39,19 @@ class PlainState(HookState):
 
 def plain(hook: HookFunction) -> HookFunction:
     """Return a hook that takes a PlainState, for one that takes a process group or None."""
+    return metered(lambda state, bucket: hook(state.process_group, bucket))
 
-    def plain_hook(state: PlainState, bucket: GradBucket) -> Future[Tensor]:
-        future = hook(state.process_group, bucket)
+
+def metered(hook: HookFunction) -> HookFunction:
+    """Return a hook that also tells the meter of its state, a HookState, when a step's last bucket has left."""
+
+    def metered_hook(state: HookState, bucket: GradBucket) -> Future[Tensor]:
+        future = hook(state, bucket)
         if bucket.is_last():
             state.meter.last_bucket_left()
         return future
 
-    return plain_hook
+    return metered_hook
 
 
 def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
