@@ -16,6 +16,7 @@ from fedring.client.metrics import ClientMetrics
 from fedring.client.session.connection import Connection
 from fedring.client.session.watch import ClientSession
 from fedring.daemon.notify import watchdog
+from fedring.daemon.signals import result_of
 from fedring.rpc.health import Health, health_port
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class ServerLink:
                 self._calls.add(future)
         try:
             if future:
-                return future.result()
+                return result_of(future)
         except concurrent.futures.CancelledError:
             pass
         finally:

@@ -9,6 +9,7 @@ import typer
 
 from fedring.control.failure import Failure
 from fedring.ctl.options import checked_address
+from fedring.daemon.signals import wait
 
 DEFAULT_LISTEN = "127.0.0.1:29500"
 
@@ -41,4 +42,4 @@ def store(
     number = listener.getsockname()[1]
     hosted = TCPStore(host, number, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
     print(f"the store listens on {host}:{hosted.port}, without authentication", flush=True)
-    stopped.wait()
+    wait(stopped)

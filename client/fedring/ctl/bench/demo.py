@@ -23,6 +23,7 @@ from fedring.ctl.fleet import Fleet
 from fedring.ctl.options import OutputOption, make_out_folder
 from fedring.ctl.output import Output, duration, number, percent, print_json, print_table, quality, size, stderr_console
 from fedring.daemon.exits import Exit
+from fedring.daemon.signals import wait
 from fedring.train.data_parallel_table import HOOKS
 
 _TRAINING, _SENDING, _SAMPLES, _GROUP, _STAGES = "Training", "Sending", "Samples", "Data-parallel", "Pipeline"
@@ -193,7 +194,7 @@ def _wait(fleet: Fleet) -> None:
     place = f"the page is at {fleet.web}, and flctl reaches the server with -s {fleet.control}"
     stderr_console().print(f"the server and the clients go on until Ctrl-C: {place}", soft_wrap=True)
     with suppress(KeyboardInterrupt):
-        died.wait()
+        wait(died)
         raise fleet.failure() or Failure("a daemon has ended")
 
 

@@ -1,0 +1,28 @@
+"""Waiting on the main thread without being deaf to signals.
+
+The system may give a signal to any thread of a process. Python then runs the signal's handler on the main thread, but
+does not interrupt what the main thread waits for. So the main thread never waits for long at a time.
+"""
+
+from concurrent.futures import Future
+from threading import Event
+from typing import TypeVar
+
+T = TypeVar("T")
+_LOOK_SECONDS = 0.5
+
+
+def wait(event: Event) -> None:
+    """Wait for an event, and handle signals meanwhile."""
+    while not event.wait(_LOOK_SECONDS):
+        pass
+
+
+def result_of(future: "Future[T]") -> T:
+    """Wait for a future, and handle signals meanwhile. Return its result, or raise its exception."""
+    while True:
+        try:
+            return future.result(_LOOK_SECONDS)
+        except TimeoutError:
+            if future.done():  # the error is its own, or it has ended just now
+                return future.result()
