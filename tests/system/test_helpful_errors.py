@@ -64,6 +64,11 @@ FLCTL = [
         "optimizer_args={'weight_deacy': 0.1}: TypeError: ",
     ),
     (
+        "start-round -s {plain.control} mode=data_parallel data_parallel.hook=dgc optimizer_args.nesterov=true",
+        Exit.CONFIG,
+        "With dgc, an optimizer is made with momentum 0; for Nesterov's momentum, use dgc(nesterov=true).",
+    ),
+    (
         "run {folder}/hook.toml -s {plain.control}",
         Exit.CONFIG,
         "hook powersgd cannot work with warm_start='perhaps': ",

@@ -13,7 +13,6 @@ from tests.unit import group_member
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from fedring.client.group.data_parallel import make_optimizer
 from fedring.client.hooks import JobHook, make_hook
 from fedring.compress.correction import Correction
 from fedring.control.failure import Failure
@@ -21,13 +20,14 @@ from fedring.ctl.bench import data_parallel as bench
 from fedring.ctl.bench.experiment import Experiment
 from fedring.ctl.bench.presets import Dataset, Mode, preset_job
 from fedring.ctl.operate.job_control import job_of
-from fedring.ddp import DGCSGD
+from fedring.ddp import DGCSGD, DGCState
 from fedring.ddp.hooks import TopKState, by_name, topk_hook
 from fedring.ddp.hooks.by_name import ReadyHook, hook_by_name
 from fedring.ddp.hooks.own import BadHook, OwnState, own_hook
 from fedring.ddp.hooks.plain import PlainState
 from fedring.server.round.plan import group_rules, job_spec, rules_of, train_cmd
 from fedring.train.data_parallel_table import HOOKS, DataParallel
+from fedring.train.dgc_optimizer import make_optimizer
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.plan import Plan
@@ -198,7 +198,8 @@ def optimizer_of(hook: str, momentum: float = 0.9, name: str = "fedring.train.op
     parameters = [nn.Parameter(torch.zeros(3))]
     factory, plan = optimizer_factory(name, args, ["fedring", "tests"]), Plan(lr=0.1, momentum=momentum)
     state = make_hook(DataParallel.model_validate({"hook": hook}), plan, [("weight", parameters[0])], []).state
-    return make_optimizer(factory, parameters, plan, state)
+    applied = state.config.momentum if isinstance(state, DGCState) else 0.0
+    return make_optimizer(factory, parameters, plan.lr, plan.momentum, dgc_momentum=applied)
 
 
 def test_momentum_acts_in_dgc_or_in_the_optimizer_and_the_log_says_where(caplog: pytest.LogCaptureFixture) -> None:

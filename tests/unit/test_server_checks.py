@@ -17,6 +17,7 @@ from fedring.train.files import save_model
 from fedring.train.models import digits_mlp, vector
 
 VECTOR = {"model": "fedring.train.models:vector", "model_args": {"size": 3}}
+DGC = {"mode": "data_parallel", "data_parallel": {"hook": "dgc"}}
 WRONG: list[tuple[Mapping[str, Any], str, str]] = [
     ({"job": {"model": "nomod:x"}}, "job.model", "nomod:x lies in nomod"),
     ({"job": {"model": "nomod:x"}, "trusted": ["nomod"]}, "job.model", "There is no module nomod"),
@@ -34,6 +35,12 @@ WRONG: list[tuple[Mapping[str, Any], str, str]] = [
         "job.optimizer_args",
         "cannot be made with lr=0.05, momentum=0.9 and opt",
     ),
+    ({"job": {**DGC, "optimizer_args": {"nesterov": True}}}, "job.optimizer_args", "use dgc(nesterov=true)"),
+    (
+        {"job": {**DGC, "optimizer": "tests.unit.group_member:nadam"}, "trusted": ["fedring", "tests"]},
+        "job.optimizer",
+        "momentum would act twice",
+    ),
 ]
 GOOD: list[Mapping[str, Any]] = [
     {},
@@ -45,6 +52,8 @@ GOOD: list[Mapping[str, Any]] = [
     {"data_root": "{tmp}/none"},  # only a server that evaluates reads its data
     {"job": {"evaluate_on_server": True, "server_optimizer": {"name": "Adam", "args": {"lr": 0.1}}}},
     {"job": {"optimizer_args": {"weight_decay": 0.1}}},
+    {"job": {**DGC, "optimizer_args": {"weight_decay": 0.1}}},
+    {"job": {"mode": "data_parallel", "optimizer_args": {"nesterov": True}}},
     {"job": {"optimizer": "only.at:clients", "optimizer_args": {"rl": 0.1}}},
     {"job": {"trainer": "only.at:clients", "optimizer": "only.at:clients", "data": "only.at:clients"}},
 ]

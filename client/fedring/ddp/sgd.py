@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fedring.compress.dgc import DGC
+from fedring.train.dgc_optimizer import check_momentum
 
 
 class DGCSGD(Optimizer):
@@ -23,6 +24,8 @@ class DGCSGD(Optimizer):
         weight_decay: The factor of the parameters that is added to their gradients, at least 0.
         nesterov: Whether the momentum is Nesterov's.
     """
+
+    follows_dgc = True  # see fedring.train.dgc_optimizer
 
     def __init__(
         self,
@@ -86,13 +89,4 @@ def check_optimizer(optimizer: Optimizer, config: DGC) -> None:
     Raises:
         ValueError: If both apply momentum to the gradients.
     """
-    if not config.momentum or isinstance(optimizer, DGCSGD):
-        return
-    for group in optimizer.param_groups:
-        betas = group.get("betas") or (0,)  # the first one is Adam's momentum, the second one scales the step
-        for name, value in (("momentum", group.get("momentum", 0)), ("betas", betas[0])):
-            if value:
-                raise ValueError(
-                    f"{type(optimizer).__name__} has {name}={group[name]}, and DGC has momentum={config.momentum}: "
-                    "momentum would act twice. Use DGCSGD, or SGD without momentum, or DGC(momentum=0)."
-                )
+    check_momentum(optimizer, config.momentum)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from fedring.daemon.checks import Check, Level, check_data_root, refuse_failed
 from fedring.server.config import ServerConfig
 from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
-from fedring.server.operator.job_checks import try_optimizer
+from fedring.server.operator.job_checks import key_of, try_optimizer
 from fedring.train.errors import SeamError
 from fedring.train.files import load_model, read_tensors
 from fedring.train.job import Job
@@ -88,13 +88,11 @@ def _check_optimizer(job: Job) -> Iterator[Check]:
 
 
 def _check_optimizer_args(job: Job, trusted: Sequence[str]) -> Iterator[Check]:
-    """Check that the clients' optimizer takes its arguments, if it can be imported here."""
-    if not job.optimizer_args:
-        return
-    key = "job.optimizer_args"
+    """Check that the clients' optimizer takes its arguments and fits the hook, if it can be imported here."""
     try:
         try_optimizer(job, trusted)
     except SeamError as error:
-        yield Check(key, Level.FAIL, str(error))
+        yield Check(f"job.{key_of(error)}", Level.FAIL, str(error))
     else:
-        yield Check(key, Level.OK, str(job.optimizer_args))
+        if job.optimizer_args:
+            yield Check("job.optimizer_args", Level.OK, str(job.optimizer_args))

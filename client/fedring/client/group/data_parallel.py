@@ -15,11 +15,10 @@ from fedring.client.group.round import job_key, parse_table, peer_options, plan_
 from fedring.client.hooks import JobHook, make_hook
 from fedring.client.ring_metrics import RingMetrics
 from fedring.client.task import Task
-from fedring.ddp import DGCSGD, DGCState, HookState, check_optimizer
+from fedring.ddp import DGCState
 from fedring.train.data_parallel_table import DataParallel
-from fedring.train.errors import SeamError
+from fedring.train.dgc_optimizer import make_optimizer
 from fedring.train.loop import Loss, OptimizerFactory
-from fedring.train.plan import Plan
 from fedring.workers.data_parallel_epochs import DataParallelSetup, DataParallelTraining
 from fedring.workers.replica import Replica, synchronize
 from fedring.workers.training import Watcher
@@ -102,7 +101,10 @@ class DataParallelTrainer:
             plan = plan_of(task)
             hook = make_hook(table, plan, model.named_parameters(), self._trusted)
             parameters = [p for p in model.parameters() if p.requires_grad]
-            replica = Replica(model, make_optimizer(optimizer, parameters, plan, hook.state))
+            applied = hook.state.config.momentum if isinstance(hook.state, DGCState) else 0.0
+            replica = Replica(
+                model, make_optimizer(optimizer, parameters, plan.lr, plan.momentum, dgc_momentum=applied)
+            )
             replica.shared = hook.shared
             checkpoints = JobCheckpoints(self._folder, job_name(key[:3])) if table.checkpoint_every else None
             self._state, self._key = DataParallelState(replica, hook, checkpoints), key
@@ -183,39 +185,6 @@ class DataParallelPart:
     def digest(self) -> bytes:
         """Return BLAKE3 of the parameters, 32 bytes."""
         return self.state.replica.digest()
-
-
-def make_optimizer(
-    factory: OptimizerFactory, parameters: list[nn.Parameter], plan: Plan, state: HookState
-) -> torch.optim.Optimizer:
-    """Make the optimizer of a job; with dgc, which applies the job's momentum itself, one without momentum.
-
-    Args:
-        factory: Makes the optimizer that the job names.
-        parameters: The parameters that are trained.
-        plan: The job's plan, which has the learning rate and the momentum.
-        state: The state of the job's hook.
-
-    Raises:
-        SeamError: With the reason bad_optimizer, if the optimizer cannot be made, or bad_job, if it has momentum beside
-            that of dgc.
-    """
-    optimizer = factory(parameters, plan.lr, plan.momentum)
-    if not isinstance(state, DGCState) or not state.config.momentum or isinstance(optimizer, DGCSGD):
-        return optimizer
-    if plan.momentum:
-        momentum = state.config.momentum
-        log.info("dgc applies the momentum %g before it sends: the optimizer is made with momentum 0", momentum)
-        try:
-            optimizer = factory(parameters, plan.lr, 0.0)
-        except SeamError as error:
-            hint = "With dgc, an optimizer is made with momentum 0; for Nesterov's momentum, use dgc(nesterov=true)."
-            raise SeamError(error.reason, f"{error} {hint}") from error
-    try:
-        check_optimizer(optimizer, state.config)
-    except ValueError as error:
-        raise SeamError("bad_job", f"The optimizer does not fit the hook: {error}") from error
-    return optimizer
 
 
 def table_of(task: Task) -> DataParallel:

@@ -16,6 +16,7 @@ from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow
+from fedring.train.dgc_optimizer import make_optimizer
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.name_checks import check_data
@@ -63,7 +64,7 @@ class JobChecks:
         try:
             try_optimizer(job, self._config.trusted)
         except SeamError as error:
-            raise ConfigError(f"optimizer_args: {error}") from error
+            raise ConfigError(f"{key_of(error)}: {error}") from error
         if job.evaluate_on_server:
             checks = (
                 *check_data_root(self._config.data_root),
@@ -136,12 +137,23 @@ class JobChecks:
 
 
 def try_optimizer(job: Job, trusted: Sequence[str]) -> None:
-    """Make the clients' optimizer once, if it can be imported here; SeamError if it does not take its arguments."""
+    """Make the clients' optimizer once, if it can be imported here.
+
+    Raises:
+        SeamError: It does not take its arguments, or has momentum beside that of dgc.
+    """
     try:
         make = optimizer_factory(job.optimizer, job.optimizer_args, trusted)
     except SeamError:  # it was checked already, or only clients have it
         return
-    make([torch.nn.Parameter(torch.zeros(1))], job.lr, job.momentum)
+    hook = job.data_parallel.chosen_hook(job.momentum) if job.mode == "data_parallel" else None
+    applied = hook.parameters["momentum"] if hook is not None and hook.name == "dgc" else 0.0
+    make_optimizer(make, [torch.nn.Parameter(torch.zeros(1))], job.lr, job.momentum, dgc_momentum=applied)
+
+
+def key_of(error: SeamError) -> str:
+    """Return the key of a job that explains an error of `try_optimizer`."""
+    return "optimizer" if error.reason == "bad_job" else "optimizer_args"
 
 
 def _check_best_by(job: Job) -> None:
