@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.conftest import ROOT
 
+from fedring.control.failure import Failure
 from fedring.ctl.bench import hooks, pipeline
 from fedring.ctl.bench.networks import check_rate
 from fedring.ctl.bench.parts import describe_run
@@ -75,6 +76,21 @@ def test_a_hook_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.Ca
     code = main(["bench", "hooks", "--dataset", "digits", "--hooks", "none,zip", "--out", str(tmp_path / "out")])
     assert (code, "there is no hook 'zip'" in capsys.readouterr().err) == (Exit.USAGE, True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("given", "steps"), [([], 120), (["--quick"], 20), (["--quick", "--steps", "470"], 470)])
+def test_hooks_train_for_as_many_steps_as_are_asked_for(
+    given: list[str], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales: list[hooks.Scale] = []
+
+    def measure(*arguments: Any, scale: hooks.Scale, rate: str) -> None:
+        scales.append(scale)
+        raise Failure("nothing is measured here")
+
+    monkeypatch.setattr(hooks, "measure", measure)
+    assert main(["bench", "hooks", "--dataset", "digits", "--out", str(tmp_path), *given]) == Exit.FAILED
+    assert [scale.training for scale in scales] == [steps]
 
 
 @pytest.fixture(scope="module")

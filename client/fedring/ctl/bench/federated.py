@@ -35,7 +35,7 @@ def federated(
         typer.Option(
             min=0,
             help="Samples that a client trains on in a round; 0 = all that it has.",
-            show_default="6000, with --quick 1500",
+            show_default="6000, with --quick 1000",
         ),
     ] = None,
     encodings: Annotated[str, typer.Option(help="Encodings to compare, separated by commas.")] = _ENCODINGS,
@@ -50,7 +50,7 @@ def federated(
     names = unique_names("--encodings", encodings.split(","))
     scale = {
         "rounds": rounds if rounds is not None else 3 if quick else 10,
-        "subset_size": subset if subset is not None else 1500 if quick else 6000,
+        "subset_size": subset if subset is not None else 1000 if quick else 6000,
     }
     keys = {**preset_job(dataset), **_KEYS, **scale}
     root = data_root.absolute() if data_root else None

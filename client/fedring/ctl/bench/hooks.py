@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -60,6 +60,14 @@ def hooks(
     rate: Annotated[
         str, typer.Option(help="Rate of each worker's line. It needs root; without root, lines are not limited.")
     ] = "100mbit",
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=5,
+            help="Steps of each training whose accuracy is measured.",
+            show_default=f"{Scale().training}, with --quick {QUICK.training}",
+        ),
+    ] = None,
     quick: QuickOption = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for hooks.json and hooks.png.")] = Path("bench-out"),
     output: OutputOption = Output.TABLE,
@@ -69,6 +77,7 @@ def hooks(
     The time of a step is also given as a ratio to a step without communication, measured by turns in the same run.
     """
     scale = QUICK if quick else Scale()
+    scale = replace(scale, training=steps or scale.training)
     names = unique_names("--hooks", split_hooks(hooks)) if hooks else default_hooks(scale)
     for name in names:
         try:
