@@ -216,7 +216,7 @@ def test_half_a_frame_of_a_rank_that_is_lost_is_not_used(pair: Neighbours) -> No
 
 
 def test_a_rank_that_reads_nothing_keeps_nobody_waiting(pair: Neighbours, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedring.ring.engine.endpoint.FLUSH_SECONDS", SECONDS)
+    monkeypatch.setattr("fedring.ring.engine.endpoint.ABORT_SECONDS", SECONDS)
     receiving = SocketReceiver(pair.hello.head.socket)
     pair.send(b"", kind=pb.FRAME_KIND_MAPPED)
     pair.receive(pb.FRAME_KIND_MOVED)

@@ -24,9 +24,11 @@ from fedring.v1 import peer_pb2 as pb
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 2.0
-"""How long an endpoint that closes waits for its last frames to a peer that may be gone."""
+"""How long an endpoint that closes waits for its last frames to a peer that never came."""
+ABORT_SECONDS = 10.0
+"""How long it waits for them after a failure, so that a busy peer learns the reason. A dead peer is noticed sooner."""
 LEAVE_SECONDS = 30.0
-"""How long it waits for them to a peer that was connected, over a slow line. A dead peer is noticed sooner."""
+"""How long it waits for them without a failure, over a slow line."""
 
 _MAX_DETAIL = 1000  # bytes of an error's text that are passed on
 _TICK = 0.2  # seconds between looks at deadlines
@@ -195,11 +197,8 @@ class Endpoint:
             if self._closed.is_set():
                 return
             self._closed.set()
-            # A peer that is connected takes its last frames. After a failure nothing is worth a wait.
-            patience = {
-                peer: FLUSH_SECONDS if self.failure or peer not in self._connected else LEAVE_SECONDS
-                for peer in self._links
-            }
+            patience = dict.fromkeys(self._links, ABORT_SECONDS if self.failure else LEAVE_SECONDS)
+            patience |= dict.fromkeys(self._links.keys() - self._connected, FLUSH_SECONDS)
             self.failure = self.failure or RingError("this worker has left the group")
             self._changed.notify_all()
         self.members.close()
