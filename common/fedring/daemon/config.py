@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 
-from fedring.daemon.wording import either, word
+from fedring.daemon.wording import either, given, word
 
 COMMAND_LINE = "the command line"
 _NEAR = 0.7  # how similar a key must be to be suggested, from 0 to 1
@@ -159,6 +159,7 @@ def explain(error: ValidationError, origins: Mapping[str, str], model: type[Base
         model: describes the keys, if it is given.
     """
     found: dict[str, list[str]] = {}
+    values: dict[str, str] = {}
     for row in error.errors():
         key, field = _locate(row["loc"], model)
         text = word(row, (field and field.description) or "")
@@ -166,11 +167,12 @@ def explain(error: ValidationError, origins: Mapping[str, str], model: type[Base
         if row["type"] == "model_type" and table:
             text += f", such as {key}.{next(iter(table.model_fields))}"
         found.setdefault(key, []).append(text)
+        values.setdefault(key, given(row))
     key, texts = next(iter(found.items()))
     origin = f" (from {origins[key]})" if key in origins else ""
     more = f"; and {len(found) - 1} more" if len(found) > 1 else ""
     where = f"{key}{origin}: " if key else ""
-    return f"{where}{either(texts)}{more}"
+    return f"{where}{either(texts)}{values[key]}{more}"
 
 
 def _locate(loc: Sequence[int | str], model: type[BaseModel] | None) -> tuple[str, FieldInfo | None]:

@@ -23,6 +23,7 @@ _WORDS = {
     "model_type": _TABLE,
     "model_attributes_type": _TABLE,
 }
+_MOST_SHOWN = 60  # characters of a value
 _SHOULD = re.compile(r"^\w+ should ")  # "Input should be greater than 0", "String should have at least 1 character"
 
 
@@ -40,6 +41,14 @@ def word(found: Mapping[str, Any], description: str = "") -> str:
         given = found["input"]
         return f'must be text: "{given}", with the quotes' if isinstance(given, int | float) else "must be text"
     return _WORDS.get(kind) or _SHOULD.sub("must ", found["msg"].removeprefix("Value error, "))
+
+
+def given(found: Mapping[str, Any]) -> str:
+    """Return ", not 1.5" for a value of 1.5; empty if the words about it need no value, or it is long."""
+    value = found["input"]
+    shown = repr(value) if isinstance(value, str | int | float | list) else ""
+    said = found["type"] in ("missing", "extra_forbidden", "value_error", "string_type")
+    return f", not {shown}" if shown and not said and len(shown) <= _MOST_SHOWN else ""
 
 
 def either(texts: list[str]) -> str:
