@@ -172,6 +172,8 @@ def _draw_curves(axes: Axes, chart: Curves) -> None:
     axes.set_ylabel(chart.y_label, color=INK, fontsize=9)
     axes.grid(axis="y", color=GREY, alpha=0.4, linewidth=0.6)
     _finish(axes, chart.title, legend=len(chart.series) > 1 or chart.reference is not None)
+    if len(chart.ticks) > 7:
+        axes.tick_params(axis="x", labelsize=7.5)
 
 
 def _annotate(axes: Axes, text: str, x: float, y: float, *, above: float, points: float) -> None:
