@@ -10,7 +10,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2
 from safetensors.torch import load_file
-from tests.control_server import SECONDS, Server
+from tests.control_server import ROUND, SECONDS, Server
 
 from fedring.control.calls import Control
 from fedring.control.failure import Failure
@@ -243,6 +243,17 @@ def test_a_round_is_shown_with_its_clients(server: Server, flctl: Call) -> None:
     assert "bob" in out
     assert json.loads(flctl("rounds", "7", "--output", "json")[1])["round"] == 7
     assert flctl("rounds", "6")[0] == flctl("rounds", "8")[0] == Exit.USAGE
+
+
+def test_a_round_shows_the_settings_that_follow_a_schedule(server: Server, flctl: Call) -> None:
+    assert "lr" not in flctl("rounds")[1].split()
+    ROUND.settings["lr"] = 0.0125
+    try:
+        assert "0.0125" in flctl("rounds")[1].split()
+        assert "0.0125" in flctl("rounds", "7")[1].split()
+        assert json.loads(flctl("rounds", "7", "--output", "json")[1])["settings"] == {"lr": 0.0125}
+    finally:
+        ROUND.settings.clear()
 
 
 @pytest.mark.parametrize("words", [("1.2",), ("--job", "1", "2"), ("--job", "1", "1.2"), ("7",)])

@@ -7,7 +7,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from fedring.codec.encoding import NAMES, TILE, Encoding
 from fedring.train.bounds import (
     MAX_JOB_BYTES,
-    MAX_SAMPLES,
     MAX_SECONDS,
     MAX_SEED,
     Count,
@@ -21,6 +20,16 @@ from fedring.train.bounds import (
 from fedring.train.data_parallel_table import DataParallel
 from fedring.train.metrics import check_rule
 from fedring.train.pipeline_table import Pipeline
+from fedring.train.round_settings import (
+    SCHEDULED,
+    Epochs,
+    Rate,
+    RoundSettings,
+    Schedule,
+    SubsetSize,
+    check_schedules,
+    settings_of,
+)
 from fedring.train.start import NEWEST, Start
 
 EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "packed", "uniform"]
@@ -77,15 +86,12 @@ class Job(BaseModel):
         0.5, description="concentration (dirichlet); smaller values make clients' data more unequal"
     )
 
-    subset_size: int = Field(
-        0,
-        ge=0,
-        le=MAX_SAMPLES,
-        description="samples that a client draws anew for each round, or a group of workers for each epoch; 0 = all",
+    subset_size: SubsetSize = Field(
+        0, description="samples that a client draws anew for each round, or a group of workers for each epoch; 0 = all"
     )
-    epochs: PositiveCount = Field(1, description="passes over the drawn samples")
+    epochs: Epochs = Field(1, description="passes over the drawn samples")
     batch_size: PositiveCount = Field(64, description="samples per step")
-    lr: Positive = Field(0.05, description="learning rate of the clients' optimizer")
+    lr: Rate = Field(0.05, description="learning rate of the clients' optimizer")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the clients' optimizer")
     mu: NonNegative = Field(0.0, description="weight of FedProx's proximal term; 0 = FedAvg")
     seed: int = Field(
@@ -205,6 +211,14 @@ class Job(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _schedules_fit(self) -> Self:
+        check_schedules(self.scheduled, rounds=self.rounds)
+        if self.grouped and self.scheduled:
+            key = next(iter(self.scheduled))
+            raise ValueError(f"{key} follows a schedule in the mode federated only: give a {self.mode} job a number")
+        return self
+
+    @model_validator(mode="after")
     def _fits_a_message(self) -> Self:
         size = len(self.model_dump_json())
         if size > MAX_JOB_BYTES:
@@ -214,6 +228,16 @@ class Job(BaseModel):
                 "let the code that the job names load long content itself"
             )
         return self
+
+    @property
+    def scheduled(self) -> dict[str, Schedule]:
+        """The settings that follow a schedule, by their keys."""
+        values = {key: getattr(self, key) for key in SCHEDULED}
+        return {key: value for key, value in values.items() if isinstance(value, Schedule)}
+
+    def settings_of(self, job_round: int) -> RoundSettings:
+        """Return the values that `lr`, `epochs` and `subset_size` have in a round of the job, from 1 to `rounds`."""
+        return settings_of(self.lr, self.epochs, self.subset_size, job_round=job_round, rounds=self.rounds)
 
     @property
     def grouped(self) -> bool:

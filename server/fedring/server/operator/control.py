@@ -21,6 +21,7 @@ from fedring.server.service.downloads import ModelBlobService
 from fedring.server.state.journal import printable, rfc3339
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
 from fedring.train.job import Job
+from fedring.train.round_settings import SCHEDULED
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed
@@ -274,12 +275,15 @@ def _check_key(key: str) -> None:
 
 
 def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
-    """Return the defaults, without the arguments of their model or optimizer if `table` names another one."""
+    """Return the defaults, without the arguments of their model, optimizer or schedule if `table` names another one."""
     known = defaults.model_dump()
     if table.get("model", defaults.model) != defaults.model:
         del known["model_args"]
     if table.get("optimizer", defaults.optimizer) != defaults.optimizer:
         del known["optimizer_args"]
+    for key in SCHEDULED:
+        if isinstance(table.get(key), dict) and "schedule" in table[key]:
+            del known[key]
     named = table.get("server_optimizer")
     usual = defaults.server_optimizer
     if usual is not None and isinstance(named, dict) and named.get("name", usual.name) != usual.name:
