@@ -36,12 +36,12 @@ EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "pa
 
 
 class ServerOptimizer(BaseModel):
-    """A torch.optim optimizer that the server applies to the clients' mean delta (Reddi et al. 2021, algorithm 1)."""
+    """An optimizer that the server applies to the clients' mean delta (Reddi et al. 2021, algorithm 1)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Text = Field(
-        "SGD", description="class of torch.optim that treats each value independently, such as SGD or Adam"
+        "SGD", description="Yogi, or a class of torch.optim that treats each value independently, such as SGD or Adam"
     )
     args: Table = Field(default_factory=lambda: {"lr": 1.0}, description="its keyword arguments")
 
