@@ -154,6 +154,11 @@ class Job(BaseModel):
     server_optimizer: ServerOptimizer | None = Field(
         None, description="optimizer that the server applies to the mean delta; none = FedAvg"
     )
+    normalize_steps: bool = Field(
+        False,
+        description="divide each client's update by what its number of local steps makes of it, so that clients with "
+        "more steps do not count more (FedNova; federated)",
+    )
     evaluate: bool = Field(True, description="clients evaluate each new model on their held-out samples")
     evaluate_seconds: Seconds = Field(120.0, description="longest time for an evaluation by the clients")
     evaluate_on_server: bool = Field(
@@ -196,6 +201,9 @@ class Job(BaseModel):
     def _fits_its_mode(self) -> Self:
         if self.grouped and (self.trainer or self.mu):
             raise ValueError(f"trainer and mu belong to the mode federated: leave them out of a {self.mode} job")
+        if self.normalize_steps and (self.grouped or self.mu):
+            what = f"a {self.mode} job, in which all updates are one" if self.grouped else f"mu={self.mu:g}"
+            raise ValueError(f"normalize_steps does not go with {what}: leave one of them out")
         if self.mode == "pipeline" and (self.evaluator or self.evaluate_on_server):
             raise ValueError(
                 "evaluator and evaluate_on_server need the whole model in one place, which a pipeline job avoids: "
