@@ -18,6 +18,7 @@ from fedring.train.bounds import (
     Text,
 )
 from fedring.train.data_parallel_table import DataParallel
+from fedring.train.labels import WantedLabels
 from fedring.train.metrics import check_rule
 from fedring.train.pipeline_table import Pipeline
 from fedring.train.round_settings import (
@@ -109,6 +110,10 @@ class Job(BaseModel):
         "what was left out goes into the next one (flctl models export --exact adds it)",
     )
 
+    clients: WantedLabels = Field(
+        default_factory=dict,
+        description="labels of the clients that can take part, each with its value or a list of values; empty = all",
+    )
     min_clients: PositiveCount = Field(2, description="clients that the barrier waits for")
     barrier: Literal["none", "joined", "matched"] = Field(
         "matched",

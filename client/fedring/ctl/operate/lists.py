@@ -28,6 +28,7 @@ from fedring.ctl.output import (
 )
 from fedring.daemon.exits import Exit
 from fedring.daemon.wording import counted
+from fedring.train.labels import shown
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fb
 
@@ -95,10 +96,11 @@ def clients(
             client.last_seen_at,
             client.address,
             client.software,
+            shown(client.labels),
         )
         for client in known
     ]
-    columns = ("client", "state", "does", "progress>", "updates>", "last seen", "address", "software")
+    columns = ("client", "state", "does", "progress>", "updates>", "last seen", "address", "software", "labels")
     print_table(counted(len(rows), "client"), columns, rows)
 
 

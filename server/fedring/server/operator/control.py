@@ -64,8 +64,8 @@ class ControlService(rpc.ControlServiceServicer):
         self._began = time.monotonic()
 
     async def StartRound(self, request: pb.StartRoundRequest, context: Any) -> pb.StartReply:
-        spec = await self._facts.work(self._job, request.overrides or "{}")
-        return await self._start(spec.model_copy(update={"rounds": 1}), request.idempotency_key)
+        spec = await self._facts.work(partial(self._job, rounds=1), request.overrides or "{}")
+        return await self._start(spec, request.idempotency_key)
 
     async def StartJob(self, request: pb.StartJobRequest, context: Any) -> pb.StartReply:
         # Trying out the schedule of a long pipeline takes seconds.
@@ -132,6 +132,7 @@ class ControlService(rpc.ControlServiceServicer):
                 address=session.address,
                 last_seen_at=rfc3339(session.last_seen),
                 updates=counts.pop(session.client_id, 0),
+                labels=session.labels,
             )
             for session in self._sessions
         ]
@@ -176,10 +177,14 @@ class ControlService(rpc.ControlServiceServicer):
             async for message in messages:
                 yield message
 
-    def _job(self, text: str) -> Job:
-        """Return the server's default job with the keys that `text`, a JSON object, sets; BadRequest "bad_job"."""
+    def _job(self, text: str, **fixed: int) -> Job:
+        """Return the server's default job with the keys that `text`, a JSON object, sets, and with the fixed ones.
+
+        Raises:
+            BadRequest: "bad_job", if it is no job.
+        """
         try:
-            table = _table_in(text)
+            table = _table_in(text) | fixed
             check_keys(Job, table, where="the job")
             job = Job.model_validate(merge(_defaults_for(table, self._defaults), table))
             if job.server_optimizer:

@@ -20,6 +20,7 @@ def rules_of(job: Job, *, grace: float) -> Rules:
     alone = job.grouped
     fixed = job.pipeline.workers if job.mode == "pipeline" else 0
     return Rules(
+        labels=job.clients,
         min_clients=max(job.min_clients, fixed),
         barrier=job.barrier,
         barrier_timeout=job.barrier_timeout_seconds,
