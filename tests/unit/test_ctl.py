@@ -130,6 +130,15 @@ def test_a_wrong_key_or_value_on_the_command_line_is_a_usage_error(flctl: Call, 
     assert len(err.splitlines()) == 1
 
 
+def test_a_key_on_the_command_line_changes_a_schedule_in_the_file(server: Server, flctl: Call, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('lr = { schedule = "cosine", start = 0.1, end = 0.01 }\n')
+    assert flctl("run", job, "--no-wait", "lr.end=0.02")[0] == 0
+    assert server.script.started[0][1]["lr"] == {"schedule": "cosine", "start": 0.1, "end": 0.02}
+    code, _, err = flctl("run", job, "--no-wait", "lr.end=-1")
+    assert (code, "lr.end: must be greater than 0" in err) == (Exit.USAGE, True)
+
+
 def test_a_missing_job_file_is_a_configuration_error(flctl: Call, tmp_path: Path) -> None:
     assert flctl("run", tmp_path / "none.toml")[0] == Exit.CONFIG
 

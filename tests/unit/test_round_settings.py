@@ -126,7 +126,7 @@ def test_a_job_that_names_a_schedule_takes_no_key_of_the_servers_default() -> No
     defaults = job(lr={"schedule": "cosine", "start": 0.1, "end": 0.01})
     step = {"schedule": "step", "start": 1, "every": 2, "gamma": 0.5}
     assert "lr" not in _defaults_for({"lr": step}, defaults)
-    assert "lr" in _defaults_for({"lr": {"end": 0.02}}, defaults)
+    assert "lr" in _defaults_for({"epochs": step}, defaults)
 
 
 async def test_each_round_has_the_values_of_its_number_also_after_a_restart(tmp_path: Path) -> None:

@@ -280,14 +280,14 @@ def _check_key(key: str) -> None:
 
 
 def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
-    """Return the defaults, without the arguments of their model, optimizer or schedule if `table` names another one."""
+    """Return the defaults, without those arguments of their model, optimizers and schedules that `table` replaces."""
     known = defaults.model_dump()
     if table.get("model", defaults.model) != defaults.model:
         del known["model_args"]
     if table.get("optimizer", defaults.optimizer) != defaults.optimizer:
         del known["optimizer_args"]
     for key in SCHEDULED:
-        if isinstance(table.get(key), dict) and "schedule" in table[key]:
+        if isinstance(table.get(key), dict):
             del known[key]
     named = table.get("server_optimizer")
     usual = defaults.server_optimizer
