@@ -17,6 +17,7 @@ from fedring.train.data_parallel_table import DataParallel
 from fedring.train.hooks import DGCParameters, Int8Parameters, PowerSGDParameters, TopKParameters
 from fedring.train.job import Job, ServerOptimizer
 from fedring.train.pipeline_table import Pipeline
+from fedring.train.round_settings import Schedule
 
 TARGET = Path(__file__).with_name("configuration.md")
 
@@ -100,6 +101,12 @@ SECTIONS = (
         Pipeline,
         "The table `[pipeline]` of a pipeline job. See [pipeline-reference.md](pipeline-reference.md).",
     ),
+    (
+        "Schedule",
+        Schedule,
+        "The table that `lr`, `epochs` or `subset_size` of a federated job holds instead of a number, such as `lr = "
+        '{ schedule = "cosine", start = 0.1, end = 0.001 }`. See [federated.md](federated.md#schedules).',
+    ),
     ("Server optimizer", ServerOptimizer, "The table `[server_optimizer]` of a job. See [federated.md](federated.md)."),
     (
         "Streams between workers",
@@ -133,7 +140,8 @@ def _rows(model: type[BaseModel]) -> str:
     schema = model.model_json_schema()["properties"]
     rows = []
     for name, field in model.model_fields.items():
-        shown = DEFAULTS.get((model, name)) or _default(field.get_default(call_default_factory=True))
+        default = "must be given" if field.is_required() else _default(field.get_default(call_default_factory=True))
+        shown = DEFAULTS.get((model, name)) or default
         meaning = (field.description or "").replace("|", "\\|")
         rows.append(f"| `{name}` | {_takes(name, schema[name])} | {shown} | {meaning} |")
     return "\n".join(rows)

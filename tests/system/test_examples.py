@@ -104,6 +104,20 @@ def test_scikit_learn_trains_the_server_s_torch_module(server: Fleet, control: C
     assert max(round_.server_accuracy for round_ in rounds) > 0.9
 
 
+def test_a_linear_classifier_of_scikit_learn_trains_as_numpy_arrays(
+    server: Fleet, control: Control, tmp_path: Path
+) -> None:
+    job = tomllib.loads((EXAMPLES / "linear.toml").read_text())
+    with run_script("linear.py", server.listen, tmp_path / "linear"):
+        events = control.events()
+        job_id = control.start_job(job).job_id
+        for _ in control.follow_job(job_id, events):
+            pass
+    rounds = control.rounds(job_id=job_id)
+    assert [len(round_.clients) for round_ in rounds] == [1] * 5
+    assert rounds[0].metrics["eval/accuracy"] > 0.9
+
+
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem in CHECKS], ids=lambda path: path.stem)
 def test_a_shipped_configuration_is_good(path: Path, tmp_path: Path) -> None:
     ports = ["listen=127.0.0.1:0", "control_listen=127.0.0.1:0"] if path.stem == "server" else []

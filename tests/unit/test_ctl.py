@@ -10,7 +10,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2
 from safetensors.torch import load_file
-from tests.control_server import SECONDS, Server
+from tests.control_server import ROUND, SECONDS, Server
 
 from fedring.control.calls import Control
 from fedring.control.failure import Failure
@@ -130,6 +130,15 @@ def test_a_wrong_key_or_value_on_the_command_line_is_a_usage_error(flctl: Call, 
     assert len(err.splitlines()) == 1
 
 
+def test_a_key_on_the_command_line_changes_a_schedule_in_the_file(server: Server, flctl: Call, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('lr = { schedule = "cosine", start = 0.1, end = 0.01 }\n')
+    assert flctl("run", job, "--no-wait", "lr.end=0.02")[0] == 0
+    assert server.script.started[0][1]["lr"] == {"schedule": "cosine", "start": 0.1, "end": 0.02}
+    code, _, err = flctl("run", job, "--no-wait", "lr.end=-1")
+    assert (code, "lr.end: must be greater than 0" in err) == (Exit.USAGE, True)
+
+
 def test_a_missing_job_file_is_a_configuration_error(flctl: Call, tmp_path: Path) -> None:
     assert flctl("run", tmp_path / "none.toml")[0] == Exit.CONFIG
 
@@ -243,6 +252,17 @@ def test_a_round_is_shown_with_its_clients(server: Server, flctl: Call) -> None:
     assert "bob" in out
     assert json.loads(flctl("rounds", "7", "--output", "json")[1])["round"] == 7
     assert flctl("rounds", "6")[0] == flctl("rounds", "8")[0] == Exit.USAGE
+
+
+def test_a_round_shows_the_settings_that_follow_a_schedule(server: Server, flctl: Call) -> None:
+    assert "lr" not in flctl("rounds")[1].split()
+    ROUND.settings["lr"] = 0.0125
+    try:
+        assert "0.0125" in flctl("rounds")[1].split()
+        assert "0.0125" in flctl("rounds", "7")[1].split()
+        assert json.loads(flctl("rounds", "7", "--output", "json")[1])["settings"] == {"lr": 0.0125}
+    finally:
+        ROUND.settings.clear()
 
 
 @pytest.mark.parametrize("words", [("1.2",), ("--job", "1", "2"), ("--job", "1", "1.2"), ("7",)])

@@ -29,6 +29,7 @@ from fedring.server.state.rows import JobRow
 from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.job import Job, ServerOptimizer
 from fedring.train.pipeline_table import Pipeline
+from fedring.train.round_settings import Schedule
 from fedring.v1 import control_pb2
 from fedring.workers.pipeline_profile import PipelineProfile
 from fedring.workers.usage import Usage
@@ -42,6 +43,7 @@ TABLES: dict[type[BaseModel], str] = {
     DataParallel: "data_parallel",
     Pipeline: "pipeline",
     ServerOptimizer: "server_optimizer",
+    Schedule: "lr",
 }
 SHIPPED = [
     path for path in sorted((ROOT / "deploy").rglob("*")) if path.is_file() and path.suffix not in (".json", ".pyc")

@@ -12,6 +12,7 @@ from fedring.rpc.address import Address, AddressOrEmpty, HostOrEmpty, TcpAddress
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.metrics import check_metrics_address
 from fedring.rpc.tls import Tls
+from fedring.train.labels import Labels
 
 
 def _own_name() -> str:
@@ -36,6 +37,9 @@ class ClientConfig(BaseSettings):
         default_factory=_own_name,
         pattern=r"^[A-Za-z0-9._-]{1,128}$",
         description="stable name, unique in the fleet: 1 to 128 of A-Z a-z 0-9 . _ -",
+    )
+    labels: Labels = Field(
+        default_factory=dict, description='what jobs can choose clients by, such as { site = "eu" }; at most 16'
     )
     state_dir: Path = Field(
         Path("fl-client-state"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
 from math import nan
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch import nn
 
@@ -25,6 +25,7 @@ from fedring.daemon.lock import StateLock
 from fedring.daemon.metrics import serving
 from fedring.rpc.contract import MAX_FIGURE
 from fedring.rpc.tls import ends_at
+from fedring.train.arrays import Arrays
 from fedring.train.evaluation import Counts, counts_of
 from fedring.train.metrics import sendable_metrics
 from fedring.v1 import federation_pb2 as pb
@@ -34,13 +35,14 @@ log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 1.0
 
 Evaluate = Callable[[Evaluation], Counts]
+Model = TypeVar("Model", bound=nn.Module | Arrays)
 
 
 def connect(
     config: ClientConfig | None = None,
     *,
-    model: nn.Module | None = None,
-    evaluate: Callable[[nn.Module], Counts | tuple[int | None, int, float] | Mapping[str, float]] | None = None,
+    model: Model | None = None,
+    evaluate: Callable[[Model], Counts | tuple[int | None, int, float] | Mapping[str, float]] | None = None,
     **overrides: Any,
 ) -> "Federation":
     """Connect to a server, and return a federation to iterate over within `with`.
@@ -49,7 +51,8 @@ def connect(
 
     Args:
         config: The configuration; None = from the environment.
-        model: The module that is filled with the published model before each call of `evaluate`.
+        model: The torch module, or the numpy arrays by name, that are filled with the published model before each call
+            of `evaluate`.
         evaluate: Returns the counts (correct, total, sum of losses) of the model on samples of this client; `correct`
             is None where accuracy is not defined. Or a mapping of "num_samples", the mean "loss", optionally
             "accuracy", and any further metrics.

@@ -20,6 +20,7 @@ from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport, make_update, offer_of
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
+from fedring.train.arrays import Arrays, as_module, copy_back
 from fedring.train.plan import Plan
 from fedring.train.state import fill, read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
@@ -84,8 +85,11 @@ class Task:
         """Whether the round has ended, so that further training would be wasted."""
         return bool(self._assignment.stop_reason)
 
-    def load_into(self, model: nn.Module) -> None:
+    def load_into(self, model: nn.Module | Arrays) -> None:
         """Load the values that this round starts from into `model`.
+
+        Args:
+            model: A torch module, or numpy arrays of floats by name, which are filled in place.
 
         Raises:
             WrongModel: If the model has another schema than the one that is trained. The server has been told, and the
@@ -148,7 +152,7 @@ class Task:
 
     def submit(
         self,
-        model: nn.Module,
+        model: nn.Module | Arrays,
         samples: int,
         metrics: Mapping[str, float] | None = None,
         train_seconds: float | None = None,
@@ -156,7 +160,7 @@ class Task:
         """Send what the model has learned, and return once the server has accepted it.
 
         Args:
-            model: The model that was given to `load_into`, trained.
+            model: The model that was given to `load_into`, trained; or arrays with the same names and shapes.
             samples: How many samples it was trained on, at least 1.
             metrics: Figures of the training, by name; at most 32.
             train_seconds: How long the training took; None = since `load_into`.
@@ -178,7 +182,7 @@ class Task:
         self.done = True
         self.link.session.set_reporting(True)
         try:
-            self._deliver(model, self._base, training)
+            self._deliver(as_module(model), self._base, training)
             self.result = "accepted"
         except UpdateRefused:
             self.result = "refused"
@@ -301,8 +305,8 @@ class Evaluation:
         """The job: what is trained, and in which mode."""
         return self.command.job
 
-    def load_into(self, model: nn.Module) -> None:
-        """Load the values to evaluate into `model`.
+    def load_into(self, model: nn.Module | Arrays) -> None:
+        """Load the values to evaluate into `model`, a torch module or numpy arrays by name.
 
         Raises:
             WrongModel: If the model has another schema than the one that is trained.
@@ -319,7 +323,7 @@ def load(
     link: ServerLink,
     models: ModelFetcher,
     command: pb.TrainCmd | pb.EvaluateCmd,
-    model: nn.Module,
+    model: nn.Module | Arrays,
     *,
     ended: Callable[[], str],
 ) -> HeldModel:
@@ -329,17 +333,19 @@ def load(
         link: The session to the server.
         models: What fetches and holds models.
         command: The command.
-        model: The module to fill.
+        model: The module, or the arrays, to fill.
         ended: Returns why the model is no longer wanted; empty while it is.
 
     Raises:
         WrongModel: If `model` has another schema.
         RoundOver: If the model is no longer wanted, or cannot be fetched.
     """
-    schema = schema_of(model)
+    module = as_module(model)
+    schema = schema_of(module)
     link.session.begin(pb.ACTIVITY_FETCHING)
     fetched = models.at_hand(command, schema)
     if fetched is None:
         fetched = link.call(lambda: models.fetch(command.model_digest, schema, ended))
-    fill(model, schema, fetched.vectors)
+    fill(module, schema, fetched.vectors)
+    copy_back(module, model)
     return fetched

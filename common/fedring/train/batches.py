@@ -63,6 +63,12 @@ def cut(order: Tensor, batch_size: int) -> Sequence[Tensor]:
     return torch.split(order, sizes)
 
 
+def batches_in(size: int, batch_size: int) -> int:
+    """Return into how many batches cut() cuts `size` samples."""
+    full, rest = divmod(size, batch_size)
+    return full + (rest > 1 or (rest == 1 and not full))
+
+
 def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Inputs, Tensor]]:
     """Yield the inputs and the labels [batch, ...] of each batch of indices in `cuts`, on `device`.
 

@@ -7,7 +7,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from fedring.codec.encoding import NAMES, TILE, Encoding
 from fedring.train.bounds import (
     MAX_JOB_BYTES,
-    MAX_SAMPLES,
     MAX_SECONDS,
     MAX_SEED,
     Count,
@@ -19,20 +18,31 @@ from fedring.train.bounds import (
     Text,
 )
 from fedring.train.data_parallel_table import DataParallel
+from fedring.train.labels import WantedLabels
 from fedring.train.metrics import check_rule
 from fedring.train.pipeline_table import Pipeline
+from fedring.train.round_settings import (
+    SCHEDULED,
+    Epochs,
+    Rate,
+    RoundSettings,
+    Schedule,
+    SubsetSize,
+    check_schedules,
+    settings_of,
+)
 from fedring.train.start import NEWEST, Start
 
 EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "packed", "uniform"]
 
 
 class ServerOptimizer(BaseModel):
-    """A torch.optim optimizer that the server applies to the clients' mean delta (Reddi et al. 2021, algorithm 1)."""
+    """An optimizer that the server applies to the clients' mean delta (Reddi et al. 2021, algorithm 1)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Text = Field(
-        "SGD", description="class of torch.optim that treats each value independently, such as SGD or Adam"
+        "SGD", description="Yogi, or a class of torch.optim that treats each value independently, such as SGD or Adam"
     )
     args: Table = Field(default_factory=lambda: {"lr": 1.0}, description="its keyword arguments")
 
@@ -77,15 +87,12 @@ class Job(BaseModel):
         0.5, description="concentration (dirichlet); smaller values make clients' data more unequal"
     )
 
-    subset_size: int = Field(
-        0,
-        ge=0,
-        le=MAX_SAMPLES,
-        description="samples that a client draws anew for each round, or a group of workers for each epoch; 0 = all",
+    subset_size: SubsetSize = Field(
+        0, description="samples that a client draws anew for each round, or a group of workers for each epoch; 0 = all"
     )
-    epochs: PositiveCount = Field(1, description="passes over the drawn samples")
+    epochs: Epochs = Field(1, description="passes over the drawn samples")
     batch_size: PositiveCount = Field(64, description="samples per step")
-    lr: Positive = Field(0.05, description="learning rate of the clients' optimizer")
+    lr: Rate = Field(0.05, description="learning rate of the clients' optimizer")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the clients' optimizer")
     mu: NonNegative = Field(0.0, description="weight of FedProx's proximal term; 0 = FedAvg")
     seed: int = Field(
@@ -103,6 +110,10 @@ class Job(BaseModel):
         "what was left out goes into the next one (flctl models export --exact adds it)",
     )
 
+    clients: WantedLabels = Field(
+        default_factory=dict,
+        description="labels of the clients that can take part, each with its value or a list of values; empty = all",
+    )
     min_clients: PositiveCount = Field(2, description="clients that the barrier waits for")
     barrier: Literal["none", "joined", "matched"] = Field(
         "matched",
@@ -148,6 +159,11 @@ class Job(BaseModel):
     server_optimizer: ServerOptimizer | None = Field(
         None, description="optimizer that the server applies to the mean delta; none = FedAvg"
     )
+    normalize_steps: bool = Field(
+        False,
+        description="divide each client's update by what its number of local steps makes of it, so that clients with "
+        "more steps do not count more (FedNova; federated)",
+    )
     evaluate: bool = Field(True, description="clients evaluate each new model on their held-out samples")
     evaluate_seconds: Seconds = Field(120.0, description="longest time for an evaluation by the clients")
     evaluate_on_server: bool = Field(
@@ -190,6 +206,9 @@ class Job(BaseModel):
     def _fits_its_mode(self) -> Self:
         if self.grouped and (self.trainer or self.mu):
             raise ValueError(f"trainer and mu belong to the mode federated: leave them out of a {self.mode} job")
+        if self.normalize_steps and (self.grouped or self.mu):
+            what = f"a {self.mode} job, in which all updates are one" if self.grouped else f"mu={self.mu:g}"
+            raise ValueError(f"normalize_steps does not go with {what}: leave one of them out")
         if self.mode == "pipeline" and (self.evaluator or self.evaluate_on_server):
             raise ValueError(
                 "evaluator and evaluate_on_server need the whole model in one place, which a pipeline job avoids: "
@@ -205,6 +224,14 @@ class Job(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _schedules_fit(self) -> Self:
+        check_schedules(self.scheduled, rounds=self.rounds)
+        if self.grouped and self.scheduled:
+            key = next(iter(self.scheduled))
+            raise ValueError(f"{key} follows a schedule in the mode federated only: give a {self.mode} job a number")
+        return self
+
+    @model_validator(mode="after")
     def _fits_a_message(self) -> Self:
         size = len(self.model_dump_json())
         if size > MAX_JOB_BYTES:
@@ -214,6 +241,16 @@ class Job(BaseModel):
                 "let the code that the job names load long content itself"
             )
         return self
+
+    @property
+    def scheduled(self) -> dict[str, Schedule]:
+        """The settings that follow a schedule, by their keys."""
+        values = {key: getattr(self, key) for key in SCHEDULED}
+        return {key: value for key, value in values.items() if isinstance(value, Schedule)}
+
+    def settings_of(self, job_round: int) -> RoundSettings:
+        """Return the values that `lr`, `epochs` and `subset_size` have in a round of the job, from 1 to `rounds`."""
+        return settings_of(self.lr, self.epochs, self.subset_size, job_round=job_round, rounds=self.rounds)
 
     @property
     def grouped(self) -> bool:

@@ -1,10 +1,13 @@
 """Models that come with fedring; a job can name each of them."""
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from fedring.train.arrays import module_of_shapes
 
 
 def mnist_cnn() -> nn.Module:
@@ -48,6 +51,15 @@ def vector(size: int) -> nn.Module:
     model = nn.Module()
     model.register_parameter("values", nn.Parameter(torch.zeros(size)))
     return model
+
+
+def arrays(shapes: Mapping[str, Sequence[int]]) -> nn.Module:
+    """Return a module without forward, for clients whose model is numpy arrays (docs/clients.md).
+
+    Args:
+        shapes: The shape of each array by its name, in order. They are float32 parameters, and all zeros at first.
+    """
+    return module_of_shapes(shapes)
 
 
 class _MnistCnn(nn.Module):

@@ -98,7 +98,7 @@ class Connection:
         self._changed = asyncio.Condition()
         self._refused = ""  # the newest session for which the server has refused a call
         self._tls, self._token_file = config.tls, config.token_file
-        self._resume = ResumeSecret(config.state_dir)
+        self._resume, self._labels = ResumeSecret(config.state_dir), config.labels
         self._authorization: Metadata = ()
         self._small = _NO_CALL  # the metadata and the open call of small updates, while nobody uses it
         self._channels: list[aio.Channel] = []  # the newest is last; the one before it may still have calls
@@ -185,6 +185,7 @@ class Connection:
             software=SOFTWARE,
             startup_seconds=self._startup,
             resume_secret=self._resume.text,
+            labels=self._labels,
         )
         call = self.commands.Join(request, metadata=self._authorization, timeout=CALL_SECONDS, wait_for_ready=wait)
         try:

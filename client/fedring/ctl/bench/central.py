@@ -37,12 +37,13 @@ def train_centrally(
     accuracies: list[float] = []
     seconds = 0.0
     for number in range(1, job.rounds + 1):
+        settings = job.settings_of(number)
         plan = Plan(
-            epochs=job.epochs,
+            epochs=settings.epochs,
             batch_size=job.batch_size,
-            lr=job.lr,
+            lr=settings.lr,
             momentum=job.momentum,
-            subset_size=min(clients * job.subset_size, size_of(split.train)),
+            subset_size=min(clients * settings.subset_size, size_of(split.train)),
             seed=job.seed + number,
         )
         seconds += train(model, split.train, plan, loss=loss, optimizer_factory=optimizer, device=device).seconds

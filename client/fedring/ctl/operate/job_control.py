@@ -125,10 +125,11 @@ def job_of(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
         check_job(table, where=str(path))
     try:
         given = parse_overrides(overrides)
-        check_job(given, where=COMMAND_LINE)
+        merged = merge(table, given)
+        check_job({key: merged[key] for key in given}, where=COMMAND_LINE)
     except ConfigError as error:
         raise Failure(f"{error}", Exit.USAGE) from error
-    return merge(table, given)
+    return merged
 
 
 def _start(server: str, start: Start, *, wait: bool, output: Output, log: Log | None = None) -> None:

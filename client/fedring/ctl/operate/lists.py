@@ -28,6 +28,7 @@ from fedring.ctl.output import (
 )
 from fedring.daemon.exits import Exit
 from fedring.daemon.wording import counted
+from fedring.train.labels import shown
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import federation_pb2 as fb
 
@@ -95,10 +96,11 @@ def clients(
             client.last_seen_at,
             client.address,
             client.software,
+            shown(client.labels),
         )
         for client in known
     ]
-    columns = ("client", "state", "does", "progress>", "updates>", "last seen", "address", "software")
+    columns = ("client", "state", "does", "progress>", "updates>", "last seen", "address", "software", "labels")
     print_table(counted(len(rows), "client"), columns, rows)
 
 
@@ -174,8 +176,12 @@ def rounds(
     if output is Output.JSON:
         return print_json(to_dict(pb.RoundList(rounds=known)))
     names = metric or []
-    rows = [(*round_row(round_), *(_figure(round_, name) for name in names)) for round_ in known]
-    print_table(counted(len(known), "round"), (*ROUND_COLUMNS, *(f"{name}>" for name in names)), rows)
+    settings = sorted(set().union(*(round_.settings for round_ in known)))
+    rows = [
+        (*round_row(round_), *(_setting(round_, name) for name in settings), *(_figure(round_, name) for name in names))
+        for round_ in known
+    ]
+    print_table(counted(len(known), "round"), (*ROUND_COLUMNS, *(f"{name}>" for name in (*settings, *names))), rows)
     others = sorted(set().union(*(round_.metrics for round_ in known)) - set(names) - _IN_COLUMNS)
     if others:
         stderr_console().print(f"further metrics, for --metric: {', '.join(others)}")
@@ -280,6 +286,9 @@ def _show_round(round_: pb.Round, output: Output) -> None:
         return print_json(to_dict(round_))
     title = f"round {round_.job_round} of job {round_.job_id} (number {round_.round} of the server)"
     print_table(title, ROUND_COLUMNS, [round_row(round_)])
+    if round_.settings:
+        settings = [(name, _setting(round_, name)) for name in sorted(round_.settings)]
+        print_table("settings that follow a schedule", ("key", "value>"), settings)
     if round_.metrics:
         print_table("metrics", ("metric", "value>"), [(name, _figure(round_, name)) for name in sorted(round_.metrics)])
     rows = [
@@ -303,6 +312,10 @@ def _show_round(round_: pb.Round, output: Output) -> None:
 
 def _figure(round_: pb.Round, name: str) -> str:
     return f"{round_.metrics[name]:.6g}" if name in round_.metrics else "-"
+
+
+def _setting(round_: pb.Round, name: str) -> str:
+    return f"{round_.settings[name]:.6g}" if name in round_.settings else "-"
 
 
 def _round_sentence(round_: pb.Round) -> str:

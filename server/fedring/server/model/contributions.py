@@ -28,6 +28,7 @@ class Contribution:
     num_samples: int
     packets: tuple[PacketSpec, ...]
     reader: Reader  # of the payload; called from several threads
+    factor: float = 1.0  # by which the parameters' delta is multiplied
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class ClientVector:
     num_samples: int
     kind: Kind  # "delta", or "weights", from which the base must be subtracted
     decoders: tuple[Decoder, ...]
+    factor: float = 1.0  # by which its delta is multiplied
 
     def add_to(self, total: NDArray[np.float64], start: int, stop: int, weight: float) -> None:
         """Add `weight` times the values from `start` to `stop`, as they were sent, to `total`, [stop - start]."""
@@ -45,11 +47,12 @@ class ClientVector:
             decoder.add(start, stop, total, weight)
 
     def delta(self, base: Values, start: int, stop: int) -> NDArray[np.float64]:
-        """Return the client's difference to `base`, which holds the same range, [stop - start]."""
+        """Return the client's difference to `base`, which holds the same range, times its factor, [stop - start]."""
         values = np.zeros(stop - start, np.float64)
         self.add_to(values, start, stop, 1.0)
         if self.kind == "weights":
             values -= base
+        values *= self.factor
         return values
 
 
@@ -76,7 +79,8 @@ def open_vectors(contributions: Sequence[Contribution], vector: Vector, length: 
         if packets:
             decoders = tuple(open_packet(contribution.reader, packet, length) for packet in packets)
             client, samples = contribution.client_id, contribution.num_samples
-            vectors.append(ClientVector(client, samples, packets[0].kind, decoders))
+            factor = contribution.factor if vector == "parameters" else 1.0
+            vectors.append(ClientVector(client, samples, packets[0].kind, decoders, factor))
     return vectors
 
 

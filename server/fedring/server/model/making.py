@@ -2,10 +2,11 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from torch import nn
@@ -108,7 +109,15 @@ class ModelMaker:
         new = store_parts(schema, whole, parts, self._blobs, {"run_id": self._run_id})
         return _row(new, schema, version=version, number=0)
 
-    def next(self, base: ModelRow, updates: Sequence[UpdateRow], job: Job, number: int, version: int) -> ModelRow:
+    def next(
+        self,
+        base: ModelRow,
+        updates: Sequence[UpdateRow],
+        job: Job,
+        number: int,
+        version: int,
+        factors: Mapping[str, float] = MappingProxyType({}),
+    ) -> ModelRow:
         """Make the model that a round publishes.
 
         Args:
@@ -117,6 +126,7 @@ class ModelMaker:
             job: says which optimizer and which encoding are used.
             number: of the round.
             version: of the new model.
+            factors: what the deltas of clients are multiplied by, by client id, if not by 1.
 
         Returns:
             The row of the model, of which all blobs are sealed.
@@ -153,7 +163,7 @@ class ModelMaker:
                     raise DamagedUpdates(lost)
 
             contributions = [
-                Contribution(row.client_id, row.num_samples, row.packets, payload.read)
+                Contribution(row.client_id, row.num_samples, row.packets, payload.read, factors.get(row.client_id, 1.0))
                 for row, payload in zip(updates, payloads, strict=True)
             ]
             reader = ModelReader(checked)

@@ -22,14 +22,14 @@ class Mean:
         return None
 
     def combine(self, tile: Tile, scalars: Scalars) -> NDArray[np.float64]:
-        """Return sum_i n_i d_i / sum_i n_i, [n], where client i has n_i samples and the delta d_i.
+        """Return sum_i n_i f_i d_i / sum_i n_i, [n], where client i has n_i samples, the delta d_i and the factor f_i.
 
         Of a client that sends weights, d_i is the weights minus the base.
         """
         total = np.zeros(tile.stop - tile.start, np.float64)
         for client in tile.clients:
-            client.add_to(total, tile.start, tile.stop, float(client.num_samples))
-        if absolute := sum(client.num_samples for client in tile.clients if client.kind == "weights"):
+            client.add_to(total, tile.start, tile.stop, client.num_samples * client.factor)
+        if absolute := sum(client.num_samples * client.factor for client in tile.clients if client.kind == "weights"):
             total -= np.multiply(tile.base, float(absolute), dtype=np.float64)
         total /= float(sum(client.num_samples for client in tile.clients))
         return total

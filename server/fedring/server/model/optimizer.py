@@ -1,4 +1,4 @@
-"""Server optimizers: torch.optim on the pseudo-gradient (Reddi et al. 2021, algorithm 1).
+"""Server optimizers: torch.optim, and Yogi, on the pseudo-gradient (Reddi et al. 2021, algorithm 1).
 
 The combined delta of the clients, negated, is the gradient of one flat parameter. This equals stepping tensor by tensor
 only for optimizers that treat each value by itself.
@@ -6,7 +6,7 @@ only for optimizers that treat each value by itself.
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -17,10 +17,12 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from fedring.server.model.yogi import Yogi
+
 ELEMENTWISE = (
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "Yogi",
 )  # fmt: skip
-"""The classes of torch.optim that treat each value by itself, and that every supported version of torch has."""
+"""The optimizers that treat each value by itself: Yogi, and classes that every supported version of torch.optim has."""
 
 _NOT_FOR_USERS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "maximize"})
 
@@ -31,7 +33,7 @@ class OptimizerError(ValueError):
 
 @dataclass(frozen=True)
 class ServerOptimizer:
-    """A class of torch.optim and its arguments.
+    """The class of an optimizer, and its arguments.
 
     Attributes:
         name: one of ELEMENTWISE.
@@ -48,7 +50,7 @@ class ServerOptimizer:
         if self.name not in ELEMENTWISE:
             known = ", ".join(ELEMENTWISE)
             raise OptimizerError(f"{self.name!r} does not treat each value by itself; those that do: {known}")
-        allowed = set(inspect.signature(getattr(torch.optim, self.name)).parameters) - _NOT_FOR_USERS
+        allowed = set(inspect.signature(self._class).parameters) - _NOT_FOR_USERS
         if unknown := sorted(set(self.args) - allowed):
             raise OptimizerError(f"{self.name} takes no {', '.join(unknown)}, but {', '.join(sorted(allowed))}")
         for key, value in self.args.items():
@@ -87,10 +89,12 @@ class ServerOptimizer:
 
     def _make(self, parameter: torch.Tensor) -> torch.optim.Optimizer:
         args = {key: tuple(value) if isinstance(value, list) else value for key, value in self.args.items()}
-        optimizer = getattr(torch.optim, self.name)([parameter.requires_grad_()], **args)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"torch.optim.{self.name} is not an optimizer")
-        return optimizer
+        return self._class([parameter.requires_grad_()], **args)
+
+    @property
+    def _class(self) -> Callable[..., torch.optim.Optimizer]:
+        made: Callable[..., torch.optim.Optimizer] = Yogi if self.name == "Yogi" else getattr(torch.optim, self.name)
+        return made
 
     def _save(self, optimizer: torch.optim.Optimizer) -> bytes:
         state = optimizer.state_dict()["state"].get(0, {})

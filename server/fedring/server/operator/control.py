@@ -21,6 +21,7 @@ from fedring.server.service.downloads import ModelBlobService
 from fedring.server.state.journal import printable, rfc3339
 from fedring.train.bounds import MAX_DEPTH, MAX_JOB_BYTES, check_text
 from fedring.train.job import Job
+from fedring.train.round_settings import SCHEDULED
 from fedring.v1 import control_pb2 as pb
 from fedring.v1 import control_pb2_grpc as rpc
 from fedring.v1 import federation_pb2 as fed
@@ -63,8 +64,8 @@ class ControlService(rpc.ControlServiceServicer):
         self._began = time.monotonic()
 
     async def StartRound(self, request: pb.StartRoundRequest, context: Any) -> pb.StartReply:
-        spec = await self._facts.work(self._job, request.overrides or "{}")
-        return await self._start(spec.model_copy(update={"rounds": 1}), request.idempotency_key)
+        spec = await self._facts.work(partial(self._job, rounds=1), request.overrides or "{}")
+        return await self._start(spec, request.idempotency_key)
 
     async def StartJob(self, request: pb.StartJobRequest, context: Any) -> pb.StartReply:
         # Trying out the schedule of a long pipeline takes seconds.
@@ -131,6 +132,7 @@ class ControlService(rpc.ControlServiceServicer):
                 address=session.address,
                 last_seen_at=rfc3339(session.last_seen),
                 updates=counts.pop(session.client_id, 0),
+                labels=session.labels,
             )
             for session in self._sessions
         ]
@@ -175,10 +177,14 @@ class ControlService(rpc.ControlServiceServicer):
             async for message in messages:
                 yield message
 
-    def _job(self, text: str) -> Job:
-        """Return the server's default job with the keys that `text`, a JSON object, sets; BadRequest "bad_job"."""
+    def _job(self, text: str, **fixed: int) -> Job:
+        """Return the server's default job with the keys that `text`, a JSON object, sets, and with the fixed ones.
+
+        Raises:
+            BadRequest: "bad_job", if it is no job.
+        """
         try:
-            table = _table_in(text)
+            table = _table_in(text) | fixed
             check_keys(Job, table, where="the job")
             job = Job.model_validate(merge(_defaults_for(table, self._defaults), table))
             if job.server_optimizer:
@@ -274,12 +280,15 @@ def _check_key(key: str) -> None:
 
 
 def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
-    """Return the defaults, without the arguments of their model or optimizer if `table` names another one."""
+    """Return the defaults, without those arguments of their model, optimizers and schedules that `table` replaces."""
     known = defaults.model_dump()
     if table.get("model", defaults.model) != defaults.model:
         del known["model_args"]
     if table.get("optimizer", defaults.optimizer) != defaults.optimizer:
         del known["optimizer_args"]
+    for key in SCHEDULED:
+        if isinstance(table.get(key), dict):
+            del known[key]
     named = table.get("server_optimizer")
     usual = defaults.server_optimizer
     if usual is not None and isinstance(named, dict) and named.get("name", usual.name) != usual.name:

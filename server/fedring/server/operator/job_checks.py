@@ -148,7 +148,9 @@ def try_optimizer(job: Job, trusted: Sequence[str]) -> None:
         return
     hook = job.data_parallel.chosen_hook(job.momentum) if job.mode == "data_parallel" else None
     applied = hook.parameters["momentum"] if hook is not None and hook.name == "dgc" else 0.0
-    make_optimizer(make, [torch.nn.Parameter(torch.zeros(1))], job.lr, job.momentum, dgc_momentum=applied)
+    make_optimizer(
+        make, [torch.nn.Parameter(torch.zeros(1))], job.settings_of(1).lr, job.momentum, dgc_momentum=applied
+    )
 
 
 def key_of(error: SeamError) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
+from fedring.train.labels import Wanted
+
 
 class Phase(StrEnum):
     """The phase that a round is in."""
@@ -33,6 +35,7 @@ class Member:
 
     presence: Presence
     since: float  # seconds, monotonic
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Rules:
     """What a round obeys. Durations are in seconds."""
 
     kind: str = "synchronous"  # the phases that it goes through: a key of machine.KINDS
+    labels: Wanted = field(default_factory=lambda: MappingProxyType({}))  # of the clients that can take part
     min_clients: int = 1
     barrier: str = "matched"
     barrier_timeout: float = 600.0
@@ -86,6 +90,7 @@ class Joined:
     """The client has opened a session."""
 
     client: str
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedring.server.config import ServerConfig
+from fedring.server.model.fednova import factors_of
 from fedring.server.model.models import Models
 from fedring.server.model.testset import TestSet
 from fedring.server.model.versions import files_of
@@ -28,7 +29,8 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
     """
     updates = [open_.accepted[client] for client in sorted(open_.accepted)]
     version = await facts.db(facts.store.next_version)
-    made = await facts.heavy(models.maker.next, open_.base, updates, open_.job, open_.row.round, version)
+    factors = factors_of(open_.job, open_.row.job_round, updates)
+    made = await facts.heavy(models.maker.next, open_.base, updates, open_.job, open_.row.round, version, factors)
     ended = open_.ended(Phase.PUBLISHED, model_version=version)
     model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"])
     try:

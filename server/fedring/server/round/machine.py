@@ -49,6 +49,7 @@ from fedring.server.round.events import (
     Started,
     State,
 )
+from fedring.train.labels import match
 
 
 class IllegalEvent(Exception):
@@ -69,8 +70,8 @@ class PhaseStep:
 def apply(state: State, event: Event, now: float) -> State:
     """Return the state after `event`, which happened at `now` (monotonic seconds)."""
     match event:
-        case Joined(client):
-            return _member(state, client, Presence.JOINED, now)
+        case Joined(client, labels):
+            return _with(state, client, Member(Presence.JOINED, now, labels))
         case Matched(client):
             return _member(state, client, Presence.MATCHED, now)
         case Left(client):
@@ -193,7 +194,12 @@ def seconds(rules: Rules, phase: Phase) -> float:
 def ready(state: State, rules: Rules) -> list[str]:
     """Return the clients that may be selected, sorted."""
     passed = (Presence.MATCHED,) if rules.barrier == "matched" else (Presence.JOINED, Presence.MATCHED)
-    return sorted(client for client, member in state.members.items() if member.presence in passed)
+    return [client for client in suitable(state, rules) if state.members[client].presence in passed]
+
+
+def suitable(state: State, rules: Rules) -> list[str]:
+    """Return the clients with the labels that the round asks for, whether they are ready or not, sorted."""
+    return sorted(client for client, member in state.members.items() if match(member.labels, rules.labels))
 
 
 def sample(candidates: list[str], round_: Round) -> list[str]:
@@ -228,7 +234,12 @@ def _absent(state: State, round_: Round) -> Iterator[str]:
 
 
 def _member(state: State, client: str, presence: Presence, now: float) -> State:
-    return replace(state, members=MappingProxyType({**state.members, client: Member(presence, now)}))
+    known = state.members.get(client)
+    return _with(state, client, replace(known, presence=presence, since=now) if known else Member(presence, now))
+
+
+def _with(state: State, client: str, member: Member) -> State:
+    return replace(state, members=MappingProxyType({**state.members, client: member}))
 
 
 def _left(state: State, client: str, now: float) -> State:

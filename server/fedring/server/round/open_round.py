@@ -87,5 +87,6 @@ class OpenRound:
             "seconds": seconds,
             "clients": clients,
             "metrics": with_origin("train", trained),
+            "settings": {key: getattr(self.command, key) for key in self.job.scheduled},
             **{key: names for key, names in waits_no_more.items() if names},
         }

@@ -20,6 +20,7 @@ def rules_of(job: Job, *, grace: float) -> Rules:
     alone = job.grouped
     fixed = job.pipeline.workers if job.mode == "pipeline" else 0
     return Rules(
+        labels=job.clients,
         min_clients=max(job.min_clients, fixed),
         barrier=job.barrier,
         barrier_timeout=job.barrier_timeout_seconds,
@@ -87,14 +88,15 @@ def train_cmd(job: Job, spec: pb.JobSpec, *, number: int, job_round: int) -> pb.
     """Return the command of a round, without what depends on its model and on the moment of sending."""
     # A group sends its result only once, so it need not be made smaller.
     encoding = Encoding("fp32") if job.grouped else job.upload_encoding
+    settings = job.settings_of(job_round)
     return pb.TrainCmd(
         round=number,
         job_round=job_round,
         job=spec,
-        subset_size=job.subset_size,
-        epochs=job.epochs,
+        subset_size=settings.subset_size,
+        epochs=settings.epochs,
         batch_size=job.batch_size,
-        lr=job.lr,
+        lr=settings.lr,
         momentum=job.momentum,
         mu=job.mu,
         seed=job.seed * 1_000_003 + job_round,

@@ -3,9 +3,11 @@
 from collections.abc import Iterable
 from math import inf
 
+from fedring.daemon.wording import counted
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Rules, State
 from fedring.server.round.open_round import OpenRound
+from fedring.train.labels import shown
 
 _SECONDS = 0.5  # least time between two sentences on one round
 _MOST_NAMES = 10  # missing clients that a sentence lists
@@ -54,9 +56,12 @@ def why_abandoned(open_: OpenRound, state: State, away: Iterable[str], listen: s
         more = f" (and {len(open_.failures) - 1} more)" if len(open_.failures) > 1 else ""
         return f"{round_.reason}: {open_.failures[0]}{more}"
     if round_.reason == "barrier_timeout":
-        missing = sorted({*state.members, *away} - set(rd.ready(state, round_.rules)))
-        unknown = round_.rules.min_clients - len({*state.members, *away})
-        return f"barrier_timeout: {_readiness(state, round_.rules)}{_without(missing)}{_to_start(unknown, listen)}"
+        rules = round_.rules
+        # Nobody knows the labels of clients that are away.
+        known = {*rd.suitable(state, rules), *(() if rules.labels else away)}
+        missing = sorted(known - set(rd.ready(state, rules)))
+        unknown = rules.min_clients - len(known)
+        return f"barrier_timeout: {_readiness(state, rules)}{_without(missing)}{_to_start(unknown, rules, listen)}"
     if round_.reason == "too_few_clients":
         have, expected = len(round_.delivered), len(round_.selected)
         return f"too_few_clients: {have} of {expected} delivered{_without(open_.missing)}"
@@ -74,17 +79,24 @@ def _progress(state: State, title: str) -> str:
 
 
 def _readiness(state: State, rules: Rules) -> str:
-    have, expected = len(rd.ready(state, rules)), max(len(state.members), rules.min_clients)
-    return f"ready={have}/{expected} (min={rules.min_clients}, barrier {rules.barrier})"
+    suitable = len(rd.suitable(state, rules))
+    have, expected = len(rd.ready(state, rules)), max(suitable, rules.min_clients)
+    labels = ""
+    if rules.labels:
+        here = f"{suitable} of {counted(len(state.members), 'client')} here with" if suitable else "no client here has"
+        labels = f"; {here} {shown(rules.labels)}"
+    return f"ready={have}/{expected} (min={rules.min_clients}, barrier {rules.barrier}){labels}"
 
 
-def _to_start(count: int, listen: str) -> str:
+def _to_start(count: int, rules: Rules, listen: str) -> str:
     """Return how to start as many clients as the server has never seen, if any are needed."""
     host, _, port = listen.rpartition(":")
     address = f"HOST:{port}" if host in ("0.0.0.0", "[::]") else listen
     server = "ADDRESS" if port == "0" else address
     who = "one more client is" if count == 1 else f"{count} more clients are"
-    return f"; {who} needed: `fl-client server={server} client_id=NAME` starts one" if count > 0 else ""
+    values = {name: value if isinstance(value, str) else value[0] for name, value in rules.labels.items()}
+    labels = "".join(f" labels.{name}={value}" for name, value in sorted(values.items()))
+    return f"; {who} needed: `fl-client server={server} client_id=NAME{labels}` starts one" if count > 0 else ""
 
 
 def _without(missing: list[str]) -> str:

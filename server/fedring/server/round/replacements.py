@@ -6,6 +6,7 @@ from fedring.server.group import machine as gr
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.sessions import Sessions
 from fedring.server.state.facts import Facts
+from fedring.train.labels import match
 
 
 async def look_after_groups(rounds: Rounds, sessions: Sessions, facts: Facts) -> None:
@@ -27,10 +28,10 @@ async def look_after_groups(rounds: Rounds, sessions: Sessions, facts: Facts) ->
 
 
 def replacements(rounds: Rounds, sessions: Sessions, state: gr.State) -> list[str]:
-    """Return the clients that are to take the places of lost workers: they watch, and were not selected."""
+    """Return the clients that are to take the places of lost workers: they watch, suit the job, were not selected."""
     open_ = rounds.open
     if open_ is None or state.phase is not gr.Phase.GATHERING or not state.has_run:
         return []
-    here = {session.client_id for session in sessions if session.matched}
+    here = {session.client_id for session in sessions if session.matched and match(session.labels, open_.job.clients)}
     short = state.rules.target - len(here & state.expected)
     return sorted(here.difference(open_.row.selected))[: max(0, short)]

@@ -50,6 +50,7 @@ from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageE
 from fedring.server.state.journal import Journal
 from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.train.job import Job
+from fedring.train.labels import match
 from fedring.train.metrics import result_of
 from fedring.v1 import federation_pb2 as pb
 
@@ -271,7 +272,8 @@ class RoundRunner:
         rounds = self._rounds
         open_.row, rounds.latest = ended, model
         self._models.versions.remember(model)
-        evaluators = [s.client_id for s in self._sessions if s.matched] if open_.job.evaluate else []
+        here = [s.client_id for s in self._sessions if s.matched and match(s.labels, open_.job.clients)]
+        evaluators = here if open_.job.evaluate else []
         rounds.handle(Published(frozenset(evaluators)))
         self._end_training(open_)
         for client in evaluators:

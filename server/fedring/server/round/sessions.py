@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from math import inf, isfinite
@@ -17,6 +17,7 @@ from fedring.rpc.errors import BadRequest, FedringError, IdInUse, NoSession, Not
 from fedring.rpc.identity import IDENTITY, NAME, Identity
 from fedring.server.group.returns import Returns
 from fedring.server.state.journal import printable
+from fedring.train.labels import check_labels
 from fedring.v1 import federation_pb2 as pb
 
 OUTBOX = 64
@@ -35,6 +36,7 @@ class Session:
     software: str
     address: str
     owner: Identity  # who opened it; knowing the id alone lets nobody in
+    labels: Mapping[str, str] = field(default_factory=dict)  # that it claims
     secret: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)  # takes over; never stored
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -105,7 +107,7 @@ class Sessions:
         its client has not begun to watch yet, which it may put off for `lost_after_seconds` at most.
 
         Raises:
-            BadRequest: if the client id, or the secret that is shown, is none.
+            BadRequest: if the client id, or the secret that is shown, is none, or if the labels are out of bounds.
             IdInUse: if there is an older session that stays.
             Overloaded: if `limit` sessions are open.
         """
@@ -114,6 +116,10 @@ class Sessions:
         shown, who = request.resume_secret, IDENTITY.get()
         if shown and not RESUME_SECRET.fullmatch(shown):
             raise BadRequest("resume_secret must be as Join returned it, 32 hexadecimal digits in lower case, or empty")
+        try:
+            labels = check_labels(dict(request.labels))
+        except ValueError as error:
+            raise BadRequest(f"labels: {error}", reason="bad_labels") from None
         older = self._by_client.get(request.client_id)
         if older is None and len(self._by_client) >= self._limit:
             raise Overloaded(f"max_clients={self._limit} sessions are open; raise max_clients or stop a client")
@@ -124,7 +130,7 @@ class Sessions:
                 retry_seconds=self._retry_seconds,
             )
         software = printable(request.software[:128])
-        session = Session(request.client_id, secrets.token_hex(16), software, address, who)
+        session = Session(request.client_id, secrets.token_hex(16), software, address, who, labels)
         session.secret = shown or session.secret
         if older:
             older.close(Superseded(f"a newer session of {older.client_id} took over"))

@@ -42,7 +42,7 @@ class TrainCmdService(rpc.TrainCmdServiceServicer):
         except IdInUse:
             self._contested(request.client_id, context.peer())
             raise
-        self._rounds.handle(Joined(session.client_id))
+        self._rounds.handle(Joined(session.client_id, session.labels))
         asyncio.get_running_loop().call_later(self._config.lost_after_seconds, self._expire, session)
         last = self._facts.last_accepted.get(session.client_id)
         return pb.JoinReply(

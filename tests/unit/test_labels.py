@@ -1,0 +1,148 @@
+"""Labels of clients: their bounds, which clients a job takes, and what operators read while there are none."""
+
+from functools import reduce
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from tests.unit.test_server_progress import opened
+
+from fedring.client.config import ClientConfig
+from fedring.daemon.config import ConfigError, explain, load_config
+from fedring.rpc.errors import BadRequest
+from fedring.rpc.identity import IDENTITY, LOCAL
+from fedring.server.round.events import (
+    Abandoned,
+    Event,
+    Joined,
+    Left,
+    Matched,
+    Opened,
+    Rules,
+    Start,
+    Started,
+    State,
+)
+from fedring.server.round.machine import apply, due, ready
+from fedring.server.round.plan import rules_of
+from fedring.server.round.progress import RoundProgress, why_abandoned
+from fedring.server.round.sessions import Sessions
+from fedring.train.job import Job
+from fedring.train.labels import MAX_LABELS, match, shown
+from fedring.v1 import federation_pb2 as pb
+
+EU, US = {"site": "eu"}, {"site": "us"}
+RULES = Rules(min_clients=2, labels=EU)
+
+
+def after(*events: Event, state: State | None = None) -> State:
+    return reduce(lambda before, event: apply(before, event, 0.0), events, state or State())
+
+
+def here(**labels: dict[str, str]) -> State:
+    return after(*(event for name, its in labels.items() for event in (Joined(name, its), Matched(name))))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits"),
+    [
+        ({}, True),
+        ({"site": "eu"}, True),
+        ({"site": "us"}, False),
+        ({"site": ["us", "eu"]}, True),
+        ({"site": "eu", "device": "phone"}, True),
+        ({"site": "eu", "device": "car"}, False),
+        ({"floor": "1"}, False),
+    ],
+)
+def test_a_client_needs_every_label_that_is_wanted(wanted: dict[str, Any], fits: bool) -> None:
+    assert match({"site": "eu", "device": "phone"}, wanted) is fits
+
+
+def test_labels_are_shown_in_one_line() -> None:
+    assert shown({"site": ["eu", "us"], "device": "phone"}) == "device=phone,site=eu|us"
+
+
+def test_only_clients_with_the_labels_are_selected() -> None:
+    state = after(Opened(1, RULES), state=here(a=EU, b=US, c=EU))
+    assert ready(state, RULES) == ["a", "c"]
+    assert due(state, 0) == Start(frozenset("ac"))
+
+
+def test_a_round_waits_until_enough_clients_have_the_labels() -> None:
+    state = after(Opened(1, RULES), state=here(a=EU, b=US))
+    assert due(state, 0) is None
+    text = RoundProgress().news(state, "round 1 of job 1", 1.0)[0]
+    assert text.endswith("ready=1/2 (min=2, barrier matched); 1 of 2 clients here with site=eu")
+    state = after(Joined("b", EU), Matched("b"), state=state)
+    assert due(state, 0) == Start(frozenset("ab"))
+
+
+def test_a_client_that_is_lost_and_back_keeps_its_labels() -> None:
+    state = after(Opened(1, RULES), Started(frozenset("ac")), state=here(a=EU, c=EU))
+    state = after(Left("a"), Matched("a"), state=state)
+    assert state.members["a"].labels == EU
+
+
+def test_a_round_that_nobody_matches_says_so_and_how_to_start_a_client() -> None:
+    state = after(Opened(1, RULES), state=here(a=US, b=US))
+    assert "no client here has site=eu" in RoundProgress().news(state, "round 1 of job 1", 1.0)[0]
+    reason = why_abandoned(opened(), after(Abandoned("barrier_timeout"), state=state), ("zoe",), "h:1")
+    assert reason == (
+        "barrier_timeout: ready=0/2 (min=2, barrier matched); no client here has site=eu; 2 more clients are needed: "
+        "`fl-client server=h:1 client_id=NAME labels.site=eu` starts one"
+    )
+
+
+def test_a_jobs_labels_reach_its_rounds() -> None:
+    assert rules_of(Job.model_validate({"clients": {"site": ["eu"]}}), grace=1.0).labels == {"site": ["eu"]}
+
+
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        ({"site": "e u"}, "site in it must be text of 1 to 64"),
+        ({"site": "x" * 65}, "site in it must be text of 1 to 64"),
+        ({"a b": "x"}, "the name of a label must be text of 1 to 64"),
+        ({str(number): "x" for number in range(MAX_LABELS + 1)}, "must have at most MAX_LABELS = 16 labels"),
+    ],
+)
+def test_labels_out_of_bounds_are_refused_everywhere(labels: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ClientConfig.model_validate({"labels": labels})
+    assert sentence in explain(refused.value, {}, ClientConfig)
+    with pytest.raises(ValidationError) as refused:
+        Job.model_validate({"clients": labels})
+    assert sentence in explain(refused.value, {}, Job)
+    IDENTITY.set(LOCAL)
+    with pytest.raises(BadRequest) as not_joined:
+        Sessions(3).join(pb.JoinRequest(client_id="a", labels=labels), "x")
+    assert not_joined.value.reason == "bad_labels"
+    assert sentence in str(not_joined.value)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        ("eu", 'clients: must be a table of labels, such as { site = "eu" }'),
+        ({"site": 1}, "clients: site in it must be text of 1 to 64"),
+        ({"site": []}, "clients: site in it lists no value that a client could have"),
+        ({"site": ["eu"] * 17}, "clients: must have at most MAX_LABELS = 16 values of site, and has 17"),
+        ({"site": ["eu", {}]}, "clients: site in it must be text of 1 to 64"),
+    ],
+)
+def test_what_a_job_cannot_ask_for_is_refused_in_one_sentence(wanted: object, sentence: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        Job.model_validate({"clients": wanted})
+    assert explain(refused.value, {}, Job).startswith(sentence)
+
+
+def test_labels_are_read_from_the_command_line() -> None:
+    assert load_config(ClientConfig, overrides=["labels.site=eu"]).config.labels == EU
+    with pytest.raises(ConfigError, match=r"labels.floor.*must be text"):
+        load_config(ClientConfig, overrides=["labels.floor=1"])
+
+
+def test_a_session_keeps_the_labels_that_its_client_claims() -> None:
+    IDENTITY.set(LOCAL)
+    assert Sessions(3).join(pb.JoinRequest(client_id="a", labels=EU), "x").labels == EU
