@@ -26,6 +26,7 @@ from fedring.server.operator.summaries import event_summary, job_summary, round_
 from fedring.server.round.metrics import REJECTIONS
 from fedring.server.round.metrics import Metrics as ServerMetrics
 from fedring.server.state.rows import JobRow
+from fedring.train.aggregation_table import Aggregation
 from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.job import Job, ServerOptimizer
 from fedring.train.pipeline_table import Pipeline
@@ -39,6 +40,7 @@ TABLES: dict[type[BaseModel], str] = {
     RingOptions: "",
     Tls: "tls",
     Job: "job",
+    Aggregation: "aggregation",
     DataParallel: "data_parallel",
     Pipeline: "pipeline",
     ServerOptimizer: "server_optimizer",

@@ -25,9 +25,10 @@ class Contribution:
     """One client's accepted update."""
 
     client_id: str
-    num_samples: int
+    weight: float  # what it counts in a mean, above 0; often its number of samples
     packets: tuple[PacketSpec, ...]
     reader: Reader  # of the payload; called from several threads
+    factor: float = 1.0  # by which the parameters' delta is multiplied; below 1 if it is too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,10 @@ class ClientVector:
     """One client's values of one vector: the sum of its packets, which are decoded range by range."""
 
     client_id: str
-    num_samples: int
+    weight: float  # what it counts in a mean, above 0
     kind: Kind  # "delta", or "weights", from which the base must be subtracted
     decoders: tuple[Decoder, ...]
+    factor: float = 1.0  # by which its delta is multiplied
 
     def add_to(self, total: NDArray[np.float64], start: int, stop: int, weight: float) -> None:
         """Add `weight` times the values from `start` to `stop`, as they were sent, to `total`, [stop - start]."""
@@ -45,11 +47,12 @@ class ClientVector:
             decoder.add(start, stop, total, weight)
 
     def delta(self, base: Values, start: int, stop: int) -> NDArray[np.float64]:
-        """Return the client's difference to `base`, which holds the same range, [stop - start]."""
+        """Return the client's difference to `base`, which holds the same range, times its factor, [stop - start]."""
         values = np.zeros(stop - start, np.float64)
         self.add_to(values, start, stop, 1.0)
         if self.kind == "weights":
             values -= base
+        values *= self.factor
         return values
 
 
@@ -75,8 +78,9 @@ def open_vectors(contributions: Sequence[Contribution], vector: Vector, length: 
         packets = [packet for packet in contribution.packets if packet.vector == vector]
         if packets:
             decoders = tuple(open_packet(contribution.reader, packet, length) for packet in packets)
-            client, samples = contribution.client_id, contribution.num_samples
-            vectors.append(ClientVector(client, samples, packets[0].kind, decoders))
+            factor = contribution.factor if vector == "parameters" else 1.0
+            kind, client = packets[0].kind, contribution.client_id
+            vectors.append(ClientVector(client, contribution.weight, kind, decoders, factor))
     return vectors
 
 
