@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from fedring.codec import TILE, Encoding, Entry, Schema, Vectors, decode, encode, encode_buffers
 from fedring.codec.errors import CodecError
 from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate, store_model
-from fedring.server.model.combining import Combination
-from fedring.server.model.contributions import Contribution
+from fedring.server.model.combining import Combination, Walk
+from fedring.server.model.contributions import Contribution, open_vectors
 from fedring.server.model.downlink import apply_delta, delta_step
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
@@ -279,6 +279,23 @@ def test_updates_that_do_not_fit_into_memory_side_by_side_are_read_in_pieces(
     monkeypatch.setattr("fedring.server.model.combining.ROWS_BYTES", 3 * 4 * 300_000)
     _, model = run(blobs, executor, sent, plan_of(rule), first)
     np.testing.assert_allclose(model.parameters, whole.parameters, rtol=0, atol=1e-6)
+
+
+def test_what_lies_side_by_side_never_takes_more_memory_than_the_limit(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = TILE + 17
+    values = np.random.default_rng(0).standard_normal(size, np.float32)
+    sent = [contribution(f"c{number}", 1, values, encodings=[Encoding("uniform")]) for number in range(4)]
+    base = np.ones(size, np.float32)
+    walk = Walk(lambda low, high: base[low:high], size, open_vectors(sent, "parameters", size), executor)
+    monkeypatch.setattr("fedring.server.model.combining.ROWS_BYTES", 3_000_000)
+    wanted, start = sent_delta(sent[0], size), 0
+    for part, rows in walk.side_by_side():
+        assert rows.nbytes <= 3_000_000
+        assert (rows == wanted[start : start + len(part)]).all()
+        start += len(part)
+    assert start == size
 
 
 class Broken:

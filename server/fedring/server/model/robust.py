@@ -54,7 +54,7 @@ class CenteredClip:
 
 @dataclass(frozen=True, slots=True)
 class GeometricMedian:
-    """The smoothed geometric median, RFA (Pillutla et al. 2022, algorithm 2).
+    """The geometric median by the smoothed Weiszfeld algorithm, RFA (Pillutla et al. 2022).
 
     z <- sum_i b_i x_i / sum_i b_i with b_i = 1 / max(nu, ||z - x_i||), eight times. The first z is the base model, 0,
     and not the mean, which one update can move anywhere.
