@@ -112,7 +112,7 @@ def test_weights_instead_of_a_difference_are_refused_by_a_job_that_clips(control
     ("table", "result"),
     [
         ({"rule": "median"}, 3.0),
-        ({"rule": "trimmed_mean", "beta": 0.2}, 3.0),
+        ({"rule": "trimmed_mean", "beta": 0.2}, 10 / 3),
         ({"rule": "krum", "malicious": 1}, 3.0),
         ({"rule": "own_rule:Agreement"}, 250002.5),
         ({"rule": "own_rule:Agreement", "args": {"least": -2.0}}, 200001.6),
