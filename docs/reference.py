@@ -12,6 +12,7 @@ from fedring.client.config import ClientConfig
 from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
+from fedring.train.aggregation_table import Aggregation
 from fedring.train.bounds import MAX_COUNT
 from fedring.train.data_parallel_table import DataParallel
 from fedring.train.hooks import DGCParameters, Int8Parameters, PowerSGDParameters, TopKParameters
@@ -75,6 +76,11 @@ SECTIONS = (
         "most 2^32 - 1, unless the table says otherwise. Names have one line and no control characters. In tables "
         "whose content is free, lists and tables nest at most 16 deep, and numbers are finite; integers there are "
         "below 2^63. A whole job is at most 64 KiB of JSON.",
+    ),
+    (
+        "Aggregation",
+        Aggregation,
+        "The table `[aggregation]` of a federated job. See [strategies.md](strategies.md).",
     ),
     (
         "Data-parallel training",

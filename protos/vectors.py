@@ -20,9 +20,8 @@ from fedring.codec import BUFFERS, Encoding, Schema, decode, encode, encode_buff
 from fedring.codec.gradient import Part, encode_gradient
 from fedring.codec.precision import Precision, to_words
 from fedring.server.model.aggregate import next_buffers, next_parameters, whole_numbers
-from fedring.server.model.contributions import Contribution, open_vectors
-from fedring.server.model.mean import Mean
-from fedring.server.model.rule import Tile
+from fedring.server.model.contributions import ClientVector, Contribution, open_vectors
+from fedring.server.model.mean import weighted_mean
 from fedring.server.state.rows import lay_out
 from vector_cases import (
     ABOUT,
@@ -262,10 +261,15 @@ def _mean(
     buffers: NDArray[np.float64],
 ) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
     first, second = len(parameters), len(buffers)
-    delta = Mean().combine(Tile(0, first, parameters, open_vectors(updates, "parameters", first)), {})
-    change = Mean().combine(Tile(0, second, buffers, open_vectors(updates, "buffers", second)), {})
+    delta = _delta(parameters, open_vectors(updates, "parameters", first))
+    change = _delta(buffers, open_vectors(updates, "buffers", second))
     whole = whole_numbers(schema, 0, second)
     return next_parameters(parameters, delta), next_buffers(buffers, change, whole)
+
+
+def _delta(base: NDArray[Any], clients: Sequence[ClientVector]) -> NDArray[np.float64]:
+    weights = [client.weight for client in clients]
+    return weighted_mean(base, clients, weights, sum(weights), 0)
 
 
 def _gradient(precision: Precision) -> Json:

@@ -1,11 +1,13 @@
 """Aggregation: rules, federated averaging, server optimizers and encoded deltas; errors leave nothing behind."""
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +16,13 @@ from numpy.typing import NDArray
 from fedring.codec import TILE, Encoding, Entry, Schema, Vectors, decode, encode, encode_buffers
 from fedring.codec.errors import CodecError
 from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate, store_model
-from fedring.server.model.contributions import ClientVector, Contribution
+from fedring.server.model.combining import Combination, Walk
+from fedring.server.model.contributions import Contribution, open_vectors
 from fedring.server.model.downlink import apply_delta, delta_step
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
-from fedring.server.model.rule import Scalars, Tile
+from fedring.server.model.robust import Median
+from fedring.server.model.rule import Rule, RuleError
 from fedring.server.model.walk import in_order, tiles
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import Kind, lay_out
@@ -204,39 +208,16 @@ def test_what_a_delta_leaves_out_is_sent_with_the_next() -> None:
 
 @dataclass(frozen=True)
 class BoundedNorm:
-    """A rule with a first walk, for these tests: the plain mean of deltas that are scaled down to a norm of `bound`."""
+    """A rule of Gram matrices, for these tests: the plain mean of deltas that are scaled down to a norm of `bound`."""
 
     bound: float
 
-    @property
-    def first_walk(self) -> "BoundedNorm":
-        return self
-
-    def measure(self, tile: Tile) -> NDArray[np.float64]:
-        """Return the squared norm of each client's delta in the tile, [clients]."""
-        return np.array([np.square(delta).sum() for delta in deltas_of(tile)])
-
-    def scalars(self, clients: Sequence[ClientVector], total: NDArray[np.float64]) -> dict[str, float]:
-        factors = np.minimum(1, self.bound / np.sqrt(total))
-        return {client.client_id: float(factor) for client, factor in zip(clients, factors, strict=True)}
-
-    def combine(self, tile: Tile, scalars: Scalars) -> NDArray[np.float64]:
-        factors = [scalars[client.client_id] for client in tile.clients]
-        return np.average(np.stack(deltas_of(tile)) * np.array(factors)[:, None], axis=0)
+    def coefficients(self, gram: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(np.minimum(1, self.bound / np.sqrt(np.diag(gram))) / len(gram))
 
 
-class Median:
-    """A rule that needs the values of all clients side by side, for these tests: the median of each coordinate."""
-
-    first_walk = None
-
-    def combine(self, tile: Tile, scalars: Scalars) -> NDArray[np.float64]:
-        assert not scalars
-        return np.asarray(np.median(deltas_of(tile), axis=0))
-
-
-def deltas_of(tile: Tile) -> list[NDArray[np.float64]]:
-    return [client.delta(tile.base, tile.start, tile.stop) for client in tile.clients]
+def plan_of(rule: Rule) -> AggregationPlan:
+    return AggregationPlan(combination=Combination(rule))
 
 
 def test_a_rule_can_combine_all_clients_coordinate_by_coordinate(blobs: FileBlobs, executor: Executor) -> None:
@@ -246,26 +227,34 @@ def test_a_rule_can_combine_all_clients_coordinate_by_coordinate(blobs: FileBlob
         contribution("b", 1000, weights, kind="weights"),
         contribution("c", 1, [2, 7, -8, 1]),
     ]
-    _, model = run(blobs, executor, sent, AggregationPlan(rule=Median()))
+    _, model = run(blobs, executor, sent, plan_of(Median()))
     assert model.parameters.tolist() == [3.0, 7.0, 3.0, 5.0]
     assert model.buffers.tolist() == (FIRST.buffers + 1).tolist()
 
 
-def test_a_rule_with_a_first_walk_gets_one_number_for_each_client(blobs: FileBlobs, executor: Executor) -> None:
-    plan = AggregationPlan(rule=BoundedNorm(5))
+def test_a_rule_of_gram_matrices_gives_each_client_one_coefficient(blobs: FileBlobs, executor: Executor) -> None:
     sent = [contribution("a", 1, [3, 4, 0, 0], buffers=[1, 1, 1]), contribution("b", 9, [0, 0, 300, 400])]
-    models = [run(blobs, executor, order, plan)[1] for order in (sent, sent[::-1])]
+    models = [run(blobs, executor, order, plan_of(BoundedNorm(5)))[1] for order in (sent, sent[::-1])]
     assert models[0].parameters.tolist() == [2.5, 4.0, 4.5, 6.0]
     assert models[0].buffers.tolist() == (FIRST.buffers + 1).tolist()
     assert models[0].digest() == models[1].digest()
 
 
-def test_a_first_walk_covers_every_tile_before_the_second_begins(blobs: FileBlobs, executor: Executor) -> None:
+def test_with_a_rule_of_gram_matrices_one_client_does_not_move_the_buffers(
+    blobs: FileBlobs, executor: Executor
+) -> None:
+    values = {"a": [0.5, 0.25, 1], "b": [0.25, 0.5, 1], "c": [1e200, -1e200, 1e15]}
+    sent = [contribution(name, 1, [1, 1, 1, 1], buffers=each) for name, each in values.items()]
+    assert run(blobs, executor, sent, plan_of(BoundedNorm(9)))[1].buffers.tolist() == [1.0, 1.75, 11.0]
+
+
+def test_a_gram_matrix_covers_every_tile_before_the_deltas_are_added_up(blobs: FileBlobs, executor: Executor) -> None:
     size = 2 * TILE + 17
     schema = Schema((Entry("w", (size,), "float32", "parameter"),))
     base, first, second = (np.random.default_rng(seed).standard_normal(size, np.float32) for seed in range(3))
     sent = [contribution("a", 1, first, encodings=[Encoding("uniform", chunk=1000)]), contribution("b", 1, second)]
-    plan = AggregationPlan(rule=BoundedNorm(100), optimizer=ServerOptimizer("SGD", {"lr": 1.0}))
+    optimizer = ServerOptimizer("SGD", {"lr": 1.0})
+    plan = AggregationPlan(combination=Combination(BoundedNorm(100)), optimizer=optimizer)
     _, model = run(blobs, executor, sent, plan, (schema, Vectors(base, np.empty(0))))
     deltas = np.stack([sent_delta(each, size).astype(np.float64) for each in sent])
     factors = np.minimum(1, 100 / np.linalg.norm(deltas, axis=1, keepdims=True))
@@ -273,14 +262,81 @@ def test_a_first_walk_covers_every_tile_before_the_second_begins(blobs: FileBlob
     np.testing.assert_allclose(model.parameters, base + wanted, rtol=0, atol=1e-6)
 
 
-def test_a_rule_whose_delta_is_not_finite_ends_the_aggregation(blobs: FileBlobs, executor: Executor) -> None:
-    class Broken(Median):
-        def combine(self, tile: Tile, scalars: Scalars) -> NDArray[np.float64]:
-            return np.full(tile.stop - tile.start, np.nan)
+@pytest.mark.parametrize("rule", [BoundedNorm(7.0), Median()])
+def test_updates_that_do_not_fit_into_memory_side_by_side_are_read_in_pieces(
+    blobs: FileBlobs, executor: Executor, rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = TILE + 17
+    schema = Schema((Entry("w", (size,), "float32", "parameter"),))
+    base, *deltas = (np.random.default_rng(seed).standard_normal(size, np.float32) for seed in range(4))
+    encodings = ("uniform", "packed", "fp32")
+    sent = [
+        contribution(name, 1, delta, encodings=[Encoding(encoding, chunk=1000)])
+        for name, delta, encoding in zip("abc", deltas, encodings, strict=True)
+    ]
+    first = (schema, Vectors(base, np.empty(0)))
+    _, whole = run(blobs, executor, sent, plan_of(rule), first)
+    monkeypatch.setattr("fedring.server.model.combining.ROWS_BYTES", 3 * 4 * 300_000)
+    _, model = run(blobs, executor, sent, plan_of(rule), first)
+    np.testing.assert_allclose(model.parameters, whole.parameters, rtol=0, atol=1e-6)
 
-    with pytest.raises(CodecError, match="non_finite"):
-        run(blobs, executor, [contribution("a", 1, [0] * 4)], AggregationPlan(rule=Broken()))
+
+def test_what_lies_side_by_side_never_takes_more_memory_than_the_limit(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = TILE + 17
+    values = np.random.default_rng(0).standard_normal(size, np.float32)
+    sent = [contribution(f"c{number}", 1, values, encodings=[Encoding("uniform")]) for number in range(4)]
+    base = np.ones(size, np.float32)
+    walk = Walk(lambda low, high: base[low:high], size, open_vectors(sent, "parameters", size), executor)
+    monkeypatch.setattr("fedring.server.model.combining.ROWS_BYTES", 3_000_000)
+    wanted, start = sent_delta(sent[0], size), 0
+    for part, rows in walk.side_by_side():
+        assert rows.nbytes <= 3_000_000
+        assert (rows == wanted[start : start + len(part)]).all()
+        start += len(part)
+    assert start == size
+
+
+class Broken:
+    """A rule that returns what it is given, or raises it."""
+
+    def __init__(self, result: object) -> None:
+        self.result = result
+
+    def combine(self, deltas: NDArray[np.float64], weights: NDArray[np.float64]) -> Any:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+    coefficients = combine  # the method that is asked for first
+
+
+BROKEN = {
+    "a value that is not finite": [0.5, np.nan],
+    "an array of shape (3,) instead of (2,)": np.zeros(3),
+    "it raised KeyError: 'client'": KeyError("client"),
+    "it raised TypeError": object(),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_rule_that_fails_ends_the_aggregation_with_one_sentence(
+    blobs: FileBlobs, executor: Executor, text: str
+) -> None:
+    sent = [contribution("a", 1, [0] * 4), contribution("b", 1, [0] * 4)]
+    with pytest.raises(RuleError, match=re.escape(text)) as caught:
+        run(blobs, executor, sent, plan_of(Broken(BROKEN[text])))
+    assert caught.value.reason == "bad_rule"
     assert blobs.partials() == []
+
+
+def test_a_factor_shortens_the_parameters_and_leaves_the_buffers(blobs: FileBlobs, executor: Executor) -> None:
+    clipped = replace(contribution("a", 1, [4, 0, 0, 8], buffers=[1, 1, 1]), factor=0.25)
+    weights = replace(contribution("b", 3, FIRST.parameters + 4, kind="weights"), factor=0.5)
+    _, model = run(blobs, executor, [clipped, weights])
+    assert model.parameters.tolist() == [2.75, 3.5, 4.5, 6.0]
+    assert model.buffers.tolist() == (FIRST.buffers + 1).tolist()
 
 
 def test_a_walk_is_in_order_and_computes_few_tiles_ahead() -> None:

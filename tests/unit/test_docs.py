@@ -26,6 +26,7 @@ from fedring.server.operator.summaries import event_summary, job_summary, round_
 from fedring.server.round.metrics import REJECTIONS
 from fedring.server.round.metrics import Metrics as ServerMetrics
 from fedring.server.state.rows import JobRow
+from fedring.train.aggregation_table import RULES, Aggregation
 from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.job import Job, ServerOptimizer
 from fedring.train.pipeline_table import Pipeline
@@ -40,6 +41,7 @@ TABLES: dict[type[BaseModel], str] = {
     RingOptions: "",
     Tls: "tls",
     Job: "job",
+    Aggregation: "aggregation",
     DataParallel: "data_parallel",
     Pipeline: "pipeline",
     ServerOptimizer: "server_optimizer",
@@ -241,6 +243,10 @@ def test_every_documented_refusal_of_an_update_exists() -> None:
 def test_the_documented_hooks_are_those_that_exist() -> None:
     assert first_cells("hooks.md", "Communication hooks") == {name for name in hooks.__all__ if name.endswith("_hook")}
     assert first_cells("data-parallel.md", "How gradients are sent") == set(HOOKS)
+
+
+def test_the_documented_rules_are_those_that_exist() -> None:
+    assert first_cells("strategies.md", "Rules") == set(RULES)
 
 
 def test_every_library_that_works_with_the_ring_has_a_test() -> None:

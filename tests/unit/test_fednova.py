@@ -14,6 +14,7 @@ from tests.unit.host import ONES, running, spec
 
 from fedring.daemon.config import explain
 from fedring.server.model.fednova import SPREAD, accumulation, factors, factors_of, steps_of
+from fedring.server.model.guards import guard
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.rows import UpdateRow
 from fedring.train.batches import batches_in, cut
@@ -74,14 +75,26 @@ def test_a_client_may_say_how_many_steps_it_took() -> None:
 
 
 def test_a_job_that_does_not_normalise_multiplies_nothing() -> None:
-    assert factors_of(job(normalize_steps=False), 1, [ROW]) == {}
+    assert factors_of(job(normalize_steps=False), 1, [ROW], {ROW.client_id: 1.0}) == {}
 
 
 def test_the_momentum_of_the_built_in_sgd_counts_and_no_other() -> None:
     rows = [ROW, replace(ROW, client_id="b", num_samples=1000)]
-    plain = factors_of(job(), 1, rows)
-    assert factors_of(job(momentum=0.9), 1, rows) != plain
-    assert factors_of(job(momentum=0.9, optimizer="fedring.train.optimizers:adam"), 1, rows) == plain
+    weights = {row.client_id: float(row.num_samples) for row in rows}
+    plain = factors_of(job(), 1, rows, weights)
+    assert factors_of(job(momentum=0.9), 1, rows, weights) != plain
+    assert factors_of(job(momentum=0.9, optimizer="fedring.train.optimizers:adam"), 1, rows, weights) == plain
+
+
+def test_an_update_is_normalised_before_it_is_clipped() -> None:
+    rows = [ROW, replace(ROW, client_id="b", num_samples=1000)]
+    rows = [replace(row, norm=1.0) for row in rows]
+    unclipped = guard(job(), rows)
+    assert max(unclipped.factors.values()) > 1
+    assert unclipped.clipped == ()
+    clipped = guard(job(update_clip=1.0), rows)
+    assert clipped.clipped == (max(unclipped.factors, key=unclipped.factors.__getitem__),)
+    assert {client: min(1.0, factor) for client, factor in unclipped.factors.items()} == pytest.approx(clipped.factors)
 
 
 @given(

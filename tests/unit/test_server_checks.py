@@ -30,6 +30,7 @@ WRONG: list[tuple[Mapping[str, Any], str, str]] = [
     ({"job": {"evaluate_on_server": True, "loss": "fedring.train:losses"}}, "job.loss", "is a module"),
     ({"job": {"server_optimizer": {"name": "SGDD"}}}, "job.server_optimizer", "'SGDD' does not treat each value"),
     ({"job": {"server_optimizer": {"args": {"rl": 1.0}}}}, "job.server_optimizer", "SGD takes no rl"),
+    ({"job": {"aggregation": {"rule": "nomod:x"}}}, "job.aggregation.rule", "nomod:x lies in nomod"),
     (
         {"job": {"optimizer_args": {"rl": 1.0}}},
         "job.optimizer_args",

@@ -1,12 +1,15 @@
 """The schema of a job: what to train, on how many clients, and for how many rounds."""
 
+from math import ceil
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from fedring.codec.encoding import NAMES, TILE, Encoding
+from fedring.train.aggregation_table import MEAN, Aggregation
 from fedring.train.bounds import (
     MAX_JOB_BYTES,
+    MAX_SAMPLES,
     MAX_SECONDS,
     MAX_SEED,
     Count,
@@ -148,6 +151,26 @@ class Job(BaseModel):
         "are at least half of those that were selected; at least 1, or 0 = wait for all (federated)",
     )
 
+    weights: Literal["samples", "uniform"] = Field(
+        "samples", description="what a client's update counts in the mean: its number of samples, or the same for all"
+    )
+    max_samples: int = Field(
+        1 << 20, ge=1, le=MAX_SAMPLES, description="largest number of samples that one client's update counts for"
+    )
+    update_clip: NonNegative = Field(
+        0.0, description="largest norm of one client's update; a longer one is shortened to it; 0 = any (federated)"
+    )
+    update_clip_factor: NonNegative = Field(
+        0.0,
+        le=1000,
+        description="the same, as a multiple of the median norm in the last round that published a model; in a job's "
+        "first round, in that round itself; 0 = any (federated)",
+    )
+    aggregation: Aggregation = Field(
+        default_factory=lambda: Aggregation.model_validate({}),
+        description="the rule that combines updates (federated)",
+    )
+
     data_parallel: DataParallel = Field(
         default_factory=lambda: DataParallel.model_validate({}),
         description="how workers train together (data_parallel)",
@@ -232,6 +255,23 @@ class Job(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _rule_has_enough_updates(self) -> Self:
+        if self.grouped and (self.aggregation.rule != MEAN or self.clips):
+            raise ValueError(
+                f"aggregation, update_clip and update_clip_factor belong to the mode federated: a {self.mode} job has "
+                "one update in each round"
+            )
+        if self.close_at_minimum:
+            updates = self.min_clients_to_aggregate
+        elif self.sample_clients:
+            updates = min(self.sample_clients, self.min_clients)
+        else:
+            updates = ceil(self.sample_ratio * self.min_clients)
+        if shortage := self.aggregation.too_few(updates):
+            raise ValueError(f"aggregation: {shortage}, in a round with the fewest clients that this job allows")
+        return self
+
+    @model_validator(mode="after")
     def _fits_a_message(self) -> Self:
         size = len(self.model_dump_json())
         if size > MAX_JOB_BYTES:
@@ -256,6 +296,11 @@ class Job(BaseModel):
     def grouped(self) -> bool:
         """Whether the clients of a round form one group of workers, one of which delivers the update for all."""
         return self.mode != "federated"
+
+    @property
+    def clips(self) -> bool:
+        """Whether updates that are too long are shortened, for which they must be deltas."""
+        return bool(self.update_clip or self.update_clip_factor)
 
     @property
     def upload_encoding(self) -> Encoding:

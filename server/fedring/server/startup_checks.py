@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from fedring.daemon.checks import Check, Level, check_data_root, refuse_failed
 from fedring.server.config import ServerConfig
 from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
+from fedring.server.model.rules import make_rule
 from fedring.server.operator.job_checks import key_of, try_optimizer
 from fedring.train.errors import SeamError
 from fedring.train.files import load_model, read_tensors
@@ -41,6 +42,7 @@ def check_names(config: ServerConfig) -> Iterator[Check]:
     yield from _check_init_path(config, fits=named and model.level is Level.OK)
     if named or model.level is Level.OK:  # nobody has asked for the default model, and each job may name its own
         yield model
+    yield from _check_rule(job, config.trusted)
     yield from _check_optimizer(job)
     yield from _check_optimizer_args(job, config.trusted)
     if job.evaluate_on_server:
@@ -73,6 +75,18 @@ def _check_init_path(config: ServerConfig, *, fits: bool) -> Iterator[Check]:
             yield Check(
                 "init_path", Level.WARN, found, "leave start out of [job], or start those jobs with start=fresh"
             )
+
+
+def _check_rule(job: Job, trusted: Sequence[str]) -> Iterator[Check]:
+    """Check that a rule of the user's own can be made."""
+    key = "job.aggregation.rule"
+    try:
+        make_rule(job.aggregation, trusted)
+    except SeamError as error:
+        yield Check(key, Level.FAIL, str(error))
+    else:
+        if job.aggregation.own:
+            yield Check(key, Level.OK, job.aggregation.rule)
 
 
 def _check_optimizer(job: Job) -> Iterator[Check]:

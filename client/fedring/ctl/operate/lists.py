@@ -308,6 +308,10 @@ def _show_round(round_: pb.Round, output: Output) -> None:
     missing = [(name, "-", why.get(name, "-"), *["-"] * 5) for name in round_.missing]
     columns = ("client", "samples>", "encoding", "training>", "download>", "upload>", "received>", "sent>")
     print_table(f"{len(rows)} delivered, {len(missing)} missing", columns, [*rows, *missing])
+    if round_.clipped:
+        print(f"shortened to a norm of {round_.update_clip:.6g}: {', '.join(round_.clipped)}")
+    if round_.capped:
+        print(f"counted for max_samples: {', '.join(round_.capped)}")
 
 
 def _figure(round_: pb.Round, name: str) -> str:

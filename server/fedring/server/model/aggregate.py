@@ -1,8 +1,8 @@
 """From a base model and the accepted updates to the blobs of the next model.
 
 The law: the result depends on the base, the plan and the set of updates only, byte for byte. Federated averaging takes
-the memory of a few tiles and of the buffers, whatever the number of clients and of parameters. A server optimizer or
-an encoded delta takes a few models.
+the memory of a few tiles and of the buffers, whatever the number of clients and of parameters. Another rule takes
+ROWS_BYTES (`fedring.server.model.combining`) on top. A server optimizer or an encoded delta takes a few models.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -17,13 +17,12 @@ from fedring.codec import encode_buffers
 from fedring.codec.encoding import BUFFERS, Encoding
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema, Vectors
-from fedring.server.model.contributions import ClientVector, Contribution, open_vectors, values_at_a_time
+from fedring.server.model.combining import Combination, Walk, combine_buffers, combine_parameters
+from fedring.server.model.contributions import Contribution, open_vectors
 from fedring.server.model.downlink import delta_step
-from fedring.server.model.mean import Mean
 from fedring.server.model.modelfile import LoadedModel, ModelReader, ModelWriter
 from fedring.server.model.optimizer import ServerOptimizer
-from fedring.server.model.rule import FirstWalk, Rule, Scalars, Tile
-from fedring.server.model.walk import Span, cut, gather, in_order, tiles
+from fedring.server.model.walk import gather, tiles
 from fedring.server.state.checked import read_checked
 from fedring.server.state.interfaces import Blobs, Partial
 from fedring.server.state.rows import PacketSpec, Vector, lay_out
@@ -43,7 +42,7 @@ class AggregationPlan:
     The blobs are those that the base model's row names; they are empty for a first model.
     """
 
-    rule: Rule = field(default_factory=Mean)  # combines the updates into one delta
+    combination: Combination = field(default_factory=Combination)  # makes one delta of the updates
     optimizer: ServerOptimizer | None = None  # steps by that delta; without one it is added to the base
     optimizer_blob: str = ""  # the optimizer's state
     encoding: Encoding | None = None  # of the delta that clients may fetch instead of the model
@@ -85,7 +84,7 @@ def aggregate(
 
     Args:
         base: the model that the round began with. It and the contributions are read from front to back, once; twice
-            if the plan's rule has a first walk.
+            if the plan's rule needs a Gram matrix.
         contributions: the accepted updates, in any order.
         blobs: takes the new model, and holds the blobs that the plan names.
         executor: computes several tiles at a time.
@@ -98,6 +97,7 @@ def aggregate(
 
     Raises:
         CodecError: if a value of the result does not fit its format ("non_finite"), or an update is damaged.
+        RuleError: if the rule fails.
         OptimizerError: if the optimizer's state cannot be used.
         StorageError: if something cannot be read or kept.
         ValueError: if there are no contributions, or two of one client.
@@ -108,30 +108,15 @@ def aggregate(
         raise ValueError("no contributions")
     length = base.schema.num_parameters
     clients = open_vectors(contributions, "parameters", length)
-    # Each tile is read whole before the next one begins, so that the readers see their bytes in order.
-    spans = list(cut(0, length, values_at_a_time(decoder for client in clients for decoder in client.decoders)))
     # An optimizer and an encoding take the whole vectors, so those are read at once, and once only.
     start: _Base = LoadedModel(base.schema, base.vectors()) if plan.optimizer or plan.encoding else base
-
-    def tile(low: int, high: int) -> Tile:
-        return Tile(low, high, start.parameters(low, high), clients)
-
-    first_walk = plan.rule.first_walk
-    scalars = _walk_first(first_walk, tile, clients, spans, executor) if first_walk else {}
-
-    def delta(low: int, high: int) -> Float32:
-        return plan.rule.combine(tile(low, high), scalars).astype(np.float32)
-
-    def parameters(low: int, high: int) -> Float32:
-        part = tile(low, high)
-        return next_parameters(part.base, plan.rule.combine(part, scalars))
-
-    buffers = _next_buffers(start, contributions, plan.rule, scalars)
+    walk = Walk(start.parameters, length, clients, executor)
+    buffers = _next_buffers(start, contributions, executor, plan.combination)
     if plan.optimizer is None:
-        draft = _Draft(buffers, in_order(executor, parameters, spans))
+        draft = _Draft(buffers, combine_parameters(walk, plan.combination, next_parameters))
     else:
-        combined = gather(in_order(executor, delta, spans), np.empty(length, np.float32))
-        draft = _optimized(start, combined, buffers, blobs, plan)
+        deltas = combine_parameters(walk, plan.combination, lambda _, delta: delta.astype(np.float32))
+        draft = _optimized(start, gather(deltas, np.empty(length, np.float32)), buffers, blobs, plan)
     if plan.encoding is not None:
         draft = _encoded(start, draft, blobs, plan)
     return _seal(draft, base.schema, blobs, plan.metadata, check)
@@ -212,30 +197,15 @@ def whole_numbers(schema: Schema, start: int, stop: int) -> NDArray[np.bool_]:
     return whole
 
 
-def _walk_first(
-    walk: FirstWalk,
-    tile: Callable[[int, int], Tile],
-    clients: Sequence[ClientVector],
-    spans: Sequence[Span],
-    executor: Executor,
-) -> Scalars:
-    total: Float64 | None = None
-    for part in in_order(executor, lambda low, high: walk.measure(tile(low, high)), spans):
-        total = part if total is None else total + part
-    return {} if total is None else walk.scalars(clients, total)
-
-
-def _next_buffers(base: _Base, contributions: Sequence[Contribution], rule: Rule, scalars: Scalars) -> Float64:
-    length = base.schema.num_buffers
-    out = np.empty(length, np.float64)
+def _next_buffers(start: _Base, contributions: Sequence[Contribution], executor: Executor, how: Combination) -> Float64:
+    length = start.schema.num_buffers
+    base = np.asarray(start.buffers(0, length), np.float64)
     clients = open_vectors(contributions, "buffers", length)
-    for start, stop in tiles(length):
-        part = base.buffers(start, stop)
-        if clients:
-            delta = rule.combine(Tile(start, stop, part, clients), scalars)
-            part = next_buffers(part, delta, whole_numbers(base.schema, start, stop))
-        out[start:stop] = part
-    return out
+    if not clients:
+        return base
+    walk = Walk(lambda low, high: base[low:high], length, clients, executor, value_bytes=8)
+    delta = combine_buffers(walk, how)
+    return next_buffers(base, delta, whole_numbers(start.schema, 0, length))
 
 
 def _optimized(base: _Base, delta: Float32, buffers: Float64, blobs: Blobs, plan: AggregationPlan) -> _Draft:

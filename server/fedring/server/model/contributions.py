@@ -25,10 +25,10 @@ class Contribution:
     """One client's accepted update."""
 
     client_id: str
-    num_samples: int
+    weight: float  # what it counts in a mean, above 0; often its number of samples
     packets: tuple[PacketSpec, ...]
     reader: Reader  # of the payload; called from several threads
-    factor: float = 1.0  # by which the parameters' delta is multiplied
+    factor: float = 1.0  # by which the parameters' delta is multiplied; below 1 if it is too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ClientVector:
     """One client's values of one vector: the sum of its packets, which are decoded range by range."""
 
     client_id: str
-    num_samples: int
+    weight: float  # what it counts in a mean, above 0
     kind: Kind  # "delta", or "weights", from which the base must be subtracted
     decoders: tuple[Decoder, ...]
     factor: float = 1.0  # by which its delta is multiplied
@@ -78,9 +78,9 @@ def open_vectors(contributions: Sequence[Contribution], vector: Vector, length: 
         packets = [packet for packet in contribution.packets if packet.vector == vector]
         if packets:
             decoders = tuple(open_packet(contribution.reader, packet, length) for packet in packets)
-            client, samples = contribution.client_id, contribution.num_samples
             factor = contribution.factor if vector == "parameters" else 1.0
-            vectors.append(ClientVector(client, samples, packets[0].kind, decoders, factor))
+            kind, client = packets[0].kind, contribution.client_id
+            vectors.append(ClientVector(client, contribution.weight, kind, decoders, factor))
     return vectors
 
 

@@ -25,13 +25,16 @@ STEPS = "steps"
 _SGD = "fedring.train.optimizers:sgd"
 
 
-def factors_of(job: Job, job_round: int, updates: Sequence[UpdateRow]) -> dict[str, float]:
+def factors_of(
+    job: Job, job_round: int, updates: Sequence[UpdateRow], weights: Mapping[str, float]
+) -> dict[str, float]:
     """Return what the updates of a round are multiplied by before they are averaged.
 
     Args:
         job: says whether updates are normalised at all.
         job_round: the number of the round within the job.
         updates: the accepted updates.
+        weights: of the same clients in the mean, above 0, by client id.
 
     Returns:
         The factors by client id; none if the job does not normalise.
@@ -39,7 +42,6 @@ def factors_of(job: Job, job_round: int, updates: Sequence[UpdateRow]) -> dict[s
     if not job.normalize_steps:
         return {}
     epochs = job.settings_of(job_round).epochs
-    weights = {row.client_id: float(row.num_samples) for row in updates}
     steps = {row.client_id: steps_of(row, epochs=epochs, batch_size=job.batch_size) for row in updates}
     return factors(weights, steps, momentum=job.momentum if job.optimizer == _SGD else 0.0)
 

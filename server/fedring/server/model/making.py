@@ -2,11 +2,10 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 from torch import nn
@@ -15,10 +14,14 @@ from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.server.config import ServerConfig
 from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate, store_model, store_parts
+from fedring.server.model.combining import Combination
 from fedring.server.model.contributions import Contribution
+from fedring.server.model.guards import Guard, guard
 from fedring.server.model.initial import find_file
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
+from fedring.server.model.rule import RuleError
+from fedring.server.model.rules import make_rule
 from fedring.server.model.versions import ModelVersions
 from fedring.server.state.checked import CheckedReader, Room, find_damage
 from fedring.server.state.failures import DamagedBlob, DamagedUpdates, StorageError
@@ -116,17 +119,20 @@ class ModelMaker:
         job: Job,
         number: int,
         version: int,
-        factors: Mapping[str, float] = MappingProxyType({}),
+        *,
+        seed: int = 0,
+        guarded: Guard | None = None,
     ) -> ModelRow:
         """Make the model that a round publishes.
 
         Args:
             base: the model that the round began with.
             updates: the accepted updates, in any order.
-            job: says which optimizer and which encoding are used.
+            job: says which rule, which optimizer and which encoding are used.
             number: of the round.
             version: of the new model.
-            factors: what the deltas of clients are multiplied by, by client id, if not by 1.
+            seed: of the round, for the rule.
+            guarded: what the job's guards do to the updates; None = it is found out here.
 
         Returns:
             The row of the model, of which all blobs are sealed.
@@ -135,11 +141,17 @@ class ModelMaker:
             DamagedModel: if a file of the base is damaged.
             DamagedUpdates: if updates are damaged; without them it may succeed.
             CodecError: if the model does not fit its format.
+            RuleError: if the rule cannot combine these updates.
             OptimizerError: if the optimizer cannot be used.
             StorageError: if something cannot be read or kept.
         """
+        if shortage := job.aggregation.too_few(len(updates)):
+            raise RuleError("too_few_clients", shortage)
+        guarded = guarded or guard(job, updates)
         chosen = job.server_optimizer
+        rule = make_rule(job.aggregation, self._config.trusted)
         plan = AggregationPlan(
+            combination=Combination(rule, job.aggregation.bucketing, seed),
             optimizer=ServerOptimizer(chosen.name, chosen.args) if chosen else None,
             optimizer_blob=base.optimizer_blob,
             encoding=job.delta_encoding,
@@ -163,7 +175,13 @@ class ModelMaker:
                     raise DamagedUpdates(lost)
 
             contributions = [
-                Contribution(row.client_id, row.num_samples, row.packets, payload.read, factors.get(row.client_id, 1.0))
+                Contribution(
+                    row.client_id,
+                    guarded.weights[row.client_id],
+                    row.packets,
+                    payload.read,
+                    guarded.factors.get(row.client_id, 1.0),
+                )
                 for row, payload in zip(updates, payloads, strict=True)
             ]
             reader = ModelReader(checked)
@@ -174,6 +192,9 @@ class ModelMaker:
             except (CodecError, StorageError):
                 check()  # because damaged bytes can cause any of these errors
                 raise
+            except RuleError as error:
+                check()
+                raise RuleError(error.reason, f"the rule {job.aggregation.rule} failed: {error}") from error
             return _row(new, reader.schema, version=version, number=number, base=base)
 
     def _file_of(self, path: str) -> Path | None:

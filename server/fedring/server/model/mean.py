@@ -1,35 +1,38 @@
-"""Federated averaging (McMahan et al. 2017, algorithm 1), an aggregation rule.
+"""Weighted sums of updates, and among them federated averaging (McMahan et al. 2017, algorithm 1).
 
 Clients are added in client-id order in float64, so the same updates give the same bytes, in whatever order they arrived
 and however the walk is cut into tiles.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedring.server.model.rule import Scalars, Tile
+from fedring.server.model.contributions import ClientVector, Values
 
 
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """The mean of the clients' deltas, weighted by their numbers of samples."""
+def weighted_mean(
+    base: Values, clients: Sequence[ClientVector], weights: Sequence[float], divisor: float, start: int
+) -> NDArray[np.float64]:
+    """Return sum_i w_i d_i / divisor, [n], where client i has the weight w_i and the delta d_i.
 
-    @property
-    def first_walk(self) -> None:
-        """None: each range is averaged by itself."""
-        return None
+    Of a client that sends weights, d_i is the weights minus the base. A client of weight 0 is not read.
 
-    def combine(self, tile: Tile, scalars: Scalars) -> NDArray[np.float64]:
-        """Return sum_i n_i f_i d_i / sum_i n_i, [n], where client i has n_i samples, the delta d_i and the factor f_i.
-
-        Of a client that sends weights, d_i is the weights minus the base.
-        """
-        total = np.zeros(tile.stop - tile.start, np.float64)
-        for client in tile.clients:
-            client.add_to(total, tile.start, tile.stop, client.num_samples * client.factor)
-        if absolute := sum(client.num_samples * client.factor for client in tile.clients if client.kind == "weights"):
-            total -= np.multiply(tile.base, float(absolute), dtype=np.float64)
-        total /= float(sum(client.num_samples for client in tile.clients))
-        return total
+    Args:
+        base: the base model's values of a range, [n].
+        clients: the updates, in client-id order.
+        weights: of each client; its delta's factor is multiplied by it.
+        divisor: of the sum.
+        start: where the range begins.
+    """
+    total, stop = np.zeros(len(base), np.float64), start + len(base)
+    absolute = 0.0
+    for client, weight in zip(clients, weights, strict=True):
+        if scaled := weight * client.factor:
+            client.add_to(total, start, stop, scaled)
+            absolute += scaled if client.kind == "weights" else 0.0
+    if absolute:
+        total -= np.multiply(base, absolute, dtype=np.float64)
+    total /= divisor
+    return total

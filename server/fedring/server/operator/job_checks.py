@@ -14,6 +14,7 @@ from fedring.daemon.checks import Level, check_data_root
 from fedring.daemon.config import ConfigError
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
+from fedring.server.model.rules import make_rule
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow
 from fedring.train.dgc_optimizer import make_optimizer
@@ -61,6 +62,10 @@ class JobChecks:
         """
         for key, name in _names(job):
             self._check_name(key, name, needed=job.evaluate_on_server and key in _ON_SERVER_TOO)
+        try:
+            make_rule(job.aggregation, self._config.trusted)
+        except SeamError as error:
+            raise ConfigError(f"aggregation.rule: {error}") from error
         try:
             try_optimizer(job, self._config.trusted)
         except SeamError as error:

@@ -2,10 +2,11 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fedring.server.config import ServerConfig
-from fedring.server.model.fednova import factors_of
+from fedring.server.model.guards import guard
 from fedring.server.model.models import Models
 from fedring.server.model.testset import TestSet
 from fedring.server.model.versions import files_of
@@ -14,9 +15,11 @@ from fedring.server.round.open_round import OpenRound
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageFailed
 from fedring.server.state.rows import EvaluationRow, ModelRow, RoundRow
+from fedring.train.job import Job
 from fedring.train.metrics import with_origin
 
 _ALL = 1_000_000_000
+_ENOUGH = 100  # rounds among which the last one that published a model is looked for
 
 
 async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
@@ -25,12 +28,15 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
     Raises:
         DamagedModel, DamagedUpdates: if what it is made of is damaged.
         StorageFailed: if the disk refuses it; nothing was changed.
-        StorageError, CodecError, OptimizerError, RuntimeError: if it cannot be made; the last is torch's.
+        StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: if it cannot be made; the last is
+            torch's.
     """
     updates = [open_.accepted[client] for client in sorted(open_.accepted)]
     version = await facts.db(facts.store.next_version)
-    factors = factors_of(open_.job, open_.row.job_round, updates)
-    made = await facts.heavy(models.maker.next, open_.base, updates, open_.job, open_.row.round, version, factors)
+    last_median = await _last_median(facts, open_.job, open_.row.job_id)
+    open_.guarded = guard(open_.job, updates, last_median, job_round=open_.row.job_round)
+    make = partial(models.maker.next, seed=open_.command.seed, guarded=open_.guarded)
+    made = await facts.heavy(make, open_.base, updates, open_.job, open_.row.round, version)
     ended = open_.ended(Phase.PUBLISHED, model_version=version)
     model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"])
     try:
@@ -39,6 +45,12 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
         await facts.db(facts.discard, files_of(model))  # they take up the space that is missing
         raise
     return model, ended
+
+
+async def _last_median(facts: Facts, job: Job, job_id: int) -> float:
+    """Return the median norm in the last round of the job that published a model; 0 = not known, or not needed."""
+    rows = await facts.db(facts.store.rounds, _ENOUGH, job_id) if job.update_clip_factor else []
+    return next((row.stats.get("median_norm", 0.0) for row in rows if row.model_version), 0.0)
 
 
 async def evaluation(

@@ -15,6 +15,7 @@ from fedring.codec.errors import CodecError
 from fedring.daemon.metrics import Registry
 from fedring.rpc.errors import FedringError
 from fedring.rpc.metrics import CallMetrics
+from fedring.server.model.guards import Guard
 from fedring.server.round import machine as rd
 from fedring.server.round.events import Phase, Presence, Round, State
 from fedring.server.round.guard_metrics import GuardMetrics
@@ -102,6 +103,10 @@ class Metrics:
         self._rejected = new.counter("fl_server_updates_rejected_total", text, reason=REJECTIONS)
         text = "Accepted updates whose bytes were found to be damaged: rounds ended without them."
         self._lost = new.counter("fl_server_updates_lost_total", text)
+        text = "Accepted updates that counted for max_samples, although their clients reported more samples."
+        self._capped = new.counter("fl_server_updates_capped_total", text)
+        text = "Accepted updates that were shortened by update_clip or update_clip_factor."
+        self._clipped = new.counter("fl_server_updates_clipped_total", text)
         self._bytes = new.histogram("fl_server_update_bytes", "Payloads of accepted updates.", _BYTES)
         self._norm = new.histogram("fl_server_update_norm", "L2 norms of accepted updates' parameters.", _NORMS)
         text = "From the accepted updates to the next model on disk."
@@ -191,6 +196,11 @@ class Metrics:
         self._updates.labels("accepted").inc()
         self._bytes.observe(row.total_bytes)
         self._norm.observe(row.norm)
+
+    def guarded(self, guard: Guard) -> None:
+        """Count what the guards did to the updates of a round that published a model."""
+        self._capped.inc(len(guard.capped))
+        self._clipped.inc(len(guard.factors))
 
     def repeated(self) -> None:
         """Count an update that had been accepted before."""

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fedring.server.model.guards import Guard
 from fedring.server.round.events import Phase
 from fedring.server.round.sessions import ClientTraffic
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
@@ -28,6 +29,7 @@ class OpenRound:
     done: dict[str, Done] = field(default_factory=dict)  # what the workers of a group say of their work
     stalled: frozenset[str] = frozenset()  # as in the machine's Round
     stragglers: frozenset[str] = frozenset()  # clients that straggler_factor has left out
+    guarded: Guard = field(default_factory=Guard)  # what the job's guards did to the accepted updates
     failures: list[str] = field(default_factory=list)  # sentences: who could not train, what was damaged
     stop_reason: str = ""  # why the round ends without a model if the disk refuses that model; "" = nobody asked
     waits_for_disk: bool = False  # whether its aggregation waits until the disk takes the model
@@ -88,5 +90,6 @@ class OpenRound:
             "clients": clients,
             "metrics": with_origin("train", trained),
             "settings": {key: getattr(self.command, key) for key in self.job.scheduled},
+            **self.guarded.stats(),
             **{key: names for key, names in waits_no_more.items() if names},
         }

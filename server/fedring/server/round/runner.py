@@ -16,6 +16,7 @@ from fedring.server.config import ServerConfig
 from fedring.server.group import machine as gr
 from fedring.server.model.models import Models
 from fedring.server.model.optimizer import OptimizerError
+from fedring.server.model.rule import RuleError
 from fedring.server.model.testset import TestSet
 from fedring.server.round import machine as rd
 from fedring.server.round.dispatch import Dispatch
@@ -49,6 +50,7 @@ from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed
 from fedring.server.state.journal import Journal
 from fedring.server.state.rows import JobRow, ModelRow, RoundRow
+from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.labels import match
 from fedring.train.metrics import result_of
@@ -257,6 +259,10 @@ class RoundRunner:
                     await self._wait_for_disk(open_, phase=Phase.AGGREGATING)
             except DamagedUpdates as error:
                 await self._facts.keep(self._go_on_without, open_, error)
+            except (RuleError, SeamError) as error:
+                log.error("round %d makes no model: %s", open_.row.round, error, exc_info=error.__cause__)
+                open_.failures.insert(0, str(error))
+                self._rounds.handle(Abandoned(error.reason))
             except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # torch raises RuntimeErrors
                 log.error(
                     "round %d makes no model: %s", open_.row.round, error, exc_info=not isinstance(error, StorageError)
@@ -271,6 +277,7 @@ class RoundRunner:
         """Tell everybody of the new model, which is durable, and let clients evaluate it."""
         rounds = self._rounds
         open_.row, rounds.latest = ended, model
+        self._metrics.guarded(open_.guarded)
         self._models.versions.remember(model)
         here = [s.client_id for s in self._sessions if s.matched and match(s.labels, open_.job.clients)]
         evaluators = here if open_.job.evaluate else []

@@ -200,7 +200,8 @@ class ClientUpdateService:
                 case AskRound(run_id, number):
                     open_ = self._rounds.deliverable(run_id, number, client)
                     schema = self._models.versions.schema_of(open_.base)
-                    return Terms(open_.base.digest, open_.command.max_update_bytes, schema)
+                    most = open_.command.max_update_bytes
+                    return Terms(open_.base.digest, most, schema, deltas_only=open_.job.clips)
                 case Open():
                     return Opened(await self._open(call, effect))
                 case Read():

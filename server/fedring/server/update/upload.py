@@ -56,6 +56,7 @@ class Terms:
     base_digest: str  # of the model that it starts from
     most_bytes: int  # of the payload
     schema: Schema  # of that model
+    deltas_only: bool = False  # whether parameters must come as the difference to that model
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +283,9 @@ class Upload:
         if header.total_bytes > terms.most_bytes:
             raise TooLarge(f"{header.total_bytes} bytes; the limit is {terms.most_bytes}")
         self._packets = check_header(header, terms.schema)
+        if terms.deltas_only and any(each.kind == "weights" for each in self._packets if each.vector == "parameters"):
+            text = "parameters as weights: a job with update_clip or update_clip_factor takes differences only"
+            raise BadUpdate(text, reason="bad_packets")
         self._schema = terms.schema
         if self._payload is not None and not len(self._payload) == header.total_bytes <= SMALL_BYTES:
             text = f"{len(self._payload)} bytes, not the declared {header.total_bytes}, or more than {SMALL_BYTES}"

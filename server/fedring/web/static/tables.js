@@ -40,12 +40,18 @@ export function showRounds(rounds, job) {
                    ["sent", "right"], ["received", "right"], ["from model", "right"], ["new model", "right"], ["missing", ""]];
   const rows = rounds.slice(-MOST_ROWS).reverse().map((round) => [
     h("span", { title: `number ${round.round} of the server` }, count(round.job_round)), badge(round.reason || round.phase, round.phase === "published" ? "good" : "bad"),
-    `${count(round.delivered)} of ${count(round.selected)}`,
+    h("span", { title: guarded(round) }, `${count(round.delivered)} of ${count(round.selected)}`),
     percent(round.accuracy), number(round.loss), round.seconds ? duration(round.seconds) : "–",
     bytes(round.upload_bytes), bytes(round.download_bytes), round.base_version || "–", round.model_version || "–", missing(round) || "–",
   ]);
   const more = rounds.length > MOST_ROWS ? empty(`and ${count(rounds.length - MOST_ROWS)} older ones: flctl rounds --job ${job.job_id}`) : null;
   fill(at("rounds"), table("rounds of the job", columns, rows), more);
+}
+
+// The clients whose updates the guards of the job have changed.
+function guarded(round) {
+  const named = [["shortened to the job's bound", round.clipped], ["counted for max_samples", round.capped]];
+  return named.filter(([, names]) => names?.length).map(([what, names]) => `${what}: ${names.join(", ")}`).join("; ");
 }
 
 // The clients that did not deliver, and why if the round did not wait for them.

@@ -1,0 +1,78 @@
+"""The table [aggregation] of a job: the rule that turns the updates of a round into one change of the model."""
+
+import re
+from difflib import get_close_matches
+from math import ceil
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedring.train.bounds import Count, Positive, PositiveCount, Table, Text
+
+MEAN = "mean"
+RULES = (MEAN, "centered_clip", "geometric_median", "krum", "multi_krum", "median", "trimmed_mean")
+
+_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class Aggregation(BaseModel):
+    """All settings of the aggregation rule. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rule: Text = Field(
+        MEAN,
+        description=f"how updates become one change of the model: {', '.join(RULES)}, or a rule of your own as "
+        "module:attribute",
+    )
+    args: Table = Field(default_factory=dict, description="keyword arguments of a rule of your own")
+    bucketing: PositiveCount = Field(
+        1, description="number of updates, drawn anew in each round, that are averaged before the rule sees them"
+    )
+    malicious: Count = Field(0, description="number of clients that may send anything, at least 1 (krum, multi_krum)")
+    beta: float = Field(
+        0.1, gt=0, lt=0.5, description="share of the values that is left out at each end (trimmed_mean)"
+    )
+    radius: Positive | None = Field(
+        None,
+        description="distance from the centre to which updates are shortened; none = the median norm of the round's "
+        "updates (centered_clip)",
+    )
+
+    @property
+    def own(self) -> bool:
+        """Whether the rule is the user's own, module:attribute."""
+        return ":" in self.rule
+
+    def too_few(self, updates: int) -> str:
+        """Return a clause that says why the rule cannot combine so many updates, or "" if it can."""
+        buckets = ceil(updates / self.bucketing)
+        after = f", which bucketing = {self.bucketing} makes {buckets}" if self.bucketing > 1 else ""
+        if self.rule in ("krum", "multi_krum") and buckets <= 2 * self.malicious + 2:
+            least = (2 * self.malicious + 2) * self.bucketing + 1
+            return f"{self.rule} with malicious = {self.malicious} needs {least} updates, and has {updates}{after}"
+        if self.rule == "trimmed_mean" and buckets <= 2 * trimmed(self.beta, buckets):
+            return f"trimmed_mean with beta = {self.beta:g} leaves nothing of {updates} updates{after}"
+        return ""
+
+    @model_validator(mode="after")
+    def _known_rule(self) -> Self:
+        if self.own:
+            if not _NAME.fullmatch(self.rule):
+                raise ValueError(f"rule = {self.rule!r} is not of the form module:attribute")
+        elif self.rule not in RULES:
+            near = get_close_matches(self.rule, RULES, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(RULES)}, or name your own"
+            raise ValueError(f"there is no rule {self.rule!r}: {advice}")
+        if self.args and not self.own:
+            raise ValueError(f"args are for a rule of your own: {self.rule} takes none")
+        if self.rule in ("krum", "multi_krum") and not self.malicious:
+            raise ValueError(f"{self.rule} needs malicious, the number of clients that may send anything, above 0")
+        if self.rule == MEAN and self.bucketing > 1:
+            raise ValueError("bucketing is for other rules than mean: the mean of means is a mean")
+        return self
+
+
+def trimmed(beta: float, count: int) -> int:
+    """Return how many of `count` values a trimmed mean leaves out at each end: the share beta, rounded up."""
+    return ceil(beta * count - 1e-9)

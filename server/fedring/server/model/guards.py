@@ -1,0 +1,66 @@
+"""Guards of the mean: how much one client's update may count, and how long it may be.
+
+With an update_clip of C and weights of at most w_max, replacing the update of one client by anything else moves the
+mean by at most 2 C w_max / sum(w).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import Any
+
+from fedring.server.model.fednova import factors_of
+from fedring.server.state.rows import UpdateRow
+from fedring.train.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What the guards do to the updates of one round."""
+
+    weights: dict[str, float] = field(default_factory=dict)  # by client id
+    factors: dict[str, float] = field(default_factory=dict)  # of the deltas; a client without one has the factor 1
+    bound: float = 0.0  # of the updates' norms; 0 = none
+    median_norm: float = 0.0  # of the updates before they are clipped
+    clipped: tuple[str, ...] = ()  # clients whose update is shortened, sorted
+    capped: tuple[str, ...] = ()  # clients that reported more samples than max_samples, sorted
+
+    def stats(self) -> dict[str, Any]:
+        """Return the figures that the round's row keeps: those that there are."""
+        figures = {
+            "update_clip": self.bound,
+            "median_norm": self.median_norm if self.bound else 0.0,
+            "clipped": list(self.clipped),
+            "capped": list(self.capped),
+        }
+        return {key: value for key, value in figures.items() if value}
+
+
+def guard(job: Job, updates: Sequence[UpdateRow], last_median: float = 0.0, *, job_round: int = 1) -> Guard:
+    """Return what the job's guards do to the updates of a round.
+
+    Args:
+        job: has the guards' settings.
+        updates: the accepted updates, at least one.
+        last_median: the median norm in the last round that published a model; 0 = not known, and the median norm of
+            these updates replaces it.
+        job_round: the number of the round within the job.
+    """
+    uniform = job.weights == "uniform"
+    weights = {row.client_id: 1.0 if uniform else float(min(row.num_samples, job.max_samples)) for row in updates}
+    # An update is normalised before it is clipped, so that no factor takes it beyond the bound.
+    factors = factors_of(job, job_round, updates, weights)
+    norms = {row.client_id: row.norm * factors.get(row.client_id, 1.0) for row in updates}
+    # The lower of two medians: of two clients, the one with the longer update does not choose its own bound.
+    median = median_low(norms.values())
+    bounds = (job.update_clip, job.update_clip_factor * (last_median or median))
+    bound = min((each for each in bounds if each), default=0.0)
+    clipped = sorted(client for client, norm in norms.items() if 0 < bound < norm)
+    return Guard(
+        weights=weights,
+        factors=factors | {client: factors.get(client, 1.0) * bound / norms[client] for client in clipped},
+        bound=bound,
+        median_norm=median,
+        clipped=tuple(clipped),
+        capped=() if uniform else tuple(sorted(row.client_id for row in updates if row.num_samples > job.max_samples)),
+    )

@@ -1,0 +1,143 @@
+"""Robust aggregation rules: they bound what a minority of clients that send anything can do to the model.
+
+Each update counts once, whatever its number of samples, because a claim of many samples would itself be an attack.
+
+The distances of a Gram matrix G, ||x_i - x_j||^2 = G_ii + G_jj - 2 G_ij, lose digits where two updates are almost
+equal: in float64, distances below about 1e-7 of the norms are rounding errors. The error of a pair depends on this pair
+alone, so a client that sends huge values does not blur the distances between the others.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.train.aggregation_table import trimmed
+
+Float64 = NDArray[np.float64]
+
+_CLIPPINGS = 3
+"""Iterations of centered clipping, each from the centre that the one before has found."""
+
+_WEISZFELD = 8
+"""Iterations of Weiszfeld's algorithm; Pillutla et al. 2022 use a few."""
+
+_SMOOTHING = 1e-6
+"""The least distance that Weiszfeld's algorithm divides by, as a share of the updates' median norm."""
+
+_TINY = 1e-150
+"""Replaces a distance of zero in a quotient."""
+
+
+@dataclass(frozen=True, slots=True)
+class CenteredClip:
+    """Centered clipping (Karimireddy et al. 2021, algorithm 2).
+
+    v <- v + 1/n sum_i (x_i - v) min(1, radius / ||x_i - v||), three times. The first centre is the base model, v = 0.
+
+    Args:
+        radius: the distance to which updates are shortened; None = the median of the updates' norms.
+    """
+
+    radius: float | None = None
+
+    def coefficients(self, gram: Float64, weights: Float64) -> Float64:
+        """Return the coefficients of the centre after three iterations, [n]."""
+        count = len(gram)
+        radius = float(np.median(_norms(gram))) if self.radius is None else self.radius
+        centre = np.zeros(count)
+        for _ in range(_CLIPPINGS):
+            factors = np.minimum(1.0, radius / np.maximum(_distances(gram, centre), _TINY))
+            centre = centre * (1.0 - factors.sum() / count) + factors / count
+        return centre
+
+
+@dataclass(frozen=True, slots=True)
+class GeometricMedian:
+    """The geometric median by the smoothed Weiszfeld algorithm, RFA (Pillutla et al. 2022).
+
+    z <- sum_i b_i x_i / sum_i b_i with b_i = 1 / max(nu, ||z - x_i||), eight times. The first z is the base model, 0,
+    and not the mean, which one update can move anywhere.
+    """
+
+    def coefficients(self, gram: Float64, weights: Float64) -> Float64:
+        """Return the coefficients of the point after eight iterations, [n], with the sum 1."""
+        least = max(_SMOOTHING * float(np.median(_norms(gram))), _TINY)
+        point = np.zeros(len(gram))
+        for _ in range(_WEISZFELD):
+            inverse = 1.0 / np.maximum(_distances(gram, point), least)
+            point = inverse / inverse.sum()
+        return point
+
+
+@dataclass(frozen=True, slots=True)
+class Krum:
+    """Krum and Multi-Krum (Blanchard et al. 2017, section 4): the updates that have the closest neighbours.
+
+    The score of an update is the sum of its squared distances to the n - f - 2 updates that are closest to it. The
+    update with the lowest score is taken, or the mean of the n - f with the lowest scores. Of equal scores, the first
+    in the order of the updates wins.
+
+    Args:
+        malicious: f, the number of updates that may be anything; n > 2 f + 2.
+        several: whether the mean of n - f updates is taken instead of one.
+    """
+
+    malicious: int
+    several: bool = False
+
+    def coefficients(self, gram: Float64, weights: Float64) -> Float64:
+        """Return 1/m for the m updates that are taken, and 0 for the others, [n]."""
+        count, squares = len(gram), np.diag(gram)
+        distances = np.maximum(squares[:, None] + squares[None, :] - 2.0 * gram, 0.0)
+        np.fill_diagonal(distances, np.inf)  # an update is no neighbour of its own
+        nearest = np.sort(distances, axis=1)[:, : count - self.malicious - 2]
+        order = np.argsort(nearest.sum(axis=1), kind="stable")
+        taken = order[: count - self.malicious if self.several else 1]
+        result = np.zeros(count)
+        result[taken] = 1.0 / len(taken)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class TrimmedMean:
+    """The coordinate-wise trimmed mean (Yin et al. 2018, definition 2).
+
+    Args:
+        beta: the share of the values that is left out at each end, in [0, 0.5); rounded up to whole values, but of at
+            least one or two values the middle stays.
+    """
+
+    beta: float
+
+    def combine(self, deltas: Float64, weights: Float64) -> Float64:
+        """Return the mean of what is left of each coordinate, [m]."""
+        count = len(deltas)
+        out = min(trimmed(self.beta, count), (count - 1) // 2)
+        return _mean_of_middle(deltas, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Median:
+    """The coordinate-wise median (Yin et al. 2018, definition 1); the mean of the two in the middle if n is even."""
+
+    def combine(self, deltas: Float64, weights: Float64) -> Float64:
+        """Return the median of each coordinate, [m]."""
+        return _mean_of_middle(deltas, (len(deltas) - 1) // 2)
+
+
+def _norms(gram: Float64) -> Float64:
+    return np.sqrt(np.maximum(np.diag(gram), 0.0))
+
+
+def _distances(gram: Float64, point: Float64) -> Float64:
+    """Return the distance of each update from sum_j point_j x_j, [n]."""
+    products = gram @ point
+    return np.sqrt(np.maximum(np.diag(gram) - 2.0 * products + point @ products, 0.0))
+
+
+def _mean_of_middle(deltas: Float64, out: int) -> Float64:
+    """Return the mean of each coordinate, [m], without its `out` smallest and `out` largest values."""
+    values = np.ascontiguousarray(deltas.T)
+    values.sort(axis=1)
+    return np.asarray(values[:, out : len(deltas) - out].mean(axis=1))

@@ -1,0 +1,22 @@
+"""Rules of a user that fail."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float64 = NDArray[np.float64]
+
+
+class NotANumber:
+    """A rule that returns NaN."""
+
+    def combine(self, deltas: Float64, weights: Float64) -> Float64:
+        """Return no number."""
+        return np.full(deltas.shape[1], np.nan)
+
+
+class Raises:
+    """A rule that raises an error."""
+
+    def coefficients(self, gram: Float64, weights: Float64) -> Float64:
+        """Raise an error."""
+        raise ZeroDivisionError("nothing agrees")
