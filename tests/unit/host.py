@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -123,13 +124,13 @@ class Host:
         self.uploads = uploads.ClientUpdateService(parts, self.config)
         self._names = iter(range(1000))
 
-    def join(self, client: str) -> Session:
+    def join(self, client: str, labels: Mapping[str, str] = MappingProxyType({})) -> Session:
         """Return a session of the client, which is ready to train. An older session of the client ends."""
         IDENTITY.set(LOCAL)
         older = self.sessions.get(client)
-        request = pb.JoinRequest(client_id=client, resume_secret=older.secret if older else "")
+        request = pb.JoinRequest(client_id=client, resume_secret=older.secret if older else "", labels=labels)
         session = self.sessions.join(request, "test")
-        self.rounds.handle(Joined(client))
+        self.rounds.handle(Joined(client, session.labels))
         session.matched = True
         self.rounds.matched(client)
         return session

@@ -1,16 +1,20 @@
 """Labels of clients: their bounds, which clients a job takes, and what operators read while there are none."""
 
+import asyncio
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tests.unit.host import Host, running, spec
 from tests.unit.test_server_progress import opened
 
 from fedring.client.config import ClientConfig
 from fedring.daemon.config import ConfigError, explain, load_config
 from fedring.rpc.errors import BadRequest
 from fedring.rpc.identity import IDENTITY, LOCAL
+from fedring.server.group import machine as gr
 from fedring.server.round.events import (
     Abandoned,
     Event,
@@ -26,6 +30,7 @@ from fedring.server.round.events import (
 from fedring.server.round.machine import apply, due, ready
 from fedring.server.round.plan import rules_of
 from fedring.server.round.progress import RoundProgress, why_abandoned
+from fedring.server.round.replacements import replacements
 from fedring.server.round.sessions import Sessions
 from fedring.train.job import Job
 from fedring.train.labels import MAX_LABELS, match, shown
@@ -141,6 +146,42 @@ def test_labels_are_read_from_the_command_line() -> None:
     assert load_config(ClientConfig, overrides=["labels.site=eu"]).config.labels == EU
     with pytest.raises(ConfigError, match=r"labels.floor.*must be text"):
         load_config(ClientConfig, overrides=["labels.floor=1"])
+
+
+async def told(host: Host, kind: str) -> None:
+    """Wait until the journal has told an event of this kind."""
+    async with asyncio.timeout(60):
+        async for event in host.journal.follow(1):
+            if event.kind == kind:
+                return
+
+
+async def test_only_clients_with_the_labels_train_and_replace_lost_workers(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        sessions = {name: host.join(name, labels) for name, labels in (("a", EU), ("b", US), ("c", EU), ("d", EU))}
+        keys = {"mode": "data_parallel", "clients": EU, "min_clients": 3, "sample_clients": 2}
+        job, _ = await host.jobs.start(spec(**keys), "")
+        await told(host, "round_started")
+        assert host.rounds.open is not None
+        selected = set(host.rounds.open.row.selected)
+        assert len(selected) == 2
+        assert "b" not in selected
+        group = gr.State(gr.Rules(2, 1, 10.0), frozenset(selected), has_run=True)
+        assert replacements(host.rounds, host.sessions, group) == []
+        host.sessions.drop(sessions[min(selected)])
+        assert replacements(host.rounds, host.sessions, group) == sorted({"a", "c", "d"} - selected)
+        await host.jobs.stop(job.job_id)
+        assert await host.ended(job.job_id) == "stopped"
+
+
+async def test_only_clients_with_the_labels_are_asked_to_evaluate(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        eu, _ = host.join("a", EU), host.join("b", US)
+        await host.jobs.start(spec(clients=EU, evaluate=True), "")
+        await host.offer(host.update(await host.command(eu), "a"))
+        await told(host, "round_published")
+        assert host.rounds.state.round is not None
+        assert host.rounds.state.round.evaluators == {"a"}
 
 
 def test_a_session_keeps_the_labels_that_its_client_claims() -> None:
