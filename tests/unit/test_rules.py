@@ -118,7 +118,7 @@ def test_buckets_depend_on_the_seed_and_the_ids_only() -> None:
 
 
 def test_every_rule_that_a_job_can_name_can_be_made() -> None:
-    made = {rule: make_rule(Aggregation(rule=rule, malicious=1), ()) for rule in RULES}
+    made = {rule: make_rule(Aggregation.model_validate({"rule": rule, "malicious": 1}), ()) for rule in RULES}
     assert made["mean"] is None
     assert made["multi_krum"] == Krum(1, several=True)
     assert len(set(map(repr, made.values()))) == len(RULES)

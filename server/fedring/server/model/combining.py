@@ -150,7 +150,10 @@ def buckets_of(clients: Sequence[str], size: int, seed: int) -> list[list[int]]:
 
 
 def gram_of(walk: Walk) -> Float64:
-    """Return the inner products of all updates' deltas, [clients, clients], added up in float64."""
+    """Return the inner products of all updates' deltas, [clients, clients], added up in float64.
+
+    With many clients, NumPy's BLAS may round the last bit differently if it uses another number of threads.
+    """
     count = len(walk.clients)
     total = np.zeros((count, count))
     for _, rows in walk.side_by_side():
