@@ -56,6 +56,11 @@ class Schema:
         return hashlib.sha256(self.json).digest()
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors."""
+        return frozenset(entry.name for entry in self.entries)
+
+    @cached_property
     def num_parameters(self) -> int:
         """The length of the parameter vector."""
         return sum(e.size for e in self.entries if e.role == "parameter")

@@ -21,6 +21,7 @@ from fedring.train.bounds import (
 from fedring.train.data_parallel_table import DataParallel
 from fedring.train.metrics import check_rule
 from fedring.train.pipeline_table import Pipeline
+from fedring.train.sharing import Sharing
 from fedring.train.start import NEWEST, Start
 
 EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "packed", "uniform"]
@@ -75,6 +76,23 @@ class Job(BaseModel):
     )
     alpha: Positive = Field(
         0.5, description="concentration (dirichlet); smaller values make clients' data more unequal"
+    )
+
+    shared: list[Text] = Field(
+        default_factory=lambda: ["*"],
+        min_length=1,
+        description="globs over the names of parameters and buffers: what matches travels; the rest is private "
+        "(federated)",
+    )
+    private: list[Text] = Field(
+        default_factory=list,
+        description="globs over the same names: what matches never leaves a client, which keeps its own values "
+        "(federated)",
+    )
+    send_frozen: bool = Field(
+        False,
+        description="parameters that require no gradient travel, too; otherwise, the model's callable must give them "
+        "the same values everywhere (federated)",
     )
 
     subset_size: int = Field(
@@ -190,6 +208,11 @@ class Job(BaseModel):
     def _fits_its_mode(self) -> Self:
         if self.grouped and (self.trainer or self.mu):
             raise ValueError(f"trainer and mu belong to the mode federated: leave them out of a {self.mode} job")
+        if self.grouped and (self.shared != ["*"] or self.private or self.send_frozen):
+            raise ValueError(
+                "shared, private and send_frozen belong to the mode federated: leave them out of a "
+                f"{self.mode} job, whose workers train one whole model"
+            )
         if self.mode == "pipeline" and (self.evaluator or self.evaluate_on_server):
             raise ValueError(
                 "evaluator and evaluate_on_server need the whole model in one place, which a pipeline job avoids: "
@@ -219,6 +242,11 @@ class Job(BaseModel):
     def grouped(self) -> bool:
         """Whether the clients of a round form one group of workers, one of which delivers the update for all."""
         return self.mode != "federated"
+
+    @property
+    def sharing(self) -> Sharing:
+        """Which tensors of the model travel."""
+        return Sharing(tuple(self.shared), tuple(self.private), not (self.grouped or self.send_frozen))
 
     @property
     def upload_encoding(self) -> Encoding:
