@@ -138,12 +138,20 @@ def test_private_tensors_are_in_no_upload_and_differ_among_clients(fleet: Tapped
                     assert len(piece) < 16 or piece not in fleet.tap.sent
 
 
+def test_a_job_that_starts_fresh_begins_with_the_first_private_tensors(fleet: TappedFleet, control: Control) -> None:
+    ends = []
+    for _ in range(2):  # in the same processes, which keep the model loaded
+        completed(control, PERSONAL)
+        ends.append((control.models(limit=1)[0].digest, private(fleet, 0)["second.bias"].tolist()))
+    assert ends[0] == ends[1]
+
+
 def test_clients_evaluate_with_their_own_tensors_and_the_server_with_the_first_ones(control: Control) -> None:
     job = completed(control, PERSONAL | {"rounds": 4, "evaluate_on_server": True, "partition": "iid"})
     last = control.rounds(job_id=job.job_id)[0]
     figures = {name: last.metrics[name] for name in ("eval/accuracy", "server/accuracy")}
     assert figures["eval/accuracy"] > 0.7
-    assert figures["server/accuracy"] < figures["eval/accuracy"] - 0.1  # with a head that nobody has trained
+    assert 0 < figures["server/accuracy"] < figures["eval/accuracy"] - 0.1  # with a head that nobody has trained
 
 
 def test_an_exported_model_holds_what_is_shared_and_fills_the_whole_model(

@@ -273,6 +273,7 @@ def test_private_values_become_the_client_s_when_their_update_is_accepted(tmp_pa
 def test_private_values_of_an_update_that_is_refused_or_replaced_are_dropped(tmp_path: Path) -> None:
     PrivateState(tmp_path).begin(values(1.0), "run", 1)
     spool(tmp_path, 2.0, 1).drop()
+    assert not (tmp_path / "update.private").exists()
     assert kept(tmp_path) == 1.0
     spool(tmp_path, 3.0, 2)
     newest = spool(tmp_path, 4.0, 3)
