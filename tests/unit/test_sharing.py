@@ -51,7 +51,7 @@ def names(model: nn.Module, **keys: Any) -> tuple[list[str], list[str], list[str
 
 def test_everything_is_shared_unless_a_job_says_otherwise() -> None:
     model = Branched(frozen=True)
-    assert Job().sharing == Sharing(frozen_stay=True)
+    assert Job.model_validate({}).sharing == Sharing(frozen_stay=True)
     assert split(model, Sharing()).shared == schema_of(model)
     assert names(model)[1:] == ([], [])
 
@@ -226,7 +226,7 @@ def test_the_server_s_model_is_what_is_shared(make: Make, tmp_path: Path) -> Non
     np.testing.assert_array_equal(read_vectors(whole, {"1.weight", "1.bias"}).parameters, values.parameters)
     assert list(load_file(tmp_path / "blobs" / row.blob)) == ["1.weight", "1.bias"]
     with pytest.raises(SeamError, match="is not a model of the job's kind"):
-        models.maker.check_fits(row, Job(seed=4))
+        models.maker.check_fits(row, Job.model_validate({"seed": 4}))
 
 
 def test_frozen_tensors_are_left_out_and_named_by_their_digest(
@@ -249,4 +249,4 @@ def test_a_job_whose_globs_do_not_fit_is_refused_when_it_is_queued(make: Make, t
     config = ServerConfig.model_validate({"state_dir": tmp_path})
     JobChecks(config, models.maker).check(job, [], runs_next=True)
     with pytest.raises(ConfigError, match=r"^private: '\*\.bn\*' matches no tensor of the model: it has 1\.weight, "):
-        JobChecks(config, models.maker).check(Job(private=["*.bn*"]), [], runs_next=True)
+        JobChecks(config, models.maker).check(Job.model_validate({"private": ["*.bn*"]}), [], runs_next=True)
