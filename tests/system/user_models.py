@@ -1,5 +1,7 @@
 """Models of a user, which jobs name as "user_models:normed" and so on."""
 
+import os
+
 import torch
 from torch import Tensor, nn
 
@@ -60,6 +62,20 @@ def untraceable() -> nn.Module:
 def tied() -> nn.Module:
     """Build a model with tied weights."""
     return Tied()
+
+
+def frozen_body() -> nn.Module:
+    """Build a model of which only the last layer is trained."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model[1].requires_grad_(False)
+    return model
+
+
+def own_base() -> nn.Module:
+    """Build a model whose frozen tensor differs in each process."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    model.register_parameter("base", nn.Parameter(torch.tensor(float(os.getpid())), requires_grad=False))
+    return model
 
 
 def halves(model: nn.Sequential) -> list[nn.Module]:

@@ -4,7 +4,7 @@ import asyncio
 import queue
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +106,27 @@ class ScriptedServer(rpc.TrainCmdServiceServicer, rpc.ModelBlobServiceServicer, 
         """Return the digest of a published model."""
         return self.models[version][-1][0].model_digest
 
-    def command(self, model: nn.Module, *, round_: int = 1, encoding: str = "fp32", **fields: Any) -> pb.TrainCmd:
-        """Return a command to train `model`, and publish it as version 1 if no model is published yet."""
-        schema = schema_of(model)
+    def command(
+        self,
+        model: nn.Module,
+        *,
+        round_: int = 1,
+        encoding: str = "fp32",
+        names: Collection[str] | None = None,
+        **fields: Any,
+    ) -> pb.TrainCmd:
+        """Return a command to train `model`, and publish it as version 1 if no model is published yet.
+
+        Args:
+            model: The model.
+            round_: The number of the round.
+            encoding: How the client encodes its update.
+            names: The tensors that the job shares; None = all.
+            fields: Of the command.
+        """
+        schema = schema_of(model, names)
         if not self.models:
-            self.publish(1, schema, read_vectors(model))
+            self.publish(1, schema, read_vectors(model, names))
         given: dict[str, Any] = {"run_id": self.run_id, "job_round": 1, "model_version": 1, "deadline_seconds": 600.0}
         given |= {"epochs": 1, "batch_size": 8, "lr": 0.1, "momentum": 0.9, "seed": 1, "max_update_bytes": 1 << 30}
         given |= {"job": pb.JobSpec(mode="federated", rounds=9)} | fields

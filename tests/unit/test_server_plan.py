@@ -20,6 +20,7 @@ JOB = Job.model_validate(
         "evaluator": "e:e",
         "partition": "dirichlet",
         "alpha": 0.25,
+        "private": ["*.bn*"],
         "subset_size": 11,
         "epochs": 2,
         "batch_size": 5,
@@ -64,7 +65,10 @@ def test_the_rules_of_a_round_are_those_of_its_job() -> None:
 def test_clients_receive_every_key_of_a_job_that_concerns_training() -> None:
     spec = job_spec(JOB, 12)
     sent = {field.name for field, _ in spec.ListFields()}
-    assert sent == {field.name for field in spec.DESCRIPTOR.fields} - {"data_parallel", "pipeline"}  # for other modes
+    # The first two are for other modes, and the last one depends on the model's values.
+    others = {"data_parallel", "pipeline", "frozen_digest"}
+    assert sent == {field.name for field in spec.DESCRIPTOR.fields} - others
+    assert (list(spec.shared), list(spec.private)) == (["*"], ["*.bn*"])
     assert json.loads(spec.model_args) == {"hidden": 3}
     assert (spec.job_id, spec.mode, spec.rounds, spec.alpha, spec.seed) == (12, "federated", 7, 0.25, 9)
 

@@ -43,9 +43,15 @@ class ClientConfig(BaseSettings):
     )
     state_dir: Path = Field(
         Path("fl-client-state"),
-        description="folder for the residual, an unsent update, checkpoints and the secret of the session",
+        description="folder for the residual, private tensors, an unsent update, checkpoints and the secret of the "
+        "session",
     )
     trusted: list[str] = Field(["fedring", "torchvision"], description="modules from which a job may import")
+
+    private: list[str] = Field(
+        [],
+        description="globs over the names of parameters and buffers that never leave this client, whatever a job says",
+    )
 
     data_root: Path | None = Field(None, description="folder of the data sets")
     download: bool = Field(False, description="let data sets be downloaded into data_root")

@@ -17,13 +17,13 @@ class UpdateRefused(RoundOver):
 
 
 class WrongModel(RoundOver, ValueError):
-    """The model has another schema than the one that is trained; the sentence names the first difference.
+    """The model has another schema than the one that is trained, or other values of frozen tensors, as `detail` says.
 
     It concerns one round only, like every RoundOver: the next job may train another model.
     """
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("wrong_schema", detail)
+    def __init__(self, detail: str, reason: str = "wrong_schema") -> None:
+        super().__init__(reason, detail)
 
     def __str__(self) -> str:
         return self.detail

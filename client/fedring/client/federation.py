@@ -144,7 +144,7 @@ class Federation:
         if self._task:
             self._task.leave()
             self._link.metrics.finished(self._task.result, self._task.train_seconds)
-        self._task = None
+        self._task, private = None, self.config.private
         try:
             while True:
                 self._link.session.begin(pb.ACTIVITY_UNSPECIFIED)
@@ -153,11 +153,16 @@ class Federation:
                 if isinstance(work, EvaluationOrder):
                     self._evaluate(work)
                 elif not self._delivery.settle(work):
-                    self._task = Task(work, self._link, self._models, self._spool, self.config.client_id)
-                    if self._task.job.mode in self._modes:
+                    self._task = Task(work, self._link, self._models, self._spool, self.config.client_id, private)
+                    mode = self._task.job.mode
+                    if private and mode != "federated":
+                        text = f"this client keeps private = {list(private)} to itself, which the mode {mode} cannot do"
+                        self._task.fail("private_tensors", text)
+                    elif mode in self._modes:
                         self._link.session.set_reporting(False)  # the caller's code may never call progress()
                         return self._task
-                    self._task.fail("unknown_mode", f"this client does not train in the mode {self._task.job.mode!r}")
+                    else:
+                        self._task.fail("unknown_mode", f"this client does not train in the mode {mode!r}")
         except FederationClosed:
             raise StopIteration from None
 
@@ -178,7 +183,7 @@ class Federation:
             return
         counts = Counts()
         try:
-            counts = self._on_evaluate(Evaluation(order, self._link, self._models))
+            counts = self._on_evaluate(Evaluation(order, self._link, self._models, self._spool, self.config.private))
             if not abs(counts.loss_sum) <= MAX_FIGURE:
                 log.warning(
                     "model %d was evaluated, but its loss of %g is out of range and not reported",

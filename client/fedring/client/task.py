@@ -2,27 +2,28 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fedring.client.errors import BadModel, RoundOver, UpdateRefused, WrongModel
+from fedring.client.loading import Loaded, ModelLoader
 from fedring.client.metrics import ClientMetrics
 from fedring.client.session.inbox import Assignment, EvaluationOrder
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
-from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.partial import Sink
+from fedring.client.transfer.private import check_finite, read_private
 from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport, make_update, offer_of
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
-from fedring.train.arrays import Arrays, as_module, copy_back
+from fedring.train.arrays import Arrays, as_module
 from fedring.train.plan import Plan
-from fedring.train.state import fill, read_vectors, schema_of
+from fedring.train.state import read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -41,7 +42,13 @@ class Task:
     """
 
     def __init__(
-        self, assignment: Assignment, link: ServerLink, models: ModelFetcher, spool: Spool, client_id: str
+        self,
+        assignment: Assignment,
+        link: ServerLink,
+        models: ModelFetcher,
+        spool: Spool,
+        client_id: str,
+        private: Collection[str] = (),
     ) -> None:
         self.command = assignment.command
         self.link = link
@@ -53,7 +60,8 @@ class Task:
         self._spool = spool
         self._delivery = Delivery(link, spool)
         self._client_id = client_id
-        self._base: HeldModel | None = None
+        self._loader = ModelLoader(link, models, spool.private, private)
+        self._loaded: Loaded | None = None
         self._loaded_at = 0.0
 
     @property
@@ -88,16 +96,19 @@ class Task:
     def load_into(self, model: nn.Module | Arrays) -> None:
         """Load the values that this round starts from into `model`.
 
+        Private tensors get the values of this client's newest accepted update. Before there is one, they keep those
+        that they have when they are first loaded; frozen tensors keep theirs.
+
         Args:
             model: A torch module, or numpy arrays of floats by name, which are filled in place.
 
         Raises:
-            WrongModel: If the model has another schema than the one that is trained. The server has been told, and the
-                round goes on without this client.
+            WrongModel: If the model shares other tensors than those that are trained, or has other frozen values. The
+                server has been told, and the round goes on without this client.
             RoundOver: If the round has ended, or the model cannot be fetched.
         """
         try:
-            self._base = load(self.link, self._models, self.command, model, ended=lambda: self._assignment.stop_reason)
+            self._loaded = self._loader.load(self.command, model, ended=lambda: self._assignment.stop_reason)
         except WrongModel as error:
             self.fail(error.reason, error.detail)
             raise
@@ -171,7 +182,7 @@ class Task:
             WrongModel: If nothing was loaded, or the model has another schema than the one that was loaded.
             ValueError: If a figure is out of range.
         """
-        if self._base is None:
+        if self._loaded is None:
             raise WrongModel("nothing was loaded for this round: call load_into before the training")
         seconds = time.perf_counter() - self._loaded_at if train_seconds is None else train_seconds
         training = TrainingReport(samples, seconds, metrics or {})
@@ -182,7 +193,7 @@ class Task:
         self.done = True
         self.link.session.set_reporting(True)
         try:
-            self._deliver(as_module(model), self._base, training)
+            self._deliver(as_module(model), self._loaded, training)
             self.result = "accepted"
         except UpdateRefused:
             self.result = "refused"
@@ -252,20 +263,25 @@ class Task:
         if not (mine.undelivered or mine.accepted_name or mine.failure):
             mine.end_reason = mine.stop_reason
 
-    def _deliver(self, model: nn.Module, base: HeldModel, training: TrainingReport) -> None:
-        command = self.command
-        if clause := base.schema.difference(schema_of(model)):
-            self.fail("wrong_schema", clause)
-            raise WrongModel(f"this model is not the one that was loaded: {clause}")
+    def _deliver(self, model: nn.Module, loaded: Loaded, training: TrainingReport) -> None:
+        command, private_schema = self.command, loaded.parts.private
+        for part in (loaded.parts.shared, private_schema):  # by their names: training may freeze tensors, or free them
+            if clause := part.difference(schema_of(model, part.names)):
+                self.fail("wrong_schema", clause)
+                raise WrongModel(f"this model is not the one that was loaded: {clause}")
         last = self.link.connection.last_accepted
         residual = self._spool.residual(command.run_id, command.schema_hash, last, after=command.residual_after)
         try:
-            update = make_update(command, self._client_id, base, read_vectors(model), training, residual)
+            private = read_private(model, private_schema) if private_schema.entries else None
+            if private is not None:
+                check_finite(private)
+            trained = read_vectors(model, loaded.parts.shared.names)
+            update = make_update(command, self._client_id, loaded.base, trained, training, residual)
         except CodecError as error:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
         self._check_size(sum(map(len, update.parts)))
-        spooled = self._spool.write(update.offer, update.parts, update.residual)
+        spooled = self._spool.write(update.offer, update.parts, update.residual, private=private)
         self._delivery.send(spooled, self._assignment, update.residual)
 
     def _check_size(self, size: int) -> None:
@@ -294,11 +310,18 @@ def own_seed(seed: int, client_id: str) -> int:
 class Evaluation:
     """One published model to evaluate. `Federation` passes it to the function that evaluates."""
 
-    def __init__(self, order: EvaluationOrder, link: ServerLink, models: ModelFetcher) -> None:
+    def __init__(
+        self,
+        order: EvaluationOrder,
+        link: ServerLink,
+        models: ModelFetcher,
+        spool: Spool,
+        private: Collection[str] = (),
+    ) -> None:
         self.command = order.command
         self._deadline = order.deadline
         self._link = link
-        self._models = models
+        self._loader = ModelLoader(link, models, spool.private, private)
 
     @property
     def job(self) -> pb.JobSpec:
@@ -306,46 +329,17 @@ class Evaluation:
         return self.command.job
 
     def load_into(self, model: nn.Module | Arrays) -> None:
-        """Load the values to evaluate into `model`, a torch module or numpy arrays by name.
+        """Load the values to evaluate into `model`; private tensors get this client's own, as for Task.load_into().
+
+        Args:
+            model: A torch module, or numpy arrays of floats by name.
 
         Raises:
-            WrongModel: If the model has another schema than the one that is trained.
+            WrongModel: If the model shares other tensors than those that are trained, or has other frozen values.
             RoundOver: If the deadline has passed, or the model cannot be fetched.
         """
-        load(self._link, self._models, self.command, model, ended=self._ended)
+        self._loader.load(self.command, model, ended=self._ended)
         self._link.session.begin(pb.ACTIVITY_EVALUATING)
 
     def _ended(self) -> str:
         return "deadline" if time.monotonic() >= self._deadline else ""
-
-
-def load(
-    link: ServerLink,
-    models: ModelFetcher,
-    command: pb.TrainCmd | pb.EvaluateCmd,
-    model: nn.Module | Arrays,
-    *,
-    ended: Callable[[], str],
-) -> HeldModel:
-    """Fetch the model that a command names, and load its values into `model`.
-
-    Args:
-        link: The session to the server.
-        models: What fetches and holds models.
-        command: The command.
-        model: The module, or the arrays, to fill.
-        ended: Returns why the model is no longer wanted; empty while it is.
-
-    Raises:
-        WrongModel: If `model` has another schema.
-        RoundOver: If the model is no longer wanted, or cannot be fetched.
-    """
-    module = as_module(model)
-    schema = schema_of(module)
-    link.session.begin(pb.ACTIVITY_FETCHING)
-    fetched = models.at_hand(command, schema)
-    if fetched is None:
-        fetched = link.call(lambda: models.fetch(command.model_digest, schema, ended))
-    fill(module, schema, fetched.vectors)
-    copy_back(module, model)
-    return fetched

@@ -13,6 +13,7 @@ from torch import nn
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
+from fedring.client.loading import sharing_of
 from fedring.client.task import Evaluation, Task
 from fedring.client.user_trainer import Trainer, run_trainer
 from fedring.daemon.tracing import span
@@ -172,7 +173,8 @@ class DeclaredTrainer:
         """Return what the job names; it stays loaded from job to job as long as the names and their arguments do."""
         key = pb.JobSpec()
         key.CopyFrom(job)
-        key.ClearField("job_id")
+        if not sharing_of(job, self._config.private).has_private:  # A job begins with the model's own private values.
+            key.ClearField("job_id")
         key.ClearField("name")
         key.ClearField("rounds")
         wanted = key.SerializeToString(deterministic=True)

@@ -26,7 +26,7 @@ def run_trainer(
 
     Args:
         trainer: The function.
-        model: The model, which is moved to `device` and trained in place.
+        model: The model, which is moved to `device` and trained in place. What the function freezes is freed after it.
         samples: This client's samples.
         plan: How the job wants it trained. Its seed is set for the time of the training.
         device: Where to train.
@@ -38,10 +38,15 @@ def run_trainer(
         TrainError: If the function reports nonsense: "bad_result", or "diverged" if a figure is not finite.
     """
     model.to(device).train()
-    with seeded(plan.seed, device):
-        began = time.perf_counter()
-        told = trainer(model, samples, plan)
-        seconds = time.perf_counter() - began
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        with seeded(plan.seed, device):
+            began = time.perf_counter()
+            told = trainer(model, samples, plan)
+            seconds = time.perf_counter() - began
+    finally:
+        for parameter, required in flags:  # What counts as frozen must not depend on the rounds before.
+            parameter.requires_grad_(required)
     return replace(_result(told), seconds=seconds)
 
 

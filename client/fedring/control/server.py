@@ -225,12 +225,15 @@ class Job:
         number = version if isinstance(version, int) else self._version(version)
         return self._control.export_model(number, Path(path)).version
 
-    def load_model(self, model: "_Module", version: int | Literal["newest", "best"] = "newest") -> "_Module":
+    def load_model(
+        self, model: "_Module", version: int | Literal["newest", "best"] = "newest", *, partial: bool = False
+    ) -> "_Module":
         """Fill `model` with a model of the job, and return it.
 
         Args:
             model: A module with the same tensors.
             version: As for export().
+            partial: The module may have further tensors, which keep their values: those that the job does not share.
 
         Raises:
             Failure: As for export(), or if `model` does not fit.
@@ -242,7 +245,7 @@ class Job:
             path = Path(folder) / "model.safetensors"
             self.export(path, version)
             try:
-                load_model(path, model)
+                load_model(path, model, partial=partial)
             except SeamError as error:
                 raise Failure(str(error).replace(f"{path} ", f"the model of job {self.id} "), Exit.CONFIG) from error
         return model

@@ -56,6 +56,11 @@ class Schema:
         return hashlib.sha256(self.json).digest()
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors."""
+        return frozenset(entry.name for entry in self.entries)
+
+    @cached_property
     def num_parameters(self) -> int:
         """The length of the parameter vector."""
         return sum(e.size for e in self.entries if e.role == "parameter")
@@ -79,11 +84,13 @@ class Schema:
 
     def difference(self, other: "Schema") -> str:
         """Return one clause that names the first difference from `other`; empty if there is none."""
-        for mine, theirs in zip(self.entries, other.entries, strict=False):
-            if mine != theirs:
-                return f"expected {_describe(mine)}, got {_describe(theirs)}"
+        for entry, its in zip(self.entries, other.entries, strict=False):
+            if entry != its:
+                return f"expected {_describe(entry)}, got {_describe(its)}"
         if len(self.entries) != len(other.entries):
-            return f"expected {len(self.entries)} tensors, got {len(other.entries)}"
+            mine, theirs = len(self.entries), len(other.entries)
+            odd = f"without {self.entries[theirs].name}" if theirs < mine else f"with {other.entries[mine].name}"
+            return f"expected {mine} tensors, got {theirs}, {odd}"
         return ""
 
 

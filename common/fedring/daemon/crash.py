@@ -35,6 +35,9 @@ DELIVERING = {
 }
 """Every crash point in fl-client: around the spooling of an update, and around the note that it was accepted."""
 
+PRIVATE = {"client_private_spooled", "client_private_placed"}
+"""Further crash points in fl-client, for jobs with private tensors: after these were spooled, and after they count."""
+
 
 TRAINING = {"worker_checkpoint_written"}
 """Every crash point in the training of a worker: a checkpoint is on the disk, but has not got its name."""

@@ -2,6 +2,7 @@
 
 import pickle
 import sqlite3
+from collections.abc import Container
 from contextlib import closing
 from pathlib import Path
 from zipfile import BadZipFile
@@ -19,13 +20,20 @@ from fedring.train.state import tensors_of, values_of
 _READ_BYTES = 1 << 20  # read at a time
 
 
-def load_model(source: str | Path | int, model: nn.Module, *, state_dir: str | Path = "fl-server-state") -> nn.Module:
+def load_model(
+    source: str | Path | int,
+    model: nn.Module,
+    *,
+    state_dir: str | Path = "fl-server-state",
+    partial: bool = False,
+) -> nn.Module:
     """Fill a model from a file or from a version that an fl-server keeps.
 
     Args:
         source: A file, safetensors or a state dict of torch.save; or the number of a model version, 0 for the newest.
         model: Takes the values, in its own dtypes. It is unchanged if an error is raised.
         state_dir: The state folder of the fl-server that keeps the version; the server may be running.
+        partial: The file may hold a part of the model only, such as what a job shares; the rest keeps its values.
 
     Returns:
         The same model.
@@ -37,18 +45,38 @@ def load_model(source: str | Path | int, model: nn.Module, *, state_dir: str | P
     path = _version(Path(state_dir), source) if isinstance(source, int) else Path(source)
     if isinstance(source, int):
         _check_digest(path)
+    fill_from(path, model, optional={name for name, _ in tensors_of(model)} if partial else ())
+    return model
+
+
+def fill_from(path: Path, model: nn.Module, *, optional: Container[str] = ()) -> None:
+    """Fill a model from a file.
+
+    Args:
+        path: The file, safetensors or a state dict of torch.save.
+        model: Takes the values, in its own dtypes. It is unchanged if an error is raised.
+        optional: The tensors that the file may lack, by their names in the schema; they keep their values.
+
+    Raises:
+        SeamError: With the reason no_file or bad_file, if the file cannot be read; or wrong_schema, if a tensor's name
+            or shape differs, or if the file has none of the model's tensors.
+    """
     stored = read_tensors(path)
     names: dict[int, list[str]] = {}  # a tied tensor may be stored under any of its names
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
-    tensors = [tensor for _, tensor in tensors_of(model)]
-    found = [next((n for n in names[id(tensor)] if n in stored), "") for tensor in tensors]
-    if difference := _difference([(names[id(t)], t, n) for t, n in zip(tensors, found, strict=True)], stored):
+    own = list(tensors_of(model))
+    found = [next((n for n in names[id(tensor)] if n in stored), "") for _, tensor in own]
+    wanted = [(names[id(t)], t, n) for (name, t), n in zip(own, found, strict=True) if n or name not in optional]
+    difference = _difference(wanted, stored)
+    if not difference and own and not any(found):
+        difference = f"it has no tensor {own[0][0]}"
+    if difference:
         raise SeamError("wrong_schema", f"{path} does not fit the model: {difference}.")
     with torch.no_grad():
-        for tensor, name in zip(tensors, found, strict=True):
-            tensor.copy_(stored[name])
-    return model
+        for (_, tensor), name in zip(own, found, strict=True):
+            if name:
+                tensor.copy_(stored[name])
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

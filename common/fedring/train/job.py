@@ -34,6 +34,7 @@ from fedring.train.round_settings import (
     check_schedules,
     settings_of,
 )
+from fedring.train.sharing import Sharing
 from fedring.train.start import NEWEST, Start
 
 EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "packed", "uniform"]
@@ -88,6 +89,23 @@ class Job(BaseModel):
     )
     alpha: Positive = Field(
         0.5, description="concentration (dirichlet); smaller values make clients' data more unequal"
+    )
+
+    shared: list[Text] = Field(
+        default_factory=lambda: ["*"],
+        min_length=1,
+        description="globs over the names of parameters and buffers: what matches travels; the rest is private "
+        "(federated)",
+    )
+    private: list[Text] = Field(
+        default_factory=list,
+        description="globs over the same names: what matches never leaves a client, which keeps its own values "
+        "(federated)",
+    )
+    send_frozen: bool = Field(
+        False,
+        description="parameters that require no gradient travel, too; otherwise, the model's callable must give them "
+        "the same values everywhere (federated)",
     )
 
     subset_size: SubsetSize = Field(
@@ -232,6 +250,11 @@ class Job(BaseModel):
         if self.normalize_steps and (self.grouped or self.mu):
             what = f"a {self.mode} job, in which all updates are one" if self.grouped else f"mu={self.mu:g}"
             raise ValueError(f"normalize_steps does not go with {what}: leave one of them out")
+        if self.grouped and (self.shared != ["*"] or self.private or self.send_frozen):
+            raise ValueError(
+                "shared, private and send_frozen belong to the mode federated: leave them out of a "
+                f"{self.mode} job, whose workers train one whole model"
+            )
         if self.mode == "pipeline" and (self.evaluator or self.evaluate_on_server):
             raise ValueError(
                 "evaluator and evaluate_on_server need the whole model in one place, which a pipeline job avoids: "
@@ -301,6 +324,11 @@ class Job(BaseModel):
     def clips(self) -> bool:
         """Whether updates that are too long are shortened, for which they must be deltas."""
         return bool(self.update_clip or self.update_clip_factor)
+
+    @property
+    def sharing(self) -> Sharing:
+        """Which tensors of the model travel."""
+        return Sharing(tuple(self.shared), tuple(self.private), not (self.grouped or self.send_frozen))
 
     @property
     def upload_encoding(self) -> Encoding:

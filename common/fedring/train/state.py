@@ -1,6 +1,8 @@
 """A torch model as a schema and two flat vectors, which is how models travel."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TypeVar
 
 import numpy as np
@@ -9,22 +11,87 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fedring.codec.digest import Digest
 from fedring.codec.schema import Entry, Schema, Vectors
 from fedring.train.errors import SeamError
+from fedring.train.sharing import Sharing
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_SHOWN = 20  # the most names in an error
 _Value = TypeVar("_Value", np.float32, np.float64)
 
 
-def schema_of(model: nn.Module) -> Schema:
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The tensors of a model, by what becomes of them."""
+
+    shared: Schema  # what travels: the server's model, and all updates, consist of these
+    private: Schema  # each client has its own values
+    frozen: Schema  # all sides have the same values, which nobody changes
+
+
+def schema_of(model: nn.Module, names: Collection[str] | None = None) -> Schema:
     """Return the schema of a model: its tensors in the order of its state dict; a tied tensor counts once.
+
+    Args:
+        model: The model.
+        names: The tensors that count; None = all.
 
     Raises:
         SeamError: With the reason unsupported_state, unsupported_dtype or lazy_parameter, if the state dict holds
             something that cannot travel.
     """
-    return Schema(tuple(_entry(name, tensor) for name, tensor in tensors_of(model)))
+    return Schema(tuple(_entry(name, t) for name, t in tensors_of(model) if names is None or name in names))
+
+
+def split(model: nn.Module, sharing: Sharing) -> Parts:
+    """Divide the tensors of a model into those that are shared, private and frozen; each keeps the model's order.
+
+    Raises:
+        SeamError: As schema_of() raises it. Frozen tensors may be of any dtype.
+    """
+    shared: list[Entry] = []
+    private: list[Entry] = []
+    frozen: list[Entry] = []
+    for name, tensor in tensors_of(model):
+        if sharing.frozen_stay and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            frozen.append(_entry(name, tensor, stays=True))
+        else:
+            (shared if sharing.shares(name) else private).append(_entry(name, tensor))
+    return Parts(Schema(tuple(shared)), Schema(tuple(private)), Schema(tuple(frozen)))
+
+
+def check_sharing(model: nn.Module, sharing: Sharing) -> Parts:
+    """Return what split() returns, if a job can be run with it.
+
+    Raises:
+        SeamError: As split() raises it, or with the reason bad_sharing, if a glob matches no tensor, or if no parameter
+            would be shared. The text begins with the key.
+    """
+    names = [name for name, _ in tensors_of(model)]
+    if (found := sharing.unmatched(names)) is not None:
+        key, glob = found
+        near = get_close_matches(glob, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names[:_SHOWN])}"
+        raise SeamError("bad_sharing", f"{key}: {glob!r} matches no tensor of the model: {hint}")
+    parts = split(model, sharing)
+    if names and not parts.shared.num_parameters:
+        what = "shared, private and frozen parameters" if parts.frozen.entries else "shared and private"
+        raise SeamError("bad_sharing", f"shared: {what} leave no parameter of the model to share: let some travel")
+    return parts
+
+
+def frozen_digest(model: nn.Module, frozen: Schema) -> str:
+    """Return the name of the values of frozen tensors (FORMATS.md, "Digest of frozen tensors"); empty without any."""
+    if not frozen.entries:
+        return ""
+    digest, tensors = Digest(), dict(tensors_of(model))
+    digest.update(frozen.json)
+    for entry in frozen.entries:
+        values = tensors[entry.name].detach().cpu().contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy().data)
+    return digest.name
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -42,26 +109,33 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def read_vectors(model: nn.Module) -> Vectors:
-    """Return copies of a model's values: parameters [n] as float32, and buffers [m] as float64."""
+def read_vectors(model: nn.Module, names: Collection[str] | None = None) -> Vectors:
+    """Return copies of a model's values: parameters [n] as float32, and buffers [m] as float64.
+
+    Args:
+        model: The model.
+        names: The tensors to read, as for schema_of().
+    """
     tensors: dict[str, list[Tensor]] = {"parameter": [], "buffer": []}
-    for _, tensor in tensors_of(model):
-        tensors[_role(tensor)].append(tensor)
+    for name, tensor in tensors_of(model):
+        if names is None or name in names:
+            tensors[_role(tensor)].append(tensor)
     return Vectors(_flat(tensors["parameter"], np.float32), _flat(tensors["buffer"], np.float64))
 
 
-def write_vectors(model: nn.Module, schema: Schema, vectors: Vectors) -> None:
+def write_vectors(model: nn.Module, schema: Schema, vectors: Vectors, *, partial: bool = False) -> None:
     """Write values into a model, cast to its dtypes; values of integer tensors are rounded.
 
     Args:
         model: The model to change.
         schema: The schema of the vectors, which must be that of the model.
         vectors: The values.
+        partial: The model may have further tensors, which keep their values.
 
     Raises:
         SeamError: With the reason wrong_schema, if the model or a vector does not fit the schema.
     """
-    if difference := schema.difference(schema_of(model)):
+    if difference := schema.difference(schema_of(model, schema.names if partial else None)):
         raise SeamError("wrong_schema", f"The model does not fit the schema: {difference}.")
     fill(model, schema, vectors)
 
@@ -96,11 +170,12 @@ def values_of(schema: Schema, vectors: Vectors) -> Iterator[tuple[Entry, Tensor]
             yield entry, values.round() if getattr(torch, entry.dtype) in _INTEGERS else values
 
 
-def _entry(name: str, tensor: Tensor) -> Entry:
+def _entry(name: str, tensor: Tensor, *, stays: bool = False) -> Entry:
+    """Return a tensor's entry; the dtype of one that stays where it is matters to nobody else."""
     role = _role(tensor)
     if is_lazy(tensor):
         raise SeamError("lazy_parameter", f"The {role} {name} has no shape yet: run the model once where it is built.")
-    if tensor.dtype not in (_FLOATS if role == "parameter" else _FLOATS | _INTEGERS):
+    if not stays and tensor.dtype not in (_FLOATS if role == "parameter" else _FLOATS | _INTEGERS):
         raise SeamError("unsupported_dtype", f"The {role} {name} is of {tensor.dtype}: use a real floating-point type.")
     return Entry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), role)
 

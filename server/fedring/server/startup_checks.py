@@ -5,15 +5,17 @@ from collections.abc import Iterator, Sequence
 
 from fedring.daemon.checks import Check, Level, check_data_root, refuse_failed
 from fedring.server.config import ServerConfig
+from fedring.server.model.initial import load_initial
 from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
 from fedring.server.model.rules import make_rule
 from fedring.server.operator.job_checks import key_of, try_optimizer
 from fedring.train.errors import SeamError
-from fedring.train.files import load_model, read_tensors
+from fedring.train.files import read_tensors
 from fedring.train.job import Job
 from fedring.train.name_checks import check_data, check_name
 from fedring.train.seam import build_model
 from fedring.train.start import FRESH, is_path
+from fedring.train.state import check_sharing
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,8 @@ def _check_init_path(config: ServerConfig, *, fits: bool) -> Iterator[Check]:
         return
     try:
         if fits:
-            load_model(path, build_model(job.model, job.model_args, job.seed, config.trusted))
+            model = build_model(job.model, job.model_args, job.seed, config.trusted)
+            load_initial(path, model, check_sharing(model, job.sharing))
         else:  # the jobs name their own models
             read_tensors(path)
     except SeamError as error:

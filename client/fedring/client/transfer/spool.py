@@ -1,15 +1,18 @@
-"""The spool: what outlives the process, namely the residual and an update that is not accepted yet.
+"""The spool: what outlives the process: the residual, private tensors, and an update that is not accepted yet.
 
     residual.safetensors    what past updates left out; only an accepted update changes it, and the file names that one
-    update                  magic "SP" | version u8 | leaves u8 | length u32 | UpdateOffer | payload; there is no update
+    update                  magic "SP" | version u8 | flags u8 | length u32 | UpdateOffer | payload; there is no update
                             if the first eight bytes are zeros or the file is empty
     update.payload          the payload, if the version is 3: an update of many workers, put together on the disk
-    update.residual         what this update leaves out, if `leaves` is 1; if it is 0, the update takes along everything
-                            that past updates left out
+    update.residual         what this update leaves out, if bit 0 of the flags is 1; if it is 0, the update takes along
+                            everything that past updates left out
+    private.safetensors,    private tensors (fedring.client.transfer.private); the second file belongs to the update, if
+    update.private          bit 1 of the flags is 1
 
-An update is spooled before its first byte is sent. When it is accepted, its residual replaces the old one, and then the
-update is dropped; when it is refused, the update is dropped and the old residual stays. The process may be killed
-between any two of these steps, and while it writes a file: the first eight bytes of an update are written last.
+An update is spooled before its first byte is sent. When it is accepted, its residual and its private tensors replace
+the old ones, and then the update is dropped; when it is refused, the update is dropped and the old ones stay. The
+process may be killed between any two of these steps, and while it writes a file: the first eight bytes of an update are
+written last.
 
 The file `update` is overwritten in place, and keeps its size when its update is accepted. If it were emptied then and
 written anew later, the file system would write it to the disk at once, which takes five times the processor's time.
@@ -31,6 +34,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from fedring.client.transfer.private import PrivateState, PrivateValues
 from fedring.codec.digest import Digest, update_name
 from fedring.daemon.crash import crashpoint
 from fedring.daemon.durable import sync
@@ -45,6 +49,7 @@ Residual = NDArray[np.float32]  # [num_parameters]
 _PREFIX = struct.Struct("<2sBBI")
 _MAGIC, _VERSION, _APART = b"SP", 2, 3
 _NONE = bytes(_PREFIX.size)
+_LEAVES, _HAS_PRIVATE = 1, 2  # the flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class Spooled:
     parts: Sequence[
         bytes | memoryview
     ] = ()  # the payload, in order, if this process made it; else it is read from disk
+    has_private: bool = False  # whether private tensors belong to it
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Callable[[int, int], bytes | memoryview]]:
@@ -98,13 +104,14 @@ class Spool:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.private = PrivateState(folder)
         self._residual_file = folder / "residual.safetensors"
         self._update_file = folder / "update"
         self._left_file = folder / "update.residual"
         self._payload_file = folder / "update.payload"
         self.payload_part.unlink(missing_ok=True)  # It was being put together when the process was killed.
         self._empty = False  # whether it certainly holds no update
-        self._left = True  # whether the file of what the update leaves out may exist
+        self._left = True  # whether the files that belong to an update may exist
         self._cached: tuple[str, bytes, Residual | None] | None = None  # run, schema hash, residual
         self._noted: pb.LastAccepted | None = None  # the accepted update that left the cached residual, if it is known
 
@@ -149,7 +156,8 @@ class Spool:
                 prefix = file.read(_PREFIX.size)
                 if not any(prefix):
                     return None
-                magic, version, leaves, length = _PREFIX.unpack(prefix)
+                magic, version, flags, length = _PREFIX.unpack(prefix)
+                leaves, has_private = bool(flags & _LEAVES), bool(flags & _HAS_PRIVATE)
                 if magic != _MAGIC or version not in (1, _VERSION, _APART):
                     raise struct.error
                 head = file.read(length)
@@ -158,10 +166,10 @@ class Spool:
                     raise struct.error
                 header = pb.UpdateHeader.FromString(offer.header)
                 if version == _APART and self._payload_file.stat().st_size == header.total_bytes:
-                    return Spooled(offer, header, bool(leaves), self._payload_file, 0)
+                    return Spooled(offer, header, leaves, self._payload_file, 0)
                 start = _PREFIX.size + length
                 if version != _APART and start + header.total_bytes == os.fstat(file.fileno()).st_size:
-                    return Spooled(offer, header, bool(leaves), self._update_file, start)
+                    return Spooled(offer, header, leaves, self._update_file, start, has_private=has_private)
         except FileNotFoundError:
             return None
         except (OSError, struct.error, DecodeError):
@@ -176,6 +184,7 @@ class Spool:
         parts: Sequence[bytes | memoryview],
         residual: Residual | None,
         *,
+        private: PrivateValues | None = None,
         version: int = _VERSION,
     ) -> Spooled:
         """Write an update to disk, in the place of any other. It is not synced: it need not survive a power loss.
@@ -184,19 +193,25 @@ class Spool:
             offer: The header and the names of the update.
             parts: The payload, in order.
             residual: What the update leaves out, [num_parameters]; None = nothing.
+            private: The private tensors that belong to it; None = none.
             version: Of the file; 3 if the payload is in a file of its own.
         """
         header = pb.UpdateHeader.FromString(offer.header)
-        if residual is not None:
-            self.drop()  # The old update must never be found together with the new residual.
+        flags = (_LEAVES if residual is not None else 0) | (_HAS_PRIVATE if private is not None else 0)
+        if flags:
+            self.drop()  # The old update must never be found together with what belongs to the new one.
             self._left = True
+        if private is not None:
+            self.private.spool(private, header.run_id, header.round)
+            crashpoint("client_private_spooled")
+        if residual is not None:
             noted = {"epoch": str(header.epoch), "round": str(header.round), "name": offer.name}
             metadata = {"run": header.run_id, "schema": header.schema_hash.hex(), **noted}
             save_file({_KEY: residual}, self._left_file, metadata)
             crashpoint("client_residual_spooled")
         self._empty = False
         head = offer.SerializeToString()
-        prefix = _PREFIX.pack(_MAGIC, version, residual is not None, len(head))
+        prefix = _PREFIX.pack(_MAGIC, version, flags, len(head))
         fd = os.open(self._update_file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             _write_all(fd, [_NONE, head, *parts])
@@ -207,7 +222,8 @@ class Spool:
         finally:
             os.close(fd)
         crashpoint("client_update_spooled")
-        return Spooled(offer, header, residual is not None, self._update_file, len(prefix) + len(head), parts)
+        start = len(prefix) + len(head)
+        return Spooled(offer, header, residual is not None, self._update_file, start, parts, private is not None)
 
     def adopt(self, offer: pb.UpdateOffer, payload: Path) -> Spooled:
         """Take over an update whose payload is a file already, in the place of any other update; it leaves nothing out.
@@ -227,15 +243,18 @@ class Spool:
         return self._payload_file.with_name(self._payload_file.name + ".part")
 
     def accept(self, spooled: Spooled, residual: Residual | None = None) -> None:
-        """Note that the server has accepted the update: drop it, and make what it left out the residual.
+        """Note that the server has accepted the update: drop it, and keep its private tensors and its residual.
 
-        The residual is synced, so that this also holds after a power loss.
+        Both are synced, so that this also holds after a power loss.
 
         Args:
             spooled: The update.
             residual: What it left out, if the caller has it; this saves reading it from the disk later.
         """
         crashpoint("client_accepted")
+        if spooled.has_private:
+            self.private.accept()
+            crashpoint("client_private_placed")
         if not spooled.leaves:
             known_absent = self._cached is not None and self._cached[2] is None
             if not known_absent and self._residual_file.exists():
@@ -262,6 +281,7 @@ class Spool:
             file.write(_NONE)
         if self._left:
             self._left_file.unlink(missing_ok=True)
+            self.private.drop()
         self._payload_file.unlink(missing_ok=True)
         self._empty, self._left = True, False
 

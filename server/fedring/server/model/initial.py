@@ -1,9 +1,39 @@
-"""Which files a job may name as its first weights."""
+"""The first weights of a job, if they come from a file: which files a job may name, and what must be in them."""
 
 from difflib import get_close_matches
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from fedring.train.errors import SeamError
+from fedring.train.files import fill_from
+from fedring.train.state import Parts, tensors_of
+
+
+def load_initial(file: Path, model: nn.Module, parts: Parts) -> None:
+    """Fill a model from a file: the whole model, or only what it shares.
+
+    Args:
+        file: The file.
+        model: The model, as its callable has made it.
+        parts: What of it is shared.
+
+    Raises:
+        SeamError: As fill_from() raises it, or with the reason bad_sharing, if the file has other values for a tensor
+            that is not shared than the model's callable: clients would never get them.
+    """
+    kept = {name: tensor.detach().clone() for name, tensor in tensors_of(model) if name not in parts.shared.names}
+    fill_from(file, model, optional=kept)
+    for name, tensor in tensors_of(model):
+        if name in kept and not torch.equal(tensor, kept[name]):
+            frozen = name in parts.frozen.names
+            way = ", or set send_frozen = true" if frozen else ""
+            raise SeamError(
+                "bad_sharing",
+                f"{file} has other values for {name} than the job's model, and clients would not get them because "
+                f"this tensor is {'frozen' if frozen else 'private'}: let the model's callable load them{way}.",
+            )
 
 
 def find_file(allowed: Path | None, name: str) -> Path:

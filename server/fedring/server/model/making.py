@@ -17,7 +17,7 @@ from fedring.server.model.aggregate import AggregationPlan, NewModel, aggregate,
 from fedring.server.model.combining import Combination
 from fedring.server.model.contributions import Contribution
 from fedring.server.model.guards import Guard, guard
-from fedring.server.model.initial import find_file
+from fedring.server.model.initial import find_file, load_initial
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.model.rule import RuleError
@@ -28,11 +28,11 @@ from fedring.server.state.failures import DamagedBlob, DamagedUpdates, StorageEr
 from fedring.server.state.interfaces import Blobs
 from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.train.errors import SeamError
-from fedring.train.files import load_model
 from fedring.train.job import Job
 from fedring.train.seam import build_model
+from fedring.train.sharing import Sharing
 from fedring.train.skeleton import build_skeleton, check_can_initialize, initialize
-from fedring.train.state import read_vectors, schema_of
+from fedring.train.state import Parts, check_sharing, frozen_digest, read_vectors, split
 
 
 class ModelMaker:
@@ -51,17 +51,31 @@ class ModelMaker:
     ) -> None:
         self._blobs, self._executor, self._config, self._run_id = blobs, executor, config, run_id
         self._versions = versions
-        self._built: dict[str, Schema] = {}  # by what a job says about its model
+        self._built: dict[str, Parts] = {}  # by what a job says about its model
 
     def schema_of(self, job: Job) -> Schema:
-        """Return what the job's model consists of. The model is built only if it was not built before.
+        """Return what the job shares of its model. The model is built only if it was not built before.
 
         Raises:
-            SeamError: if the model cannot be built, or not in the way that a pipeline job asks for.
+            SeamError: if the model cannot be built, or not in the way that a pipeline job asks for; "bad_sharing", with
+                a text that begins with the key, if `shared` or `private` does not fit the model.
         """
-        if (known := self._built.get(_kind(job))) is not None:
-            return known
-        return self._skeleton(job)[1] if job.mode == "pipeline" else self._build(job)[1]
+        return self._parts_of(job).shared
+
+    def frozen_digest(self, job: Job, base: ModelRow) -> str:
+        """Return the digest of what stays frozen on all sides; empty if nothing does.
+
+        Args:
+            job: the job.
+            base: a version that it continues. Those of an older server hold the frozen tensors, too.
+
+        Raises:
+            SeamError: as for schema_of().
+        """
+        parts = self._parts_of(job)
+        if not parts.frozen.entries or parts.shared.hash.hex() != base.schema_hash:
+            return ""
+        return frozen_digest(self._build(job)[0], parts.frozen)  # the values depend on the seed
 
     def check_fits(self, row: ModelRow, job: Job) -> None:
         """Return if a version is of the job's kind.
@@ -79,7 +93,7 @@ class ModelMaker:
             SeamError: if the file may not be named or cannot be read, or does not fit the job's model.
         """
         if (file := self._file_of(path)) is not None:
-            load_model(file, self._build(job)[0])
+            load_initial(file, *self._build(job))
 
     def first(self, job: Job, version: int, path: str = "") -> ModelRow:
         """Make the first model of a line of versions.
@@ -96,14 +110,16 @@ class ModelMaker:
         file = self._file_of(path)
         if file is None and job.mode == "pipeline" and job.pipeline.first_model == "by_module":
             return self._first_by_module(job, version)
-        model, schema = self._build(job)
+        model, parts = self._build(job)
         if file is not None:
-            load_model(file, model)
-        new = store_model(schema, read_vectors(model), self._blobs, {"run_id": self._run_id})
-        return _row(new, schema, version=version, number=0)
+            load_initial(file, model, parts)
+        values = read_vectors(model, parts.shared.names)
+        new = store_model(parts.shared, values, self._blobs, {"run_id": self._run_id})
+        return _row(new, parts.shared, version=version, number=0)
 
     def _first_by_module(self, job: Job, version: int) -> ModelRow:
-        skeleton, schema = self._skeleton(job)
+        skeleton, tensors = self._skeleton(job)
+        schema = tensors.shared
         # They are written in the order of the file: all buffers, and then all parameters.
         buffers = [tensor.double().reshape(-1).numpy() for _, tensor in initialize(skeleton, job.seed, "buffer")]
         whole = np.concatenate(buffers) if buffers else np.empty(0, np.float64)
@@ -201,17 +217,22 @@ class ModelMaker:
         allowed = self._config.init_path
         return find_file(allowed, path) if path else allowed if allowed and allowed.is_file() else None
 
-    def _build(self, job: Job) -> tuple[nn.Module, Schema]:
-        model = build_model(job.model, job.model_args, job.seed, self._config.trusted)
-        schema = self._built[_kind(job)] = schema_of(model)
-        return model, schema
+    def _parts_of(self, job: Job) -> Parts:
+        if (known := self._built.get(_kind(job))) is not None:
+            return known
+        return self._skeleton(job)[1] if job.mode == "pipeline" else self._build(job)[1]
 
-    def _skeleton(self, job: Job) -> tuple[nn.Module, Schema]:
+    def _build(self, job: Job) -> tuple[nn.Module, Parts]:
+        model = build_model(job.model, job.model_args, job.seed, self._config.trusted)
+        parts = self._built[_kind(job)] = check_sharing(model, job.sharing)
+        return model, parts
+
+    def _skeleton(self, job: Job) -> tuple[nn.Module, Parts]:
         model = build_skeleton(job.model, job.model_args, job.seed, self._config.trusted)
         if job.pipeline.first_model == "by_module":
             check_can_initialize(model)
-        schema = self._built[_kind(job)] = schema_of(model)
-        return model, schema
+        parts = self._built[_kind(job)] = split(model, Sharing())
+        return model, parts
 
     def _payload(self, row: UpdateRow) -> Callable[[int, int], bytes]:
         if row.blob:
@@ -220,7 +241,13 @@ class ModelMaker:
 
 
 def _kind(job: Job) -> str:
-    return json.dumps([job.model, job.model_args, job.mode == "pipeline" and job.pipeline.first_model])
+    sharing = job.sharing
+    return json.dumps(
+        [
+            *(job.model, job.model_args, job.mode == "pipeline" and job.pipeline.first_model),
+            *(sharing.shared, sharing.private, sharing.frozen_stay),
+        ]
+    )
 
 
 def _row(new: NewModel, schema: Schema, *, version: int, number: int, base: ModelRow | None = None) -> ModelRow:

@@ -39,7 +39,7 @@ class TestSet:
         self._loaded: _Loaded | None = None
 
     def evaluate(self, row: ModelRow, job: Job) -> Counts | None:
-        """Evaluate a version on the job's test samples.
+        """Evaluate a version on the job's test samples. Tensors that are not shared have their first values.
 
         Returns:
             The counts; None, with a line in the log, if that fails: the user's code may raise anything.
@@ -49,7 +49,7 @@ class TestSet:
             with self._blobs.reader(row.blob) as blob:
                 checked = CheckedReader(blob.read, blob.size, row.blob)
                 reader = ModelReader(checked)
-                write_vectors(loaded.model, reader.schema, reader.vectors())
+                write_vectors(loaded.model, reader.schema, reader.vectors(), partial=True)
                 checked.check()
             device = pick_device("auto")
             counts = run_evaluator(loaded.evaluator, loaded.model, loaded.samples, loss=loaded.loss, device=device)

@@ -100,6 +100,8 @@ class JobChecks:
             if job.mode == "pipeline" and isinstance(job.pipeline.cut, list):
                 self._check_layers(job)
         except SeamError as error:
+            if error.reason == "bad_sharing":  # it names its key
+                raise ConfigError(str(error)) from error
             raise ConfigError(f"model: {error}{_advice('model', job.model, error)}") from error
         return schema
 

@@ -45,6 +45,8 @@ class Dispatch:
             model_digest=model.digest,
             schema_hash=bytes.fromhex(model.schema_hash),
             deadline_seconds=open_.job.evaluate_seconds,
+            run_id=open_.command.run_id,
+            residual_after=open_.command.residual_after,
         )
         self._send(client, pb.ServerEvent(evaluate=command))
 

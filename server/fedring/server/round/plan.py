@@ -71,6 +71,8 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         seed=job.seed,
         data_parallel=job.data_parallel.model_dump_json() if job.mode == "data_parallel" else "",
         pipeline=job.pipeline.model_dump_json() if job.mode == "pipeline" else "",
+        shared=job.shared,
+        private=job.private,
     )
 
 

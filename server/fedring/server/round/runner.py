@@ -89,6 +89,7 @@ class RoundRunner:
         self._test_set = TestSet(facts.blobs, config)
         self._dispatch = Dispatch(sessions)
         self._progress = RoundProgress()
+        self._frozen_digest = ""  # of the job that runs
 
     async def begin(self, job: JobRow, spec: Job) -> str:
         """Decide what a job starts from, and make it available. Returns a clause that says what it is.
@@ -98,6 +99,7 @@ class RoundRunner:
             StorageError, SeamError: if the job cannot start from there.
         """
         base, text = await begin(self._facts, self._models, job, spec)
+        self._frozen_digest = await self._facts.heavy(self._models.maker.frozen_digest, spec, base)
         if self._rounds.latest is None or base.version > self._rounds.latest.version:  # it was just made
             self._rounds.latest = base
         return text
@@ -360,6 +362,7 @@ class RoundRunner:
         most, store = self._config.max_update_bytes, self._facts.store
         command = round_command(spec, row, base, run_id=store.run_id, epoch=store.epoch, most_bytes=most)
         command.residual_after = residual_after
+        command.job.frozen_digest = self._frozen_digest
         open_ = OpenRound(row, spec, command, base, small)
         self._rounds.begin(open_)
         return open_

@@ -1,0 +1,90 @@
+"""Loads the model that a command names into the user's module: shared, private and frozen tensors."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from torch import nn
+
+from fedring.client.errors import WrongModel
+from fedring.client.session.link import ServerLink
+from fedring.client.transfer.download import HeldModel
+from fedring.client.transfer.fetch import ModelFetcher
+from fedring.client.transfer.private import PrivateState, read_private, write_private
+from fedring.train.arrays import Arrays, as_module, copy_back
+from fedring.train.sharing import Sharing
+from fedring.train.state import Parts, fill, frozen_digest, split
+from fedring.v1 import federation_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """What was loaded into a module."""
+
+    base: HeldModel  # the values of the shared tensors
+    parts: Parts  # the tensors of the module
+
+
+class ModelLoader:
+    """Loads models.
+
+    Args:
+        link: The session to the server.
+        models: What fetches and holds models.
+        store: The values of this client's private tensors.
+        private: Globs over the tensors that never leave this client, whatever a job says.
+    """
+
+    def __init__(self, link: ServerLink, models: ModelFetcher, store: PrivateState, private: Collection[str]) -> None:
+        self._link, self._models, self._store, self._private = link, models, store, tuple(private)
+
+    def load(
+        self, command: pb.TrainCmd | pb.EvaluateCmd, target: nn.Module | Arrays, *, ended: Callable[[], str]
+    ) -> Loaded:
+        """Fetch the model that a command names, and fill a module.
+
+        Shared tensors get the server's values, and private tensors those of this client's newest accepted update.
+        Before there is one, private tensors keep the values that they have when they are first loaded.
+
+        Args:
+            command: The command.
+            target: The module, or the arrays, to fill.
+            ended: Returns why the model is no longer wanted; empty while it is.
+
+        Raises:
+            WrongModel: If other tensors are shared, or frozen tensors have other values than on the server.
+            RoundOver: If the model is no longer wanted, or cannot be fetched.
+        """
+        model = as_module(target)
+        parts = split(model, sharing_of(command.job, self._private))
+        self._link.session.begin(pb.ACTIVITY_FETCHING)
+        fetched = self._models.at_hand(command, parts.shared)
+        if fetched is None:
+            fetched = self._link.call(lambda: self._models.fetch(command.model_digest, parts.shared, ended))
+        if command.job.frozen_digest and frozen_digest(model, parts.frozen) != command.job.frozen_digest:
+            raise WrongModel(
+                f"the {len(parts.frozen.entries)} frozen tensors of this model have other values than on the server: "
+                "let its callable load the same ones everywhere, or set send_frozen = true in the job",
+                reason="wrong_base",
+            )
+        fill(model, parts.shared, fetched.vectors)
+        if parts.private.entries:
+            self._fill_private(command, model, parts)
+        copy_back(model, target)
+        return Loaded(fetched, parts)
+
+    def _fill_private(self, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, parts: Parts) -> None:
+        known = self._store.load(command.run_id, parts.private, after=command.residual_after)
+        if known is not None:
+            write_private(model, known)
+        else:
+            self._store.begin(read_private(model, parts.private), command.run_id, command.round)
+
+
+def sharing_of(job: pb.JobSpec, private: Collection[str]) -> Sharing:
+    """Return what a client shares of the model of a job.
+
+    Args:
+        job: The job. One of an older server shares all tensors.
+        private: Globs over further tensors that are private.
+    """
+    return Sharing(tuple(job.shared) or ("*",), (*job.private, *private), frozen_stay=bool(job.frozen_digest))
