@@ -1,0 +1,216 @@
+"""Where the workers of a simulation run: in processes of their own, or one of them in the calling process."""
+
+import logging
+import multiprocessing
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol, Self
+
+from fedring.codec.schema import Vectors
+from fedring.control.failure import Failure
+from fedring.daemon.exits import Exit
+from fedring.data import DataError
+from fedring.simulation.worker import Order, Outcome, Setup, Turn, Worker, limit_threads
+from fedring.train.errors import SeamError, failure_detail
+from fedring.train.evaluation import Counts
+
+log = logging.getLogger(__name__)
+
+_AT_A_TIME = 4
+"""The most clients that a worker is given at a time: few, so that all workers end a round together."""
+
+_STOP_SECONDS = 5.0
+
+
+class Engine(Protocol):
+    """The workers of one simulation. A context manager, whose end stops them."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The number of training samples of each client."""
+        ...
+
+    def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
+        """Yield what comes of each turn, in any order. The next turns are taken when a worker is free.
+
+        Raises:
+            Failure: A worker has ended.
+        """
+        ...
+
+    def evaluate(self, vectors: Vectors) -> Counts:
+        """Evaluate a model on all test samples.
+
+        Raises:
+            Failure: The evaluation has failed, or a worker has ended.
+        """
+        ...
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class InProcess:
+    """One worker in the calling process, which needs no other process and can be debugged.
+
+    Raises:
+        Failure: The job or its samples cannot be loaded.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        try:
+            self._worker = Worker(setup)
+        except (SeamError, DataError) as error:
+            raise Failure(_sentence(error), Exit.CONFIG) from error
+        self.sizes: Sequence[int] = self._worker.sizes
+
+    def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
+        self._worker.begin(order)
+        for turn in turns:
+            yield from self._worker.train([turn])
+
+    def evaluate(self, vectors: Vectors) -> Counts:
+        counts = _evaluate(self._worker, vectors)
+        if isinstance(counts, Failure):
+            raise counts
+        return counts
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Processes:
+    """Workers in processes of their own.
+
+    Args:
+        setup: What each of them loads.
+        workers: Their number.
+
+    Raises:
+        Failure: The job or its samples cannot be loaded, or a worker has ended.
+    """
+
+    def __init__(self, setup: Setup, workers: int) -> None:
+        context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+        self._pipes: list[Connection] = []
+        self._processes = []
+        try:
+            for number in range(workers):
+                ours, theirs = context.Pipe()
+                mine = replace(setup, number=number, workers=workers)
+                process = context.Process(target=_serve, args=(theirs, mine), name=f"worker {number}", daemon=True)
+                self._pipes.append(ours)
+                process.start()
+                self._processes.append(process)
+                theirs.close()
+            found = [self._receive(pipe) for pipe in self._pipes]
+        except BaseException:  # also KeyboardInterrupt: what was started must not keep running
+            self._stop()
+            raise
+        self.sizes: Sequence[int] = found[0]
+
+    def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
+        for pipe in self._pipes:
+            self._send(pipe, order)
+        rest, busy = iter(turns), set[Connection]()
+
+        def give(pipe: Connection) -> None:
+            if some := list(islice(rest, _AT_A_TIME)):
+                self._send(pipe, some)
+                busy.add(pipe)
+
+        for pipe in self._pipes:
+            give(pipe)
+        while busy:
+            for pipe in [pipe for pipe in wait(list(busy)) if isinstance(pipe, Connection)]:
+                outcomes = self._receive(pipe)
+                busy.remove(pipe)
+                give(pipe)  # It goes on while the caller deals with what it has done.
+                yield from outcomes
+
+    def evaluate(self, vectors: Vectors) -> Counts:
+        for pipe in self._pipes:
+            self._send(pipe, vectors)
+        return sum((self._receive(pipe) for pipe in self._pipes), Counts())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _send(self, pipe: Connection, message: object) -> None:
+        try:
+            pipe.send(message)
+        except OSError as error:
+            raise self._ended(pipe) from error
+
+    def _receive(self, pipe: Connection) -> Any:
+        try:
+            answer = pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._ended(pipe) from error
+        if isinstance(answer, Failure):
+            raise answer
+        return answer
+
+    def _ended(self, pipe: Connection) -> Failure:
+        number = self._pipes.index(pipe)
+        process = self._processes[number]
+        process.join(_STOP_SECONDS)
+        code = process.exitcode
+        how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+        return Failure(f"worker {number} of the simulation ended {how}: is there enough memory for all workers?")
+
+    def _stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()  # which ends the worker, as soon as it has done what it was given
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(_STOP_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(pipe: Connection, setup: Setup) -> None:
+    """Be a worker until the other end of the pipe is closed. Runs in a process of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the parent ends this one
+    limit_threads(setup.threads)
+    with suppress(EOFError, OSError):
+        try:
+            worker = Worker(setup)
+        except (SeamError, DataError) as error:
+            return pipe.send(Failure(_sentence(error), Exit.CONFIG))
+        except Exception as error:  # the user's module may raise anything
+            log.exception("a worker of the simulation could not start")
+            return pipe.send(Failure(f"a worker of the simulation could not start: {failure_detail(error)}"))
+        pipe.send(worker.sizes)
+        while True:
+            match pipe.recv():
+                case Order() as order:
+                    worker.begin(order)
+                case Vectors() as vectors:
+                    pipe.send(_evaluate(worker, vectors))
+                case turns:
+                    pipe.send(worker.train(turns))
+
+
+def _evaluate(worker: Worker, vectors: Vectors) -> Counts | Failure:
+    try:
+        return worker.evaluate(vectors)
+    except Exception as error:  # the user's code may raise anything
+        log.exception("the evaluation failed")
+        return Failure(f"the model cannot be evaluated: {failure_detail(error)}")
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).rstrip(".")
