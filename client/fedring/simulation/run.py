@@ -25,7 +25,7 @@ from fedring.daemon.exits import Exit
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.optimizer import OptimizerError
+from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
 from fedring.server.model.versions import ModelVersions, files_of
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.round import machine
@@ -140,8 +140,12 @@ class _Server:
         """
         try:
             self._checks.check(self._job, [], runs_next=True)
+            if chosen := self._job.server_optimizer:
+                ServerOptimizer(chosen.name, chosen.args)
         except ConfigError as error:
             raise Failure(str(error).rstrip("."), Exit.CONFIG) from error
+        except OptimizerError as error:
+            raise Failure(f"server_optimizer: {error}", Exit.CONFIG) from error
 
     def first(self) -> ModelRow:
         """Make the first model."""
