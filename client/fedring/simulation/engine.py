@@ -2,8 +2,9 @@
 
 import logging
 import multiprocessing
+import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -98,14 +99,17 @@ class Processes:
     """
 
     def __init__(self, setup: Setup, workers: int) -> None:
-        context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+        # The processes are forks of one that has only imported what they need: torch's threads would not survive a
+        # fork of this process, and each import of torch takes seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torch._dynamo"])  # which optimizers import when they are first used
         self._pipes: list[Connection] = []
         self._processes = []
         try:
             for number in range(workers):
                 ours, theirs = context.Pipe()
                 mine = replace(setup, number=number, workers=workers)
-                process = context.Process(target=_serve, args=(theirs, mine), name=f"worker {number}", daemon=True)
+                process = context.Process(target=_serve, args=(theirs, mine, dict(os.environ)), daemon=True)
                 self._pipes.append(ours)
                 process.start()
                 self._processes.append(process)
@@ -181,8 +185,10 @@ class Processes:
                 process.join()
 
 
-def _serve(pipe: Connection, setup: Setup) -> None:
+def _serve(pipe: Connection, setup: Setup, environment: Mapping[str, str]) -> None:
     """Be a worker until the other end of the pipe is closed. Runs in a process of its own."""
+    os.environ.clear()  # They are those of the first simulation of this script.
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the parent ends this one
     limit_threads(setup.threads)
     with suppress(EOFError, OSError):
