@@ -80,6 +80,18 @@ def check_data_root(data_root: Path | None) -> None:
         raise _wrong(f"data_root={data_root} is not a folder")
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder of the results, unless it exists.
+
+    Raises:
+        Failure: It cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _wrong(f"out={path} cannot be a folder: {error.strerror or error}") from error
+
+
 def check_enough(job: Job, clients: int, with_samples: int) -> None:
     """Check that the barrier of the job would open for the clients that have samples.
 

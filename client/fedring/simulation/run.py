@@ -35,7 +35,7 @@ from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.failures import StorageError
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
-from fedring.simulation.checks import check_data_root, check_enough, check_numbers, job_of, trusted_by
+from fedring.simulation.checks import check_data_root, check_enough, check_numbers, job_of, make_folder, trusted_by
 from fedring.simulation.engine import Engine, InProcess, Processes
 from fedring.simulation.residuals import Residuals
 from fedring.simulation.worker import Order, Outcome, Setup, Turn, client_id
@@ -81,7 +81,7 @@ def simulate(
         workers: Processes that train; None = one for each core. One worker trains in this process.
         data_root: Folder of the data sets.
         device: Where to train: auto, cpu, cuda or cuda:N.
-        out: Folder for report.json and model.safetensors; it must exist. None = the report is only returned.
+        out: Folder for report.json and model.safetensors, which is made. None = the report is only returned.
         show: Is called after each client.
 
     Returns:
@@ -97,6 +97,8 @@ def simulate(
     count = len(os.sched_getaffinity(0)) if workers is None else workers
     check_numbers(spec, clients, count)
     check_data_root(root)
+    if out:
+        make_folder(Path(out))
     setup = Setup(spec, clients, root, trusted_by(spec), device, threads_for(count))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".simulation-", dir=out)))
