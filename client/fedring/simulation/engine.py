@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from fedring.codec.schema import Vectors
 from fedring.control.failure import Failure
@@ -19,9 +19,11 @@ from fedring.simulation.worker import Order, Outcome, Setup, Turn, Worker, limit
 from fedring.train.errors import SeamError, failure_detail
 from fedring.train.evaluation import Counts
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
-_AT_A_TIME = 4
+AT_A_TIME = 4
 """The most clients that a worker is given at a time: few, so that all workers end a round together."""
 
 _STOP_SECONDS = 5.0
@@ -55,6 +57,33 @@ class Engine(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
+def load(setup: Setup) -> Worker | Failure:
+    """Return a worker, or why there can be none; an error of the user's code may not survive the way to a caller."""
+    try:
+        return Worker(setup)
+    except (SeamError, DataError) as error:
+        return Failure(str(error).rstrip("."), Exit.CONFIG)
+    except Exception as error:  # the user's code may raise anything
+        log.exception("a worker of the simulation could not start")
+        return Failure(f"a worker of the simulation could not start: {failure_detail(error)}")
+
+
+def evaluate(worker: Worker, vectors: Vectors) -> Counts | Failure:
+    """Return what a worker counts, or why it cannot."""
+    try:
+        return worker.evaluate(vectors)
+    except Exception as error:  # the user's code may raise anything
+        log.exception("the evaluation failed")
+        return Failure(f"the model cannot be evaluated: {failure_detail(error)}")
+
+
+def succeeded(result: T | Failure) -> T:
+    """Return the result, unless it is a Failure, which is raised."""
+    if isinstance(result, Failure):
+        raise result
+    return result
+
+
 class InProcess:
     """One worker in the calling process, which needs no other process and can be debugged.
 
@@ -63,10 +92,7 @@ class InProcess:
     """
 
     def __init__(self, setup: Setup) -> None:
-        try:
-            self._worker = Worker(setup)
-        except (SeamError, DataError) as error:
-            raise Failure(_sentence(error), Exit.CONFIG) from error
+        self._worker = succeeded(load(setup))
         self.sizes: Sequence[int] = self._worker.sizes
 
     def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
@@ -75,10 +101,7 @@ class InProcess:
             yield from self._worker.train([turn])
 
     def evaluate(self, vectors: Vectors) -> Counts:
-        counts = _evaluate(self._worker, vectors)
-        if isinstance(counts, Failure):
-            raise counts
-        return counts
+        return succeeded(evaluate(self._worker, vectors))
 
     def __enter__(self) -> Self:
         return self
@@ -126,7 +149,7 @@ class Processes:
         rest, busy = iter(turns), set[Connection]()
 
         def give(pipe: Connection) -> None:
-            if some := list(islice(rest, _AT_A_TIME)):
+            if some := list(islice(rest, AT_A_TIME)):
                 self._send(pipe, some)
                 busy.add(pipe)
 
@@ -161,9 +184,7 @@ class Processes:
             answer = pipe.recv()
         except (EOFError, OSError) as error:
             raise self._ended(pipe) from error
-        if isinstance(answer, Failure):
-            raise answer
-        return answer
+        return succeeded(answer)
 
     def _ended(self, pipe: Connection) -> Failure:
         number = self._pipes.index(pipe)
@@ -192,31 +213,15 @@ def _serve(pipe: Connection, setup: Setup, environment: Mapping[str, str]) -> No
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the parent ends this one
     limit_threads(setup.threads)
     with suppress(EOFError, OSError):
-        try:
-            worker = Worker(setup)
-        except (SeamError, DataError) as error:
-            return pipe.send(Failure(_sentence(error), Exit.CONFIG))
-        except Exception as error:  # the user's module may raise anything
-            log.exception("a worker of the simulation could not start")
-            return pipe.send(Failure(f"a worker of the simulation could not start: {failure_detail(error)}"))
+        worker = load(setup)
+        if isinstance(worker, Failure):
+            return pipe.send(worker)
         pipe.send(worker.sizes)
         while True:
             match pipe.recv():
                 case Order() as order:
                     worker.begin(order)
                 case Vectors() as vectors:
-                    pipe.send(_evaluate(worker, vectors))
+                    pipe.send(evaluate(worker, vectors))
                 case turns:
                     pipe.send(worker.train(turns))
-
-
-def _evaluate(worker: Worker, vectors: Vectors) -> Counts | Failure:
-    try:
-        return worker.evaluate(vectors)
-    except Exception as error:  # the user's code may raise anything
-        log.exception("the evaluation failed")
-        return Failure(f"the model cannot be evaluated: {failure_detail(error)}")
-
-
-def _sentence(error: Exception) -> str:
-    return str(error).rstrip(".")
