@@ -1,10 +1,12 @@
 """Simulations beside real daemons: the same bytes; and what users type."""
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +109,20 @@ def test_workers_on_a_ray_cluster_make_the_same_model(tmp_path: Path) -> None:
     assert local == ray
 
 
-def test_the_study_of_the_documentation_compares_three_settings(tmp_path: Path) -> None:
-    script = [sys.executable, str(ROOT / "docs" / "examples" / "study.py"), str(tmp_path / "study"), "2"]
-    subprocess.run(script, check=True, timeout=4 * PATIENCE, cwd=tmp_path, env={**os.environ, "MPLBACKEND": "agg"})
+def test_the_study_of_the_documentation_compares_three_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "examples"))
+    study = importlib.import_module("study")
+    monkeypatch.setattr(study, "simulate", partial(simulate, workers=1))  # so that no process must import torch
+    study.main(tmp_path / "study", 2)
     results = json.loads((tmp_path / "study" / "study.json").read_text())
     assert [[len(curve) for curve in curves] for curves in results.values()] == [[2, 2, 2]] * 3
     assert (tmp_path / "study" / "study.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_a_signal_ends_the_simulation_with_its_workers_and_leaves_no_files(number: int, tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text("rounds = 1000000\n")

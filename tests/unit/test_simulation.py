@@ -123,7 +123,7 @@ def test_progress_is_shown_after_each_client_and_each_round() -> None:
 
 def test_a_simulation_starts_from_the_file_that_the_job_names(tmp_path: Path) -> None:
     simulate(JOB, clients=4, workers=1, out=tmp_path)
-    keys = {"trainer": f"{HERE}:add_number", "rounds": 1, "evaluate": False, "encoding": "fp32"}
+    keys: dict[str, Any] = {"trainer": f"{HERE}:add_number", "rounds": 1, "evaluate": False, "encoding": "fp32"}
     fresh, later = alone(**keys), alone(**keys, start=str(tmp_path / "model.safetensors"))
     assert fresh["model_sha256"] != later["model_sha256"]
 
@@ -241,4 +241,4 @@ def test_the_servers_checks_refuse_what_the_server_would_refuse() -> None:
 
 
 def test_a_job_object_is_simulated_too() -> None:
-    assert simulate(Job(rounds=1), clients=2, workers=1)["updates"] == 2
+    assert simulate(Job.model_validate({"rounds": 1}), clients=2, workers=1)["updates"] == 2

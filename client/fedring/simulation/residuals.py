@@ -54,7 +54,7 @@ class Residuals:
         if residual is None:
             self._held.discard(client)
             return
-        data, start = memoryview(np.ascontiguousarray(residual)).cast("B"), client * self._bytes
+        data, start = np.ascontiguousarray(residual).data.cast("B"), client * self._bytes
         try:
             while data:
                 written = os.pwrite(self._fd, data, start)

@@ -110,9 +110,9 @@ class Worker:
         ):  # so that a data callable that draws samples draws the same ones everywhere
             self._loaded = load_job(spec, config, self._device)
         warm_up(self._device)
-        division = {"count": setup.clients, "alpha": job.alpha, "seed": job.seed}
         split = self._loaded.split
-        self._parts = parts(job.partition, labels_of(split.train, job.partition), **division)
+        labels = labels_of(split.train, job.partition)
+        self._parts = parts(job.partition, labels, count=setup.clients, alpha=job.alpha, seed=job.seed)
         self.sizes = [len(part) for part in self._parts]
         held_out = parts("iid", labels_of(split.test, "iid"), count=setup.workers, alpha=job.alpha, seed=job.seed)
         self._held_out = subset(split.test, held_out[setup.number])
