@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -88,25 +87,6 @@ def test_without_the_residuals_of_the_clients_the_models_would_differ(
     monkeypatch.setattr("fedring.simulation.residuals.Residuals.put", lambda self, client, residual: None)
     simulate({**COMMON, **JOBS[name]}, clients=CLIENTS, workers=1, out=tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() != fleet_runs[name][0].read_bytes()
-
-
-@pytest.mark.soak
-def test_workers_on_a_ray_cluster_make_the_same_model(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import json, sys\n"
-        "from fedring.simulation import simulate\n"
-        "keys = json.loads(sys.argv[1])\n"
-        "for engine in ('local', 'ray'):\n"
-        "    print(simulate(keys, clients=10, workers=2 if engine == 'ray' else 1, engine=engine)['model_sha256'])\n"
-    )
-    keys = {**COMMON, **JOBS["error feedback, buffers, dropout"]}
-    command = [sys.executable, str(script), json.dumps(keys)]
-    env = {**os.environ, "PYTHONPATH": str(CODE)}
-    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=8 * PATIENCE, env=env).stdout
-    local, ray = told.split()
-    assert local == ray
 
 
 def test_the_study_of_the_documentation_compares_three_settings(

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-AT_A_TIME = 4
+_AT_A_TIME = 4
 """The most clients that a worker is given at a time: few, so that all workers end a round together."""
 
 _STOP_SECONDS = 5.0
@@ -149,7 +149,7 @@ class Processes:
         rest, busy = iter(turns), set[Connection]()
 
         def give(pipe: Connection) -> None:
-            if some := list(islice(rest, AT_A_TIME)):
+            if some := list(islice(rest, _AT_A_TIME)):
                 self._send(pipe, some)
                 busy.add(pipe)
 

@@ -37,7 +37,6 @@ from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
 from fedring.simulation.checks import (
     check_data_root,
-    check_engine,
     check_enough,
     check_numbers,
     job_of,
@@ -74,7 +73,6 @@ def simulate(
     workers: int | None = None,
     data_root: str | Path | None = None,
     device: str = "auto",
-    engine: str = "local",
     out: str | Path | None = None,
     show: Show = lambda share, row: None,
 ) -> dict[str, Any]:
@@ -90,7 +88,6 @@ def simulate(
         workers: Processes that train; None = one for each core. One worker trains in this process.
         data_root: Folder of the data sets.
         device: Where to train: auto, cpu, cuda or cuda:N.
-        engine: Where the workers run: "local", in processes on this machine, or "ray", on a Ray cluster.
         out: Folder for report.json and model.safetensors, which is made. None = the report is only returned.
         show: Is called after each client.
 
@@ -106,7 +103,6 @@ def simulate(
     root = Path(data_root) if data_root else None
     count = len(os.sched_getaffinity(0)) if workers is None else workers
     check_numbers(spec, clients, count)
-    check_engine(engine)
     check_data_root(root)
     if out:
         make_folder(Path(out))
@@ -115,7 +111,7 @@ def simulate(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".simulation-", dir=out)))
         server = _Server(spec, setup, folder, stack)
         server.check()
-        running = stack.enter_context(_engine(engine, setup, count))
+        running = stack.enter_context(InProcess(setup) if count == 1 else Processes(setup, count))
         check_enough(spec, clients, sum(size > 0 for size in running.sizes))
         began = time.perf_counter()
         run = _Run(setup, server, running, folder, show)
@@ -126,14 +122,6 @@ def simulate(
     if out:
         (Path(out) / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
-
-
-def _engine(name: str, setup: Setup, workers: int) -> Engine:
-    if name == "ray":
-        from fedring.simulation.ray_engine import Actors
-
-        return Actors(setup, workers)
-    return InProcess(setup) if workers == 1 else Processes(setup, workers)
 
 
 class _Server:

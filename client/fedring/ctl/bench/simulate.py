@@ -32,9 +32,6 @@ def simulate(
     ] = None,
     data_root: DataRootOption = None,
     device: Annotated[str, typer.Option(help="Where to train: auto, cpu, cuda or cuda:N.")] = "auto",
-    engine: Annotated[
-        str, typer.Option(help="Where the workers run: local (in processes of this machine) or ray (on a Ray cluster).")
-    ] = "local",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the report, the model and the plot.")] = Path(
         "simulation"
     ),
@@ -62,7 +59,6 @@ def simulate(
             workers=workers,
             data_root=data_root,
             device=device,
-            engine=engine,
             seed=seed,
             out=out,
             show=show,
