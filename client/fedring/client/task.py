@@ -77,11 +77,7 @@ class Task:
     @property
     def plan(self) -> Plan:
         """How the job wants the model trained: epochs, batch size, learning rate, seed."""
-        c = self.command
-        seed = own_seed(c.seed, self._client_id)
-        return Plan(
-            c.epochs, c.batch_size, c.lr, c.momentum, c.mu, c.subset_size, seed, round=c.round, job_round=c.job_round
-        )
+        return plan_of(self.command, self._client_id)
 
     @property
     def metrics(self) -> ClientMetrics:
@@ -291,6 +287,14 @@ class Task:
             detail = f"the update has {size} bytes, more than {limit} of fl-server: raise that or use another encoding"
             self.fail("too_large", detail)
             raise UpdateRefused("too_large", detail)
+
+
+def plan_of(command: pb.TrainCmd, client_id: str) -> Plan:
+    """Return how a client trains in the round that a command asks for, with the client's own seed."""
+    c, seed = command, own_seed(command.seed, client_id)
+    return Plan(
+        c.epochs, c.batch_size, c.lr, c.momentum, c.mu, c.subset_size, seed, round=c.round, job_round=c.job_round
+    )
 
 
 def own_seed(seed: int, client_id: str) -> int:

@@ -3,13 +3,14 @@
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
@@ -22,7 +23,7 @@ from fedring.train.device import pick_device, threads_for
 from fedring.train.errors import SeamError, TrainError, TrainingStopped, failure_detail, failure_reason
 from fedring.train.evaluation import Counts, Evaluator, run_evaluator
 from fedring.train.loop import Loss, OptimizerFactory, train, warm_up
-from fedring.train.plan import TrainResult
+from fedring.train.plan import Plan, TrainResult
 from fedring.train.seam import build_model, optimizer_factory, resolve
 from fedring.train.skeleton import build_skeleton
 from fedring.v1 import federation_pb2 as pb
@@ -141,27 +142,23 @@ class DeclaredTrainer:
     def _train_in_group(self, loaded: LoadedJob, task: Task) -> None:
         model, samples, loss, optimizer = loaded.model, loaded.split.train, loaded.loss, loaded.optimizer
         if task.job.mode == "pipeline":
-            whole = partial(build_model, *self._model_of(task.job))
+            whole = partial(build_model, *_model_of(task.job, self._config))
             held_out = loaded.split.test
             self._pipeline_trainer.train(task, model, samples, held_out, loss=loss, optimizer=optimizer, whole=whole)
         else:
             self._group_trainer.train(task, model, samples, loss=loss, optimizer=optimizer)
 
     def _train(self, loaded: LoadedJob, task: Task) -> TrainResult:
-        if loaded.trainer is None:
-            return train(
-                loaded.model,
+        self.in_users_code = loaded.trainer is not None
+        try:
+            return train_locally(
+                loaded,
                 loaded.split.train,
                 task.plan,
-                loss=loaded.loss,
-                optimizer_factory=loaded.optimizer,
                 device=self._device,
                 progress=task.progress,
                 stopped=lambda: task.cancelled,
             )
-        self.in_users_code = True
-        try:
-            return run_trainer(loaded.trainer, loaded.model, loaded.split.train, task.plan, device=self._device)
         finally:
             self.in_users_code = False
 
@@ -184,39 +181,10 @@ class DeclaredTrainer:
         return self._loaded
 
     def _build(self, job: pb.JobSpec) -> LoadedJob:
-        if job.mode not in MODES:
-            raise SeamError("unknown_mode", f"This client does not know the mode {job.mode!r}: update it.")
-        name = {part: getattr(self._config, part) or getattr(job, part) for part in NAMES}
-        trusted = trusted_by(self._config)
-        arguments = self._model_of(job)
-        # No worker of a pipeline has the memory for all stages.
-        model = build_skeleton(*arguments) if job.mode == "pipeline" else build_model(*arguments).to(self._device)
-        return LoadedJob(
-            model,
-            self._split(resolve(name["data"], trusted), job),
-            resolve(name["loss"], trusted),
-            optimizer_factory(name["optimizer"], json.loads(job.optimizer_args or "{}"), trusted),
-            resolve(name["trainer"], trusted) if name["trainer"] else None,
-            resolve(name["evaluator"], trusted) if name["evaluator"] else None,
-        )
-
-    def _model_of(self, job: pb.JobSpec) -> tuple[str, dict[str, Any], int, list[str]]:
-        """Return what build_model() needs for the job's model."""
-        return self._config.model or job.model, json.loads(job.model_args or "{}"), job.seed, trusted_by(self._config)
-
-    def _split(self, data: Callable[[Path | None, bool], Any], job: pb.JobSpec) -> Split:
-        config = self._config
-        try:
-            split = data(config.data_root, config.download)
-        except DataError:
-            raise
-        except Exception as error:  # the user's code may raise anything
-            raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error
-        if not isinstance(split, Split):
-            raise DataError("no_data", f"The data callable returned a {type(split).__name__}: let it return a Split.")
+        whole = load_job(job, self._config, self._device)
         if job.mode == "pipeline":  # Its workers read the same samples.
-            return split
-        shared = job.mode != "federated"  # Each worker of a group takes its share of all samples.
+            return whole
+        config, split, shared = self._config, whole.split, job.mode != "federated"
         part = load_part(
             split,
             "iid" if shared else job.partition or "none",
@@ -225,10 +193,93 @@ class DeclaredTrainer:
             alpha=job.alpha,
             seed=job.seed,
         )
-        if shared:
+        if shared:  # Each worker of a group takes its share of all samples.
             part = Split(split.train, part.test, split.classes)
         log.info("loaded %s samples of the data set (partition_count=%s)", _size(part.train), config.partition_count)
-        return part
+        return replace(whole, split=part)
+
+
+def load_job(job: pb.JobSpec, config: ClientConfig, device: torch.device) -> LoadedJob:
+    """Import and load everything that a job names, with the samples of all clients.
+
+    Args:
+        job: The job.
+        config: Says which modules are trusted, what is used instead of what the job names, and where data sets are.
+        device: Where the model is kept; the model of a pipeline stays without values.
+
+    Raises:
+        SeamError: If a name cannot be resolved, or the model cannot be built.
+        DataError: If the samples cannot be loaded.
+    """
+    if job.mode not in MODES:
+        raise SeamError("unknown_mode", f"This client does not know the mode {job.mode!r}: update it.")
+    name = {part: getattr(config, part) or getattr(job, part) for part in NAMES}
+    trusted = trusted_by(config)
+    arguments = _model_of(job, config)
+    # No worker of a pipeline has the memory for all stages.
+    model = build_skeleton(*arguments) if job.mode == "pipeline" else build_model(*arguments).to(device)
+    return LoadedJob(
+        model,
+        _load_split(resolve(name["data"], trusted), config),
+        resolve(name["loss"], trusted),
+        optimizer_factory(name["optimizer"], json.loads(job.optimizer_args or "{}"), trusted),
+        resolve(name["trainer"], trusted) if name["trainer"] else None,
+        resolve(name["evaluator"], trusted) if name["evaluator"] else None,
+    )
+
+
+def train_locally(
+    loaded: LoadedJob,
+    samples: Dataset[Any],
+    plan: Plan,
+    *,
+    device: torch.device,
+    progress: Callable[[float], None] = lambda share: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> TrainResult:
+    """Train the loaded model in place on one client's samples, with the built-in loop or the user's trainer.
+
+    Args:
+        loaded: The job; its model holds the values that the round starts from.
+        samples: The samples of the client.
+        plan: How the job wants the model trained.
+        device: Where to train.
+        progress: As for `fedring.train.loop.train`; a user's trainer cannot report how far it is.
+        stopped: As for `fedring.train.loop.train`; a user's trainer does not ask.
+
+    Raises:
+        TrainingStopped: If `stopped` returned True.
+        TrainError: If there are no samples, the training diverged, or the user's trainer reports nonsense.
+    """
+    if loaded.trainer is not None:
+        return run_trainer(loaded.trainer, loaded.model, samples, plan, device=device)
+    return train(
+        loaded.model,
+        samples,
+        plan,
+        loss=loaded.loss,
+        optimizer_factory=loaded.optimizer,
+        device=device,
+        progress=progress,
+        stopped=stopped,
+    )
+
+
+def _model_of(job: pb.JobSpec, config: ClientConfig) -> tuple[str, dict[str, Any], int, list[str]]:
+    """Return what build_model() needs for the job's model."""
+    return config.model or job.model, json.loads(job.model_args or "{}"), job.seed, trusted_by(config)
+
+
+def _load_split(data: Callable[[Path | None, bool], Any], config: ClientConfig) -> Split:
+    try:
+        split = data(config.data_root, config.download)
+    except DataError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error
+    if not isinstance(split, Split):
+        raise DataError("no_data", f"The data callable returned a {type(split).__name__}: let it return a Split.")
+    return split
 
 
 def trusted_by(config: ClientConfig) -> list[str]:

@@ -25,6 +25,7 @@ from fedring.ctl.bench import (
     pipeline,
     pipeline_memory,
     pipeline_schedules,
+    simulate,
 )
 from fedring.ctl.operate import job_control, lists, port_health, token, watch
 from fedring.daemon.config import ConfigError
@@ -152,6 +153,15 @@ _verb(
     "flctl demo --clients 5 --partition dirichlet --alpha 0.1",
     "flctl demo --dataset mnist --data-root data --encoding packed --keep-ratio 0.01",
     "flctl demo --mode pipeline --clients 4 --schedule 1f1b --micro-batches 8",
+    panel=_TRY,
+)
+_verb(
+    app,
+    "simulate",
+    simulate.simulate,
+    "flctl simulate job.toml --clients 1000 --per-round 50",
+    "flctl simulate job.toml partition=dirichlet alpha=0.1 --clients 10000 --per-round 100 --out skewed",
+    "flctl simulate job.toml --clients 100 --workers 1 --seed 7 --output json | jq .accuracy",
     panel=_TRY,
 )
 _verb(

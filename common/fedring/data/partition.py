@@ -95,13 +95,24 @@ def part(name: str, labels: Labels, *, index: int, count: int, alpha: float, see
             f"partition_index={index} is not below partition_count={count}: give each client an index from 0 to "
             f"{count - 1}.",
         )
+    return parts(name, labels, count=count, alpha=alpha, seed=seed)[index]
+
+
+def parts(name: str, labels: Labels, *, count: int, alpha: float, seed: int) -> list[Indices]:
+    """Return the indices of the samples that each of `count` clients holds; the arguments are those of `part`.
+
+    Raises:
+        DataError: With the reason bad_partition, if there is no partition called `name`.
+    """
     match name:
+        case "none":
+            return [np.arange(len(labels))] * count
         case "iid":
-            return iid(len(labels), count, seed)[index]
+            return iid(len(labels), count, seed)
         case "shards":
-            return shards(labels, count, seed)[index]
+            return shards(labels, count, seed)
         case "dirichlet":
-            return dirichlet(labels, count, alpha, seed)[index]
+            return dirichlet(labels, count, alpha, seed)
     raise DataError("bad_partition", f"There is no partition {name!r}: use none, iid, shards or dirichlet.")
 
 
@@ -120,9 +131,31 @@ def load_part(split: Split, partition: str, *, index: int, count: int, alpha: fl
             not show.
     """
     for_test = partition if partition == "none" else "iid"
-    train = part(partition, _labels(split.train, partition), index=index, count=count, alpha=alpha, seed=seed)
-    test = part(for_test, _labels(split.test, for_test), index=index, count=count, alpha=alpha, seed=seed)
-    return Split(_subset(split.train, train), _subset(split.test, test), split.classes)
+    train = part(partition, labels_of(split.train, partition), index=index, count=count, alpha=alpha, seed=seed)
+    test = part(for_test, labels_of(split.test, for_test), index=index, count=count, alpha=alpha, seed=seed)
+    return Split(subset(split.train, train), subset(split.test, test), split.classes)
+
+
+def labels_of(dataset: Dataset[Any], partition: str) -> Labels:
+    """Return the label of every sample, [n] int64; zeros if the partition does not use labels.
+
+    Raises:
+        DataError: With the reason no_labels, if the partition needs labels that the data set does not show.
+    """
+    if partition in ("none", "iid"):
+        return np.zeros(_size(dataset), np.int64)
+    labels = getattr(dataset, "labels", getattr(dataset, "targets", None))
+    if labels is None:
+        raise DataError(
+            "no_labels",
+            f"The partition {partition!r} needs labels: give {type(dataset).__name__} an attribute labels or targets.",
+        )
+    return np.asarray(labels, np.int64)
+
+
+def subset(dataset: Dataset[Any], indices: Indices) -> Dataset[Any]:
+    """Return the samples at `indices`, as Samples if the data set is in memory."""
+    return dataset.subset(indices) if isinstance(dataset, Samples) else Subset(dataset, _ints(indices))
 
 
 def _random(seed: int) -> np.random.RandomState:
@@ -151,25 +184,8 @@ def _draw_shares(random: np.random.RandomState, concentration: NDArray[np.float6
     return random.multinomial(1, concentration / concentration.sum()).astype(np.float64)
 
 
-def _labels(dataset: Dataset[Any], partition: str) -> Labels:
-    """Return the label of every sample, [n]; zeros if the partition does not use labels."""
-    if partition in ("none", "iid"):
-        return np.zeros(_size(dataset), np.int64)
-    labels = getattr(dataset, "labels", getattr(dataset, "targets", None))
-    if labels is None:
-        raise DataError(
-            "no_labels",
-            f"The partition {partition!r} needs labels: give {type(dataset).__name__} an attribute labels or targets.",
-        )
-    return np.asarray(labels, np.int64)
-
-
 def _size(dataset: Any) -> int:
     return len(dataset)
-
-
-def _subset(dataset: Dataset[Any], indices: Indices) -> Dataset[Any]:
-    return dataset.subset(indices) if isinstance(dataset, Samples) else Subset(dataset, _ints(indices))
 
 
 def _ints(indices: Indices) -> Sequence[int]:

@@ -1,0 +1,120 @@
+"""What is known to be wrong with a simulation before anything runs. Each fault is one sentence, with exit code 78."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedring.control.failure import Failure
+from fedring.control.job_file import check_job
+from fedring.daemon.config import explain, read_document
+from fedring.daemon.exits import Exit
+from fedring.train.bounds import MAX_COUNT, MAX_SEED
+from fedring.train.job import Job
+from fedring.train.start import FRESH, NEWEST, is_path
+
+_NAMES = ("model", "data", "loss", "optimizer", "trainer", "evaluator")
+
+
+def job_of(job: Job | Mapping[str, Any] | str | Path, *, per_round: int | None, seed: int | None) -> Job:
+    """Return the job to simulate.
+
+    Args:
+        job: The job, its keys, or the .toml or .json file that holds them.
+        per_round: The clients of each round, in the place of the job's sample_clients; None = as the job says.
+        seed: In the place of the job's seed; None = as the job says.
+
+    Raises:
+        ConfigError: The file cannot be read, or a key is unknown or has a wrong value.
+        Failure: The keys do not fit together, or the job cannot be simulated.
+    """
+    table: Mapping[str, Any]
+    if isinstance(job, Job):
+        table = job.model_dump()
+    elif isinstance(job, Mapping):
+        table = job
+        check_job(table, where="job")
+    else:
+        table = read_document(Path(job))
+        check_job(table, where=str(job))
+    given = {"sample_clients": per_round, "seed": seed}
+    _check_number("per_round", per_round, MAX_COUNT)
+    _check_number("seed", seed, MAX_SEED, least=0)
+    try:
+        spec = Job.model_validate({**table, **{key: value for key, value in given.items() if value is not None}})
+    except ValidationError as error:
+        raise Failure(explain(error, {}, Job), Exit.CONFIG) from error
+    if spec.mode != "federated":
+        raise _wrong(f"mode = {spec.mode!r} cannot be simulated, because its clients train together: use `flctl demo`")
+    if is_path(spec.start):
+        if not Path(spec.start).is_file():
+            raise _wrong(f"start names the file {spec.start}, which is not there")
+        return spec.model_copy(update={"start": str(Path(spec.start).absolute())})
+    if spec.start not in (FRESH, NEWEST):
+        raise _wrong(f"start = {spec.start!r} names a version, and only a server has versions: name a file, or fresh")
+    return spec
+
+
+def check_numbers(job: Job, clients: int, workers: int) -> None:
+    """Check that there are as many clients as the job needs, and a possible number of workers.
+
+    Raises:
+        Failure: There are not.
+    """
+    _check_number("clients", clients, MAX_COUNT)
+    _check_number("workers", workers, 1024)
+    if job.sample_clients > clients:
+        raise _wrong(f"per_round={job.sample_clients} is more than clients={clients}: draw fewer, or simulate more")
+    if job.min_clients > clients:
+        raise _wrong(f"min_clients={job.min_clients} is more than clients={clients}: set min_clients, or simulate more")
+
+
+def check_data_root(data_root: Path | None) -> None:
+    """Check that the folder of the data sets is one.
+
+    Raises:
+        Failure: It is not.
+    """
+    if data_root is not None and not data_root.is_dir():
+        raise _wrong(f"data_root={data_root} is not a folder")
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder of the results, unless it exists.
+
+    Raises:
+        Failure: It cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _wrong(f"out={path} cannot be a folder: {error.strerror or error}") from error
+
+
+def check_enough(job: Job, clients: int, with_samples: int) -> None:
+    """Check that the barrier of the job would open for the clients that have samples.
+
+    Raises:
+        Failure: It would wait for ever.
+    """
+    if with_samples < job.min_clients:
+        raise _wrong(
+            f"{with_samples} of clients={clients} have samples, fewer than the job's min_clients={job.min_clients}: "
+            "simulate more clients, or set min_clients"
+        )
+
+
+def trusted_by(job: Job) -> tuple[str, ...]:
+    """Return the modules that the simulation may import: whoever names a job here runs it on this very machine."""
+    named = {getattr(job, key).partition(":")[0] for key in _NAMES} - {""}
+    return tuple(sorted({"fedring", "torchvision", *named}))
+
+
+def _check_number(name: str, value: int | None, most: int, *, least: int = 1) -> None:
+    if value is not None and not least <= value <= most:
+        raise _wrong(f"{name}={value} is not within {least} and {most}")
+
+
+def _wrong(sentence: str) -> Failure:
+    return Failure(sentence, Exit.CONFIG)

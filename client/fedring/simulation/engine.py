@@ -1,0 +1,227 @@
+"""Where the workers of a simulation run: in processes of their own, or one of them in the calling process."""
+
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol, Self, TypeVar
+
+from fedring.codec.schema import Vectors
+from fedring.control.failure import Failure
+from fedring.daemon.exits import Exit
+from fedring.data import DataError
+from fedring.simulation.worker import Order, Outcome, Setup, Turn, Worker, limit_threads
+from fedring.train.errors import SeamError, failure_detail
+from fedring.train.evaluation import Counts
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_AT_A_TIME = 4
+"""The most clients that a worker is given at a time: few, so that all workers end a round together."""
+
+_STOP_SECONDS = 5.0
+
+
+class Engine(Protocol):
+    """The workers of one simulation. A context manager, whose end stops them."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The number of training samples of each client."""
+        ...
+
+    def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
+        """Yield what comes of each turn, in any order. The next turns are taken when a worker is free.
+
+        Raises:
+            Failure: A worker has ended.
+        """
+        ...
+
+    def evaluate(self, vectors: Vectors) -> Counts:
+        """Evaluate a model on all test samples.
+
+        Raises:
+            Failure: The evaluation has failed, or a worker has ended.
+        """
+        ...
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def load(setup: Setup) -> Worker | Failure:
+    """Return a worker, or why there can be none; an error of the user's code may not survive the way to a caller."""
+    try:
+        return Worker(setup)
+    except (SeamError, DataError) as error:
+        return Failure(str(error).rstrip("."), Exit.CONFIG)
+    except Exception as error:  # the user's code may raise anything
+        log.exception("a worker of the simulation could not start")
+        return Failure(f"a worker of the simulation could not start: {failure_detail(error)}")
+
+
+def evaluate(worker: Worker, vectors: Vectors) -> Counts | Failure:
+    """Return what a worker counts, or why it cannot."""
+    try:
+        return worker.evaluate(vectors)
+    except Exception as error:  # the user's code may raise anything
+        log.exception("the evaluation failed")
+        return Failure(f"the model cannot be evaluated: {failure_detail(error)}")
+
+
+def succeeded(result: T | Failure) -> T:
+    """Return the result, unless it is a Failure, which is raised."""
+    if isinstance(result, Failure):
+        raise result
+    return result
+
+
+class InProcess:
+    """One worker in the calling process, which needs no other process and can be debugged.
+
+    Raises:
+        Failure: The job or its samples cannot be loaded.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._worker = succeeded(load(setup))
+        self.sizes: Sequence[int] = self._worker.sizes
+
+    def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
+        self._worker.begin(order)
+        for turn in turns:
+            yield from self._worker.train([turn])
+
+    def evaluate(self, vectors: Vectors) -> Counts:
+        return succeeded(evaluate(self._worker, vectors))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Processes:
+    """Workers in processes of their own.
+
+    Args:
+        setup: What each of them loads.
+        workers: Their number.
+
+    Raises:
+        Failure: The job or its samples cannot be loaded, or a worker has ended.
+    """
+
+    def __init__(self, setup: Setup, workers: int) -> None:
+        # The processes are forks of one that has only imported what they need: torch's threads would not survive a
+        # fork of this process, and each import of torch takes seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torch._dynamo"])  # which optimizers import when they are first used
+        self._pipes: list[Connection] = []
+        self._processes = []
+        try:
+            for number in range(workers):
+                ours, theirs = context.Pipe()
+                mine = replace(setup, number=number, workers=workers)
+                process = context.Process(target=_serve, args=(theirs, mine, dict(os.environ)), daemon=True)
+                self._pipes.append(ours)
+                process.start()
+                self._processes.append(process)
+                theirs.close()
+            found = [self._receive(pipe) for pipe in self._pipes]
+        except BaseException:  # also KeyboardInterrupt: what was started must not keep running
+            self._stop()
+            raise
+        self.sizes: Sequence[int] = found[0]
+
+    def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
+        for pipe in self._pipes:
+            self._send(pipe, order)
+        rest, busy = iter(turns), set[Connection]()
+
+        def give(pipe: Connection) -> None:
+            if some := list(islice(rest, _AT_A_TIME)):
+                self._send(pipe, some)
+                busy.add(pipe)
+
+        for pipe in self._pipes:
+            give(pipe)
+        while busy:
+            for pipe in [pipe for pipe in wait(list(busy)) if isinstance(pipe, Connection)]:
+                outcomes = self._receive(pipe)
+                busy.remove(pipe)
+                give(pipe)  # It goes on while the caller deals with what it has done.
+                yield from outcomes
+
+    def evaluate(self, vectors: Vectors) -> Counts:
+        for pipe in self._pipes:
+            self._send(pipe, vectors)
+        return sum((self._receive(pipe) for pipe in self._pipes), Counts())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _send(self, pipe: Connection, message: object) -> None:
+        try:
+            pipe.send(message)
+        except OSError as error:
+            raise self._ended(pipe) from error
+
+    def _receive(self, pipe: Connection) -> Any:
+        try:
+            answer = pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._ended(pipe) from error
+        return succeeded(answer)
+
+    def _ended(self, pipe: Connection) -> Failure:
+        number = self._pipes.index(pipe)
+        process = self._processes[number]
+        process.join(_STOP_SECONDS)
+        code = process.exitcode
+        how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+        return Failure(f"worker {number} of the simulation ended {how}: is there enough memory for all workers?")
+
+    def _stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()  # which ends the worker, as soon as it has done what it was given
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(_STOP_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(pipe: Connection, setup: Setup, environment: Mapping[str, str]) -> None:
+    """Be a worker until the other end of the pipe is closed. Runs in a process of its own."""
+    os.environ.clear()  # They are those of the first simulation of this script.
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the parent ends this one
+    limit_threads(setup.threads)
+    with suppress(EOFError, OSError):
+        worker = load(setup)
+        if isinstance(worker, Failure):
+            return pipe.send(worker)
+        pipe.send(worker.sizes)
+        while True:
+            match pipe.recv():
+                case Order() as order:
+                    worker.begin(order)
+                case Vectors() as vectors:
+                    pipe.send(evaluate(worker, vectors))
+                case turns:
+                    pipe.send(worker.train(turns))

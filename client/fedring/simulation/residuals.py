@@ -1,0 +1,64 @@
+"""What the updates of each client have left out so far, in one file: a slot for each client, written when it is used.
+
+The file is sparse, so it takes up the space of the clients that have a residual, and the memory of none.
+"""
+
+import os
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.control.failure import Failure
+
+Residual = NDArray[np.float32]  # [num_parameters]
+
+
+class Residuals:
+    """The residuals of all clients. The file is deleted at the end of the `with` block.
+
+    Args:
+        path: The file to make.
+        size: The number of parameters of the model.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path, self._bytes = path, 4 * size
+        self._held: set[int] = set()
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+        self._path.unlink(missing_ok=True)
+
+    def get(self, client: int) -> Residual | None:
+        """Return the residual of a client, which must not be changed; None if its updates have left nothing out."""
+        if client not in self._held:
+            return None
+        parts, start, left = [], client * self._bytes, self._bytes
+        while left:  # the system reads at most 2 GiB at a time
+            parts.append(os.pread(self._fd, left, start))
+            start, left = start + len(parts[-1]), left - len(parts[-1])
+        return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), np.float32)
+
+    def put(self, client: int, residual: Residual | None) -> None:
+        """Keep what the accepted update of a client has left out; None = nothing.
+
+        Raises:
+            Failure: The disk refuses it.
+        """
+        if residual is None:
+            self._held.discard(client)
+            return
+        data, start = np.ascontiguousarray(residual).data.cast("B"), client * self._bytes
+        try:
+            while data:
+                written = os.pwrite(self._fd, data, start)
+                data, start = data[written:], start + written
+        except OSError as error:
+            raise Failure(f"the residuals cannot be written to {self._path}: {error.strerror or error}") from error
+        self._held.add(client)

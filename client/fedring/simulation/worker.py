@@ -1,0 +1,217 @@
+"""A worker: it holds the model and the samples of one job, and trains one client after the other.
+
+For each client it does what fl-client does between a command and an upload, and what fl-server does before it accepts
+the update, with their functions.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fedring.client.config import ClientConfig
+from fedring.client.errors import UpdateRefused
+from fedring.client.task import plan_of
+from fedring.client.trainer import load_job, train_locally
+from fedring.client.transfer.download import HeldModel
+from fedring.client.transfer.update import TrainingReport, Update, make_update
+from fedring.codec import CodecError
+from fedring.codec.digest import name_of
+from fedring.codec.schema import Vectors
+from fedring.data import DataError
+from fedring.data.partition import labels_of, parts, subset
+from fedring.rpc.chunks import CHUNK_BYTES
+from fedring.rpc.contract import SMALL_BYTES
+from fedring.rpc.errors import FedringError
+from fedring.server.round.plan import job_spec
+from fedring.server.state.rows import UpdateRow
+from fedring.server.update import upload
+from fedring.server.update.admission import check_payload
+from fedring.simulation.residuals import Residual
+from fedring.train.batches import size_of
+from fedring.train.device import pick_device
+from fedring.train.errors import SeamError, TrainError, failure_detail
+from fedring.train.evaluation import Counts, run_evaluator
+from fedring.train.job import Job
+from fedring.train.loop import seeded, warm_up
+from fedring.train.state import fill, read_vectors, schema_of
+from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker loads once, when it starts."""
+
+    job: Job
+    clients: int  # among whom the samples are divided
+    data_root: Path | None
+    trusted: tuple[str, ...]
+    device: str
+    threads: int  # of torch
+    number: int = 0  # of the worker, from 0
+    workers: int = 1  # each of which evaluates its share of the test samples
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """A round, for a worker that trains clients in it."""
+
+    command: bytes  # a serialized TrainCmd
+    vectors: Vectors  # the model that the round starts from
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A client to train."""
+
+    client: int  # its number, from 0
+    residual: Residual | None  # what its earlier updates have left out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What came of a client's turn."""
+
+    client: int
+    update: UpdateRow | None  # with its payload; None if there is none
+    residual: Residual | None = None  # what the update has left out
+    failure: str = ""  # why there is no update, as one sentence
+
+
+def client_id(client: int) -> str:
+    """Return the id of a client by its number, as `fedring.ctl.fleet.Fleet` names its clients."""
+    return f"client-{client}"
+
+
+class Worker:
+    """Trains and evaluates for a simulation.
+
+    Attributes:
+        sizes: The number of training samples of each client.
+
+    Raises:
+        SeamError: If a name in the job cannot be resolved, or the model cannot be built.
+        DataError: If the samples cannot be loaded or divided.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._device = pick_device(setup.device)
+        job, spec = setup.job, job_spec(setup.job, 1)
+        config = ClientConfig.model_construct(  # which does not read the environment
+            data_root=setup.data_root, trusted=list(setup.trusted)
+        )
+        with seeded(
+            job.seed, self._device
+        ):  # so that a data callable that draws samples draws the same ones everywhere
+            self._loaded = load_job(spec, config, self._device)
+        warm_up(self._device)
+        split = self._loaded.split
+        labels = labels_of(split.train, job.partition)
+        self._parts = parts(job.partition, labels, count=setup.clients, alpha=job.alpha, seed=job.seed)
+        self.sizes = [len(part) for part in self._parts]
+        held_out = parts("iid", labels_of(split.test, "iid"), count=setup.workers, alpha=job.alpha, seed=job.seed)
+        self._held_out = subset(split.test, held_out[setup.number])
+        self._schema = schema_of(self._loaded.model)
+        self._command = pb.TrainCmd()
+        self._base: HeldModel | None = None
+
+    def begin(self, order: Order) -> None:
+        """Take the model and the command of the next round."""
+        self._command = pb.TrainCmd.FromString(order.command)
+        self._base = HeldModel(self._command.model_digest, self._schema, order.vectors)
+
+    def train(self, turns: Sequence[Turn]) -> list[Outcome]:
+        """Train clients in the round that has begun. What goes wrong is the failure of the client alone."""
+        return [self._turn(turn) for turn in turns]
+
+    def evaluate(self, vectors: Vectors) -> Counts:
+        """Evaluate a model on this worker's share of the test samples.
+
+        Raises:
+            Exception: Whatever the user's evaluator or loss raises.
+        """
+        loaded = self._loaded
+        if not size_of(self._held_out):
+            return Counts()
+        fill(loaded.model, self._schema, vectors)
+        return run_evaluator(loaded.evaluator, loaded.model, self._held_out, loss=loaded.loss, device=self._device)
+
+    def _turn(self, turn: Turn) -> Outcome:
+        try:
+            update = self._update(turn)
+            return Outcome(turn.client, self._admit(turn.client, update), update.residual)
+        except (SeamError, TrainError, DataError, CodecError, FedringError, UpdateRefused) as error:
+            failure = str(error)
+        except Exception as error:  # the user's code may raise anything
+            log.exception("%s failed in round %d", client_id(turn.client), self._command.round)
+            failure = failure_detail(error)
+        return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {failure}")
+
+    def _update(self, turn: Turn) -> Update:
+        """Do what fl-client does between the command and the upload."""
+        loaded, command, base, name = self._loaded, self._command, self._base, client_id(turn.client)
+        if base is None:
+            raise ValueError("no round has begun")
+        fill(loaded.model, self._schema, base.vectors)
+        samples = subset(loaded.split.train, self._parts[turn.client])
+        result = train_locally(loaded, samples, plan_of(command, name), device=self._device)
+        if loaded.trainer and (clause := self._schema.difference(schema_of(loaded.model))):
+            raise UpdateRefused("wrong_schema", f"this model is not the one that was loaded: {clause}")
+        training = TrainingReport(result.num_samples, result.seconds, result.metrics)
+        return make_update(command, name, base, read_vectors(loaded.model), training, turn.residual)
+
+    def _admit(self, client: int, update: Update) -> UpdateRow:
+        command = self._command
+        terms = upload.Terms(command.model_digest, command.max_update_bytes, self._schema)
+        return admit(client_id(client), update.offer, b"".join(update.parts), terms, epoch=command.epoch)
+
+
+def admit(client: str, offer: pb.UpdateOffer, payload: bytes, terms: upload.Terms, *, epoch: int) -> UpdateRow:
+    """Return the row of an update that the server would accept, with its payload.
+
+    Args:
+        client: The id of the client that offers the update.
+        offer: What it offers.
+        payload: The bytes of the update.
+        terms: What the round demands.
+        epoch: Of the server.
+
+    Raises:
+        FedringError, CodecError: The server would refuse the update.
+    """
+    state, received = upload.Upload(client, epoch), 0
+    whole = len(payload) <= SMALL_BYTES  # it comes with its offer
+    event: upload.Event = upload.Offered(offer, payload if whole else None)
+    while True:
+        match state.handle(event):
+            case upload.LookUp():
+                event = upload.Known("")
+            case upload.AskRound():
+                event = terms
+            case upload.Open():
+                event = upload.Opened(len(payload) if whole else 0)
+            case upload.Send():
+                event = upload.Sent()
+            case upload.Read():
+                event = upload.Chunk(received, payload[received : received + CHUNK_BYTES])
+            case upload.Write(data):
+                received, event = received + len(data), upload.Written()
+            case upload.TakeDigest():
+                event = upload.Digested(name_of(payload))
+            case upload.Admit(packets, schema):
+                norm = check_payload(lambda at, size: payload[at : at + size], packets, schema)
+                event = upload.Admitted(norm, time.time(), payload)
+            case upload.Accept(row):
+                return row
+            case upload.Done():
+                raise ValueError("an update that nobody has offered before cannot be accepted already")
+
+
+def limit_threads(threads: int) -> None:
+    """Let torch compute with so many threads in this process."""
+    torch.set_num_threads(threads)

@@ -1,0 +1,52 @@
+"""Parts of jobs that are simulated."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedring.data import Samples, Split
+
+
+def normed(width: int = 24) -> nn.Module:
+    """Build a network for the 8 x 8 digits, with buffers of both kinds and with random numbers in each step."""
+    hidden = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2))
+    return nn.Sequential(hidden, nn.Linear(width, 10))
+
+
+def drawn(root: Path | None, download: bool) -> Split:
+    """Return samples that torch draws without a seed, of which every process must have the same ones."""
+    inputs, labels = torch.randn(300, 1, 8, 8), torch.randint(10, (300,))
+    return Split(Samples(inputs[:200], labels[:200]), Samples(inputs[200:], labels[200:]), classes=10)
+
+
+def add_number(model: nn.Module, samples: Any, plan: Any) -> dict[str, float]:
+    """Add the number of the round to each parameter, instead of a training."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(plan.job_round)
+    return {"num_samples": len(samples), "loss": 1.0, "rounds": plan.job_round}
+
+
+def fails_for_some(model: nn.Module, samples: Any, plan: Any) -> int:
+    """Fail where the client's own seed is odd."""
+    if plan.seed % 2:
+        raise RuntimeError("an odd seed")
+    return len(samples)
+
+
+def fails(model: nn.Module, samples: Any, plan: Any) -> int:
+    """Fail always."""
+    raise RuntimeError("this trainer never works")
+
+
+def dies(model: nn.Module, samples: Any, plan: Any) -> int:
+    """End the process."""
+    os._exit(3)
+
+
+def no_evaluation(model: nn.Module, samples: Any) -> Any:
+    """Fail to evaluate."""
+    raise RuntimeError("nothing to compare with")

@@ -1,0 +1,243 @@
+"""Simulations without daemons: what is drawn, kept, told and refused."""
+
+import json
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedring.codec import CodecError, Encoding, encode
+from fedring.codec.digest import name_of, update_name
+from fedring.codec.schema import Entry, Schema
+from fedring.control.failure import Failure
+from fedring.daemon.config import ConfigError
+from fedring.daemon.exits import Exit
+from fedring.rpc.errors import BadUpdate, FedringError
+from fedring.server.update.upload import Terms
+from fedring.simulation import simulate
+from fedring.simulation.residuals import Residuals
+from fedring.simulation.worker import admit
+from fedring.train.job import Job
+from fedring.v1 import federation_pb2 as pb
+
+Call = Callable[..., tuple[int, str, str]]
+JOB = {"rounds": 2, "model_args": {"hidden": 8}, "batch_size": 16}
+HERE = "user_simulation"
+
+
+@pytest.fixture(autouse=True)
+def _users_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "fixtures_user_code"))
+
+
+def alone(clients: int = 6, per_round: int | None = None, **keys: Any) -> dict[str, Any]:
+    """Simulate with one worker in this process."""
+    return simulate({**JOB, **keys}, clients=clients, per_round=per_round, workers=1)
+
+
+def untimed(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in row.items() if not key.endswith(("seconds", "_max"))} for row in report["rounds"]
+    ]
+
+
+def test_the_same_simulation_gives_the_same_model_and_another_seed_another_one() -> None:
+    first, second = (simulate(JOB, clients=6, per_round=3, workers=1) for _ in range(2))
+    other = simulate(JOB, clients=6, per_round=3, workers=1, seed=1)
+    assert untimed(first) == untimed(second)
+    assert first["model_sha256"] == second["model_sha256"] != other["model_sha256"]
+
+
+@pytest.mark.programs
+def test_the_model_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    keys = {**JOB, "encoding": "packed", "data": f"{HERE}:drawn", "model": f"{HERE}:normed", "model_args": {}}
+    one, two = (simulate(keys, clients=7, per_round=5, workers=workers, out=tmp_path) for workers in (1, 2))
+    assert one["model_sha256"] == two["model_sha256"]
+    assert [row["accuracy"] for row in one["rounds"]] == [row["accuracy"] for row in two["rounds"]]
+    assert json.loads((tmp_path / "report.json").read_text()) == two
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "report.json"]
+    assert multiprocessing.active_children() == []
+
+
+def test_a_client_without_samples_is_not_drawn_and_the_report_counts_it() -> None:
+    report = alone(clients=3000, per_round=60, partition="dirichlet", alpha=0.1, rounds=1, evaluate=False)
+    assert report["clients_without_samples"] == 3000 - 1437
+    assert report["clients_drawn"] == report["rounds"][0]["clients"] == 60
+    assert report["rounds"][0]["failures"] == []
+
+
+def test_each_round_draws_as_many_clients_as_was_asked_for() -> None:
+    report = alone(clients=40, per_round=3, rounds=4)
+    assert [row["clients"] for row in report["rounds"]] == [3] * 4
+    assert 3 < report["clients_drawn"] <= 12
+    assert report["updates"] == 12
+
+
+def test_a_users_trainer_trains_and_its_figures_are_told() -> None:
+    report = alone(trainer=f"{HERE}:add_number", evaluate=False)
+    assert report["rounds"][1]["metrics"] == {"train/loss": 1.0, "train/rounds": 2.0}
+    assert report["accuracy"] is None
+
+
+def test_the_round_goes_on_without_clients_that_fail_and_tells_why() -> None:
+    report = alone(clients=12, trainer=f"{HERE}:fails_for_some", rounds=1)
+    row = report["rounds"][0]
+    assert 0 < row["clients"] < row["selected"] == 12
+    assert len(row["failures"]) == min(10, 12 - row["clients"])
+    assert all(text.startswith("client-") and "an odd seed" in text for text in row["failures"])
+
+
+def test_a_simulation_ends_when_too_many_rounds_have_no_update() -> None:
+    with pytest.raises(Failure, match=r"round 2 is abandoned, .*0 of 6 clients.*: client-\d: .*never works") as caught:
+        alone(trainer=f"{HERE}:fails", rounds=5, max_abandoned=2)
+    assert caught.value.exit_code == Exit.FAILED
+
+
+def test_an_evaluation_that_fails_ends_the_simulation_with_its_reason() -> None:
+    with pytest.raises(Failure, match="cannot be evaluated: RuntimeError: nothing to compare with"):
+        alone(evaluator=f"{HERE}:no_evaluation")
+
+
+@pytest.mark.programs
+def test_a_worker_that_dies_ends_the_simulation_with_one_sentence() -> None:
+    with pytest.raises(Failure, match=r"worker [01] of the simulation ended with exit code 3"):
+        simulate({**JOB, "trainer": f"{HERE}:dies"}, clients=6, workers=2)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_job_with_patience_ends_when_its_model_gets_no_better() -> None:
+    report = alone(trainer=f"{HERE}:add_number", rounds=20, patience=3, best_by="min train/rounds")
+    assert len(report["rounds"]) == 4
+
+
+def test_progress_is_shown_after_each_client_and_each_round() -> None:
+    seen: list[tuple[float, int]] = []
+    simulate(
+        JOB, clients=6, per_round=2, workers=1, show=lambda share, row: seen.append((share, row["round"] if row else 0))
+    )
+    assert seen == [(0.25, 0), (0.5, 0), (0.5, 1), (0.75, 1), (1.0, 1), (1.0, 2)]
+
+
+def test_a_simulation_starts_from_the_file_that_the_job_names(tmp_path: Path) -> None:
+    simulate(JOB, clients=4, workers=1, out=tmp_path)
+    keys: dict[str, Any] = {"trainer": f"{HERE}:add_number", "rounds": 1, "evaluate": False, "encoding": "fp32"}
+    fresh, later = alone(**keys), alone(**keys, start=str(tmp_path / "model.safetensors"))
+    assert fresh["model_sha256"] != later["model_sha256"]
+
+
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"clients": 0}, "clients=0 is not within 1 and"),
+    ({}, {"clients": 1}, "min_clients=2 is more than clients=1"),
+    ({}, {"clients": 4, "per_round": 5}, "per_round=5 is more than clients=4"),
+    ({}, {"clients": 4, "per_round": 0}, "per_round=0 is not within 1 and"),
+    ({}, {"clients": 4, "seed": -1}, "seed=-1 is not within 0 and"),
+    ({}, {"clients": 4, "workers": 0}, "workers=0 is not within 1 and"),
+    ({}, {"clients": 4, "data_root": "/nowhere"}, "data_root=/nowhere is not a folder"),
+    ({"mode": "data_parallel"}, {"clients": 4}, "mode = 'data_parallel' cannot be simulated"),
+    ({"start": "best"}, {"clients": 4}, "start = 'best' names a version"),
+    ({"start": "nowhere/x.pt"}, {"clients": 4}, "nowhere/x.pt, which is not there"),
+    ({"model": "no_such_module:net"}, {"clients": 4}, "model: There is no module no_such_module"),
+    ({"trainer": "no_such_module:train"}, {"clients": 4}, "There is no module no_such_module"),
+    ({"data": "fedring.data:mnist"}, {"clients": 4}, "MNIST is not part of fedring"),
+    ({"optimizer_args": {"x": 1}}, {"clients": 4}, "optimizer_args: The optimizer"),
+    ({"server_optimizer": {"name": "SGD", "args": {"lr": 1.0, "x": 2}}}, {"clients": 4}, "server_optimizer"),
+    ({"min_clients": 1500}, {"clients": 1600}, "1437 of clients=1600 have samples"),
+    ({"min_clients_to_aggregate": 3}, {"clients": 4}, "min_clients_to_aggregate must be at most min_clients=2"),
+]
+
+
+@pytest.mark.parametrize(("keys", "options", "sentence"), WRONG)
+def test_wrong_input_is_refused_with_one_sentence(keys: dict[str, Any], options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(Failure, match=sentence) as caught:
+        simulate({**JOB, **keys}, **{"workers": 1, **options})
+    assert caught.value.exit_code == Exit.CONFIG
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_key_of_the_job_is_refused() -> None:
+    with pytest.raises(ConfigError, match="batchsize"):
+        simulate({"batchsize": 3}, clients=4)
+
+
+def test_flctl_simulate_writes_report_model_and_plot(flctl: Call, tmp_path: Path) -> None:
+    job, out = tmp_path / "job.toml", tmp_path / "out"
+    job.write_text('rounds = 2\nmodel_args = {hidden = 8}\npartition = "shards"\n')
+    options = ("--clients", 1500, "--per-round", 4, "--workers", 1, "--out", out)
+    code, text, told = flctl("simulate", job, "batch_size=4", *options)
+    assert code == 0
+    assert "1,500 clients" in text
+    assert "63 of the clients have no samples" in told
+    assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "report.json", "rounds.png"]
+    code, text, _ = flctl("simulate", job, "batch_size=4", *options, "--output", "json")
+    assert json.loads(text) == json.loads((out / "report.json").read_text())
+
+
+def test_flctl_simulate_ends_with_78_if_the_input_is_wrong(flctl: Call, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('mode = "pipeline"\n')
+    code, _, told = flctl("simulate", job, "--workers", 1, "--out", tmp_path / "out")
+    assert (code, told.count("\n")) == (Exit.CONFIG, 1)
+    assert told.startswith("flctl: mode = 'pipeline' cannot be simulated")
+
+
+def test_residuals_are_kept_for_each_client_and_forgotten_with_the_update_that_leaves_none(tmp_path: Path) -> None:
+    values = {client: np.full(5, client, np.float32) for client in (0, 9999)}
+    with Residuals(tmp_path / "residuals", 5) as residuals:
+        for client, residual in values.items():
+            assert residuals.get(client) is None
+            residuals.put(client, residual)
+        for client, residual in values.items():
+            found = residuals.get(client)
+            assert found is not None
+            np.testing.assert_array_equal(found, residual)
+        residuals.put(0, None)
+        assert residuals.get(0) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def offered(size: int, *, digest: str = "", name: str = "client-3") -> tuple[pb.UpdateOffer, bytes, Terms]:
+    """Return the offer of an update of a model with `size` parameters, its payload, and the terms of its round."""
+    schema = Schema((Entry("w", (size,), "float32", "parameter"),))
+    payload = encode(np.ones(size, np.float32), Encoding("fp32"))
+    packet = pb.Packet(
+        vector=pb.VECTOR_PARAMETERS, kind=pb.KIND_DELTA, encoding="fp32", bytes=len(payload), num_samples=7
+    )
+    header = pb.UpdateHeader(
+        run_id="simulation", epoch=1, round=1, client_id=name, schema_hash=schema.hash, base_digest="base",
+        packets=[packet], total_bytes=len(payload),
+    ).SerializeToString()  # fmt: skip
+    digest = digest or name_of(payload)
+    return (
+        pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest)),
+        payload,
+        Terms("base", 10**9, schema),
+    )
+
+
+@pytest.mark.parametrize("size", [10, 600_000])
+def test_the_servers_checks_pass_a_good_update_in_one_message_or_in_chunks(size: int) -> None:
+    offer, payload, terms = offered(size)
+    row = admit("client-3", offer, payload, terms, epoch=1)
+    assert (row.client_id, row.num_samples, row.payload, row.epoch) == ("client-3", 7, payload, 1)
+    assert row.norm == pytest.approx(size**0.5)
+
+
+def test_the_servers_checks_refuse_what_the_server_would_refuse() -> None:
+    offer, payload, terms = offered(10)
+    bad = payload[:-4] + np.array([np.nan], "<f4").tobytes()
+    offer_of_bad, _, _ = offered(10, digest=name_of(bad))
+    with pytest.raises(CodecError, match="non_finite"):
+        admit("client-3", offer_of_bad, bad, terms, epoch=1)
+    with pytest.raises(FedringError):
+        admit("client-3", offer, payload[:-1] + b"x", terms, epoch=1)
+    with pytest.raises(FedringError, match="cannot speak for another client"):
+        admit("client-4", offer, payload, terms, epoch=1)
+    with pytest.raises(BadUpdate, match="starts from another model"):
+        admit("client-3", offer, payload, Terms("other", 10**9, terms.schema), epoch=1)
+
+
+def test_a_job_object_is_simulated_too() -> None:
+    assert simulate(Job.model_validate({"rounds": 1}), clients=2, workers=1)["updates"] == 2
