@@ -23,11 +23,12 @@ COMMON: dict[str, Any] = {"rounds": 4, "min_clients": CLIENTS, "sample_clients":
 JOBS: dict[str, dict[str, Any]] = {
     "error feedback, buffers, dropout": {
         "model": "user_simulation:normed", "encoding": "packed", "keep_ratio": 0.05, "epochs": 2,
-        "partition": "dirichlet", "alpha": 0.1,
+        "partition": "dirichlet", "alpha": 0.1, "normalize_steps": True,
     },
-    "a server optimizer and encoded downloads": {
+    "guards, a rule, a schedule, a server optimizer, encoded downloads": {
         "encoding": "uniform", "download_encoding": "uniform", "partition": "shards", "mu": 0.01, "subset_size": 50,
-        "server_optimizer": {"name": "SGD", "args": {"lr": 0.9, "momentum": 0.5}},
+        "server_optimizer": {"name": "SGD", "args": {"lr": 0.9, "momentum": 0.5}}, "update_clip_factor": 0.9,
+        "lr": {"schedule": "cosine", "start": 0.1, "end": 0.01}, "aggregation": {"rule": "centered_clip", "bucketing": 2},
     },
 }  # fmt: skip
 

@@ -145,6 +145,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optimizer_args": {"x": 1}}, {"clients": 4}, "optimizer_args: The optimizer"),
     ({"server_optimizer": {"name": "SGD", "args": {"lr": 1.0, "x": 2}}}, {"clients": 4}, "server_optimizer"),
     ({"min_clients": 1500}, {"clients": 1600}, "1437 of clients=1600 have samples"),
+    ({"private": ["*.bias"]}, {"clients": 4}, "shared and private cannot be simulated"),
+    ({"clients": {"site": "eu"}}, {"clients": 4}, "clients = .* simulated clients have no labels"),
     ({"min_clients_to_aggregate": 3}, {"clients": 4}, "min_clients_to_aggregate must be at most min_clients=2"),
 ]
 

@@ -47,6 +47,12 @@ def job_of(job: Job | Mapping[str, Any] | str | Path, *, per_round: int | None, 
         raise Failure(explain(error, {}, Job), Exit.CONFIG) from error
     if spec.mode != "federated":
         raise _wrong(f"mode = {spec.mode!r} cannot be simulated, because its clients train together: use `flctl demo`")
+    if spec.shared != ["*"] or spec.private:
+        raise _wrong(
+            "shared and private cannot be simulated, because simulated clients keep no tensors: leave them out"
+        )
+    if spec.clients:
+        raise _wrong(f"clients = {spec.clients} cannot be simulated, because simulated clients have no labels")
     if is_path(spec.start):
         if not Path(spec.start).is_file():
             raise _wrong(f"start names the file {spec.start}, which is not there")
@@ -107,7 +113,8 @@ def check_enough(job: Job, clients: int, with_samples: int) -> None:
 
 def trusted_by(job: Job) -> tuple[str, ...]:
     """Return the modules that the simulation may import: whoever names a job here runs it on this very machine."""
-    named = {getattr(job, key).partition(":")[0] for key in _NAMES} - {""}
+    names = [*(getattr(job, key) for key in _NAMES), job.aggregation.rule]
+    named = {name.partition(":")[0] for name in names if ":" in name}
     return tuple(sorted({"fedring", "torchvision", *named}))
 
 

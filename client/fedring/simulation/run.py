@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.server.config import ServerConfig
+from fedring.server.model.guards import guard
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
+from fedring.server.model.rule import RuleError
 from fedring.server.model.versions import ModelVersions, files_of
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.round import machine
@@ -138,7 +141,7 @@ class _Server:
         self._blobs = FileBlobs(folder)
         stack.callback(self._blobs.close)
         executor = stack.enter_context(ThreadPoolExecutor(config.threads))
-        self._job = job
+        self._job, self._last_median = job, 0.0
         self._maker = ModelMaker(self._blobs, executor, config, _RUN_ID, ModelVersions(self._blobs))
         self._checks = JobChecks(config, self._maker)
 
@@ -168,13 +171,23 @@ class _Server:
             reader = ModelReader(blob)
             return reader.schema, reader.vectors()
 
-    def next(self, base: ModelRow, updates: list[UpdateRow], number: int) -> ModelRow:
+    def next(self, base: ModelRow, updates: list[UpdateRow], number: int, seed: int) -> ModelRow:
         """Make the model that a round publishes, and forget the one that it started from.
 
+        Args:
+            base: The model that the round started from.
+            updates: Its updates.
+            number: Of the round.
+            seed: Of the round.
+
         Raises:
-            StorageError, CodecError, OptimizerError, RuntimeError: It cannot be made; the last is torch's.
+            StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: It cannot be made; the last is
+                torch's.
         """
-        model = self._maker.next(base, updates, self._job, number, base.version + 1)
+        guarded = guard(self._job, updates, self._last_median, job_round=number)
+        make = partial(self._maker.next, seed=seed, guarded=guarded)
+        model = make(base, updates, self._job, number, base.version + 1)
+        self._last_median = guarded.median_norm
         for name in {*files_of(base)} - {*files_of(model), ""}:
             self._blobs.delete(name)
         return model
@@ -190,6 +203,7 @@ class _Work:
     """What has come of a round so far."""
 
     number: int
+    seed: int
     selected: int
     began: float = field(default_factory=time.perf_counter)
     updates: list[UpdateRow] = field(default_factory=list)
@@ -284,7 +298,7 @@ class _Run:
         row = RoundRow(number, 1, number, Phase.TRAINING, 0.0)
         command = round_command(self._job, row, self._model, run_id=_RUN_ID, epoch=_EPOCH, most_bytes=0)
         names = machine.sample(self._candidates, Round(number, self._rules, Phase.WAITING, 0.0))
-        work = _Work(number, len(names))
+        work = _Work(number, command.seed, len(names))
         self._drawn.update(names)
         order = Order(command.SerializeToString(), self._vectors)
         for outcome in self._engine.train(order, self._turns(names)):
@@ -308,8 +322,15 @@ class _Run:
     def _publish(self, work: _Work) -> str:
         """Make the next model. Returns why that is impossible, or an empty text."""
         try:
-            self._model = self._server.next(self._model, work.updates, work.number)
-        except (StorageError, CodecError, OptimizerError, RuntimeError) as error:  # torch raises RuntimeErrors
+            self._model = self._server.next(self._model, work.updates, work.number, work.seed)
+        except (
+            StorageError,
+            CodecError,
+            OptimizerError,
+            RuleError,
+            SeamError,
+            RuntimeError,
+        ) as error:  # torch raises RuntimeErrors
             return f"no model can be made of the updates: {error}"
         _, self._vectors = self._server.read(self._model)
         return ""

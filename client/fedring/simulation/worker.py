@@ -37,7 +37,8 @@ from fedring.train.errors import SeamError, TrainError, failure_detail
 from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.job import Job
 from fedring.train.loop import seeded, warm_up
-from fedring.train.state import fill, read_vectors, schema_of
+from fedring.train.state import fill, read_vectors
+from fedring.train.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,8 @@ class Worker:
         self.sizes = [len(part) for part in self._parts]
         held_out = parts("iid", labels_of(split.test, "iid"), count=setup.workers, alpha=job.alpha, seed=job.seed)
         self._held_out = subset(split.test, held_out[setup.number])
-        self._schema = schema_of(self._loaded.model)
+        self._sharing = job.sharing
+        self._schema = split_tensors(self._loaded.model, self._sharing).shared
         self._command = pb.TrainCmd()
         self._base: HeldModel | None = None
 
@@ -160,10 +162,10 @@ class Worker:
         fill(loaded.model, self._schema, base.vectors)
         samples = subset(loaded.split.train, self._parts[turn.client])
         result = train_locally(loaded, samples, plan_of(command, name), device=self._device)
-        if loaded.trainer and (clause := self._schema.difference(schema_of(loaded.model))):
+        if loaded.trainer and (clause := self._schema.difference(split_tensors(loaded.model, self._sharing).shared)):
             raise UpdateRefused("wrong_schema", f"this model is not the one that was loaded: {clause}")
         training = TrainingReport(result.num_samples, result.seconds, result.metrics)
-        return make_update(command, name, base, read_vectors(loaded.model), training, turn.residual)
+        return make_update(command, name, base, read_vectors(loaded.model, self._schema.names), training, turn.residual)
 
     def _admit(self, client: int, update: Update) -> UpdateRow:
         command = self._command

@@ -6,7 +6,6 @@ from fedring.server.group import machine as gr
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.sessions import Sessions
 from fedring.server.state.facts import Facts
-from fedring.train.labels import match
 
 
 async def look_after_groups(rounds: Rounds, sessions: Sessions, facts: Facts) -> None:
@@ -32,6 +31,6 @@ def replacements(rounds: Rounds, sessions: Sessions, state: gr.State) -> list[st
     open_ = rounds.open
     if open_ is None or state.phase is not gr.Phase.GATHERING or not state.has_run:
         return []
-    here = {session.client_id for session in sessions if session.matched and match(session.labels, open_.job.clients)}
+    here = set(sessions.here(open_.job.clients))
     short = state.rules.target - len(here & state.expected)
     return sorted(here.difference(open_.row.selected))[: max(0, short)]

@@ -52,7 +52,6 @@ from fedring.server.state.journal import Journal
 from fedring.server.state.rows import JobRow, ModelRow, RoundRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
-from fedring.train.labels import match
 from fedring.train.metrics import result_of
 from fedring.v1 import federation_pb2 as pb
 
@@ -281,8 +280,7 @@ class RoundRunner:
         open_.row, rounds.latest = ended, model
         self._metrics.guarded(open_.guarded)
         self._models.versions.remember(model)
-        here = [s.client_id for s in self._sessions if s.matched and match(s.labels, open_.job.clients)]
-        evaluators = here if open_.job.evaluate else []
+        evaluators = self._sessions.here(open_.job.clients) if open_.job.evaluate else []
         rounds.handle(Published(frozenset(evaluators)))
         self._end_training(open_)
         for client in evaluators:

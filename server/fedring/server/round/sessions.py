@@ -17,7 +17,7 @@ from fedring.rpc.errors import BadRequest, FedringError, IdInUse, NoSession, Not
 from fedring.rpc.identity import IDENTITY, NAME, Identity
 from fedring.server.group.returns import Returns
 from fedring.server.state.journal import printable
-from fedring.train.labels import check_labels
+from fedring.train.labels import Wanted, check_labels, match
 from fedring.v1 import federation_pb2 as pb
 
 OUTBOX = 64
@@ -181,6 +181,10 @@ class Sessions:
     def get(self, client_id: str) -> Session | None:
         """Return the client's session, or None."""
         return self._by_client.get(client_id)
+
+    def here(self, wanted: Wanted) -> list[str]:
+        """Return the clients that are matched and have the labels that a job wants."""
+        return [session.client_id for session in self if session.matched and match(session.labels, wanted)]
 
     def __iter__(self) -> Iterator[Session]:
         return iter(sorted(self._by_client.values(), key=lambda session: session.client_id))
