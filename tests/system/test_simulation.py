@@ -28,7 +28,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "guards, a rule, a schedule, a server optimizer, encoded downloads": {
         "encoding": "uniform", "download_encoding": "uniform", "partition": "shards", "mu": 0.01, "subset_size": 50,
         "server_optimizer": {"name": "SGD", "args": {"lr": 0.9, "momentum": 0.5}}, "update_clip_factor": 0.9,
-        "lr": {"schedule": "cosine", "start": 0.1, "end": 0.01}, "aggregation": {"rule": "centered_clip", "bucketing": 2},
+        "lr": {"schedule": "cosine", "start": 0.1, "end": 0.01},
+        "aggregation": {"rule": "centered_clip", "bucketing": 2},
     },
 }  # fmt: skip
 
