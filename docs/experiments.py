@@ -27,12 +27,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+", help="federated.json, hooks.json, ... as flctl bench wrote them")
     parser.add_argument("--without-times", action="store_true", help="write a dash for each time")
+    parser.add_argument("--place", metavar="NAME", help="the tables to replace, if not those named as the bench")
     arguments = parser.parse_args()
     page = PAGE.read_text(encoding="utf-8")
     for path in arguments.files:
         results = json.loads(path.read_text(encoding="utf-8"))
-        name = results["bench"]
-        tables = TABLES[name](results, _dash if arguments.without_times else _same)
+        name = arguments.place or results["bench"]
+        tables = TABLES[results["bench"]](results, _dash if arguments.without_times else _same)
         lines = [describe(results, times=not arguments.without_times), "", *tables]
         if not arguments.without_times:
             shutil.copyfile(path.with_suffix(".png"), FIGURES / f"experiment-{name}.png")

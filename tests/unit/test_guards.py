@@ -35,6 +35,20 @@ def test_all_updates_can_count_the_same() -> None:
     assert found.stats() == {}
 
 
+def test_with_a_robust_rule_a_claim_of_many_samples_changes_no_update() -> None:
+    rows = [*updates(a=1.0, b=1.0, c=1.0), UpdateRow(1, "d", "", "", (), 1 << 40, 1, 1.0, 1.0, 1.0)]
+    settings: dict[str, Any] = {"normalize_steps": True, "batch_size": 1, "momentum": 0.0}
+    by_mean = guarded(rows, **settings)
+    assert by_mean.factors["c"] > 5
+    by_median = guarded(rows, **settings, aggregation={"rule": "median"})
+    assert by_median.factors["c"] < 4
+    assert (by_mean.capped, by_median.capped) == (("d",), ())
+
+
+def test_the_one_update_of_a_group_is_not_told_to_be_capped() -> None:
+    assert guarded(updates(a=1.0), mode="data_parallel", max_samples=1).capped == ()
+
+
 def test_updates_that_are_too_long_are_shortened() -> None:
     found = guarded(updates(a=1.0, b=8.0, c=4.0, d=0.0), update_clip=2.0)
     assert found.factors == {"b": 0.25, "c": 0.5}

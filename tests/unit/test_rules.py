@@ -35,7 +35,8 @@ def clipped(deltas: Float64, radius: float) -> Float64:
 
 def weiszfeld(deltas: Float64) -> Float64:
     """Pillutla et al. 2022, algorithm 2, on the vectors themselves."""
-    point = np.zeros(deltas.shape[1])
+    norms = np.linalg.norm(deltas, axis=1)
+    point: Float64 = np.mean(deltas * np.minimum(1.0, np.median(norms) / norms)[:, None], axis=0)
     for _ in range(8):
         weights = [1 / np.linalg.norm(delta - point) for delta in deltas]
         point = np.asarray(sum(w * delta for w, delta in zip(weights, deltas, strict=True)) / sum(weights))
@@ -71,6 +72,13 @@ def test_the_radius_of_centered_clipping_is_the_median_norm_unless_it_is_given()
     deltas = honest_and_malicious(0)
     radius = float(np.median(np.linalg.norm(deltas, axis=1)))
     np.testing.assert_allclose(combined(CenteredClip(), deltas), clipped(deltas, radius), rtol=1e-9)
+
+
+@pytest.mark.parametrize(("count", "zeros"), [(3, 1), (10, 4), (20, 8)])
+def test_clients_that_send_zeros_do_not_hold_the_geometric_median_at_the_base_model(count: int, zeros: int) -> None:
+    honest = 1 + 0.1 * np.random.default_rng(0).standard_normal((count - zeros, 50))
+    found = combined(GeometricMedian(), np.concatenate([honest, np.zeros((zeros, 50))]))
+    assert np.linalg.norm(found) > 0.9 * np.linalg.norm(honest.mean(axis=0))
 
 
 @pytest.mark.parametrize("rule", [CenteredClip(), GeometricMedian(), Krum(2), Krum(2, several=True)], ids=repr)

@@ -106,3 +106,10 @@ def test_arguments_that_do_not_fit_are_refused(args: dict[str, object]) -> None:
 def test_a_damaged_state_is_an_error() -> None:
     with pytest.raises(OptimizerError, match="not a state"):
         ServerOptimizer("Adam", {}).step(BASE, DELTAS[0], b"rubbish")
+
+
+@pytest.mark.parametrize("name", ["Adam", "Yogi"])
+def test_a_delta_whose_square_is_infinite_is_refused_and_does_not_stay_in_the_state(name: str) -> None:
+    delta = np.array([1e30, 1.0], np.float32)
+    with pytest.raises(OptimizerError, match="is not finite"):
+        ServerOptimizer(name, {"lr": 0.1}).step(np.zeros(2, np.float32), delta, b"")

@@ -16,6 +16,8 @@ from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.rpc.errors import BadUpdate, FedringError
+from fedring.server.model.making import ModelMaker
+from fedring.server.state.rows import ModelRow
 from fedring.server.update.upload import Terms
 from fedring.simulation import simulate
 from fedring.simulation.residuals import Residuals
@@ -183,6 +185,22 @@ def test_flctl_simulate_ends_with_78_if_the_input_is_wrong(flctl: Call, tmp_path
     code, _, told = flctl("simulate", job, "--workers", 1, "--out", tmp_path / "out")
     assert (code, told.count("\n")) == (Exit.CONFIG, 1)
     assert told.startswith("flctl: mode = 'pipeline' cannot be simulated")
+
+
+def test_the_report_has_the_accuracy_of_the_last_model_although_the_last_round_was_abandoned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = ModelMaker.next
+
+    def next_once(self: ModelMaker, base: ModelRow, *arguments: Any, **options: Any) -> ModelRow:
+        if base.version > 1:
+            raise CodecError("non_finite")
+        return made(self, base, *arguments, **options)
+
+    monkeypatch.setattr(ModelMaker, "next", next_once)
+    report = simulate({**JOB, "rounds": 2}, clients=4, workers=1)
+    assert report["accuracy"] == report["rounds"][0]["accuracy"] is not None
+    assert report["rounds"][1]["reason"]
 
 
 def test_residuals_are_kept_for_each_client_and_forgotten_with_the_update_that_leaves_none(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""What the updates of each client have left out so far, in one file: a slot for each client, written when it is used.
+"""What the updates of each client have left out so far, in one file: a slot for each client that has had a residual.
 
-The file is sparse, so it takes up the space of the clients that have a residual, and the memory of none.
+The file takes up the space of these clients, and the memory of none.
 """
 
 import os
@@ -26,6 +26,7 @@ class Residuals:
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._bytes = path, 4 * size
         self._held: set[int] = set()
+        self._slots: dict[int, int] = {}  # by client, in the order of their first residuals
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
 
     def __enter__(self) -> Self:
@@ -39,7 +40,7 @@ class Residuals:
         """Return the residual of a client, which must not be changed; None if its updates have left nothing out."""
         if client not in self._held:
             return None
-        parts, start, left = [], client * self._bytes, self._bytes
+        parts, start, left = [], self._slots[client] * self._bytes, self._bytes
         while left:  # the system reads at most 2 GiB at a time
             parts.append(os.pread(self._fd, left, start))
             start, left = start + len(parts[-1]), left - len(parts[-1])
@@ -54,7 +55,8 @@ class Residuals:
         if residual is None:
             self._held.discard(client)
             return
-        data, start = np.ascontiguousarray(residual).data.cast("B"), client * self._bytes
+        start = self._slots.setdefault(client, len(self._slots)) * self._bytes
+        data = np.ascontiguousarray(residual).data.cast("B")
         try:
             while data:
                 written = os.pwrite(self._fd, data, start)

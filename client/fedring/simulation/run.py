@@ -259,7 +259,7 @@ class _Run:
         """Write the newest model to `folder`/model.safetensors, and return the report."""
         path = folder / "model.safetensors"
         save_vectors(self._schema, self._vectors, path)
-        last = self._rows[-1]
+        last = next((row for row in reversed(self._rows) if "reason" not in row), self._rows[-1])
         return {
             "rounds": self._rows,
             "accuracy": last["accuracy"],
@@ -324,7 +324,6 @@ class _Run:
         try:
             self._model = self._server.next(self._model, work.updates, work.number, work.seed)
         except (
-            StorageError,
             CodecError,
             OptimizerError,
             RuleError,

@@ -37,7 +37,7 @@ from fedring.train.errors import SeamError, TrainError, failure_detail
 from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.job import Job
 from fedring.train.loop import seeded, warm_up
-from fedring.train.state import fill, read_vectors
+from fedring.train.state import fill, read_vectors, tensors_of
 from fedring.train.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb
 
@@ -118,7 +118,10 @@ class Worker:
         held_out = parts("iid", labels_of(split.test, "iid"), count=setup.workers, alpha=job.alpha, seed=job.seed)
         self._held_out = subset(split.test, held_out[setup.number])
         self._sharing = job.sharing
-        self._schema = split_tensors(self._loaded.model, self._sharing).shared
+        tensors = split_tensors(self._loaded.model, self._sharing)
+        self._schema = tensors.shared
+        known = dict(tensors_of(self._loaded.model))
+        self._frozen = {name: known[name].detach().clone() for name in tensors.frozen.names}
         self._command = pb.TrainCmd()
         self._base: HeldModel | None = None
 
@@ -150,7 +153,7 @@ class Worker:
         except (SeamError, TrainError, DataError, CodecError, FedringError, UpdateRefused) as error:
             failure = str(error)
         except Exception as error:  # the user's code may raise anything
-            log.exception("%s failed in round %d", client_id(turn.client), self._command.round)
+            log.debug("%s failed in round %d", client_id(turn.client), self._command.round, exc_info=True)
             failure = failure_detail(error)
         return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {failure}")
 
@@ -160,6 +163,10 @@ class Worker:
         if base is None:
             raise ValueError("no round has begun")
         fill(loaded.model, self._schema, base.vectors)
+        known = dict(tensors_of(loaded.model))
+        with torch.no_grad():
+            for key, values in self._frozen.items():  # another client's trainer may have changed them
+                known[key].copy_(values)
         samples = subset(loaded.split.train, self._parts[turn.client])
         result = train_locally(loaded, samples, plan_of(command, name), device=self._device)
         if loaded.trainer and (clause := self._schema.difference(split_tensors(loaded.model, self._sharing).shared)):

@@ -32,6 +32,9 @@ ROWS_BYTES = 208 << 20
 _BLOCK_VALUES = 1 << 19
 """Values, of all updates together, that one thread takes at a time from those that lie side by side."""
 
+_MOST_COLUMNS = 4096
+"""The most columns that a block has because there are many updates."""
+
 
 @dataclass(frozen=True, slots=True)
 class Combination:
@@ -205,13 +208,16 @@ def _combine(
 
 def _blocks(walk: Walk, function: Callable[[int, int], T], rows: NDArray[Any]) -> Generator[T, None, None]:
     count, length = rows.shape
-    return in_order(walk.executor, function, cut(0, length, max(_BLOCK_VALUES // count, 1)))
+    # At least as many columns as rows, so that the products of a block are no larger than the block.
+    return in_order(walk.executor, function, cut(0, length, max(_BLOCK_VALUES // count, min(count, _MOST_COLUMNS))))
 
 
 def _weights(clients: Sequence[ClientVector], buckets: Sequence[Sequence[int]]) -> Float64:
     """Return what the job lets each bucket count, [buckets], with the sum 1."""
-    weights = np.array([sum(clients[index].weight for index in bucket) for bucket in buckets])
-    return np.asarray(weights / weights.sum())
+    weights = np.array([sum(clients[index].weight for index in bucket) for bucket in buckets], np.float64)
+    weights /= weights.sum()
+    weights.setflags(write=False)  # all calls of a rule, on several threads, share this array
+    return weights
 
 
 def _call(rule: Callable[[], Any], length: int) -> Float64:

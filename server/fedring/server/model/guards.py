@@ -1,7 +1,7 @@
 """Guards of the mean: how much one client's update may count, and how long it may be.
 
 With an update_clip of C and weights of at most w_max, replacing the update of one client by anything else moves the
-mean by at most 2 C w_max / sum(w).
+mean by at most 2 C w_max / sum(w). With normalize_steps it may also change how much the other updates count.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import Any
 
 from fedring.server.model.fednova import factors_of
 from fedring.server.state.rows import UpdateRow
+from fedring.train.aggregation_table import MEAN
 from fedring.train.job import Job
 
 
@@ -49,7 +50,8 @@ def guard(job: Job, updates: Sequence[UpdateRow], last_median: float = 0.0, *, j
     uniform = job.weights == "uniform"
     weights = {row.client_id: 1.0 if uniform else float(min(row.num_samples, job.max_samples)) for row in updates}
     # An update is normalised before it is clipped, so that no factor takes it beyond the bound.
-    factors = factors_of(job, job_round, updates, weights)
+    by_mean = job.aggregation.rule == MEAN
+    factors = factors_of(job, job_round, updates, weights if by_mean else dict.fromkeys(weights, 1.0))
     norms = {row.client_id: row.norm * factors.get(row.client_id, 1.0) for row in updates}
     # The lower of two medians: of two clients, the one with the longer update does not choose its own bound.
     median = median_low(norms.values())
@@ -62,5 +64,7 @@ def guard(job: Job, updates: Sequence[UpdateRow], last_median: float = 0.0, *, j
         bound=bound,
         median_norm=median,
         clipped=tuple(clipped),
-        capped=() if uniform else tuple(sorted(row.client_id for row in updates if row.num_samples > job.max_samples)),
+        capped=()
+        if uniform or job.grouped or not (by_mean or job.aggregation.own)
+        else tuple(sorted(row.client_id for row in updates if row.num_samples > job.max_samples)),
     )

@@ -101,6 +101,8 @@ class ServerOptimizer:
         tensors = {key: value for key, value in state.items() if value is not None}  # SGD without momentum keeps None
         if odd := [key for key, value in tensors.items() if not isinstance(value, torch.Tensor)]:
             raise OptimizerError(f"{self.name} keeps {', '.join(odd)}, which is not a tensor")
+        if lost := [key for key, value in tensors.items() if not bool(torch.isfinite(value).all())]:
+            raise OptimizerError(f"{self.name} would keep a value in {', '.join(lost)} that is not finite")
         return safetensors.torch.save(tensors, {"optimizer": self._identity})
 
     @property

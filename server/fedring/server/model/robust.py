@@ -56,14 +56,17 @@ class CenteredClip:
 class GeometricMedian:
     """The geometric median by the smoothed Weiszfeld algorithm, RFA (Pillutla et al. 2022).
 
-    z <- sum_i b_i x_i / sum_i b_i with b_i = 1 / max(nu, ||z - x_i||), eight times. The first z is the base model, 0,
-    and not the mean, which one update can move anywhere.
+    z <- sum_i b_i x_i / sum_i b_i with b_i = 1 / max(nu, ||z - x_i||), eight times. The first z is the mean of the
+    updates after each was shortened to the median norm: one update can move the plain mean anywhere, and can lie
+    exactly at any point that is known before, such as the base model, from which the algorithm would hardly move.
     """
 
     def coefficients(self, gram: Float64, weights: Float64) -> Float64:
         """Return the coefficients of the point after eight iterations, [n], with the sum 1."""
-        least = max(_SMOOTHING * float(np.median(_norms(gram))), _TINY)
-        point = np.zeros(len(gram))
+        norms = _norms(gram)
+        median = float(np.median(norms))
+        least = max(_SMOOTHING * median, _TINY)
+        point = np.minimum(1.0, median / np.maximum(norms, _TINY)) / len(gram)
         for _ in range(_WEISZFELD):
             inverse = 1.0 / np.maximum(_distances(gram, point), least)
             point = inverse / inverse.sum()

@@ -19,7 +19,7 @@ from fedring.train.job import Job
 from fedring.train.metrics import with_origin
 
 _ALL = 1_000_000_000
-_ENOUGH = 100  # rounds among which the last one that published a model is looked for
+_AT_A_TIME = 2  # rounds that are read until one is found that published a model; their rows may be long
 
 
 async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
@@ -49,8 +49,13 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
 
 async def _last_median(facts: Facts, job: Job, job_id: int) -> float:
     """Return the median norm in the last round of the job that published a model; 0 = not known, or not needed."""
-    rows = await facts.db(facts.store.rounds, _ENOUGH, job_id) if job.update_clip_factor else []
-    return next((row.stats.get("median_norm", 0.0) for row in rows if row.model_version), 0.0)
+    rows = await facts.db(facts.store.rounds, _AT_A_TIME, job_id) if job.update_clip_factor else []
+    while rows:
+        for row in rows:
+            if row.model_version:
+                return float(row.stats.get("median_norm", 0.0))
+        rows = await facts.db(facts.store.rounds, _AT_A_TIME, job_id, rows[-1].round)
+    return 0.0
 
 
 async def evaluation(

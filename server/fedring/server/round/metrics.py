@@ -200,7 +200,7 @@ class Metrics:
     def guarded(self, guard: Guard) -> None:
         """Count what the guards did to the updates of a round that published a model."""
         self._capped.inc(len(guard.capped))
-        self._clipped.inc(len(guard.factors))
+        self._clipped.inc(len(guard.clipped))
 
     def repeated(self) -> None:
         """Count an update that had been accepted before."""
