@@ -83,6 +83,7 @@ def test_a_peer_is_lost_when_one_of_its_streams_breaks() -> None:
     endpoint = Endpoint(RingOptions(local_transport=False))
     first, second, made = twins(endpoint)
     operation = allreduce(made.groups[0], torch.ones(4))
+    until(lambda: endpoint.traffic.received_frames == 2)  # the HELLO of each stream
     second.call.cancel()
     with pytest.raises(PeerLost, match="rank 1 is lost"):
         operation.wait(SECONDS)
