@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +184,7 @@ class _Server:
                 torch's.
         """
         guarded = guard(self._job, updates, self._last_median, job_round=number)
-        make = partial(self._maker.next, seed=seed, guarded=guarded)
-        model = make(base, updates, self._job, number, base.version + 1)
+        model = self._maker.next(base, updates, self._job, number, base.version + 1, seed=seed, guarded=guarded)
         self._last_median = guarded.median_norm
         for name in {*files_of(base)} - {*files_of(model), ""}:
             self._blobs.delete(name)
@@ -323,13 +321,7 @@ class _Run:
         """Make the next model. Returns why that is impossible, or an empty text."""
         try:
             self._model = self._server.next(self._model, work.updates, work.number, work.seed)
-        except (
-            CodecError,
-            OptimizerError,
-            RuleError,
-            SeamError,
-            RuntimeError,
-        ) as error:  # torch raises RuntimeErrors
+        except (CodecError, OptimizerError, RuleError, SeamError, RuntimeError) as error:  # the last is torch's
             return f"no model can be made of the updates: {error}"
         _, self._vectors = self._server.read(self._model)
         return ""

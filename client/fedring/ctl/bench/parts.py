@@ -2,7 +2,6 @@
 
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from fedring.ctl.bench.progress import progress_bar
 from fedring.ctl.bench.ranks import Advance
-from fedring.ctl.output import duration, stderr_console
+from fedring.ctl.output import duration
 from fedring.version import VERSION
 
 QuickOption = Annotated[
@@ -35,17 +34,8 @@ def run_parts(bench: str, parts: Mapping[str, Part]) -> dict[str, Any]:
 
     A bar on stderr shows the time left; if stderr is no terminal, each part writes a line there when it has ended.
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-        TextColumn("left"),
-    )
-    console = stderr_console()
     results: dict[str, Any] = {}
-    with Progress(*columns, console=console, disable=not sys.stderr.isatty(), speed_estimate_period=600) as progress:
+    with progress_bar(speed_seconds=600) as progress:
         task = progress.add_task(bench, total=sum(part.cost for part in parts.values()))
         before = 0.0
         for name, part in parts.items():
@@ -59,7 +49,7 @@ def run_parts(bench: str, parts: Mapping[str, Part]) -> dict[str, Any]:
             before += part.cost
             progress.update(task, completed=before)
             if progress.disable:
-                console.print(f"{bench}: {part.label}: {duration(time.perf_counter() - began)}")
+                progress.console.print(f"{bench}: {part.label}: {duration(time.perf_counter() - began)}")
     return results
 
 

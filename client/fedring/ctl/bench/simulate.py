@@ -1,15 +1,15 @@
 """flctl simulate: thousands of clients in a few processes of this machine, without a network."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TextColumn
 
 from fedring.ctl.bench.presets import DataRootOption
+from fedring.ctl.bench.progress import progress_bar
 from fedring.ctl.bench.runner import ended_by_signals
 from fedring.ctl.operate.job_control import Overrides, job_of
 from fedring.ctl.options import OutputOption, make_out_folder
@@ -75,16 +75,7 @@ def simulate(
 @contextmanager
 def _progress(label: str) -> Iterator[Callable[[float, dict[str, Any] | None], None]]:
     """Show a bar with the result of the last round on stderr, if that is a terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[summary]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-        TextColumn("left"),
-    )
-    with Progress(*columns, console=stderr_console(), disable=not sys.stderr.isatty()) as progress:
+    with progress_bar(TextColumn("{task.fields[summary]}")) as progress:
         task = progress.add_task(label, total=1.0, summary="loading")
 
         def show(share: float, row: dict[str, Any] | None) -> None:

@@ -1,0 +1,36 @@
+"""The progress bar of long measurements."""
+
+import sys
+
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fedring.ctl.output import stderr_console
+
+
+def progress_bar(*columns: ProgressColumn, speed_seconds: float = 30.0) -> Progress:
+    """Return a bar on stderr with the share that is done and the time that is left; nothing if that is no terminal.
+
+    Args:
+        columns: What it also shows, between the share and the times.
+        speed_seconds: From how many of the last seconds the time that is left is estimated.
+    """
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        *columns,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        TextColumn("left"),
+        console=stderr_console(),
+        disable=not sys.stderr.isatty(),
+        speed_estimate_period=speed_seconds,
+    )
