@@ -16,6 +16,21 @@ def normed(width: int = 24) -> nn.Module:
     return nn.Sequential(hidden, nn.Linear(width, 10))
 
 
+def half_frozen() -> nn.Module:
+    """Build a network whose first layer is zero and frozen."""
+    first = nn.Linear(64, 8).requires_grad_(False)
+    nn.init.zeros_(first.weight)
+    return nn.Sequential(nn.Flatten(), first, nn.Linear(8, 10))
+
+
+def thaws(model: nn.Module, samples: Any, plan: Any) -> dict[str, float]:
+    """Add 1 to each parameter, also to those that are frozen, and report one that is frozen."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    return {"num_samples": len(samples), "loss": 1.0, "frozen": float(next(model.parameters())[0, 0])}
+
+
 def drawn(root: Path | None, download: bool) -> Split:
     """Return samples that torch draws without a seed, of which every process must have the same ones."""
     inputs, labels = torch.randn(300, 1, 8, 8), torch.randint(10, (300,))

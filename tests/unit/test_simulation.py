@@ -46,6 +46,11 @@ def untimed(report: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def test_what_one_client_does_to_frozen_tensors_does_not_reach_the_next_one() -> None:
+    report = alone(model=f"{HERE}:half_frozen", model_args={}, trainer=f"{HERE}:thaws", evaluate=False)
+    assert [row["metrics"]["train/frozen"] for row in report["rounds"]] == [1.0, 1.0]
+
+
 def test_the_same_simulation_gives_the_same_model_and_another_seed_another_one() -> None:
     first, second = (simulate(JOB, clients=6, per_round=3, workers=1) for _ in range(2))
     other = simulate(JOB, clients=6, per_round=3, workers=1, seed=1)
