@@ -1,5 +1,6 @@
 """A disk that is full or fails during rounds: no update is accepted that cannot be stored, and nothing is lost."""
 
+import itertools
 import re
 import resource
 import shutil
@@ -27,7 +28,7 @@ from tests.system.wire import Refused, WireClient, parameters, payload_of, vecto
 
 DISK_BYTES = 16 << 20
 SIZE = 500_000  # of the model: 2 MB
-FACTS_BYTES = 1 << 19  # room for all rows, but not for a model
+FACTS_BYTES = 3 << 19  # room for all rows and their log, but not for a model
 ONES = np.ones(SIZE, np.float32)
 
 
@@ -197,7 +198,8 @@ def start_aggregation_without_room(
     disk.fail(fleet, room=FACTS_BYTES)
     b.say(pb.WatchRequest(matched=True, failure=pb.Failure(round=b.expect("train").round, reason="train_error")))
     assert wait_for(fleet, "storage_failed", lambda: next(e for e in events if e.kind == "storage_failed"))
-    assert control.status().round.phase == "aggregating"
+    phases = (control.status().round.phase for _ in itertools.count())  # A note of the time left may have failed first.
+    assert wait_for(fleet, "the aggregation", lambda: next(phase for phase in phases if phase == "aggregating"))
     return job_id, events
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from fedring.v1 import control_pb2 as pb
 from tests.conftest import path_to
-from tests.fleets import Control, Fleet
+from tests.fleets import Control, Fleet, until_watching
 
 HERE = Path(__file__).parent
 TRUSTED = {"trusted": ["fedring", "faulty_stages"]}
@@ -102,6 +102,7 @@ def test_a_client_with_too_little_memory_is_replaced(tmp_path: Path, error: str)
 def test_a_client_whose_disk_is_full_is_replaced(tmp_path: Path) -> None:
     clients = [TRUSTED] * (WORKERS + 2)
     with Fleet(tmp_path, TRUSTED, clients, env=path_to(HERE)) as fleet, Control(fleet.control) as control:
+        until_watching(control, len(clients))  # Now their folders stand.
         for number in range(2):  # The first two workers of a group put the update together.
             (tmp_path / "state" / f"client-{number}" / "update.payload.part").symlink_to("/dev/full")
         events = events_of(control, job({}, min_clients=WORKERS + 2, rounds=1), "disk_failed")
