@@ -22,7 +22,7 @@ _ALL = 1_000_000_000
 _AT_A_TIME = 2  # rounds that are read until one is found that published a model; their rows may be long
 
 
-async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
+async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
     """Make the next model of the accepted updates, and make it durable together with the end of its round.
 
     Raises:
@@ -33,14 +33,19 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
     """
     updates = [open_.accepted[client] for client in sorted(open_.accepted)]
     version = await facts.db(facts.store.next_version)
-    last_median = await _last_median(facts, open_.job, open_.row.job_id)
-    open_.guarded = guard(open_.job, updates, last_median, job_round=open_.row.job_round)
-    make = partial(models.maker.next, seed=open_.command.seed, guarded=open_.guarded)
+    open_.private = private = await privacy.prepare(open_, updates)
+    if private is not None:
+        open_.guarded = private.guarded
+    else:
+        last_median = await _last_median(facts, open_.job, open_.row.job_id)
+        open_.guarded = guard(open_.job, updates, last_median, job_round=open_.row.job_round)
+    noisy = private.mean if private else None
+    make = partial(models.maker.next, seed=open_.command.seed, guarded=open_.guarded, noisy=noisy)
     made = await facts.heavy(make, open_.base, updates, open_.job, open_.row.round, version)
     ended = open_.ended(Phase.PUBLISHED, model_version=version)
     model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"])
     try:
-        await facts.db(facts.store.publish, model, ended)
+        await facts.db(facts.store.publish, model, ended, privacy.charge_of(open_))
     except StorageFailed:
         await facts.db(facts.discard, files_of(model))  # they take up the space that is missing
         raise

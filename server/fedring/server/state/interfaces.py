@@ -160,16 +160,21 @@ class Store(Protocol):
         """Return how many updates of each client were accepted, kept or pruned, by client id."""
         ...
 
-    def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None:
+    def publish(self, model: ModelRow, ended: RoundRow | None = None, charge: ChargeRow | None = None) -> None:
         """Add the newest model, whose blobs are sealed, and end the round that made it and count it in its job.
 
         Args:
             model: the model.
             ended: the round's row as it is after its end; None for a model that no round made.
+            charge: what the round costs, if its job has differential privacy.
 
         Raises:
             StorageError: "database", if there is a model of that version.
         """
+        ...
+
+    def charges(self) -> list[ChargeRow]:
+        """Return what published rounds with differential privacy have cost, the oldest first. None is ever pruned."""
         ...
 
     def model(self, version: int) -> ModelRow | None:

@@ -1,0 +1,1 @@
+"""Differential privacy: what noise is added, and how much privacy is spent."""
