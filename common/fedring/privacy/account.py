@@ -40,9 +40,7 @@ def epsilon(noise_multipliers: Iterable[float], delta: float) -> float:
 @lru_cache(maxsize=256)
 def _epsilon(counts: tuple[tuple[float, int], ...], delta: float) -> float:
     accounting = _accounting()
-    accountant = accounting.rdp.RdpAccountant(
-        neighboring_relation=accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-    )
+    accountant = accounting.rdp.RdpAccountant(neighboring_relation=accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     for multiplier, count in counts:
         accountant.compose(accounting.GaussianDpEvent(multiplier), count)
     return float(accountant.get_epsilon(delta))
@@ -50,7 +48,7 @@ def _epsilon(counts: tuple[tuple[float, int], ...], delta: float) -> float:
 
 def _accounting() -> Any:
     try:
-        import dp_accounting.rdp  # noqa: PLC0415  # it takes about a second, and most servers never need it
+        import dp_accounting.rdp  # it takes about a second, and most servers never need it
     except ImportError as error:
         raise NoAccountant("install fedring[privacy], whose dp-accounting computes epsilon") from error
     return dp_accounting

@@ -283,7 +283,7 @@ class Job(BaseModel):
 
     @model_validator(mode="after")
     def _rule_has_enough_updates(self) -> Self:
-        if self.grouped and (self.aggregation.rule != MEAN or self.clips):
+        if self.grouped and (self.aggregation.rule != MEAN or self.update_clip or self.update_clip_factor):
             raise ValueError(
                 f"aggregation, update_clip and update_clip_factor belong to the mode federated: a {self.mode} job has "
                 "one update in each round"

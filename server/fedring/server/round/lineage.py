@@ -12,14 +12,13 @@ from fedring.server.model.testset import TestSet
 from fedring.server.model.versions import files_of
 from fedring.server.round.events import Phase
 from fedring.server.round.open_round import OpenRound
+from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageFailed
 from fedring.server.state.rows import EvaluationRow, ModelRow, RoundRow
-from fedring.train.job import Job
 from fedring.train.metrics import with_origin
 
 _ALL = 1_000_000_000
-_AT_A_TIME = 2  # rounds that are read until one is found that published a model; their rows may be long
 
 
 async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
@@ -37,7 +36,8 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
     if private is not None:
         open_.guarded = private.guarded
     else:
-        last_median = await _last_median(facts, open_.job, open_.row.job_id)
+        last = await facts.db(facts.store.last_published, open_.row.job_id) if open_.job.update_clip_factor else None
+        last_median = float(last.stats.get("median_norm", 0.0)) if last else 0.0
         open_.guarded = guard(open_.job, updates, last_median, job_round=open_.row.job_round)
     noisy = private.mean if private else None
     make = partial(models.maker.next, seed=open_.command.seed, guarded=open_.guarded, noisy=noisy)
@@ -50,17 +50,6 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
         await facts.db(facts.discard, files_of(model))  # they take up the space that is missing
         raise
     return model, ended
-
-
-async def _last_median(facts: Facts, job: Job, job_id: int) -> float:
-    """Return the median norm in the last round of the job that published a model; 0 = not known, or not needed."""
-    rows = await facts.db(facts.store.rounds, _AT_A_TIME, job_id) if job.update_clip_factor else []
-    while rows:
-        for row in rows:
-            if row.model_version:
-                return float(row.stats.get("median_norm", 0.0))
-        rows = await facts.db(facts.store.rounds, _AT_A_TIME, job_id, rows[-1].round)
-    return 0.0
 
 
 async def evaluation(

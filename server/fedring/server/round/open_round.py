@@ -77,7 +77,7 @@ class OpenRound:
             moved, update = self.traffic.get(client, ClientTraffic()), self.accepted.get(client)
             done = self.done.get(client, Done())
             clients[client] = {
-                "num_samples": (update.num_samples if update else done.num_samples) if bare else 0,
+                "num_samples": (update.num_samples if update else done.num_samples) if bare else 1,
                 "train_seconds": update.train_seconds if update else done.train_seconds,
                 "encoding": update.packets[0].encoding if update else "",
                 "upload_bytes": moved.upload_bytes,

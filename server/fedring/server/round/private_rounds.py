@@ -12,8 +12,6 @@ from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
 from fedring.server.state.rows import ChargeRow, RoundRow, UpdateRow
 from fedring.train.job import Job
 
-_AT_A_TIME = 2  # rounds that are read until one is found that published a model; their rows may be long
-
 
 class RoundPrivacy:
     """What the rounds of jobs with `dp` need; for other jobs, its methods do nothing.
@@ -54,7 +52,8 @@ class RoundPrivacy:
             return None
         store = self._facts.store
         secret = await self._facts.work(noise_secret, self._folder, self._name(open_.row))
-        clip = await self._clip(open_.row.job_id) or open_.job.dp.clip
+        last = await self._facts.db(store.last_published, open_.row.job_id)
+        clip = float(last.stats["dp"]["next_clip"]) if last else open_.job.dp.clip
         return private_round(open_.job.dp, updates, open_.job.fewest_updates, clip, secret, store.run_id)
 
     @staticmethod
@@ -75,13 +74,3 @@ class RoundPrivacy:
 
     def _name(self, row: RoundRow) -> str:
         return f"{self._facts.store.epoch}-{row.round}"
-
-    async def _clip(self, job_id: int) -> float:
-        """Return the clip that the job's last round that published a model has chosen for the next one; 0 = none has."""
-        rows = await self._facts.db(self._facts.store.rounds, _AT_A_TIME, job_id)
-        while rows:
-            for row in rows:
-                if row.model_version:
-                    return float(row.stats["dp"]["next_clip"])
-            rows = await self._facts.db(self._facts.store.rounds, _AT_A_TIME, job_id, rows[-1].round)
-        return 0.0

@@ -39,6 +39,7 @@ from fedring.server.round.events import (
 from fedring.server.round.lineage import evaluation, prune, publish
 from fedring.server.round.metrics import Metrics
 from fedring.server.round.open_round import OpenRound
+from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.progress import RoundProgress, why_abandoned
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.sessions import Sessions
@@ -62,7 +63,11 @@ class Outcome:
 
 
 class RoundRunner:
-    """Runs rounds that were opened or resumed to their ends, one at a time."""
+    """Runs rounds that were opened or resumed to their ends, one at a time.
+
+    Attributes:
+        privacy: what differential privacy needs of rounds.
+    """
 
     def __init__(
         self,
@@ -80,6 +85,7 @@ class RoundRunner:
         self._test_set = test_set
         self._dispatch = Dispatch(sessions)
         self._progress = RoundProgress()
+        self.privacy = RoundPrivacy(facts, config.state_dir)
 
     async def run(self) -> Outcome:
         """Do what is due until the round that was opened or resumed has ended."""
@@ -170,7 +176,7 @@ class RoundRunner:
                 return self._rounds.handle(Abandoned(open_.stop_reason))
             try:
                 with self._metrics.aggregate_seconds.time():
-                    model, ended = await publish(self._facts, self._models, open_)
+                    model, ended = await publish(self._facts, self._models, self.privacy, open_)
             except StorageFailed as error:
                 log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
                 if not open_.stop_reason:
@@ -244,6 +250,8 @@ class RoundRunner:
                 await self._finish_evaluation(open_, rounds.latest)
         rounds.end(open_.row)
         await self._facts.db(self._facts.blobs.drop_partials, f"{open_.row.round}-")
+        if open_.job.dp is not None:
+            await self._facts.keep(self.privacy.forget)
         rounds.handle(Finished())
         return outcome
 

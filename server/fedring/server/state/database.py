@@ -28,7 +28,18 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
-from fedring.server.state.tables import METADATA, charges, clients, evaluations, jobs, meta, models, rounds, tokens, updates
+from fedring.server.state.tables import (
+    METADATA,
+    charges,
+    clients,
+    evaluations,
+    jobs,
+    meta,
+    models,
+    rounds,
+    tokens,
+    updates,
+)
 from fedring.train.metrics import with_origin
 
 Migration = Callable[[Connection], None]

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from fedring.server.state.rows import (
+    ChargeRow,
     EvaluationRow,
     EventRow,
     JobRow,
@@ -120,6 +121,10 @@ class Store(Protocol):
 
     def rounds(self, limit: int = 100, job_id: int = 0, below: int = 0) -> list[RoundRow]:
         """Return the newest rounds, newest first. `job_id` and `below`, a number, select some unless they are 0."""
+        ...
+
+    def last_published(self, job_id: int) -> RoundRow | None:
+        """Return the newest round of a job that has published a model; None if none has."""
         ...
 
     def open_round(self) -> RoundRow | None:

@@ -148,6 +148,10 @@ class SqlStore:
             query = query.where(rounds.c.round < below)
         return self._list(query.where(rounds.c.job_id == job_id) if job_id else query, RoundRow)
 
+    def last_published(self, job_id: int) -> RoundRow | None:
+        published = (rounds.c.job_id == job_id) & (rounds.c.model_version > 0)
+        return self._first(select(rounds).where(published).order_by(rounds.c.round.desc()).limit(1), RoundRow)
+
     def open_round(self) -> RoundRow | None:
         query = select(rounds).where(rounds.c.ended_at.is_(None)).order_by(rounds.c.round.desc())
         return self._first(query, RoundRow)
