@@ -44,8 +44,8 @@ class ClientConfig(BaseSettings):
     )
     state_dir: Path = Field(
         Path("fl-client-state"),
-        description="folder for the residual, private tensors, an unsent update, checkpoints, the secret of the session "
-        "and the account of privacy",
+        description="folder for the residual, private tensors, an unsent update, checkpoints, the secret of the "
+        "session, and the account of privacy",
     )
     trusted: list[str] = Field(["fedring", "torchvision"], description="modules from which a job may import")
 
