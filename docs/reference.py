@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from fedring.client.config import ClientConfig
+from fedring.client.privacy import SitePolicy
 from fedring.ring.options import RingOptions
 from fedring.rpc.tls import Tls
 from fedring.server.config import ServerConfig
@@ -18,6 +19,7 @@ from fedring.train.data_parallel_table import DataParallel
 from fedring.train.hooks import DGCParameters, Int8Parameters, PowerSGDParameters, TopKParameters
 from fedring.train.job import Job, ServerOptimizer
 from fedring.train.pipeline_table import Pipeline
+from fedring.train.privacy_table import ClientPrivacy
 from fedring.train.round_settings import Schedule
 
 TARGET = Path(__file__).with_name("configuration.md")
@@ -66,6 +68,12 @@ server can be reached. If there is no `state_dir`, fl-server creates it, as it d
 SECTIONS = (
     ("fl-server", ServerConfig, "The table `[job]` holds the defaults of every job."),
     ("fl-client", ClientConfig, ""),
+    (
+        "Site policy",
+        SitePolicy,
+        "The table `[privacy]` of fl-client: what it demands of the jobs that it takes part in. See "
+        "[privacy.md](privacy.md).",
+    ),
     ("TLS", Tls, "The table `[tls]` of both daemons. See [security.md](security.md)."),
     (
         "Jobs",
@@ -81,6 +89,11 @@ SECTIONS = (
         "Aggregation",
         Aggregation,
         "The table `[aggregation]` of a federated job. See [strategies.md](strategies.md).",
+    ),
+    (
+        "Differential privacy",
+        ClientPrivacy,
+        "The table `[dp]` of a federated job. See [privacy.md](privacy.md).",
     ),
     (
         "Data-parallel training",

@@ -72,6 +72,11 @@ class Script(rpc.ControlServiceServicer):
         self._maybe_refuse()
         return pb.ForgottenClient(client_id=request.client_id, updates=3)
 
+    async def GetPrivacy(self, request: pb.GetPrivacyRequest, context: Any) -> pb.Privacy:
+        self._maybe_refuse()
+        job = pb.PrivacyOfJob(job_id=3, name="wards", rounds=50, noise_multiplier=5.0, epsilon=7.08)
+        return pb.Privacy(delta=request.delta or 1e-5, epsilon=7.08, rounds=50, rounds_without=2, jobs=[job])
+
     async def ListModels(self, request: pb.ListRequest, context: Any) -> pb.ModelList:
         return pb.ModelList(models=self.models)
 

@@ -23,7 +23,20 @@ from tests.conftest import ROOT, missing
 SOURCES = ("server", "client", "common", "protos", "pyproject.toml", "README.md", "LICENSE")
 PARTS = (
     *("client", "codec", "compress", "control", "ctl", "daemon", "data", "ddp", "pipeline"),
-    *("remote", "ring", "rpc", "schedules", "server", "simulation", "train", "v1", "vision", "web", "workers"),
+    *(
+        "privacy",
+        "remote",
+        "ring",
+        "rpc",
+        "schedules",
+        "server",
+        "simulation",
+        "train",
+        "v1",
+        "vision",
+        "web",
+        "workers",
+    ),
 )
 
 pytestmark = pytest.mark.timeout(1200)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from fedring.rpc.errors import (
     BadRequest,
     ClientInUse,
     FedringError,
+    NoEpsilon,
     NoSuchJob,
     NotAllowed,
     OtherJob,
@@ -210,6 +212,18 @@ def test_a_client_that_is_forgotten_is_named(server: Server, flctl: Call) -> Non
     assert (code, out) == (Exit.USAGE, "")
     assert "--server belongs behind forget" in err
     assert flctl("clients", "forget")[0] == Exit.USAGE
+
+
+def test_spent_privacy_is_shown_for_each_job_and_in_all(server: Server, flctl: Call) -> None:
+    code, out, _ = flctl("privacy", "--delta", "1e-6")
+    assert code == 0
+    assert "privacy spent, for delta = 1e-06" in out
+    assert re.search(r"3 +wards +50 +5 +7\.08", out)
+    assert "besides, 2 rounds of jobs without [dp] published models" in out
+    spent = json.loads(flctl("privacy", "--output", "json")[1])
+    assert (spent["epsilon"], spent["delta"], spent["jobs"][0]["job_id"]) == (7.08, 1e-5, 3)
+    server.script.refuse = [NoEpsilon("install fedring[privacy]")]
+    assert flctl("privacy")[::2] == (Exit.FAILED, "flctl: install fedring[privacy]\n")
 
 
 def test_status_as_json_has_the_names_of_the_proto(server: Server, flctl: Call) -> None:

@@ -16,6 +16,7 @@ from typer.main import get_command
 
 from fedring.client.config import ClientConfig
 from fedring.client.metrics import ClientMetrics
+from fedring.client.privacy import SitePolicy
 from fedring.ctl.main import app
 from fedring.ddp import hooks
 from fedring.ring.options import RingOptions
@@ -30,6 +31,7 @@ from fedring.train.aggregation_table import RULES, Aggregation
 from fedring.train.data_parallel_table import HOOKS, DataParallel
 from fedring.train.job import Job, ServerOptimizer
 from fedring.train.pipeline_table import Pipeline
+from fedring.train.privacy_table import ClientPrivacy
 from fedring.train.round_settings import Schedule
 from fedring.v1 import control_pb2
 from fedring.workers.pipeline_profile import PipelineProfile
@@ -42,6 +44,8 @@ TABLES: dict[type[BaseModel], str] = {
     Tls: "tls",
     Job: "job",
     Aggregation: "aggregation",
+    ClientPrivacy: "dp",
+    SitePolicy: "privacy",
     DataParallel: "data_parallel",
     Pipeline: "pipeline",
     ServerOptimizer: "server_optimizer",

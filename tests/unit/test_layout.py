@@ -145,7 +145,8 @@ def test_generated_code_is_not_committed() -> None:
 
 def test_every_package_that_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = [*project["dependencies"], *project["optional-dependencies"]["tracing"]]
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *extras["tracing"], *extras["privacy"]]
     names = {_name_of(requirement) for requirement in declared}
     own = {"fedring", "vector_cases", *sys.stdlib_module_names}  # vector_cases.py is beside protos/vectors.py
     owners = importlib.metadata.packages_distributions()

@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from fedring.client.privacy import SitePolicy
 from fedring.rpc.address import Address, AddressOrEmpty, HostOrEmpty, TcpAddress, TcpAddressOrEmpty
 from fedring.rpc.channel import encrypts, is_loopback
 from fedring.rpc.metrics import check_metrics_address
@@ -43,8 +44,8 @@ class ClientConfig(BaseSettings):
     )
     state_dir: Path = Field(
         Path("fl-client-state"),
-        description="folder for the residual, private tensors, an unsent update, checkpoints and the secret of the "
-        "session",
+        description="folder for the residual, private tensors, an unsent update, checkpoints, the secret of the "
+        "session, and the account of privacy",
     )
     trusted: list[str] = Field(["fedring", "torchvision"], description="modules from which a job may import")
 
@@ -52,6 +53,8 @@ class ClientConfig(BaseSettings):
         [],
         description="globs over the names of parameters and buffers that never leave this client, whatever a job says",
     )
+
+    privacy: SitePolicy = Field(SitePolicy(), description="what this client demands of the jobs that it takes part in")
 
     data_root: Path | None = Field(None, description="folder of the data sets")
     download: bool = Field(False, description="let data sets be downloaded into data_root")

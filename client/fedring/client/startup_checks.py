@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 
 from fedring.client.config import ClientConfig
+from fedring.client.privacy import check_policy
 from fedring.client.trainer import NAMES, trusted_by
 from fedring.daemon.checks import Check, check_data_root, check_writable, refuse_failed
 from fedring.rpc.channel import encrypts, is_loopback
@@ -25,6 +26,7 @@ def check(config: ClientConfig) -> None:
     if config.token_file:
         read_token(config.token_file)
     refuse_failed(check_names(config))
+    check_policy(config.privacy)
 
 
 def check_names(config: ClientConfig, job: Job | None = None) -> Iterator[Check]:

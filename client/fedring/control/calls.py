@@ -150,6 +150,10 @@ class Control:
         request = pb.ForgetClientRequest(client_id=client_id)
         return self._call(lambda: self._stub.ForgetClient(request, timeout=self._timeout))
 
+    def privacy(self, delta: float = 0.0) -> pb.Privacy:
+        """Return how much of the clients' privacy was spent, for this delta; 0 = that of the newest job with [dp]."""
+        return self._call(lambda: self._stub.GetPrivacy(pb.GetPrivacyRequest(delta=delta), timeout=self._timeout))
+
     def models(self, *, limit: int = 0) -> list[pb.Model]:
         """Return the model versions that the server keeps, newest first, at most `limit`; 0 = the server's default."""
         request = pb.ListRequest(limit=limit)

@@ -97,6 +97,7 @@ clients_app.callback(
 )(with_access(lists.clients))
 _verb(clients_app, "forget", lists.forget, "flctl clients forget hospital-a")
 app.add_typer(clients_app, name="clients", rich_help_panel=_SHOW)
+_verb(app, "privacy", lists.privacy, "flctl privacy", "flctl privacy --delta 1e-6", panel=_SHOW)
 _verb(app, "jobs", lists.jobs, "flctl jobs", "flctl jobs --output json | jq '.jobs[0].start_version'", panel=_SHOW)
 _verb(
     app,

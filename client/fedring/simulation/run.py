@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from fedring.codec.schema import Schema, Vectors
 from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
+from fedring.privacy.noise import SECRET_BYTES
 from fedring.server.config import ServerConfig
 from fedring.server.model.guards import guard
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
+from fedring.server.model.private_mean import private_round
 from fedring.server.model.rule import RuleError
 from fedring.server.model.versions import ModelVersions, files_of
 from fedring.server.operator.job_checks import JobChecks
@@ -140,7 +143,7 @@ class _Server:
         self._blobs = FileBlobs(folder)
         stack.callback(self._blobs.close)
         executor = stack.enter_context(ThreadPoolExecutor(config.threads))
-        self._job, self._last_median = job, 0.0
+        self._job, self._last_median, self._clip = job, 0.0, 0.0
         self._maker = ModelMaker(self._blobs, executor, config, _RUN_ID, ModelVersions(self._blobs))
         self._checks = JobChecks(config, self._maker)
 
@@ -184,7 +187,12 @@ class _Server:
                 torch's.
         """
         guarded = guard(self._job, updates, self._last_median, job_round=number)
-        model = self._maker.next(base, updates, self._job, number, base.version + 1, seed=seed, guarded=guarded)
+        make, noisy = partial(self._maker.next, base, updates, self._job, number, base.version + 1, seed=seed), None
+        if self._job.dp is not None:
+            clients, clip = self._job.fewest_updates, self._clip or self._job.dp.clip
+            private = private_round(self._job.dp, updates, clients, clip, os.urandom(SECRET_BYTES), _RUN_ID)
+            guarded, noisy, self._clip = private.guarded, private.mean, private.next_clip
+        model = make(guarded=guarded, noisy=noisy)
         self._last_median = guarded.median_norm
         for name in {*files_of(base)} - {*files_of(model), ""}:
             self._blobs.delete(name)

@@ -23,6 +23,7 @@ _UNARY = [
     {"service": "fedring.v1.ControlService", "method": "ListRounds"},
     {"service": "fedring.v1.ControlService", "method": "ListClients"},
     {"service": "fedring.v1.ControlService", "method": "ListModels"},
+    {"service": "fedring.v1.ControlService", "method": "GetPrivacy"},
 ]
 # gRPC itself retries only these calls, which are unary and idempotent. Uploads resume at an offset instead.
 _SERVICE_CONFIG = json.dumps({"methodConfig": [{"name": _UNARY, "retryPolicy": _RETRY}]})

@@ -97,6 +97,12 @@ class ClientInUse(FedringError):
     status, reason = StatusCode.FAILED_PRECONDITION, "client_is_here"
 
 
+class NoEpsilon(FedringError):
+    """The server lacks the package that computes epsilon."""
+
+    status, reason = StatusCode.FAILED_PRECONDITION, "no_accountant"
+
+
 class OtherUpdate(FedringError):
     """A different update of this client was already accepted for the round."""
 

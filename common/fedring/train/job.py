@@ -24,6 +24,7 @@ from fedring.train.data_parallel_table import DataParallel
 from fedring.train.labels import WantedLabels
 from fedring.train.metrics import check_rule
 from fedring.train.pipeline_table import Pipeline
+from fedring.train.privacy_table import ClientPrivacy, unfit
 from fedring.train.round_settings import (
     SCHEDULED,
     Epochs,
@@ -188,6 +189,9 @@ class Job(BaseModel):
         default_factory=lambda: Aggregation.model_validate({}),
         description="the rule that combines updates (federated)",
     )
+    dp: ClientPrivacy | None = Field(
+        None, description="differential privacy for whole clients; none = the models are not private (federated)"
+    )
 
     data_parallel: DataParallel = Field(
         default_factory=lambda: DataParallel.model_validate({}),
@@ -279,19 +283,21 @@ class Job(BaseModel):
 
     @model_validator(mode="after")
     def _rule_has_enough_updates(self) -> Self:
-        if self.grouped and (self.aggregation.rule != MEAN or self.clips):
+        if self.grouped and (self.aggregation.rule != MEAN or self.update_clip or self.update_clip_factor):
             raise ValueError(
                 f"aggregation, update_clip and update_clip_factor belong to the mode federated: a {self.mode} job has "
                 "one update in each round"
             )
-        if self.close_at_minimum:
-            updates = self.min_clients_to_aggregate
-        elif self.sample_clients:
-            updates = min(self.sample_clients, self.min_clients)
-        else:
-            updates = ceil(self.sample_ratio * self.min_clients)
-        if shortage := self.aggregation.too_few(updates):
+        if shortage := self.aggregation.too_few(self.fewest_updates):
             raise ValueError(f"aggregation: {shortage}, in a round with the fewest clients that this job allows")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_private(self) -> Self:
+        if self.dp is not None and (sentence := unfit(self.model_dump(exclude={"dp"}))):
+            raise ValueError(f"dp: {sentence}")
+        if self.dp is not None:
+            self.dp.sum_multiplier(self.fewest_updates)
         return self
 
     @model_validator(mode="after")
@@ -321,9 +327,18 @@ class Job(BaseModel):
         return self.mode != "federated"
 
     @property
+    def fewest_updates(self) -> int:
+        """The number of updates of a round with the fewest clients that the job allows, if none of them fails."""
+        if self.close_at_minimum:
+            return self.min_clients_to_aggregate
+        if self.sample_clients:
+            return min(self.sample_clients, self.min_clients)
+        return ceil(self.sample_ratio * self.min_clients)
+
+    @property
     def clips(self) -> bool:
         """Whether updates that are too long are shortened, for which they must be deltas."""
-        return bool(self.update_clip or self.update_clip_factor)
+        return bool(self.update_clip or self.update_clip_factor or self.dp)
 
     @property
     def sharing(self) -> Sharing:

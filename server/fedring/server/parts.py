@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
+from fedring.server.model.testset import TestSet
 from fedring.server.round.jobs import Jobs
 from fedring.server.round.metrics import Metrics
+from fedring.server.round.opening import RoundOpener
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
 from fedring.server.round.sessions import Sessions
@@ -33,6 +35,8 @@ def assemble(config: ServerConfig, facts: Facts, models: Models, sessions: Sessi
     """Put the parts of a server together; none of them runs yet."""
     journal, metrics = Journal(), Metrics()
     rounds = Rounds(facts, sessions, journal, metrics)
-    runner = RoundRunner(rounds, facts, models, sessions, journal, metrics, config)
-    jobs = Jobs(runner, rounds, facts, journal, metrics)
+    test_set = TestSet(facts.blobs, config)
+    opener = RoundOpener(rounds, facts, models, sessions, test_set, config)
+    runner = RoundRunner(rounds, facts, models, sessions, journal, metrics, test_set, config)
+    jobs = Jobs(opener, runner, rounds, facts, journal, metrics)
     return Parts(facts, models, sessions, journal, metrics, rounds, runner, jobs, Acceptor(rounds, facts))

@@ -75,6 +75,8 @@ async def reload(parts: Parts, *, end_orphans: bool = True) -> int:
     if end_orphans:
         await facts.db(store.end_orphans)
     interrupted = await facts.db(store.open_round)
+    if end_orphans:
+        await parts.runner.privacy.forget(but=interrupted)
     rounds.recovering = interrupted is not None
     return interrupted.round if interrupted else 0
 

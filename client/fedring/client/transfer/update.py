@@ -101,6 +101,8 @@ def offer_of(
 def _offer(
     command: pb.TrainCmd, client_id: str, packets: Sequence[pb.Packet], digest: str, training: TrainingReport
 ) -> pb.UpdateOffer:
+    if command.job.dp:  # the noise on the model does not cover what a client says of its data
+        training = TrainingReport(samples=1)
     for packet in packets:
         packet.num_samples = training.samples
     header = pb.UpdateHeader(

@@ -125,6 +125,35 @@ def forget(
     print(f"{forgotten.client_id} is forgotten, with {forgotten.updates} updates")
 
 
+def privacy(
+    delta: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="The probability that epsilon may fail; 0 = that of the newest job with [dp]."),
+    ] = 0.0,
+    server: ServerOption = DEFAULT_SERVER,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Show how much of the clients' privacy the published models have spent.
+
+    Epsilon bounds what all models together reveal about any one client, to somebody who knows everything else.
+    """
+    with connect(server) as control:
+        spent = control.privacy(delta)
+    if output is Output.JSON:
+        return print_json(to_dict(spent))
+    rows = [
+        (str(job.job_id), job.name or "-", str(job.rounds), f"{job.noise_multiplier:g}", f"{job.epsilon:.3g}")
+        for job in spent.jobs
+    ]
+    rows.append(("all", "", str(spent.rounds), "", f"{spent.epsilon:.3g}"))
+    print_table(
+        f"privacy spent, for delta = {spent.delta:g}", ("job", "name", "rounds>", "noise multiplier>", "epsilon>"), rows
+    )
+    if spent.rounds_without:
+        without = counted(spent.rounds_without, "round")
+        print(f"besides, {without} of jobs without [dp] published models whose privacy nothing bounds")
+
+
 def jobs(limit: LimitOption = 20, server: ServerOption = DEFAULT_SERVER, output: OutputOption = Output.TABLE) -> None:
     """List the jobs, newest first, with what each of them has started from."""
     with connect(server) as control:

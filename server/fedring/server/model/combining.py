@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fedring.server.model.contributions import ClientVector, Values, values_at_a_time
 from fedring.server.model.mean import weighted_mean
+from fedring.server.model.private_mean import NoisyMean
 from fedring.server.model.robust import Median
 from fedring.server.model.rule import CoordinateRule, GramRule, Rule, RuleError
 from fedring.server.model.walk import cut, gather, in_order
@@ -43,6 +44,7 @@ class Combination:
     rule: Rule | None = None  # None = the mean, weighted as the contributions say
     bucketing: int = 1  # updates that are averaged before the rule sees them
     seed: int = 0  # draws the buckets, together with the clients' ids
+    noisy: NoisyMean | None = None  # what differential privacy makes of the mean of the parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ def combine_parameters(
         RuleError: "bad_rule", if the rule raises an error, or returns something else than finite values.
     """
     rule = how.rule
+    if how.noisy is not None:
+        return _weighted(walk, [1.0] * len(walk.clients), how.noisy.divisor, finish, how.noisy)
     if rule is None:
         return _mean(walk, finish)
     buckets = buckets_of([client.client_id for client in walk.clients], how.bucketing, how.seed)
@@ -178,12 +182,17 @@ def _mean(walk: Walk, finish: Callable[[Values, Float64], T]) -> Generator[T, No
 
 
 def _weighted(
-    walk: Walk, weights: Sequence[float], divisor: float, finish: Callable[[Values, Float64], T]
+    walk: Walk,
+    weights: Sequence[float],
+    divisor: float,
+    finish: Callable[[Values, Float64], T],
+    noisy: NoisyMean | None = None,
 ) -> Generator[T, None, None]:
     # Each tile is read whole before the next one begins, so that the readers see their bytes in order.
     def piece(start: int, stop: int) -> T:
         base = walk.base(start, stop)
-        return finish(base, weighted_mean(base, walk.clients, weights, divisor, start))
+        delta = weighted_mean(base, walk.clients, weights, divisor, start)
+        return finish(base, noisy.added(delta, start) if noisy else delta)
 
     return in_order(walk.executor, piece, cut(0, walk.length, walk.step))
 

@@ -20,6 +20,7 @@ from fedring.server.model.guards import Guard, guard
 from fedring.server.model.initial import find_file, load_initial
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
+from fedring.server.model.private_mean import NoisyMean
 from fedring.server.model.rule import RuleError
 from fedring.server.model.rules import make_rule
 from fedring.server.model.versions import ModelVersions
@@ -138,6 +139,7 @@ class ModelMaker:
         *,
         seed: int = 0,
         guarded: Guard | None = None,
+        noisy: NoisyMean | None = None,
     ) -> ModelRow:
         """Make the model that a round publishes.
 
@@ -149,6 +151,7 @@ class ModelMaker:
             version: of the new model.
             seed: of the round, for the rule.
             guarded: what the job's guards do to the updates; None = it is found out here.
+            noisy: what differential privacy makes of their mean; needed if the job has `dp`.
 
         Returns:
             The row of the model, of which all blobs are sealed.
@@ -163,11 +166,13 @@ class ModelMaker:
         """
         if shortage := job.aggregation.too_few(len(updates)):
             raise RuleError("too_few_clients", shortage)
+        if job.dp is not None and noisy is None:
+            raise ValueError("a job with dp makes no model without noise")
         guarded = guarded or guard(job, updates)
         chosen = job.server_optimizer
         rule = make_rule(job.aggregation, self._config.trusted)
         plan = AggregationPlan(
-            combination=Combination(rule, job.aggregation.bucketing, seed),
+            combination=Combination(rule, job.aggregation.bucketing, seed, noisy),
             optimizer=ServerOptimizer(chosen.name, chosen.args) if chosen else None,
             optimizer_blob=base.optimizer_blob,
             encoding=job.delta_encoding,

@@ -11,10 +11,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedring.daemon.config import ConfigError, check_keys, explain, merge
-from fedring.rpc.errors import BadRequest, ClientInUse, NoSuchClient, NoSuchJob, OtherJob, UnknownRound
+from fedring.privacy.account import NoAccountant
+from fedring.rpc.errors import BadRequest, ClientInUse, NoEpsilon, NoSuchClient, NoSuchJob, OtherJob, UnknownRound
 from fedring.server.config import ServerConfig
 from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.operator.job_checks import JobChecks
+from fedring.server.operator.privacy_report import privacy_message
 from fedring.server.parts import Parts
 from fedring.server.round.report import event_message, job_message, model_message, round_message
 from fedring.server.service.downloads import ModelBlobService
@@ -152,6 +154,16 @@ class ControlService(rpc.ControlServiceServicer):
         text = f"{name} was forgotten, with {counts[name]} updates"
         self._journal.write("client_forgotten", text, client_id=name)
         return pb.ForgottenClient(client_id=name, updates=counts[name])
+
+    async def GetPrivacy(self, request: pb.GetPrivacyRequest, context: Any) -> pb.Privacy:
+        if not 0 <= request.delta < 1:
+            raise BadRequest(f"delta = {request.delta:g} must be above 0 and below 1", reason="bad_delta")
+        charges = await self._facts.db(self._store.charges)
+        jobs = await self._facts.db(self._store.jobs, _ALL)
+        try:
+            return await self._facts.work(privacy_message, charges, jobs, request.delta)
+        except NoAccountant as error:
+            raise NoEpsilon(str(error)) from error
 
     async def ListModels(self, request: pb.ListRequest, context: Any) -> pb.ModelList:
         return pb.ModelList(models=await self._facts.db(self._models, _limit(request)))

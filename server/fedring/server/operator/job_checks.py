@@ -12,6 +12,7 @@ import torch
 from fedring.codec.schema import Schema
 from fedring.daemon.checks import Level, check_data_root
 from fedring.daemon.config import ConfigError
+from fedring.privacy.account import NoAccountant, check_accountant
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.rules import make_rule
@@ -80,6 +81,7 @@ class JobChecks:
                     raise ConfigError(f"{found.name}: {found.found}")
         schema = self._check_model(job)
         self._check_sizes(job, schema)
+        _check_privacy(job, schema)
         _check_best_by(job)
         self._check_start(job, kept)
         alike = (row for row in kept if row.schema_hash == schema.hash.hex())
@@ -141,6 +143,22 @@ class JobChecks:
                 self._maker.check_fits(row, job)
         except SeamError as error:
             raise ConfigError(f"start: {error}") from error
+
+
+def _check_privacy(job: Job, schema: Schema) -> None:
+    """Check that all that clients send is covered by the noise, and that epsilon can be computed."""
+    if job.dp is None:
+        return
+    buffer = next((entry.name for entry in schema.entries if entry.role == "buffer"), "")
+    if buffer:
+        raise ConfigError(
+            f"dp: the buffer {buffer} would be averaged without noise: use GroupNorm instead of BatchNorm, or keep "
+            "buffers private"
+        )
+    try:
+        check_accountant()
+    except NoAccountant as error:
+        raise ConfigError(f"dp: {error}") from error
 
 
 def try_optimizer(job: Job, trusted: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from fedring.daemon.wording import counted
 from fedring.data import DataError
 from fedring.rpc.errors import NoSuchJob
 from fedring.server.round.metrics import Metrics
+from fedring.server.round.opening import RoundOpener
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.runner import RoundRunner
 from fedring.server.state.facts import Facts
@@ -37,8 +38,17 @@ class Jobs:
         running: the job that runs, or None.
     """
 
-    def __init__(self, runner: RoundRunner, rounds: Rounds, facts: Facts, journal: Journal, metrics: Metrics) -> None:
-        self._runner, self._rounds, self._facts, self._store = runner, rounds, facts, facts.store
+    def __init__(
+        self,
+        opener: RoundOpener,
+        runner: RoundRunner,
+        rounds: Rounds,
+        facts: Facts,
+        journal: Journal,
+        metrics: Metrics,
+    ) -> None:
+        self._opener, self._runner, self._rounds = opener, runner, rounds
+        self._facts, self._store = facts, facts.store
         self._journal, self._metrics = journal, metrics
         self._queued = asyncio.Event()
         self._stopped: set[int] = set()
@@ -145,7 +155,7 @@ class Jobs:
         await self._facts.keep(self._facts.db, self._store.set_job_state, row.job_id, "running")
         try:
             with _faults_of_the_job(row.job_id):
-                what = await self._facts.keep(self._runner.begin, row, spec)
+                what = await self._facts.keep(self._opener.begin, row, spec)
             text = f"job {row.job_id} ({row.name}) {what}: {counted(row.rounds, 'round')} of {spec.model}"
             self._journal.write("job_started", text, job_id=row.job_id)
             return await self._run_rounds(row, spec)
@@ -161,10 +171,12 @@ class Jobs:
             if row.job_id in self._stopped:
                 return "stopped", ""
             with _faults_of_the_job(row.job_id):
+                if interrupted is None and (why := await self._runner.privacy.spent(spec)):
+                    return ("completed", f"it ended early: {why}") if done else ("failed", why)
                 if interrupted is not None and interrupted.job_id == row.job_id:
-                    await self._facts.keep(self._runner.resume, interrupted, spec)
+                    await self._facts.keep(self._opener.resume, interrupted, spec)
                 else:
-                    await self._facts.keep(self._runner.open, row, spec, done + 1)
+                    await self._facts.keep(self._opener.open, row, spec, done + 1)
             interrupted = None
             if row.job_id in self._stopped:  # while the round was being opened
                 await self._rounds.abandon("stopped")

@@ -12,17 +12,16 @@ from fedring.server.model.testset import TestSet
 from fedring.server.model.versions import files_of
 from fedring.server.round.events import Phase
 from fedring.server.round.open_round import OpenRound
+from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageFailed
 from fedring.server.state.rows import EvaluationRow, ModelRow, RoundRow
-from fedring.train.job import Job
 from fedring.train.metrics import with_origin
 
 _ALL = 1_000_000_000
-_AT_A_TIME = 2  # rounds that are read until one is found that published a model; their rows may be long
 
 
-async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
+async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: OpenRound) -> tuple[ModelRow, RoundRow]:
     """Make the next model of the accepted updates, and make it durable together with the end of its round.
 
     Raises:
@@ -33,29 +32,24 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
     """
     updates = [open_.accepted[client] for client in sorted(open_.accepted)]
     version = await facts.db(facts.store.next_version)
-    last_median = await _last_median(facts, open_.job, open_.row.job_id)
-    open_.guarded = guard(open_.job, updates, last_median, job_round=open_.row.job_round)
-    make = partial(models.maker.next, seed=open_.command.seed, guarded=open_.guarded)
+    open_.private = private = await privacy.prepare(open_, updates)
+    if private is not None:
+        open_.guarded = private.guarded
+    else:
+        last = await facts.db(facts.store.last_published, open_.row.job_id) if open_.job.update_clip_factor else None
+        last_median = float(last.stats.get("median_norm", 0.0)) if last else 0.0
+        open_.guarded = guard(open_.job, updates, last_median, job_round=open_.row.job_round)
+    noisy = private.mean if private else None
+    make = partial(models.maker.next, seed=open_.command.seed, guarded=open_.guarded, noisy=noisy)
     made = await facts.heavy(make, open_.base, updates, open_.job, open_.row.round, version)
     ended = open_.ended(Phase.PUBLISHED, model_version=version)
     model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"])
     try:
-        await facts.db(facts.store.publish, model, ended)
+        await facts.db(facts.store.publish, model, ended, privacy.charge_of(open_))
     except StorageFailed:
         await facts.db(facts.discard, files_of(model))  # they take up the space that is missing
         raise
     return model, ended
-
-
-async def _last_median(facts: Facts, job: Job, job_id: int) -> float:
-    """Return the median norm in the last round of the job that published a model; 0 = not known, or not needed."""
-    rows = await facts.db(facts.store.rounds, _AT_A_TIME, job_id) if job.update_clip_factor else []
-    while rows:
-        for row in rows:
-            if row.model_version:
-                return float(row.stats.get("median_norm", 0.0))
-        rows = await facts.db(facts.store.rounds, _AT_A_TIME, job_id, rows[-1].round)
-    return 0.0
 
 
 async def evaluation(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedring.server.model.guards import Guard
+from fedring.server.model.private_mean import PrivateRound
 from fedring.server.round.events import Phase
 from fedring.server.round.sessions import ClientTraffic
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
@@ -30,6 +31,7 @@ class OpenRound:
     stalled: frozenset[str] = frozenset()  # as in the machine's Round
     stragglers: frozenset[str] = frozenset()  # clients that straggler_factor has left out
     guarded: Guard = field(default_factory=Guard)  # what the job's guards did to the accepted updates
+    private: PrivateRound | None = None  # what differential privacy does to it; None = nothing, or not known yet
     failures: list[str] = field(default_factory=list)  # sentences: who could not train, what was damaged
     stop_reason: str = ""  # why the round ends without a model if the disk refuses that model; "" = nobody asked
     waits_for_disk: bool = False  # whether its aggregation waits until the disk takes the model
@@ -70,18 +72,19 @@ class OpenRound:
     def stats(self, seconds: float) -> dict[str, Any]:
         """Return the figures that the round's row keeps; `seconds` is the time from the command to the model."""
         clients: dict[str, dict[str, Any]] = {}
+        bare = self.job.dp is None  # else what a client says of its data is not shown, which the noise does not cover
         for client in sorted(self.traffic.keys() | self.accepted.keys() | self.done.keys()):
             moved, update = self.traffic.get(client, ClientTraffic()), self.accepted.get(client)
             done = self.done.get(client, Done())
             clients[client] = {
-                "num_samples": update.num_samples if update else done.num_samples,
+                "num_samples": (update.num_samples if update else done.num_samples) if bare else 1,
                 "train_seconds": update.train_seconds if update else done.train_seconds,
                 "encoding": update.packets[0].encoding if update else "",
                 "upload_bytes": moved.upload_bytes,
                 "download_bytes": moved.download_bytes,
                 "upload_seconds": moved.upload_seconds,
                 "download_seconds": moved.download_seconds,
-                "metrics": dict(update.metrics if update else done.metrics),
+                "metrics": dict(update.metrics if update else done.metrics) if bare else {},
             }
         trained = combine((row["num_samples"], row["metrics"]) for row in clients.values())
         waits_no_more = {"stalled": sorted(self.stalled), "stragglers": sorted(self.stragglers)}
@@ -90,6 +93,6 @@ class OpenRound:
             "clients": clients,
             "metrics": with_origin("train", trained),
             "settings": {key: getattr(self.command, key) for key in self.job.scheduled},
-            **self.guarded.stats(),
+            **(self.private.stats() if self.private else self.guarded.stats()),
             **{key: names for key, names in waits_no_more.items() if names},
         }

@@ -73,6 +73,8 @@ def job_spec(job: Job, job_id: int) -> pb.JobSpec:
         pipeline=job.pipeline.model_dump_json() if job.mode == "pipeline" else "",
         shared=job.shared,
         private=job.private,
+        dp=job.dp.model_dump_json() if job.dp else "",
+        min_results=job.min_clients_to_aggregate,
     )
 
 

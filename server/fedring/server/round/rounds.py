@@ -40,6 +40,7 @@ from fedring.server.round.events import (
 )
 from fedring.server.round.metrics import Metrics
 from fedring.server.round.open_round import OpenRound
+from fedring.server.round.plan import group_rules
 from fedring.server.round.report import open_message
 from fedring.server.round.sessions import ClientTraffic, Session, Sessions
 from fedring.server.state.facts import Facts
@@ -98,6 +99,13 @@ class Rounds:
         open_.command.traceparent = self._trace.begin(open_.row.round, open_.row.job_id)
         self.open = open_
         self.recovering = False
+
+    def gather(self, *, resumed: bool = False) -> None:
+        """Let the workers of the round gather, if it needs a group."""
+        if self.open is not None and self.open.job.grouped:
+            row, job = self.open.row, self.open.job
+            rules = group_rules(job, target=len(row.selected))
+            self.rendezvous.open(row.round, rules, row.selected, self.open.done, resumed=resumed)
 
     def end(self, row: RoundRow) -> None:
         """Let go of the round in progress, which is over."""

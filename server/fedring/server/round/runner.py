@@ -30,10 +30,8 @@ from fedring.server.round.events import (
     Finish,
     Finished,
     Lost,
-    Opened,
     Phase,
     Published,
-    Resumed,
     Round,
     Start,
     Started,
@@ -41,24 +39,18 @@ from fedring.server.round.events import (
 from fedring.server.round.lineage import evaluation, prune, publish
 from fedring.server.round.metrics import Metrics
 from fedring.server.round.open_round import OpenRound
-from fedring.server.round.plan import group_rules, round_command, rules_of
+from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.round.progress import RoundProgress, why_abandoned
 from fedring.server.round.rounds import Rounds
 from fedring.server.round.sessions import Sessions
-from fedring.server.round.starting import base_of, begin
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import DamagedModel, DamagedUpdates, StorageError, StorageFailed
 from fedring.server.state.journal import Journal
-from fedring.server.state.rows import JobRow, ModelRow, RoundRow
+from fedring.server.state.rows import ModelRow, RoundRow
 from fedring.train.errors import SeamError
-from fedring.train.job import Job
 from fedring.train.metrics import result_of
-from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
-
-RECOVERY_SECONDS = 30.0
-"""Seconds that clients have to come back after a restart of the server, if the round's deadline is not sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +63,11 @@ class Outcome:
 
 
 class RoundRunner:
-    """Opens a round, or resumes one, and runs it to its end; one round at a time."""
+    """Runs rounds that were opened or resumed to their ends, one at a time.
+
+    Attributes:
+        privacy: what differential privacy needs of rounds.
+    """
 
     def __init__(
         self,
@@ -81,81 +77,15 @@ class RoundRunner:
         sessions: Sessions,
         journal: Journal,
         metrics: Metrics,
+        test_set: TestSet,
         config: ServerConfig,
     ) -> None:
         self._rounds, self._facts, self._models = rounds, facts, models
         self._sessions, self._journal, self._metrics, self._config = sessions, journal, metrics, config
-        self._test_set = TestSet(facts.blobs, config)
+        self._test_set = test_set
         self._dispatch = Dispatch(sessions)
         self._progress = RoundProgress()
-        self._frozen_digest = ""  # of the job that runs
-
-    async def begin(self, job: JobRow, spec: Job) -> str:
-        """Decide what a job starts from, and make it available. Returns a clause that says what it is.
-
-        Raises:
-            StorageFailed: if the disk refuses it; nothing was changed.
-            StorageError, SeamError: if the job cannot start from there.
-        """
-        base, text = await begin(self._facts, self._models, job, spec)
-        self._frozen_digest = await self._facts.heavy(self._models.maker.frozen_digest, spec, base)
-        if self._rounds.latest is None or base.version > self._rounds.latest.version:  # it was just made
-            self._rounds.latest = base
-        return text
-
-    async def open(self, job: JobRow, spec: Job, job_round: int) -> None:
-        """Open the next round of a job.
-
-        Raises:
-            StorageFailed: if the disk refuses it; nothing was changed.
-            StorageError, SeamError, DataError: if the round has no model to start from, or no samples to evaluate on.
-        """
-        rounds, facts = self._rounds, self._facts
-        base = await base_of(facts, self._models, job)
-        after = await self._residual_after(job.job_id)
-        if spec.evaluate_on_server:
-            await facts.heavy(self._test_set.load, spec)
-        small = self._models.downloads.small(base, spec)  # before there is a row: it may fail, and be tried again
-        wanted = RoundRow(0, job.job_id, job_round, Phase.WAITING, time.time(), base_version=base.version)
-        row = await facts.db(facts.store.create_round, wanted)
-        self._begin(row, spec, base, small, residual_after=after)
-        rounds.handle(Opened(row.round, rules_of(spec, grace=self._config.lost_after_seconds)))
-
-    async def resume(self, row: RoundRow, spec: Job) -> None:
-        """Go on with the round that a restart interrupted; its clients have time to come back.
-
-        Raises:
-            StorageError: "missing_model" if the model that it starts from is gone.
-        """
-        rounds, facts = self._rounds, self._facts
-        base = await facts.db(facts.store.model, row.base_version)
-        if base is None:
-            raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, now gone")
-        self._models.versions.remember(base)
-        after = await self._residual_after(row.job_id)
-        small = self._models.downloads.small(base, spec)
-        rules = rules_of(spec, grace=self._config.lost_after_seconds)
-        seconds = rd.seconds(rules, Phase(row.phase))
-        elapsed = 0.0 if row.seconds_left is None else max(0.0, seconds - row.seconds_left)
-        if row.phase == Phase.WAITING:
-            self._begin(row, spec, base, small, residual_after=after)
-            rounds.handle(Opened(row.round, rules, elapsed))
-            return
-        updates = await facts.db(facts.store.updates_of, row.round)
-        resumed_row = replace(row, phase=Phase.TRAINING)
-        open_ = self._begin(resumed_row, spec, base, small, residual_after=after)
-        open_.accepted = {update.client_id: update for update in updates}
-        open_.started = time.monotonic() - elapsed
-        selected, delivered = frozenset(row.selected), frozenset(open_.accepted)
-        # An aggregation that the restart cut off is simply due again.
-        # When updates came is not kept: they came no later than now.
-        seconds_each = (elapsed,) * len(delivered)
-        resumed = Round(row.round, rules, Phase.TRAINING, 0.0, selected, delivered, seconds_each)
-        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, elapsed))
-        self._gather(open_, resumed=True)
-        for session in self._sessions:
-            if session.matched:
-                rounds.matched(session.client_id)
+        self.privacy = RoundPrivacy(facts, config.state_dir)
 
     async def run(self) -> Outcome:
         """Do what is due until the round that was opened or resumed has ended."""
@@ -227,17 +157,10 @@ class RoundRunner:
             return  # it is due again, and waits for the disk where a stop need not wait
         open_.row, open_.started = row, time.monotonic()
         self._rounds.handle(Started(clients))
-        self._gather(open_)
+        self._rounds.gather()
         self._dispatch.train_all(open_, clients)
         text = f"{open_.title} trains on {len(clients)} clients"
         self._rounds.tell("round_started", text)
-
-    def _gather(self, open_: OpenRound, *, resumed: bool = False) -> None:
-        """Let the workers of the round gather, if it needs a group."""
-        if open_.job.grouped:
-            selected = open_.row.selected
-            rules = group_rules(open_.job, target=len(selected))
-            self._rounds.rendezvous.open(open_.row.round, rules, selected, open_.done, resumed=resumed)
 
     async def _aggregate(self, open_: OpenRound) -> None:
         """Make and publish the next model, or abandon the round if that cannot be done."""
@@ -253,7 +176,7 @@ class RoundRunner:
                 return self._rounds.handle(Abandoned(open_.stop_reason))
             try:
                 with self._metrics.aggregate_seconds.time():
-                    model, ended = await publish(self._facts, self._models, open_)
+                    model, ended = await publish(self._facts, self._models, self.privacy, open_)
             except StorageFailed as error:
                 log.warning("the model of round %d waits for the disk: %s", open_.row.round, error)
                 if not open_.stop_reason:
@@ -327,6 +250,8 @@ class RoundRunner:
                 await self._finish_evaluation(open_, rounds.latest)
         rounds.end(open_.row)
         await self._facts.db(self._facts.blobs.drop_partials, f"{open_.row.round}-")
+        if open_.job.dp is not None:
+            await self._facts.keep(self.privacy.forget)
         rounds.handle(Finished())
         return outcome
 
@@ -353,21 +278,6 @@ class RoundRunner:
         if rule and not result_of(stats["metrics"], rule):
             figure += f"; it has no {rule.split()[1]}, so best_by cannot choose its model"
         self._rounds.tell("round_evaluated", f"{open_.title} is evaluated{figure}")
-
-    def _begin(
-        self, row: RoundRow, spec: Job, base: ModelRow, small: pb.SmallModel | None, *, residual_after: int
-    ) -> OpenRound:
-        most, store = self._config.max_update_bytes, self._facts.store
-        command = round_command(spec, row, base, run_id=store.run_id, epoch=store.epoch, most_bytes=most)
-        command.residual_after = residual_after
-        command.job.frozen_digest = self._frozen_digest
-        open_ = OpenRound(row, spec, command, base, small)
-        self._rounds.begin(open_)
-        return open_
-
-    async def _residual_after(self, job_id: int) -> int:
-        job = await self._facts.db(self._facts.store.job, job_id)
-        return job.residual_after if job else 0
 
     def _end_training(self, open_: OpenRound) -> None:
         """Tell the workers of the group, and the clients that still train, that the round takes no more updates."""

@@ -36,7 +36,7 @@ class FilePartial:
         try:
             self.fd = os.open(path, flags, 0o600)
         except OSError as error:
-            raise _storage_error(error) from error
+            raise storage_error(error) from error
         self._reread()
 
     @property
@@ -54,7 +54,7 @@ class FilePartial:
             try:
                 written = os.write(self.fd, view)
             except OSError as error:
-                raise _storage_error(error) from error
+                raise storage_error(error) from error
             self._count(view[:written])
             view = view[written:]
 
@@ -73,7 +73,7 @@ class FilePartial:
                 self._count(data)
         except OSError as error:
             os.close(self.fd)
-            raise _storage_error(error) from error
+            raise storage_error(error) from error
 
     def _count(self, data: bytes | memoryview) -> None:
         self._digest.update(data)
@@ -111,7 +111,7 @@ class FileReader:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise _storage_error(error) from error
+            raise storage_error(error) from error
         self.size = os.fstat(self._fd).st_size
 
     def read(self, offset: int, size: int) -> bytes:
@@ -171,7 +171,7 @@ class FileBlobs:
                 file.path.replace(self._path(file.digest))
             crashpoint("after_blob_rename")
         except OSError as error:
-            raise _storage_error(error) from error
+            raise storage_error(error) from error
         finally:
             for file in files:
                 file.close()
@@ -230,7 +230,7 @@ class FileBlobs:
                 os.close(fd)
                 path.unlink(missing_ok=True)
         except OSError as error:
-            raise _storage_error(error) from error
+            raise storage_error(error) from error
 
     def disk_space(self) -> DiskSpace | None:
         try:
@@ -266,7 +266,7 @@ def _read(fd: int, offset: int, size: int) -> bytes:
             parts.append(data)
             offset, missing = offset + len(data), missing - len(data)
     except OSError as error:
-        raise _storage_error(error) from error
+        raise storage_error(error) from error
     if missing:
         raise StorageError("truncated", f"{size - missing} of {size} bytes")
     return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -287,7 +287,8 @@ def _sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def _storage_error(error: OSError) -> StorageError:
+def storage_error(error: OSError) -> StorageError:
+    """Return what an error of the operating system means for the state: is the disk full, does it fail?"""
     if isinstance(error, FileNotFoundError):
         return StorageError("missing_blob", str(error))
     return StorageFailed("disk_full" if error.errno in _FULL else "disk_error", str(error))

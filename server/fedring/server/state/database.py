@@ -28,7 +28,18 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
-from fedring.server.state.tables import METADATA, clients, evaluations, jobs, meta, models, rounds, tokens, updates
+from fedring.server.state.tables import (
+    METADATA,
+    charges,
+    clients,
+    evaluations,
+    jobs,
+    meta,
+    models,
+    rounds,
+    tokens,
+    updates,
+)
 from fedring.train.metrics import with_origin
 
 Migration = Callable[[Connection], None]
@@ -100,6 +111,10 @@ def _add_model_metrics(connection: Connection) -> None:
         connection.exec_driver_sql(f"ALTER TABLE models DROP COLUMN {result.name}")
 
 
+def _add_charges(connection: Connection) -> None:
+    charges.create(connection, checkfirst=True)
+
+
 def _add_column(connection: Connection, column: Column[Any], constraint: str = "") -> None:
     """Add the column to its table, unless the table was created with it."""
     if column.name not in {found["name"] for found in inspect(connection).get_columns(column.table.name)}:
@@ -115,6 +130,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     _add_starts,
     _add_metrics,
     _add_model_metrics,
+    _add_charges,
 )
 """Number i migrates a database from schema version i + 1 to i + 2."""
 

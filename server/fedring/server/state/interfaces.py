@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from fedring.server.state.rows import (
+    ChargeRow,
     EvaluationRow,
     EventRow,
     JobRow,
@@ -122,6 +123,10 @@ class Store(Protocol):
         """Return the newest rounds, newest first. `job_id` and `below`, a number, select some unless they are 0."""
         ...
 
+    def last_published(self, job_id: int) -> RoundRow | None:
+        """Return the newest round of a job that has published a model; None if none has."""
+        ...
+
     def open_round(self) -> RoundRow | None:
         """Return the newest round that has not ended, where a restarted server continues."""
         ...
@@ -160,16 +165,21 @@ class Store(Protocol):
         """Return how many updates of each client were accepted, kept or pruned, by client id."""
         ...
 
-    def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None:
+    def publish(self, model: ModelRow, ended: RoundRow | None = None, charge: ChargeRow | None = None) -> None:
         """Add the newest model, whose blobs are sealed, and end the round that made it and count it in its job.
 
         Args:
             model: the model.
             ended: the round's row as it is after its end; None for a model that no round made.
+            charge: what the round costs, if its job has differential privacy.
 
         Raises:
             StorageError: "database", if there is a model of that version.
         """
+        ...
+
+    def charges(self) -> list[ChargeRow]:
+        """Return what published rounds with differential privacy have cost, the oldest first. None is ever pruned."""
         ...
 
     def model(self, version: int) -> ModelRow | None:

@@ -136,6 +136,16 @@ class EvaluationRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ChargeRow:
+    """What a published round with differential privacy has cost."""
+
+    round: int
+    job_id: int
+    noise_multiplier: float
+    charged_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class EventRow:
     """Something that an operator may want to read."""
 

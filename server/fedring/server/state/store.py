@@ -29,6 +29,7 @@ from fedring.server.state.interfaces import Acceptance, Pruned
 from fedring.server.state.ratings import best_of_each_job, versions_to_keep
 from fedring.server.state.rows import (
     KEEP_EVENTS,
+    ChargeRow,
     EvaluationRow,
     EventRow,
     JobRow,
@@ -38,11 +39,11 @@ from fedring.server.state.rows import (
     TokenRow,
     UpdateRow,
 )
-from fedring.server.state.tables import evaluations, events, jobs, meta, models, rounds, tokens, updates
+from fedring.server.state.tables import charges, evaluations, events, jobs, meta, models, rounds, tokens, updates
 from fedring.train.metrics import combine
 from fedring.train.start import version_of
 
-Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow, TokenRow)
+Row = TypeVar("Row", JobRow, RoundRow, UpdateRow, ModelRow, EvaluationRow, EventRow, TokenRow, ChargeRow)
 Numbered = TypeVar("Numbered", JobRow, RoundRow)
 _BLOB_COLUMNS = (updates.c.blob, models.c.blob, models.c.delta_blob, models.c.residual_blob, models.c.optimizer_blob)
 # Two conditions, because SQLite would read the whole table for pairs (round, client).
@@ -147,6 +148,10 @@ class SqlStore:
             query = query.where(rounds.c.round < below)
         return self._list(query.where(rounds.c.job_id == job_id) if job_id else query, RoundRow)
 
+    def last_published(self, job_id: int) -> RoundRow | None:
+        published = (rounds.c.job_id == job_id) & (rounds.c.model_version > 0)
+        return self._first(select(rounds).where(published).order_by(rounds.c.round.desc()).limit(1), RoundRow)
+
     def open_round(self) -> RoundRow | None:
         query = select(rounds).where(rounds.c.ended_at.is_(None)).order_by(rounds.c.round.desc())
         return self._first(query, RoundRow)
@@ -201,15 +206,20 @@ class SqlStore:
         with self._transaction() as connection:
             return known.update_counts(connection)
 
-    def publish(self, model: ModelRow, ended: RoundRow | None = None) -> None:
+    def publish(self, model: ModelRow, ended: RoundRow | None = None, charge: ChargeRow | None = None) -> None:
         with self._transaction() as connection:
             connection.execute(insert(models), _values(model))
+            if charge is not None:
+                connection.execute(insert(charges), _values(charge))
             if ended is not None:
                 _replace_round(connection, ended)
                 count = {"rounds_done": jobs.c.rounds_done + 1}
                 connection.execute(update(jobs).where(jobs.c.job_id == ended.job_id).values(count))
             crashpoint("before_publish_commit")
         crashpoint("after_publish_commit")
+
+    def charges(self) -> list[ChargeRow]:
+        return self._list(select(charges).order_by(charges.c.round), ChargeRow)
 
     def model(self, version: int) -> ModelRow | None:
         return self._first(select(models).where(models.c.version == version), ModelRow)

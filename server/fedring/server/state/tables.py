@@ -167,6 +167,15 @@ events = Table(
     _column("client_id", Text),
     sqlite_strict=True,
 )
+charges = Table(
+    "charges",
+    METADATA,
+    _column("round", _INT, key=True),
+    _column("job_id", _INT),
+    _column("noise_multiplier", _FLOAT),
+    _column("charged_at", _FLOAT),
+    sqlite_strict=True,
+)
 clients = Table(
     "clients",
     METADATA,

@@ -1,0 +1,177 @@
+"""What a client demands of jobs, whatever the server says, and what it has spent of its privacy."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedring.daemon.config import ConfigError
+from fedring.daemon.durable import sync
+from fedring.privacy.account import NoAccountant, check_accountant, epsilon
+from fedring.train.bounds import Count, NonNegative
+from fedring.train.privacy_table import ClientPrivacy
+from fedring.v1 import federation_pb2 as pb
+
+LEDGER = "privacy.json"
+
+
+class SitePolicy(BaseModel):
+    """The table [privacy] of a client. A job that is weaker is refused by the client. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min_clients: Count = Field(0, description="fewest updates that a job may make a model of; 0 = any")
+    min_noise_multiplier: NonNegative = Field(
+        0.0, description="least noise_multiplier of a job's [dp]; 0 = jobs need no [dp]"
+    )
+    max_clip: NonNegative = Field(
+        0.0, description="largest clip of a job's [dp], which may not be adaptive then; 0 = any, and jobs need no [dp]"
+    )
+    max_epsilon: NonNegative = Field(
+        0.0,
+        description="no round is taken part in that would take the epsilon of all rounds of this client above it; "
+        "0 = no limit, and jobs need no [dp]",
+    )
+    delta: Annotated[float, Field(gt=0, lt=1)] = Field(1e-5, description="the delta that max_epsilon belongs to")
+
+    @property
+    def demands(self) -> bool:
+        """Whether there is any job that it refuses."""
+        return bool(self.min_clients or self.needs_noise)
+
+    @property
+    def needs_noise(self) -> bool:
+        """Whether it refuses jobs without differential privacy."""
+        return bool(self.min_noise_multiplier or self.max_clip or self.max_epsilon)
+
+
+class Ledger:
+    """The noise multipliers of the rounds that a client has delivered for, in a file that no server can change.
+
+    A round is charged before the update leaves the client for the first time, and once only.
+
+    Args:
+        folder: the state folder of the client.
+
+    Raises:
+        ConfigError: if its file is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LEDGER
+        self._last = ""
+        self._counts: dict[float, int] = {}
+        try:
+            known = json.loads(self._path.read_text())
+            self._last, counts = str(known["last"]), known["rounds"]
+            self._counts = {float(multiplier): int(count) for multiplier, count in counts.items()}
+            if not all(multiplier > 0 and count > 0 for multiplier, count in self._counts.items()):
+                raise ValueError("a count is not positive")
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{self._path} says what privacy this client has spent, and cannot be read ({error}): restore it, or "
+                "remove it to begin at zero"
+            ) from error
+
+    def epsilon(self, delta: float, *, more: float | None = None) -> float:
+        """Return the epsilon of all rounds, and of one more with this noise multiplier.
+
+        Raises:
+            NoAccountant: if dp-accounting is not installed.
+        """
+        multipliers = [multiplier for multiplier, count in self._counts.items() for _ in range(count)]
+        return epsilon(multipliers + ([] if more is None else [more]), delta)
+
+    def charge(self, command: pb.TrainCmd) -> None:
+        """Note durably that an update of the round goes out, unless that was noted before.
+
+        Raises:
+            OSError: if that is impossible.
+        """
+        privacy = dp_of(command.job)
+        name = f"{command.run_id} {command.epoch} {command.round}"
+        if privacy is None or name == self._last:
+            return
+        counts = self._counts | {privacy.noise_multiplier: self._counts.get(privacy.noise_multiplier, 0) + 1}
+        self._write(name, counts)
+        self._last, self._counts = name, counts
+
+    def _write(self, last: str, counts: Mapping[float, int]) -> None:
+        new = self._path.with_name(f"{LEDGER}.new")
+        text = json.dumps({"last": last, "rounds": {repr(multiplier): count for multiplier, count in counts.items()}})
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self._path)
+        sync(self._path.parent)
+
+
+def dp_of(job: pb.JobSpec) -> ClientPrivacy | None:
+    """Return the differential privacy that a job promises; None if it promises none that this program understands."""
+    try:
+        return ClientPrivacy.model_validate_json(job.dp) if job.dp else None
+    except ValidationError:
+        return None
+
+
+def refusal(policy: SitePolicy, ledger: Ledger, job: pb.JobSpec) -> str:
+    """Return one sentence that says why a client does not take part in a round of a job; "" if it does."""
+    if not policy.demands:
+        return ""
+    if job.mode != "federated":
+        return f"this site's [privacy] refuses the mode {job.mode}, in which other workers see its gradients"
+    if job.min_results < policy.min_clients:
+        return (
+            f"this site's privacy.min_clients = {policy.min_clients} is above the job's "
+            f"min_clients_to_aggregate = {job.min_results}"
+        )
+    if not policy.needs_noise:
+        return ""
+    privacy = dp_of(job)
+    if privacy is None:
+        keys = ("min_noise_multiplier", "max_clip", "max_epsilon")
+        key = next(key for key in keys if getattr(policy, key))
+        return f"this site's privacy.{key} = {getattr(policy, key):g} demands a job with [dp], and this job has none"
+    if privacy.noise_multiplier < policy.min_noise_multiplier:
+        return (
+            f"this site's privacy.min_noise_multiplier = {policy.min_noise_multiplier:g} is above the job's "
+            f"dp.noise_multiplier = {privacy.noise_multiplier:g}"
+        )
+    if policy.max_clip and privacy.adaptive:
+        return (
+            f"this site's privacy.max_clip = {policy.max_clip:g} demands dp.adaptive = false: an adaptive clip may grow"
+        )
+    if 0 < policy.max_clip < privacy.clip:
+        return f"this site's privacy.max_clip = {policy.max_clip:g} is below the job's dp.clip = {privacy.clip:g}"
+    return _overspent(policy, ledger, privacy)
+
+
+def check_policy(policy: SitePolicy) -> None:
+    """Return if a policy can be kept.
+
+    Raises:
+        ConfigError: if epsilon cannot be computed, which it needs.
+    """
+    if policy.max_epsilon:
+        try:
+            check_accountant()
+        except NoAccountant as error:
+            raise ConfigError(f"privacy.max_epsilon: {error}") from error
+
+
+def _overspent(policy: SitePolicy, ledger: Ledger, privacy: ClientPrivacy) -> str:
+    if not policy.max_epsilon:
+        return ""
+    total = ledger.epsilon(policy.delta, more=privacy.noise_multiplier)
+    if total <= policy.max_epsilon:
+        return ""
+    return (
+        f"one more round would take this client's epsilon to {total:.3g} for delta = {policy.delta:g}, above its "
+        f"privacy.max_epsilon = {policy.max_epsilon:g}"
+    )

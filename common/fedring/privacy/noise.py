@@ -1,0 +1,48 @@
+"""Gaussian noise that follows from a secret key: whoever draws it twice from the same key gets the same noise.
+
+A server that is killed between drawing noise and publishing the model adds the same noise when it aggregates the same
+updates once more. Fresh noise would let whoever sees both models average the noise away.
+
+The noise is the Box-Muller transform (Box and Muller 1958) of the key stream of AES-256 in counter mode, in float64.
+Each pair of values has a place of its own in the stream, so that a vector can be drawn piece by piece. Floating-point
+noise is not ideal: Mironov (2012) shows what the lowest bits of a published value can reveal. A model is rounded to
+float32 after the noise was added, which hides most, but not all, of that.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import CTR
+from numpy.typing import NDArray
+
+SECRET_BYTES = 32
+_PAIR_BYTES = 16  # two values are made of two 64-bit words, one block of AES
+
+
+class Noise:
+    """An endless sequence of independent values of the standard normal distribution.
+
+    Args:
+        secret: at least 32 bytes from the operating system's random numbers.
+        context: what the noise is for; another context gives independent noise.
+    """
+
+    def __init__(self, secret: bytes, context: Iterable[str]) -> None:
+        if len(secret) < SECRET_BYTES:
+            raise ValueError(f"a secret of {len(secret)} bytes is shorter than {SECRET_BYTES}")
+        parts = b"".join(len(part).to_bytes(4, "big") + part for part in (text.encode() for text in context))
+        self._key = hmac.digest(secret, parts, hashlib.sha256)
+
+    def normal(self, start: int, stop: int) -> NDArray[np.float64]:
+        """Return the values from `start` to `stop` of the sequence, [stop - start]."""
+        first, last = start // 2, (stop + 1) // 2
+        cipher = Cipher(AES(self._key), CTR(first.to_bytes(16, "big"))).encryptor()
+        words = np.frombuffer(cipher.update(bytes((last - first) * _PAIR_BYTES)), "<u8").reshape(-1, 2)
+        uniform = ((words >> np.uint64(11)) + 0.5) * 2.0**-53  # above 0 and at most 1
+        radius, angle = np.sqrt(-2.0 * np.log(uniform[:, 0])), 2.0 * np.pi * uniform[:, 1]
+        pairs = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=1)
+        return pairs.reshape(-1)[start - 2 * first : stop - 2 * first]

@@ -1,0 +1,94 @@
+"""The table [dp] of a job: differential privacy for whole clients, with noise that the server adds."""
+
+from collections.abc import Mapping
+from math import inf, sqrt
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedring.train.bounds import NonNegative, Positive
+
+COUNT_NOISE = 20
+"""The standard deviation of the noise on the number of updates within the clip is clients / COUNT_NOISE (Andrew et al.
+2021, section 2.3)."""
+
+CLIP_RATE = 0.2
+"""The learning rate of the logarithm of the clip (Andrew et al. 2021, section 3)."""
+
+CLIP_QUANTILE = 0.5
+"""The share of the updates that an adaptive clip lets pass as they are."""
+
+
+class ClientPrivacy(BaseModel):
+    """All settings of differential privacy for whole clients. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    noise_multiplier: Positive = Field(
+        description="standard deviation of the noise on the sum of the updates, in units of the clip"
+    )
+    clip: Positive = Field(0.1, description="norm to which each update is shortened; with adaptive, in the first round")
+    adaptive: bool = Field(
+        True, description="the clip follows the median norm of the updates, which costs a little of the privacy"
+    )
+    delta: Annotated[float, Field(gt=0, lt=1)] = Field(
+        1e-5, description="the probability that epsilon may fail; below 1 / the number of clients"
+    )
+    max_epsilon: NonNegative = Field(
+        0.0, description="no round starts that would take the epsilon of all jobs of this server above it; 0 = no limit"
+    )
+
+    @model_validator(mode="after")
+    def _finite(self) -> Self:
+        for key in ("noise_multiplier", "clip"):
+            if getattr(self, key) == inf:
+                raise ValueError(f"{key} must be finite")
+        return self
+
+    def sum_multiplier(self, clients: int) -> float:
+        """Return the noise multiplier of the sum of the updates (Andrew et al. 2021, theorem 1).
+
+        An adaptive clip spends part of the privacy on the number of updates within the clip, so that the sum needs more
+        noise for both to cost what noise_multiplier says.
+
+        Args:
+            clients: the denominator of the mean.
+
+        Raises:
+            ValueError: if the noise on the number alone costs more than that.
+        """
+        if not self.adaptive:
+            return self.noise_multiplier
+        count = 2.0 * clients / COUNT_NOISE  # each update moves the count, from which a half is subtracted, by a half
+        if self.noise_multiplier >= count:
+            raise ValueError(
+                f"noise_multiplier = {self.noise_multiplier:g} with adaptive needs rounds of more than "
+                f"{int(self.noise_multiplier * COUNT_NOISE / 2)} clients, and this job's may have {clients}: set "
+                "adaptive = false and choose clip"
+            )
+        return 1.0 / sqrt(self.noise_multiplier**-2 - count**-2)
+
+
+def unfit(job: Mapping[str, Any]) -> str:
+    """Return why a job cannot have differential privacy, or "" if it can.
+
+    Args:
+        job: its other settings.
+    """
+    needed = {
+        "mode": ("federated", "the other modes do not bound what one client contributes"),
+        "weights": ("uniform", "numbers of samples are not private"),
+        "evaluate": (False, "the clients' evaluations are not private; evaluate_on_server may be true"),
+        "normalize_steps": (False, "numbers of steps are not private"),
+        "update_clip": (0.0, "dp.clip takes its place"),
+        "update_clip_factor": (0.0, "dp.clip takes its place"),
+    }
+    for key, (value, why) in needed.items():
+        if job[key] != value:
+            written = f'"{value}"' if isinstance(value, str) else str(value).lower()
+            return f"{key} must be {written}, because {why}"
+    if job["aggregation"]["rule"] != "mean":
+        return f"the rule must be mean, because the noise is not made for {job['aggregation']['rule']}"
+    if " train/" in job["best_by"]:
+        return f"best_by = {job['best_by']!r} is never known, because figures of the training are not private"
+    return ""

@@ -1,0 +1,45 @@
+"""What the published models have spent of the clients' privacy, as flctl privacy shows it."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from fedring.privacy.account import epsilon
+from fedring.server.state.rows import ChargeRow, JobRow
+from fedring.v1 import control_pb2 as pb
+
+_DELTA = 1e-5
+
+
+def privacy_message(charges: Sequence[ChargeRow], jobs: Sequence[JobRow], delta: float) -> pb.Privacy:
+    """Return the message of what was spent.
+
+    Args:
+        charges: of all published rounds with differential privacy.
+        jobs: all that are kept, the newest first.
+        delta: for which epsilon is computed; 0 = that of the newest job with [dp].
+
+    Raises:
+        NoAccountant: if epsilon cannot be computed.
+    """
+    of_jobs = defaultdict[int, list[float]](list)
+    for charge in charges:
+        of_jobs[charge.job_id].append(charge.noise_multiplier)
+    tables = {job.job_id: job.spec.get("dp") or {} for job in jobs}
+    delta = delta or next((table["delta"] for table in tables.values() if table), _DELTA)
+    names = {job.job_id: job.name for job in jobs}
+    return pb.Privacy(
+        delta=delta,
+        epsilon=epsilon([charge.noise_multiplier for charge in charges], delta),
+        rounds=len(charges),
+        rounds_without=sum(job.rounds_done for job in jobs if not tables[job.job_id]),
+        jobs=[
+            pb.PrivacyOfJob(
+                job_id=job_id,
+                name=names.get(job_id, ""),
+                rounds=len(multipliers),
+                noise_multiplier=multipliers[-1],
+                epsilon=epsilon(multipliers, delta),
+            )
+            for job_id, multipliers in sorted(of_jobs.items(), reverse=True)
+        ],
+    )

@@ -1,0 +1,64 @@
+"""The secret of a round's noise: a file of its own, which no backup has, and which is erased with the round.
+
+It is durable before the first noise is drawn from it. So a server that is killed while it aggregates draws the same
+noise again, and nobody who gets hold of the state after the round can draw it.
+"""
+
+import os
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedring.daemon.durable import sync
+from fedring.privacy.noise import SECRET_BYTES
+from fedring.server.state.blobs import storage_error
+from fedring.server.state.files import write_durably
+
+_PREFIX = "noise-"
+
+
+def noise_secret(folder: Path, name: str) -> bytes:
+    """Return the secret of this name in a state folder; it is drawn from the operating system if there is none yet.
+
+    Args:
+        folder: the state folder.
+        name: of the round: no other round, before or after a restore, has the same.
+
+    Raises:
+        StorageFailed: if it cannot be kept.
+    """
+    path = folder / f"{_PREFIX}{name}"
+    with _as_storage_errors():
+        try:
+            secret = path.read_bytes()
+        except FileNotFoundError:
+            secret = b""
+        if len(secret) != SECRET_BYTES:  # a shorter one was being written when the server was killed
+            secret = os.urandom(SECRET_BYTES)
+            write_durably(path, secret)
+            sync(folder)
+        return secret
+
+
+def erase_noise_secrets(folder: Path, *, keep: Container[str] = ()) -> None:
+    """Overwrite and remove the secrets in a state folder, except those of these names.
+
+    Raises:
+        StorageFailed: if that fails.
+    """
+    with _as_storage_errors():
+        for path in folder.glob(f"{_PREFIX}*"):
+            if path.name.removeprefix(_PREFIX) not in keep:
+                with path.open("r+b") as file:
+                    file.write(bytes(SECRET_BYTES))
+                    file.flush()
+                    os.fsync(file.fileno())
+                path.unlink()
+
+
+@contextmanager
+def _as_storage_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error) from error

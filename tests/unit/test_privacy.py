@@ -1,0 +1,251 @@
+"""Differential privacy of whole clients: the noise, what it costs, the clip, the job's keys, and a site's demands."""
+
+import json
+import re
+import subprocess
+import sys
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from scipy.stats import kstest
+
+from fedring.client.privacy import Ledger, SitePolicy, refusal
+from fedring.daemon.config import ConfigError
+from fedring.privacy.account import epsilon
+from fedring.privacy.noise import Noise
+from fedring.server.model.private_mean import private_round
+from fedring.server.state.noise_secret import erase_noise_secrets, noise_secret
+from fedring.server.state.rows import UpdateRow
+from fedring.train.job import Job
+from fedring.train.privacy_table import ClientPrivacy
+from fedring.v1 import federation_pb2 as pb
+
+SECRET = bytes(range(32))
+PRIVATE: dict[str, Any] = {"weights": "uniform", "evaluate": False}
+FIXED = ClientPrivacy(noise_multiplier=1.0, clip=0.5, adaptive=False)
+
+
+def update(client: str, norm: float, name: str = "") -> UpdateRow:
+    return UpdateRow(1, client, "", name or f"update of {client}", (), 1, 0, 0.0, norm, 0.0)
+
+
+# The noise
+
+
+def test_noise_is_normal_and_the_same_in_pieces() -> None:
+    noise = Noise(SECRET, ["round 1"])
+    whole = noise.normal(0, 200_000)
+    assert kstest(whole, "norm").pvalue > 1e-6
+    assert kstest(whole[::2] * whole[1::2], (-whole[::2]) * whole[1::2]).pvalue > 1e-6  # pairs are independent
+    for start, stop in ((0, 0), (0, 1), (1, 2), (3, 8), (99_999, 100_002)):
+        assert np.array_equal(noise.normal(start, stop), whole[start:stop])
+
+
+def test_noise_depends_on_every_part_of_its_context_and_on_the_secret() -> None:
+    contexts = (["a", "b"], ["ab"], ["a", "b", ""], ["b", "a"], ["a", "c"])
+    drawn = {Noise(secret, context).normal(0, 4).tobytes() for secret in (SECRET, SECRET[::-1]) for context in contexts}
+    assert len(drawn) == 10
+    with pytest.raises(ValueError, match="shorter than 32"):
+        Noise(b"short", [])
+
+
+def test_the_secret_of_a_round_stays_until_it_is_erased(tmp_path: Path) -> None:
+    first = noise_secret(tmp_path, "0-7")
+    assert len(first) == 32
+    assert noise_secret(tmp_path, "0-7") == first
+    assert noise_secret(tmp_path, "0-8") != first
+    assert [oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()] == ["0o600"] * 2
+    erase_noise_secrets(tmp_path, keep=["0-7"])
+    assert noise_secret(tmp_path, "0-7") == first
+    erase_noise_secrets(tmp_path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "noise-0-9").write_bytes(first[:5])  # what a server leaves that is killed while it writes
+    assert len(noise_secret(tmp_path, "0-9")) == 32
+
+
+# What it costs
+
+
+@pytest.mark.parametrize(("multiplier", "rounds", "expected"), [(5.0, 50, 7.08), (1.0, 50, 57.3)])
+def test_epsilon_is_that_of_renyi_privacy(multiplier: float, rounds: int, expected: float) -> None:
+    assert epsilon([multiplier] * rounds, 1e-5) == pytest.approx(expected, rel=0.01)
+
+
+def test_epsilon_adds_up_over_jobs_and_is_zero_without_any() -> None:
+    assert epsilon([], 1e-5) == 0.0
+    both = epsilon([5.0] * 50 + [1.0] * 10, 1e-5)
+    assert max(epsilon([5.0] * 50, 1e-5), epsilon([1.0] * 10, 1e-5)) < both
+    assert both == epsilon([1.0] * 10 + [5.0] * 50, 1e-5)
+
+
+def test_a_missing_accountant_is_one_sentence() -> None:
+    code = (
+        "import sys; sys.modules['dp_accounting'] = None\n"
+        "from fedring.privacy.account import check_accountant, NoAccountant\n"
+        "try: check_accountant()\n"
+        "except NoAccountant as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "install fedring[privacy], whose dp-accounting computes epsilon\n"
+
+
+# The mean
+
+
+@settings(max_examples=60, deadline=None)
+@given(norms=st.lists(st.floats(0, 1e30), min_size=1, max_size=8), clip=st.floats(1e-6, 1e6))
+def test_no_update_is_longer_than_the_clip(norms: list[float], clip: float) -> None:
+    rows = [update(f"client-{index}", norm) for index, norm in enumerate(norms)]
+    done = private_round(FIXED, rows, len(rows), clip, SECRET, "run")
+    for row in rows:
+        assert row.norm * done.guarded.factors.get(row.client_id, 1.0) <= clip
+    assert set(done.guarded.weights.values()) == {1.0}
+    assert done.mean.divisor == len(rows)
+
+
+def test_the_noise_is_that_of_the_accepted_updates() -> None:
+    rows = [update("a", 1.0), update("b", 1.0)]
+
+    def noise(updates: list[UpdateRow], secret: bytes = SECRET) -> bytes:
+        return private_round(FIXED, updates, 2, 0.5, secret, "run").mean.noise.normal(0, 8).tobytes()
+
+    assert noise(rows) == noise(rows[::-1])
+    others = [noise(rows[:1]), noise([rows[0], update("b", 1.0, "another")]), noise(rows, bytes(32))]
+    assert len({noise(rows), *others}) == 4
+
+
+def test_the_noise_has_its_deviation() -> None:
+    done = private_round(FIXED, [update("a", 1.0)], 4, 0.5, SECRET, "run")
+    noisy = done.mean.added(np.zeros(100_000), 0)
+    assert noisy.std() == pytest.approx(1.0 * 0.5 / 4, rel=0.02)
+
+
+def test_an_adaptive_clip_costs_what_the_multiplier_says() -> None:
+    privacy = ClientPrivacy(noise_multiplier=1.0)
+    clients = 100
+    on_sum, on_count = privacy.sum_multiplier(clients), 2 * clients / 20
+    assert on_sum**-2 + on_count**-2 == pytest.approx(privacy.noise_multiplier**-2)
+    assert on_sum > privacy.noise_multiplier
+    assert FIXED.sum_multiplier(clients) == FIXED.noise_multiplier
+
+
+def test_an_adaptive_clip_finds_the_median_norm() -> None:
+    privacy, clip = ClientPrivacy(noise_multiplier=1.0), 0.1
+    generator = np.random.default_rng(0)
+    clips = []
+    for number in range(60):
+        norms = 0.5 * np.exp(0.3 * generator.standard_normal(100))  # with the median 0.5
+        rows = [update(f"client-{index}", float(norm), f"{number}") for index, norm in enumerate(norms)]
+        clip = private_round(privacy, rows, 100, clip, SECRET, "run").next_clip
+        clips.append(clip)
+    assert clips[29] == pytest.approx(0.5, rel=0.1)
+    assert np.mean(clips[30:]) == pytest.approx(0.5, rel=0.1)
+
+
+# The job
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({}, 'dp: weights must be "uniform"'),
+        ({"weights": "uniform"}, "dp: evaluate must be false"),
+        (PRIVATE | {"mode": "data_parallel"}, 'dp: mode must be "federated"'),
+        (PRIVATE | {"normalize_steps": True}, "dp: normalize_steps must be false"),
+        (PRIVATE | {"update_clip": 1.0}, "dp: update_clip must be 0.0, because dp.clip takes its place"),
+        (PRIVATE | {"update_clip_factor": 2.0}, "dp: update_clip_factor must be 0.0"),
+        (PRIVATE | {"aggregation": {"rule": "median"}}, "dp: the rule must be mean"),
+        (PRIVATE | {"best_by": "max train/f1"}, "dp: best_by = 'max train/f1' is never known"),
+    ],
+)
+def test_a_job_that_would_leak_is_refused(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(sentence)):
+        Job.model_validate({"dp": {"noise_multiplier": 1.0, "adaptive": False}, **keys})
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ({}, "Field required"),
+        ({"noise_multiplier": 0}, "greater than 0"),
+        ({"noise_multiplier": inf, "adaptive": False}, "finite"),
+        ({"noise_multiplier": 1, "adaptive": False, "delta": 1}, "less than 1"),
+        ({"noise_multiplier": 1, "noise": 2}, "not permitted"),
+        ({"noise_multiplier": 1}, "noise_multiplier = 1 with adaptive needs rounds of more than 10 clients"),
+    ],
+)
+def test_bad_settings_are_refused(table: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(sentence)):
+        Job.model_validate({"dp": table, **PRIVATE})
+
+
+# What a site demands
+
+
+def command(number: int = 1, *, mode: str = "federated", results: int = 5, dp: str | None = None) -> pb.TrainCmd:
+    text = FIXED.model_dump_json() if dp is None else dp
+    return pb.TrainCmd(run_id="run", round=number, job=pb.JobSpec(mode=mode, min_results=results, dp=text))
+
+
+@pytest.mark.parametrize(
+    ("policy", "job", "sentence"),
+    [
+        ({"min_clients": 6}, command(), "privacy.min_clients = 6 is above the job's min_clients_to_aggregate = 5"),
+        ({"min_clients": 1}, command(results=0), "privacy.min_clients = 1 is above"),
+        ({"min_clients": 1}, command(mode="pipeline"), "refuses the mode pipeline"),
+        ({"min_noise_multiplier": 1.0}, command(dp=""), "privacy.min_noise_multiplier = 1 demands a job with [dp]"),
+        ({"max_clip": 1.0}, command(dp="no table"), "privacy.max_clip = 1 demands a job with [dp]"),
+        ({"min_noise_multiplier": 1.1}, command(), "is above the job's dp.noise_multiplier = 1"),
+        ({"max_clip": 0.4}, command(), "privacy.max_clip = 0.4 is below the job's dp.clip = 0.5"),
+        (
+            {"max_clip": 1.0},
+            command(dp=ClientPrivacy(noise_multiplier=1.0).model_dump_json()),
+            "demands dp.adaptive = false",
+        ),
+        ({"max_epsilon": 3.0}, command(), "would take this client's epsilon to"),
+    ],
+)
+def test_a_job_that_is_weaker_than_the_policy_is_refused(
+    policy: dict[str, Any], job: pb.TrainCmd, sentence: str, tmp_path: Path
+) -> None:
+    assert sentence in refusal(SitePolicy(**policy), Ledger(tmp_path), job.job)
+
+
+def test_a_job_that_is_strong_enough_is_taken(tmp_path: Path) -> None:
+    policy = SitePolicy(min_clients=5, min_noise_multiplier=1.0, max_clip=0.5, max_epsilon=50.0)
+    assert refusal(policy, Ledger(tmp_path), command().job) == ""
+    assert refusal(SitePolicy(), Ledger(tmp_path), command(mode="pipeline", dp="").job) == ""
+
+
+def test_the_ledger_charges_each_round_once_and_survives_a_restart(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    for number in (1, 1, 2):
+        ledger.charge(command(number))
+    ledger.charge(command(3, dp=""))
+    assert ledger.epsilon(1e-5) == epsilon([1.0, 1.0], 1e-5)
+    again = Ledger(tmp_path)
+    again.charge(command(2))  # the round before the restart
+    assert again.epsilon(1e-5, more=1.0) == epsilon([1.0] * 3, 1e-5)
+    policy = SitePolicy(max_epsilon=epsilon([1.0] * 3, 1e-5))
+    assert refusal(policy, again, command(3).job) == ""
+    again.charge(command(3))
+    assert "above its privacy.max_epsilon" in refusal(policy, again, command(4).job)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"last": "", "rounds": {"1": -1}}', '{"last": "", "rounds": 3}'])
+def test_a_damaged_ledger_is_not_taken_for_an_empty_one(text: str, tmp_path: Path) -> None:
+    (tmp_path / "privacy.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"privacy\.json says what privacy this client has spent"):
+        Ledger(tmp_path)
+
+
+def test_the_ledger_is_written_whole(tmp_path: Path) -> None:
+    Ledger(tmp_path).charge(command(7))
+    assert json.loads((tmp_path / "privacy.json").read_text()) == {"last": "run 0 7", "rounds": {"1.0": 1}}
+    assert [path.name for path in tmp_path.iterdir()] == ["privacy.json"]
