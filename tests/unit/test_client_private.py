@@ -1,5 +1,6 @@
 """Private and frozen tensors of a client: kept with the update that counts, never sent, and checked."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedring.client import UpdateRefused, WrongModel, connect
-from fedring.client.transfer.private import PrivateState, PrivateValues, read_private
+from fedring.client.transfer.private import Line, PrivateState, PrivateValues, read_private
 from fedring.client.transfer.spool import Spool
 from fedring.client.user_trainer import run_trainer
 from fedring.codec import decode
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 SECONDS = 60.0
 PRIVATE = ("bn.*", "head.*")
+LINE = Line("run", bytes(32), 0)
 
 
 class Personal(nn.Module):
@@ -64,7 +66,7 @@ def add(model: nn.Module, value: float) -> None:
 
 def private(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the private tensors of a model."""
-    return dict(read_private(model, split(model, Sharing(private=PRIVATE)).private).tensors)
+    return dict(read_private(model, split(model, Sharing(private=PRIVATE)).private, LINE).tensors)
 
 
 def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -230,33 +232,33 @@ def test_what_a_trainer_freezes_is_free_again_after_it(model: Personal) -> None:
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["bn.weight"]
 
 
-def values(number: float) -> PrivateValues:
+def values(number: float, line: Line = LINE) -> PrivateValues:
     """Return private values in two dtypes."""
     tensors = {"weight": torch.full((2,), number, dtype=torch.bfloat16), "steps": torch.tensor(7)}
     module = nn.Module()
     for name, tensor in tensors.items():
         module.register_buffer(name, tensor)
-    return PrivateValues(schema_of(module), tensors)
+    return PrivateValues(line, schema_of(module), tensors)
 
 
-def spool(folder: Path, number: float, round_: int) -> Spool:
+def spool(folder: Path, number: float, round_: int, line: Line = LINE) -> Spool:
     """Spool an update of a round with private values."""
-    header = pb.UpdateHeader(run_id="run", round=round_, total_bytes=3).SerializeToString()
+    header = pb.UpdateHeader(run_id="run", round=round_, total_bytes=3, schema_hash=line.model).SerializeToString()
     digest = name_of(b"abc")
     offer = pb.UpdateOffer(header=header, payload_digest=digest, name=update_name(header, digest))
     spool = Spool(folder)
-    spool.write(offer, [b"abc"], None, private=values(number))
+    spool.write(offer, [b"abc"], None, private=values(number, line))
     return spool
 
 
-def kept(folder: Path, run_id: str = "run", *, after: int = 0) -> float | None:
+def kept(folder: Path, line: Line = LINE) -> float | None:
     """Return the first private value that a new process reads."""
-    found = PrivateState(folder).load(run_id, values(0.0).schema, after=after)
+    found = PrivateState(folder).load(line, values(0.0).schema)
     return None if found is None else float(found.tensors["weight"][0])
 
 
 def test_private_values_become_the_client_s_when_their_update_is_accepted(tmp_path: Path) -> None:
-    PrivateState(tmp_path).begin(values(1.0), "run", 1)
+    PrivateState(tmp_path).begin(values(1.0))
     spool(tmp_path, 2.0, 1)
     assert kept(tmp_path) == 1.0
     again = Spool(tmp_path)  # of another process
@@ -266,12 +268,18 @@ def test_private_values_become_the_client_s_when_their_update_is_accepted(tmp_pa
     again.accept(pending)
     again.accept(pending)  # it was killed before it had dropped the update
     assert kept(tmp_path) == 2.0
-    assert kept(tmp_path, "another run") is None
-    assert (kept(tmp_path, after=1), kept(tmp_path, after=0)) == (None, 2.0)
+
+
+@pytest.mark.parametrize("other", [{"run_id": "another run"}, {"model": b"another" * 4}, {"after": 1}, {"after": 3}])
+def test_private_values_of_another_line_of_models_are_not_used(tmp_path: Path, other: dict[str, Any]) -> None:
+    line = Line("run", bytes(32), 2)
+    PrivateState(tmp_path).begin(values(1.0, line))
+    assert kept(tmp_path, line) == 1.0
+    assert kept(tmp_path, replace(line, **other)) is None
 
 
 def test_private_values_of_an_update_that_is_refused_or_replaced_are_dropped(tmp_path: Path) -> None:
-    PrivateState(tmp_path).begin(values(1.0), "run", 1)
+    PrivateState(tmp_path).begin(values(1.0))
     spool(tmp_path, 2.0, 1).drop()
     assert not (tmp_path / "update.private").exists()
     assert kept(tmp_path) == 1.0
@@ -286,7 +294,7 @@ def test_private_values_of_an_update_that_is_refused_or_replaced_are_dropped(tmp
 
 @pytest.mark.parametrize("damage", [b"", b"\x08\0\0\0\0\0\0\0{}      ", b"damaged"])
 def test_damaged_private_values_are_not_used(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    PrivateState(tmp_path).begin(values(1.0), "run", 1)
+    PrivateState(tmp_path).begin(values(1.0))
     (tmp_path / "private.safetensors").write_bytes(damage)
     assert kept(tmp_path) is None
     assert kept(tmp_path) is None
@@ -294,5 +302,5 @@ def test_damaged_private_values_are_not_used(tmp_path: Path, damage: bytes, capl
 
 def test_values_of_other_private_tensors_are_not_used(tmp_path: Path) -> None:
     state = PrivateState(tmp_path)
-    state.begin(values(1.0), "run", 1)
-    assert state.load("run", schema_of(nn.Linear(2, 2)), after=0) is None
+    state.begin(values(1.0))
+    assert state.load(LINE, schema_of(nn.Linear(2, 2))) is None

@@ -9,10 +9,10 @@ from fedring.client.errors import WrongModel
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.fetch import ModelFetcher
-from fedring.client.transfer.private import PrivateState, read_private, write_private
+from fedring.client.transfer.private import PrivateState, line_of, read_private
 from fedring.train.arrays import Arrays, as_module, copy_back
 from fedring.train.sharing import Sharing
-from fedring.train.state import Parts, fill, frozen_digest, split
+from fedring.train.state import Parts, fill, frozen_digest, split, write_tensors
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -73,11 +73,12 @@ class ModelLoader:
         return Loaded(fetched, parts)
 
     def _fill_private(self, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, parts: Parts) -> None:
-        known = self._store.load(command.run_id, parts.private, after=command.residual_after)
+        line = line_of(command)
+        known = self._store.load(line, parts.private)
         if known is not None:
-            write_private(model, known)
+            write_tensors(model, known.tensors)
         else:
-            self._store.begin(read_private(model, parts.private), command.run_id, command.round)
+            self._store.begin(read_private(model, parts.private, line))
 
 
 def sharing_of(job: pb.JobSpec, private: Collection[str]) -> Sharing:

@@ -16,7 +16,7 @@ from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.partial import Sink
-from fedring.client.transfer.private import check_finite, read_private
+from fedring.client.transfer.private import check_finite, line_of, read_private
 from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport, make_update, offer_of
 from fedring.codec import CodecError
@@ -268,7 +268,7 @@ class Task:
         last = self.link.connection.last_accepted
         residual = self._spool.residual(command.run_id, command.schema_hash, last, after=command.residual_after)
         try:
-            private = read_private(model, private_schema) if private_schema.entries else None
+            private = read_private(model, private_schema, line_of(command)) if private_schema.entries else None
             if private is not None:
                 check_finite(private)
             trained = read_vectors(model, loaded.parts.shared.names)

@@ -1,6 +1,6 @@
 """A torch model as a schema and two flat vectors, which is how models travel."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TypeVar
@@ -121,6 +121,20 @@ def read_vectors(model: nn.Module, names: Collection[str] | None = None) -> Vect
         if names is None or name in names:
             tensors[_role(tensor)].append(tensor)
     return Vectors(_flat(tensors["parameter"], np.float32), _flat(tensors["buffer"], np.float64))
+
+
+def read_tensors(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    """Return copies of some of a model's tensors, by name, on the CPU and in their own dtypes."""
+    own = dict(tensors_of(model))
+    return {name: own[name].detach().to("cpu", copy=True).contiguous() for name in names}
+
+
+def write_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Write values into the tensors of a model that have these names, which must have their shapes."""
+    own = dict(tensors_of(model))
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
 
 
 def write_vectors(model: nn.Module, schema: Schema, vectors: Vectors, *, partial: bool = False) -> None:

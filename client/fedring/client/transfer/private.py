@@ -3,8 +3,8 @@
     private.safetensors     the values of the newest accepted update, or the first ones, in the tensors' own dtypes
     update.private          the values that belong to the update in the spool
 
-The metadata of both files name the run, the hash of the private tensors' schema, and the round. `Spool` decides when
-the second file replaces the first, namely when the server has accepted the update.
+The metadata of both files say whose values they are, as `Line` does. `Spool` decides when the second file replaces the
+first, namely when the server has accepted the update.
 """
 
 import logging
@@ -20,24 +20,38 @@ from torch import Tensor, nn
 from fedring.codec.errors import CodecError
 from fedring.codec.schema import Schema
 from fedring.daemon.durable import sync
-from fedring.train.state import tensors_of
+from fedring.train.state import read_tensors
+from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The models that jobs have made one from another, beginning with a new one. Private values belong to one line."""
+
+    run_id: str
+    model: bytes  # the hash of the schema of the shared tensors
+    after: int  # the last round before the line began (TrainCmd.residual_after), which is the same in all its jobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrivateValues:
     """Copies of the values of private tensors."""
 
+    line: Line
     schema: Schema
     tensors: Mapping[str, Tensor]  # on the CPU, by name
 
 
-def read_private(model: nn.Module, schema: Schema) -> PrivateValues:
+def line_of(command: pb.TrainCmd | pb.EvaluateCmd) -> Line:
+    """Return the line of the model that a command names."""
+    return Line(command.run_id, command.schema_hash, command.residual_after)
+
+
+def read_private(model: nn.Module, schema: Schema, line: Line) -> PrivateValues:
     """Return copies of the values of a model's private tensors."""
-    own = dict(tensors_of(model))
-    names = (entry.name for entry in schema.entries)
-    return PrivateValues(schema, {name: own[name].detach().to("cpu", copy=True).contiguous() for name in names})
+    return PrivateValues(line, schema, read_tensors(model, schema.names))
 
 
 def check_finite(values: PrivateValues) -> None:
@@ -51,14 +65,6 @@ def check_finite(values: PrivateValues) -> None:
             raise CodecError("non_finite", f"a value of the private tensor {name} is not finite")
 
 
-def write_private(model: nn.Module, values: PrivateValues) -> None:
-    """Write values into the private tensors of a model, which must have their shapes."""
-    own = dict(tensors_of(model))
-    with torch.no_grad():
-        for name, tensor in values.tensors.items():
-            own[name].copy_(tensor)
-
-
 class PrivateState:
     """The files of private values in one state folder, which the caller has locked."""
 
@@ -67,38 +73,34 @@ class PrivateState:
         self._file = folder / "private.safetensors"
         self._update_file = folder / "update.private"
 
-    def load(self, run_id: str, schema: Schema, *, after: int) -> PrivateValues | None:
+    def load(self, line: Line, schema: Schema) -> PrivateValues | None:
         """Return the values that a round or an evaluation begins with; None if the model keeps those that it has.
 
         Args:
-            run_id: The run.
+            line: The line of the model. Values of another one are not used.
             schema: The private tensors. Values of others are not used.
-            after: Values that were noted in this round, or in an earlier one, belong to models that the job does not
-                continue, and are not used.
         """
         try:
             with safe_open(self._file, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if (metadata.get("run"), metadata.get("schema")) != (run_id, schema.hash.hex()):
+                if file.metadata() != _metadata(line, schema):
                     return None
-                if int(metadata["round"]) <= after:
-                    return None
-                return PrivateValues(schema, {entry.name: file.get_tensor(entry.name) for entry in schema.entries})
+                return PrivateValues(
+                    line, schema, {entry.name: file.get_tensor(entry.name) for entry in schema.entries}
+                )
         except FileNotFoundError:
             return None
-        except (SafetensorError, KeyError, ValueError) as error:
+        except SafetensorError as error:
             log.warning("the private values in %s are damaged and not used: %s", self._file, error)
             return None
 
-    def begin(self, values: PrivateValues, run_id: str, round_: int) -> None:
+    def begin(self, values: PrivateValues) -> None:
         """Note the first values, so that they are found again if the update of the round does not count."""
-        self.spool(values, run_id, round_)
+        self.spool(values)
         self._update_file.rename(self._file)
 
-    def spool(self, values: PrivateValues, run_id: str, round_: int) -> None:
+    def spool(self, values: PrivateValues) -> None:
         """Write the values that belong to the update that is about to be spooled. They are not synced."""
-        metadata = {"run": run_id, "schema": values.schema.hash.hex(), "round": str(round_)}
-        save_file(dict(values.tensors), self._update_file, metadata)
+        save_file(dict(values.tensors), self._update_file, _metadata(values.line, values.schema))
 
     def accept(self) -> None:
         """Make the values of the spooled update those of the client, durably, unless they became that before."""
@@ -110,3 +112,7 @@ class PrivateState:
     def drop(self) -> None:
         """Drop the values of the spooled update."""
         self._update_file.unlink(missing_ok=True)
+
+
+def _metadata(line: Line, schema: Schema) -> dict[str, str]:
+    return {"run": line.run_id, "model": line.model.hex(), "after": str(line.after), "schema": schema.hash.hex()}

@@ -202,7 +202,7 @@ class Spool:
             self.drop()  # The old update must never be found together with what belongs to the new one.
             self._left = True
         if private is not None:
-            self.private.spool(private, header.run_id, header.round)
+            self.private.spool(private)
             crashpoint("client_private_spooled")
         if residual is not None:
             noted = {"epoch": str(header.epoch), "round": str(header.round), "name": offer.name}
