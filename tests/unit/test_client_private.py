@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SECONDS = 60.0
 PRIVATE = ("bn.*", "head.*")
-LINE = Line("run", bytes(32), 0)
+LINE = Line("run", bytes(32), (0, 0))
 
 
 class Personal(nn.Module):
@@ -270,9 +270,11 @@ def test_private_values_become_the_client_s_when_their_update_is_accepted(tmp_pa
     assert kept(tmp_path) == 2.0
 
 
-@pytest.mark.parametrize("other", [{"run_id": "another run"}, {"model": b"another" * 4}, {"after": 1}, {"after": 3}])
+@pytest.mark.parametrize(
+    "other", [{"run_id": "another run"}, {"model": b"another" * 4}, {"after": (0, 1)}, {"after": (1, 2)}]
+)
 def test_private_values_of_another_line_of_models_are_not_used(tmp_path: Path, other: dict[str, Any]) -> None:
-    line = Line("run", bytes(32), 2)
+    line = Line("run", bytes(32), (0, 2))
     PrivateState(tmp_path).begin(values(1.0, line))
     assert kept(tmp_path, line) == 1.0
     assert kept(tmp_path, replace(line, **other)) is None

@@ -266,9 +266,10 @@ class Task:
                 self.fail("wrong_schema", clause)
                 raise WrongModel(f"this model is not the one that was loaded: {clause}")
         last = self.link.connection.last_accepted
-        residual = self._spool.residual(command.run_id, command.schema_hash, last, after=command.residual_after)
+        line = line_of(command)
+        residual = self._spool.residual(line.run_id, line.model, last, after=line.after)
         try:
-            private = read_private(model, private_schema, line_of(command)) if private_schema.entries else None
+            private = read_private(model, private_schema, line) if private_schema.entries else None
             if private is not None:
                 check_finite(private)
             trained = read_vectors(model, loaded.parts.shared.names)

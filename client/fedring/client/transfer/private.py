@@ -32,7 +32,7 @@ class Line:
 
     run_id: str
     model: bytes  # the hash of the schema of the shared tensors
-    after: int  # the last round before the line began (TrainCmd.residual_after), which is the same in all its jobs
+    after: tuple[int, int]  # the epoch and the number of the last round before it: the same in all jobs of the line
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class PrivateValues:
 
 def line_of(command: pb.TrainCmd | pb.EvaluateCmd) -> Line:
     """Return the line of the model that a command names."""
-    return Line(command.run_id, command.schema_hash, command.residual_after)
+    return Line(command.run_id, command.schema_hash, (command.residual_after_epoch, command.residual_after))
 
 
 def read_private(model: nn.Module, schema: Schema, line: Line) -> PrivateValues:
@@ -115,4 +115,6 @@ class PrivateState:
 
 
 def _metadata(line: Line, schema: Schema) -> dict[str, str]:
-    return {"run": line.run_id, "model": line.model.hex(), "after": str(line.after), "schema": schema.hash.hex()}
+    epoch, round_ = line.after
+    own = {"run": line.run_id, "model": line.model.hex(), "epoch": str(epoch), "round": str(round_)}
+    return own | {"schema": schema.hash.hex()}

@@ -126,7 +126,9 @@ class Spool:
         except OSError:
             return 0
 
-    def residual(self, run_id: str, schema_hash: bytes, last: pb.LastAccepted, *, after: int = 0) -> Residual | None:
+    def residual(
+        self, run_id: str, schema_hash: bytes, last: pb.LastAccepted, *, after: tuple[int, int] = (0, 0)
+    ) -> Residual | None:
         """Return the residual for the next update; a residual that does not belong to it is dropped.
 
         Args:
@@ -135,7 +137,8 @@ class Spool:
             last: The newest update of this client that the server has accepted. If the residual was left by an older
                 one, it was sent in the meantime, and is dropped. If it was left by a newer one, the server has been
                 restored, and the residual stays.
-            after: The residuals of this round, and of earlier ones, belong to models that the job does not continue.
+            after: An epoch and a round. The residuals of this round, and of earlier ones, belong to models that the
+                job does not continue.
 
         Returns:
             What past updates left out, [num_parameters] float32; None if they left out nothing.
@@ -295,8 +298,8 @@ class Spool:
         )
         return True
 
-    def _is_of_other_models(self, after: int) -> bool:
-        if self._noted is None or self._noted.round > after:
+    def _is_of_other_models(self, after: tuple[int, int]) -> bool:
+        if self._noted is None or (self._noted.epoch, self._noted.round) > after:
             return False
         log.info("dropped the residual of round %d: this job does not continue that model", self._noted.round)
         return True

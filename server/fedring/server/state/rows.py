@@ -40,6 +40,7 @@ class JobRow:
     idempotency_key: str | None = None  # unique
     start_version: int = 0  # the version that it starts from; 0 = not known yet
     residual_after: int = 0  # clients' residuals of this round and of earlier ones belong to other models
+    residual_epoch: int = 0  # the epoch of that round
 
 
 @dataclass(frozen=True, slots=True)

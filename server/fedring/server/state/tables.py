@@ -79,6 +79,7 @@ jobs = Table(
     _column("idempotency_key", Text, null=True),
     _column("start_version", _INT),
     _column("residual_after", _INT),
+    _column("residual_epoch", _INT),
     UniqueConstraint("idempotency_key"),
     sqlite_strict=True,
     sqlite_autoincrement=True,
