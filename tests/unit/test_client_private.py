@@ -294,6 +294,18 @@ def test_private_values_of_an_update_that_is_refused_or_replaced_are_dropped(tmp
     assert not (tmp_path / "update.private").exists()
 
 
+def test_private_values_of_a_pending_update_outlive_the_first_ones_of_another_job(tmp_path: Path) -> None:
+    """A model of another job is evaluated while the update is still to be delivered."""
+    PrivateState(tmp_path).begin(values(1.0))
+    pending = spool(tmp_path, 2.0, 1)
+    other = Line("run", b"another" * 4, (0, 0))
+    pending.private.begin(values(3.0, other))
+    spooled = Spool(tmp_path).pending()
+    assert spooled is not None
+    Spool(tmp_path).accept(spooled)
+    assert kept(tmp_path) == 2.0
+
+
 @pytest.mark.parametrize("damage", [b"", b"\x08\0\0\0\0\0\0\0{}      ", b"damaged"])
 def test_damaged_private_values_are_not_used(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
     PrivateState(tmp_path).begin(values(1.0))

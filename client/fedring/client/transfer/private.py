@@ -2,6 +2,7 @@
 
     private.safetensors     the values of the newest accepted update, or the first ones, in the tensors' own dtypes
     update.private          the values that belong to the update in the spool
+    private.part            the first values, while they are written
 
 The metadata of both files say whose values they are, as `Line` does. `Spool` decides when the second file replaces the
 first, namely when the server has accepted the update.
@@ -72,6 +73,7 @@ class PrivateState:
         self._folder = folder
         self._file = folder / "private.safetensors"
         self._update_file = folder / "update.private"
+        self._part = folder / "private.part"
 
     def load(self, line: Line, schema: Schema) -> PrivateValues | None:
         """Return the values that a round or an evaluation begins with; None if the model keeps those that it has.
@@ -95,12 +97,12 @@ class PrivateState:
 
     def begin(self, values: PrivateValues) -> None:
         """Note the first values, so that they are found again if the update of the round does not count."""
-        self.spool(values)
-        self._update_file.rename(self._file)
+        _write(self._part, values)  # The other file may hold the values of an update that is still to be delivered.
+        self._part.rename(self._file)
 
     def spool(self, values: PrivateValues) -> None:
         """Write the values that belong to the update that is about to be spooled. They are not synced."""
-        save_file(dict(values.tensors), self._update_file, _metadata(values.line, values.schema))
+        _write(self._update_file, values)
 
     def accept(self) -> None:
         """Make the values of the spooled update those of the client, durably, unless they became that before."""
@@ -112,6 +114,10 @@ class PrivateState:
     def drop(self) -> None:
         """Drop the values of the spooled update."""
         self._update_file.unlink(missing_ok=True)
+
+
+def _write(path: Path, values: PrivateValues) -> None:
+    save_file(dict(values.tensors), path, _metadata(values.line, values.schema))
 
 
 def _metadata(line: Line, schema: Schema) -> dict[str, str]:
