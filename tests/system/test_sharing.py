@@ -110,7 +110,8 @@ def updates(fleet: Fleet, job: control_pb2.Job) -> list[bytes]:
 
 def private(fleet: Fleet, index: int) -> dict[str, Tensor]:
     """Return the private tensors that a client keeps."""
-    return load_file(Path(fleet.clients[index].settings["state_dir"]) / "private.safetensors")
+    (file,) = Path(fleet.clients[index].settings["state_dir"]).glob("private-*.safetensors")
+    return load_file(file)
 
 
 def pieces(tensor: Tensor) -> list[bytes]:

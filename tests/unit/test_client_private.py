@@ -1,5 +1,6 @@
 """Private and frozen tensors of a client: kept with the update that counts, never sent, and checked."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedring.client import UpdateRefused, WrongModel, connect
-from fedring.client.transfer.private import Line, PrivateState, PrivateValues, read_private
+from fedring.client.transfer.private import KEEP_MODELS, Line, PrivateState, PrivateValues, read_private
 from fedring.client.transfer.spool import Spool
 from fedring.client.user_trainer import run_trainer
 from fedring.codec import decode
@@ -280,6 +281,25 @@ def test_private_values_of_another_line_of_models_are_not_used(tmp_path: Path, o
     assert kept(tmp_path, replace(line, **other)) is None
 
 
+def test_private_values_of_several_models_are_kept_side_by_side_and_the_oldest_are_dropped(tmp_path: Path) -> None:
+    lines = [Line("run", bytes([number] * 32), (0, 0)) for number in range(KEEP_MODELS + 1)]
+    state = PrivateState(tmp_path)
+    for number, line in enumerate(lines):
+        state.begin(values(float(number), line))
+        os.utime(newest(tmp_path), (number, number))
+    assert [kept(tmp_path, line) for line in lines] == [None, *map(float, range(1, KEEP_MODELS + 1))]
+    spooled = spool(tmp_path, 99.0, 1, lines[1])
+    pending = spooled.pending()
+    assert pending is not None
+    spooled.accept(pending)
+    assert (kept(tmp_path, lines[1]), kept(tmp_path, lines[2])) == (99.0, 2.0)
+
+
+def newest(folder: Path) -> Path:
+    """Return the file of private values that was written last."""
+    return max(folder.glob("private-*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+
+
 def test_private_values_of_an_update_that_is_refused_or_replaced_are_dropped(tmp_path: Path) -> None:
     PrivateState(tmp_path).begin(values(1.0))
     spool(tmp_path, 2.0, 1).drop()
@@ -309,7 +329,8 @@ def test_private_values_of_a_pending_update_outlive_the_first_ones_of_another_jo
 @pytest.mark.parametrize("damage", [b"", b"\x08\0\0\0\0\0\0\0{}      ", b"damaged"])
 def test_damaged_private_values_are_not_used(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
     PrivateState(tmp_path).begin(values(1.0))
-    (tmp_path / "private.safetensors").write_bytes(damage)
+    (file,) = tmp_path.glob("private-*.safetensors")
+    file.write_bytes(damage)
     assert kept(tmp_path) is None
     assert kept(tmp_path) is None
 

@@ -1,13 +1,15 @@
 """The private tensors of a client: their values, which belong to its newest accepted update and are never sent.
 
-    private.safetensors     the values of the newest accepted update, or the first ones, in the tensors' own dtypes
+    private-….safetensors   for one model, which the name is a digest of: the values of the newest accepted update, or
+                            the first ones, in the tensors' own dtypes
     update.private          the values that belong to the update in the spool
     private.part            the first values, while they are written
 
-The metadata of both files say whose values they are, as `Line` does. `Spool` decides when the second file replaces the
-first, namely when the server has accepted the update.
+The metadata of all files say whose values they are, as `Line` does. `Spool` decides when the second file replaces the
+first, namely when the server has accepted the update. The files of the `KEEP_MODELS` newest models are kept.
 """
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +27,9 @@ from fedring.train.state import read_tensors
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+KEEP_MODELS = 16
+"""For how many models a client keeps private values: for those of which it has written values last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +76,9 @@ class PrivateState:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file = folder / "private.safetensors"
         self._update_file = folder / "update.private"
         self._part = folder / "private.part"
+        self._part.unlink(missing_ok=True)  # It was being written when the process was killed.
 
     def load(self, line: Line, schema: Schema) -> PrivateValues | None:
         """Return the values that a round or an evaluation begins with; None if the model keeps those that it has.
@@ -82,23 +87,24 @@ class PrivateState:
             line: The line of the model. Values of another one are not used.
             schema: The private tensors. Values of others are not used.
         """
+        wanted = _metadata(line, schema)
+        file = self._folder / _name(wanted)
         try:
-            with safe_open(self._file, framework="pt") as file:
-                if file.metadata() != _metadata(line, schema):
+            with safe_open(file, framework="pt") as opened:
+                if not wanted.items() <= (opened.metadata() or {}).items():
                     return None
-                return PrivateValues(
-                    line, schema, {entry.name: file.get_tensor(entry.name) for entry in schema.entries}
-                )
+                tensors = {entry.name: opened.get_tensor(entry.name) for entry in schema.entries}
+                return PrivateValues(line, schema, tensors)
         except FileNotFoundError:
             return None
         except SafetensorError as error:
-            log.warning("the private values in %s are damaged and not used: %s", self._file, error)
+            log.warning("the private values in %s are damaged and not used: %s", file, error)
             return None
 
     def begin(self, values: PrivateValues) -> None:
         """Note the first values, so that they are found again if the update of the round does not count."""
         _write(self._part, values)  # The other file may hold the values of an update that is still to be delivered.
-        self._part.rename(self._file)
+        self._place(self._part, _name(_metadata(values.line, values.schema)))
 
     def spool(self, values: PrivateValues) -> None:
         """Write the values that belong to the update that is about to be spooled. They are not synced."""
@@ -108,12 +114,21 @@ class PrivateState:
         """Make the values of the spooled update those of the client, durably, unless they became that before."""
         if self._update_file.exists():
             sync(self._update_file)
-            self._update_file.rename(self._file)
+            with safe_open(self._update_file, framework="pt") as opened:
+                metadata = opened.metadata() or {}
+            self._place(self._update_file, _name(metadata))
             sync(self._folder)
 
     def drop(self) -> None:
         """Drop the values of the spooled update."""
         self._update_file.unlink(missing_ok=True)
+
+    def _place(self, written: Path, name: str) -> None:
+        """Give a file its name, and delete the oldest files of other models."""
+        placed = written.rename(self._folder / name)
+        others = [path for path in self._folder.glob("private-*.safetensors") if path != placed]
+        for path in sorted(others, key=lambda path: path.stat().st_mtime_ns, reverse=True)[KEEP_MODELS - 1 :]:
+            path.unlink()
 
 
 def _write(path: Path, values: PrivateValues) -> None:
@@ -124,3 +139,9 @@ def _metadata(line: Line, schema: Schema) -> dict[str, str]:
     epoch, round_ = line.after
     own = {"run": line.run_id, "model": line.model.hex(), "epoch": str(epoch), "round": str(round_)}
     return own | {"schema": schema.hash.hex()}
+
+
+def _name(metadata: Mapping[str, str]) -> str:
+    """Return the name of the file for one model: for one schema of shared tensors, and one of private tensors."""
+    model = f"{metadata['model']} {metadata['schema']}"
+    return f"private-{hashlib.sha256(model.encode()).hexdigest()[:16]}.safetensors"

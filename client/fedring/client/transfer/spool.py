@@ -6,7 +6,7 @@
     update.payload          the payload, if the version is 3: an update of many workers, put together on the disk
     update.residual         what this update leaves out, if bit 0 of the flags is 1; if it is 0, the update takes along
                             everything that past updates left out
-    private.safetensors,    private tensors (fedring.client.transfer.private); the second file belongs to the update, if
+    private-….safetensors,  private tensors (fedring.client.transfer.private); the second file belongs to the update, if
     update.private          bit 1 of the flags is 1
 
 An update is spooled before its first byte is sent. When it is accepted, its residual and its private tensors replace
