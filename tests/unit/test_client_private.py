@@ -295,6 +295,30 @@ def test_private_values_of_several_models_are_kept_side_by_side_and_the_oldest_a
     assert (kept(tmp_path, lines[1]), kept(tmp_path, lines[2])) == (99.0, 2.0)
 
 
+@pytest.mark.parametrize("damage", ["empty", "cut", "of another update"])
+def test_damaged_private_values_of_an_accepted_update_leave_those_before_it(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    PrivateState(tmp_path).begin(values(1.0))
+    file = tmp_path / "update.private"
+    if damage == "of another update":
+        spool(tmp_path, 9.0, 8)
+        other = file.read_bytes()
+        spool(tmp_path, 2.0, 1)
+        file.write_bytes(other)
+    else:
+        spool(tmp_path, 2.0, 1)
+        os.truncate(file, 0 if damage == "empty" else file.stat().st_size - 1)
+    again = Spool(tmp_path)
+    pending = again.pending()
+    assert pending is not None
+    again.accept(pending)
+    assert kept(tmp_path) == 1.0
+    assert not file.exists()
+    assert [record.message for record in caplog.records if "are lost, and those before it stay" in record.message]
+    assert Spool(tmp_path).pending() is None
+
+
 def newest(folder: Path) -> Path:
     """Return the file of private values that was written last."""
     return max(folder.glob("private-*.safetensors"), key=lambda path: path.stat().st_mtime_ns)

@@ -5,8 +5,9 @@
     update.private          the values that belong to the update in the spool
     private.part            the first values, while they are written
 
-The metadata of all files say whose values they are, as `Line` does. `Spool` decides when the second file replaces the
-first, namely when the server has accepted the update. The files of the `KEEP_MODELS` newest models are kept.
+The metadata of all files say whose values they are, as `Line` does, and name the update that they belong to. `Spool`
+decides when the second file replaces the first, namely when the server has accepted the update. The files of the
+`KEEP_MODELS` newest models are kept.
 """
 
 import hashlib
@@ -27,6 +28,8 @@ from fedring.train.state import read_tensors
 from fedring.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+_UPDATE = "update"
 
 KEEP_MODELS = 16
 """For how many models a client keeps private values: for those of which it has written values last."""
@@ -103,21 +106,40 @@ class PrivateState:
 
     def begin(self, values: PrivateValues) -> None:
         """Note the first values, so that they are found again if the update of the round does not count."""
-        _write(self._part, values)  # The other file may hold the values of an update that is still to be delivered.
+        _write(self._part, values, "")  # The other file may hold the values of an update that is still to be delivered.
         self._place(self._part, _name(_metadata(values.line, values.schema)))
 
-    def spool(self, values: PrivateValues) -> None:
-        """Write the values that belong to the update that is about to be spooled. They are not synced."""
-        _write(self._update_file, values)
+    def spool(self, values: PrivateValues, update: str) -> None:
+        """Write the values that belong to the update that is about to be spooled, durably.
 
-    def accept(self) -> None:
-        """Make the values of the spooled update those of the client, durably, unless they became that before."""
-        if self._update_file.exists():
-            sync(self._update_file)
+        Args:
+            values: The values.
+            update: The name of the update.
+        """
+        _write(self._update_file, values, update)
+
+    def accept(self, update: str) -> None:
+        """Make the values of the spooled update those of the client, durably, unless they became that before.
+
+        After a power loss, the file may be damaged, or belong to another update than the one that is in the spool. Then
+        the client goes on with the values that it has.
+
+        Args:
+            update: The name of the update.
+        """
+        try:
             with safe_open(self._update_file, framework="pt") as opened:
                 metadata = opened.metadata() or {}
-            self._place(self._update_file, _name(metadata))
-            sync(self._folder)
+            if metadata.get(_UPDATE) != update:
+                raise ValueError(f"they belong to the update {metadata.get(_UPDATE)!r:.80}")
+        except FileNotFoundError:
+            return
+        except (SafetensorError, ValueError) as error:
+            log.warning("the private values of an accepted update are lost, and those before it stay: %s", error)
+            self._update_file.unlink()
+            return
+        self._place(self._update_file, _name(metadata))
+        sync(self._folder)
 
     def drop(self) -> None:
         """Drop the values of the spooled update."""
@@ -131,8 +153,9 @@ class PrivateState:
             path.unlink()
 
 
-def _write(path: Path, values: PrivateValues) -> None:
-    save_file(dict(values.tensors), path, _metadata(values.line, values.schema))
+def _write(path: Path, values: PrivateValues, update: str) -> None:
+    save_file(dict(values.tensors), path, _metadata(values.line, values.schema) | {_UPDATE: update})
+    sync(path)
 
 
 def _metadata(line: Line, schema: Schema) -> dict[str, str]:

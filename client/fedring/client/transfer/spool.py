@@ -192,6 +192,8 @@ class Spool:
     ) -> Spooled:
         """Write an update to disk, in the place of any other. It is not synced: it need not survive a power loss.
 
+        Its private tensors are synced, because they are to replace older ones.
+
         Args:
             offer: The header and the names of the update.
             parts: The payload, in order.
@@ -205,7 +207,7 @@ class Spool:
             self.drop()  # The old update must never be found together with what belongs to the new one.
             self._left = True
         if private is not None:
-            self.private.spool(private)
+            self.private.spool(private, offer.name)
             crashpoint("client_private_spooled")
         if residual is not None:
             noted = {"epoch": str(header.epoch), "round": str(header.round), "name": offer.name}
@@ -256,7 +258,7 @@ class Spool:
         """
         crashpoint("client_accepted")
         if spooled.has_private:
-            self.private.accept()
+            self.private.accept(spooled.offer.name)
             crashpoint("client_private_placed")
         if not spooled.leaves:
             known_absent = self._cached is not None and self._cached[2] is None
