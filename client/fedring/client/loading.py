@@ -12,7 +12,7 @@ from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.private import PrivateState, line_of, read_private
 from fedring.train.arrays import Arrays, as_module, copy_back
 from fedring.train.sharing import Sharing
-from fedring.train.state import Parts, fill, frozen_digest, split, write_tensors
+from fedring.train.state import Parts, fill, has_frozen, split, write_tensors
 from fedring.v1 import federation_pb2 as pb
 
 
@@ -22,6 +22,7 @@ class Loaded:
 
     base: HeldModel  # the values of the shared tensors
     parts: Parts  # the tensors of the module
+    frozen_digest: str  # of the frozen ones; empty without any
 
 
 class ModelLoader:
@@ -60,7 +61,7 @@ class ModelLoader:
         fetched = self._models.at_hand(command, parts.shared)
         if fetched is None:
             fetched = self._link.call(lambda: self._models.fetch(command.model_digest, parts.shared, ended))
-        if command.job.frozen_digest and frozen_digest(model, parts.frozen) != command.job.frozen_digest:
+        if command.job.frozen_digest and not has_frozen(model, parts.frozen, command.job.frozen_digest):
             raise WrongModel(
                 f"the {len(parts.frozen.entries)} frozen tensors of this model have other values than on the server: "
                 "let its callable load the same ones everywhere, or set send_frozen = true in the job",
@@ -70,7 +71,7 @@ class ModelLoader:
         if parts.private.entries:
             self._fill_private(command, model, parts)
         copy_back(model, target)
-        return Loaded(fetched, parts)
+        return Loaded(fetched, parts, command.job.frozen_digest)
 
     def _fill_private(self, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, parts: Parts) -> None:
         line = line_of(command)
@@ -79,6 +80,20 @@ class ModelLoader:
             write_tensors(model, known.tensors)
         else:
             self._store.begin(read_private(model, parts.private, line))
+
+
+def check_frozen(model: nn.Module, loaded: Loaded) -> None:
+    """Check that a user's code has not changed the frozen tensors of a module into which a model was loaded.
+
+    Raises:
+        WrongModel: With the reason frozen_changed, if it has.
+    """
+    if loaded.frozen_digest and not has_frozen(model, loaded.parts.frozen, loaded.frozen_digest):
+        raise WrongModel(
+            "the values of frozen tensors were changed here, which no other client would know of: let trainers and "
+            "evaluators change only what requires a gradient, or set send_frozen = true in the job",
+            reason="frozen_changed",
+        )
 
 
 def sharing_of(job: pb.JobSpec, private: Collection[str]) -> Sharing:

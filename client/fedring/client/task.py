@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from fedring.client.errors import BadModel, RoundOver, UpdateRefused, WrongModel
-from fedring.client.loading import Loaded, ModelLoader
+from fedring.client.loading import Loaded, ModelLoader, check_frozen
 from fedring.client.metrics import ClientMetrics
 from fedring.client.session.inbox import Assignment, EvaluationOrder
 from fedring.client.session.link import ServerLink
@@ -175,7 +175,8 @@ class Task:
         Raises:
             RoundOver: If the round has ended without this update.
             UpdateRefused: If the server has refused the update, or it cannot be sent.
-            WrongModel: If nothing was loaded, or the model has another schema than the one that was loaded.
+            WrongModel: If nothing was loaded, or the model has another schema than the one that was loaded, or its
+                frozen tensors were changed.
             ValueError: If a figure is out of range.
         """
         if self._loaded is None:
@@ -265,6 +266,11 @@ class Task:
             if clause := part.difference(schema_of(model, part.names)):
                 self.fail("wrong_schema", clause)
                 raise WrongModel(f"this model is not the one that was loaded: {clause}")
+        try:
+            check_frozen(model, loaded)
+        except WrongModel as error:
+            self.fail(error.reason, error.detail)
+            raise
         last = self.link.connection.last_accepted
         line = line_of(command)
         residual = self._spool.residual(line.run_id, line.model, last, after=line.after)
@@ -327,6 +333,7 @@ class Evaluation:
         self._deadline = order.deadline
         self._link = link
         self._loader = ModelLoader(link, models, spool.private, private)
+        self._loaded: Loaded | None = None
 
     @property
     def job(self) -> pb.JobSpec:
@@ -343,8 +350,17 @@ class Evaluation:
             WrongModel: If the model shares other tensors than those that are trained, or has other frozen values.
             RoundOver: If the deadline has passed, or the model cannot be fetched.
         """
-        self._loader.load(self.command, model, ended=self._ended)
+        self._loaded = self._loader.load(self.command, model, ended=self._ended)
         self._link.session.begin(pb.ACTIVITY_EVALUATING)
+
+    def check_frozen(self, model: nn.Module) -> None:
+        """Check that the evaluation has not changed frozen tensors of the model that was loaded.
+
+        Raises:
+            WrongModel: With the reason frozen_changed, if it has.
+        """
+        if self._loaded is not None:
+            check_frozen(model, self._loaded)
 
     def _ended(self) -> str:
         return "deadline" if time.monotonic() >= self._deadline else ""

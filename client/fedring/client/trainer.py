@@ -41,6 +41,9 @@ MODES = ("federated", "data_parallel", "pipeline")
 """The modes of jobs that DeclaredTrainer can train in."""
 
 
+_WRONG_BASE = ("wrong_base", "frozen_changed")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedJob:
     """Everything that a job names, imported and loaded."""
@@ -88,6 +91,7 @@ class DeclaredTrainer:
             log.info("round %d ended before this client had trained", task.round)
         except WrongModel as error:  # the task has told the server
             log.error("round %d failed (%s): %s", task.round, error.reason, error)
+            self._drop(error)
         except RoundOver as over:
             log.warning("round %d takes no update from this client: %s", task.round, over)
         except (SeamError, TrainError, DataError) as error:
@@ -114,11 +118,14 @@ class DeclaredTrainer:
             loaded = self._load(evaluation.job)
             evaluation.load_into(loaded.model)
             self.in_users_code = loaded.evaluator is not None
-            return run_evaluator(
-                loaded.evaluator, loaded.model, loaded.split.test, loss=loaded.loss, device=self._device
-            )
+            test = loaded.split.test
+            counts = run_evaluator(loaded.evaluator, loaded.model, test, loss=loaded.loss, device=self._device)
+            if loaded.evaluator is not None:
+                evaluation.check_frozen(loaded.model)
+            return counts
         except (SeamError, TrainError, DataError, WrongModel) as error:
             log.error("model %d was not evaluated: %s", evaluation.command.model_version, error)
+            self._drop(error)
         except (RoundOver, Refused):
             raise
         except Exception:  # the user's code may raise anything
@@ -165,6 +172,11 @@ class DeclaredTrainer:
     def _fail(self, task: Task, reason: str, detail: str) -> None:
         log.error("round %d failed (%s): %s", task.round, reason, detail)
         task.fail(reason, detail)
+
+    def _drop(self, error: Exception) -> None:
+        """Forget the loaded job after an error that says that its model has other frozen values: it is built anew."""
+        if isinstance(error, WrongModel) and error.reason in _WRONG_BASE:
+            self._loaded = None
 
     def _load(self, job: pb.JobSpec) -> LoadedJob:
         """Return what the job names; it stays loaded from job to job as long as the names and their arguments do."""

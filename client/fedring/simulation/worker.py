@@ -37,7 +37,7 @@ from fedring.train.errors import SeamError, TrainError, failure_detail
 from fedring.train.evaluation import Counts, run_evaluator
 from fedring.train.job import Job
 from fedring.train.loop import seeded, warm_up
-from fedring.train.state import fill, read_tensors, read_vectors, write_tensors
+from fedring.train.state import fill, frozen_digest, has_frozen, read_tensors, read_vectors, write_tensors
 from fedring.train.state import split as split_tensors
 from fedring.v1 import federation_pb2 as pb
 
@@ -120,6 +120,8 @@ class Worker:
         self._sharing = job.sharing
         tensors = split_tensors(self._loaded.model, self._sharing)
         self._schema = tensors.shared
+        self._frozen_schema = tensors.frozen
+        self._frozen_digest = frozen_digest(self._loaded.model, tensors.frozen)
         self._frozen = read_tensors(self._loaded.model, tensors.frozen.names)
         self._command = pb.TrainCmd()
         self._base: HeldModel | None = None
@@ -168,6 +170,8 @@ class Worker:
         result = train_locally(loaded, samples, plan_of(command, name), device=self._device)
         if loaded.trainer and (clause := self._schema.difference(split_tensors(loaded.model, self._sharing).shared)):
             raise UpdateRefused("wrong_schema", f"this model is not the one that was loaded: {clause}")
+        if loaded.trainer and not has_frozen(loaded.model, self._frozen_schema, self._frozen_digest):
+            raise UpdateRefused("frozen_changed", "the trainer has changed the values of frozen tensors")
         training = TrainingReport(result.num_samples, result.seconds, result.metrics)
         return make_update(command, name, base, read_vectors(loaded.model, self._schema.names), training, turn.residual)
 

@@ -94,6 +94,12 @@ def frozen_digest(model: nn.Module, frozen: Schema) -> str:
     return digest.name
 
 
+def has_frozen(model: nn.Module, frozen: Schema, digest: str) -> bool:
+    """Return whether a model has these frozen tensors, with the values that frozen_digest() named `digest`."""
+    names = {name for name, _ in tensors_of(model)}
+    return names >= frozen.names and frozen_digest(model, frozen) == digest
+
+
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's own tensors with their names in the schema; a tied tensor comes once, under its first name.
 
