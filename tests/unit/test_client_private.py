@@ -183,6 +183,31 @@ def test_a_client_that_keeps_more_to_itself_than_the_job_sends_nothing(
     assert server.accepted.empty()
 
 
+@pytest.mark.parametrize(
+    ("glob", "text"),
+    [
+        ("haed.*", r"private: 'haed\.\*' of this client matches no tensor of the model: it has body\.weight"),
+        (
+            "twin.*",
+            r"private: 'twin\.\*' of this client matches twin\.weight, which is the same tensor as body\.weight",
+        ),
+    ],
+)
+def test_a_client_s_own_glob_that_would_keep_nothing_back_is_refused(
+    server: "ScriptedServer", settings: dict[str, Any], model: Personal, glob: str, text: str
+) -> None:
+    for each in (model, mine := Personal()):
+        each.twin = nn.Linear(6, 5, bias=False)
+        each.twin.weight = each.body.weight
+    with connect(**settings, private=[glob]) as federation:
+        server.joins.get(timeout=SECONDS)
+        server.train(command(server, model, 1))
+        with pytest.raises(WrongModel, match=text):
+            next(federation).load_into(mine)
+        assert server.failures.get(timeout=SECONDS).reason == "private_tensors"
+    assert server.accepted.empty()
+
+
 def test_a_client_that_knows_nothing_of_private_tensors_refuses_such_a_job(
     server: "ScriptedServer", settings: dict[str, Any], model: Personal
 ) -> None:

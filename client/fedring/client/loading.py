@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -10,10 +11,15 @@ from fedring.client.session.link import ServerLink
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.private import PrivateState, line_of, read_private
+from fedring.codec.schema import Schema
 from fedring.train.arrays import Arrays, as_module, copy_back
 from fedring.train.sharing import Sharing
-from fedring.train.state import Parts, fill, has_frozen, split, write_tensors
+from fedring.train.state import Parts, fill, has_frozen, split, tensors_of, write_tensors
 from fedring.v1 import federation_pb2 as pb
+
+
+_KEPT = "private_tensors"  # the reason to refuse a job that would share what this client keeps to itself
+_SHOWN = 20  # the most names in an error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,11 +58,13 @@ class ModelLoader:
             ended: Returns why the model is no longer wanted; empty while it is.
 
         Raises:
-            WrongModel: If other tensors are shared, or frozen tensors have other values than on the server.
+            WrongModel: If other tensors are shared, or frozen tensors have other values than on the server, or a tensor
+                that this client keeps to itself would be shared.
             RoundOver: If the model is no longer wanted, or cannot be fetched.
         """
         model = as_module(target)
         parts = split(model, sharing_of(command.job, self._private))
+        _check_kept(model, parts.shared, self._private)
         self._link.session.begin(pb.ACTIVITY_FETCHING)
         fetched = self._models.at_hand(command, parts.shared)
         if fetched is None:
@@ -80,6 +88,25 @@ class ModelLoader:
             write_tensors(model, known.tensors)
         else:
             self._store.begin(read_private(model, parts.private, line))
+
+
+def _check_kept(model: nn.Module, shared: Schema, private: Collection[str]) -> None:
+    """Check that each of a client's own globs matches a tensor, and that no tensor is shared under another name.
+
+    Raises:
+        WrongModel: With the reason private_tensors: a glob with a typing error would let everything travel.
+    """
+    firsts = {id(tensor): name for name, tensor in tensors_of(model)}
+    names = {alias: firsts[id(tensor)] for alias, tensor in model.state_dict(keep_vars=True).items()}
+    for glob in private:
+        matched = [name for name in names if fnmatchcase(name, glob)]
+        if not matched:
+            has = ", ".join(list(firsts.values())[:_SHOWN])
+            raise WrongModel(f"private: {glob!r} of this client matches no tensor of the model: it has {has}", _KEPT)
+        for name in matched:
+            if names[name] in shared.names:
+                detail = f"private: {glob!r} of this client matches {name}, which is the same tensor as {names[name]}"
+                raise WrongModel(f"{detail}: give that name, too, because it would be shared", _KEPT)
 
 
 def check_frozen(model: nn.Module, loaded: Loaded) -> None:
