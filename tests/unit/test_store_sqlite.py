@@ -286,7 +286,7 @@ def test_a_state_from_before_jobs_said_what_they_start_from_learns_whose_its_mod
     with closing(sqlite3.connect(file)) as connection:
         for table, columns in (
             ("jobs", ("start_version", "residual_after", "residual_epoch")),
-            ("models", ("job_id", "metrics")),
+            ("models", ("job_id", "metrics", "frozen_digest")),
         ):
             for column in columns:
                 connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")

@@ -17,7 +17,6 @@ from fedring.train.sharing import Sharing
 from fedring.train.state import Parts, fill, has_frozen, split, tensors_of, write_tensors
 from fedring.v1 import federation_pb2 as pb
 
-
 _KEPT = "private_tensors"  # the reason to refuse a job that would share what this client keeps to itself
 _SHOWN = 20  # the most names in an error
 

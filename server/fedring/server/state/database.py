@@ -101,8 +101,9 @@ def _add_model_metrics(connection: Connection) -> None:
 
 
 def _add_lines(connection: Connection) -> None:
-    """Add the epochs in which lines of models began."""
+    """Add the epochs in which lines of models began, and the frozen tensors that models were trained with."""
     _add_column(connection, jobs.c.residual_epoch, "NOT NULL DEFAULT 0")
+    _add_column(connection, models.c.frozen_digest, "NOT NULL DEFAULT ''")
 
 
 def _add_column(connection: Connection, column: Column[Any], constraint: str = "") -> None:

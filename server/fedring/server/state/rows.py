@@ -110,6 +110,7 @@ class ModelRow:
     optimizer_blob: str = ""  # the server optimizer's state
     job_id: int = 0  # the job that published it; 0 = not known
     metrics: dict[str, float] = field(default_factory=dict)  # named figures of its round; empty for a first model
+    frozen_digest: str = ""  # of the frozen tensors that it was trained with; empty = none, or not known
 
 
 @dataclass(frozen=True, slots=True)

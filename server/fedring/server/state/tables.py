@@ -141,6 +141,7 @@ models = Table(
     _column("base_digest", Text),
     _column("job_id", _INT),
     _column("metrics", _Json),
+    _column("frozen_digest", Text),
     sqlite_strict=True,
 )
 evaluations = Table(
