@@ -10,7 +10,7 @@ from fedring.client.errors import WrongModel
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.fetch import ModelFetcher
-from fedring.client.transfer.private import PrivateState, line_of, read_private
+from fedring.client.transfer.private import PrivateState, PrivateValues, line_of
 from fedring.codec.schema import Schema
 from fedring.train.arrays import Arrays, as_module, copy_back
 from fedring.train.sharing import Sharing
@@ -49,7 +49,8 @@ class ModelLoader:
         """Fetch the model that a command names, and fill a module.
 
         Shared tensors get the server's values, and private tensors those of this client's newest accepted update.
-        Before there is one, private tensors keep the values that they have when they are first loaded.
+        Before there is one in the line of models, private tensors get the values that they had when a model was loaded
+        into this module for the first time.
 
         Args:
             command: The command.
@@ -76,17 +77,20 @@ class ModelLoader:
             )
         fill(model, parts.shared, fetched.vectors)
         if parts.private.entries:
-            self._fill_private(command, model, parts)
+            self._fill_private(command, model, parts, target)
         copy_back(model, target)
         return Loaded(fetched, parts, command.job.frozen_digest)
 
-    def _fill_private(self, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, parts: Parts) -> None:
-        line = line_of(command)
-        known = self._store.load(line, parts.private)
-        if known is not None:
-            write_tensors(model, known.tensors)
-        else:
-            self._store.begin(read_private(model, parts.private, line))
+    def _fill_private(
+        self, command: pb.TrainCmd | pb.EvaluateCmd, model: nn.Module, parts: Parts, target: nn.Module | Arrays
+    ) -> None:
+        owner = target if isinstance(target, nn.Module) else next(iter(target.values()))  # no mapping is kept alive
+        first = self._store.first_of(model, parts.private, owner)
+        values = self._store.load(line_of(command), parts.private)
+        if values is None:
+            values = PrivateValues(line_of(command), parts.private, first)
+            self._store.begin(values)
+        write_tensors(model, values.tensors)
 
 
 def _check_kept(model: nn.Module, shared: Schema, private: Collection[str]) -> None:

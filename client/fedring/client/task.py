@@ -16,14 +16,14 @@ from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.partial import Sink
-from fedring.client.transfer.private import check_finite, line_of, read_private
+from fedring.client.transfer.private import PrivateValues, check_finite, line_of
 from fedring.client.transfer.spool import Spool
 from fedring.client.transfer.update import TrainingReport, make_update, offer_of
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema
 from fedring.train.arrays import Arrays, as_module
 from fedring.train.plan import Plan
-from fedring.train.state import read_vectors, schema_of
+from fedring.train.state import read_tensors, read_vectors, schema_of
 from fedring.v1 import federation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ class Task:
     def load_into(self, model: nn.Module | Arrays) -> None:
         """Load the values that this round starts from into `model`.
 
-        Private tensors get the values of this client's newest accepted update. Before there is one, they keep those
-        that they have when they are first loaded; frozen tensors keep theirs.
+        Private tensors get the values of this client's newest accepted update. Before there is one, they get those
+        that they had when a model was loaded into `model` for the first time; frozen tensors keep theirs.
 
         Args:
             model: A torch module, or numpy arrays of floats by name, which are filled in place.
@@ -275,8 +275,9 @@ class Task:
         line = line_of(command)
         residual = self._spool.residual(line.run_id, line.model, last, after=line.after)
         try:
-            private = read_private(model, private_schema, line) if private_schema.entries else None
-            if private is not None:
+            private = None
+            if private_schema.entries:
+                private = PrivateValues(line, private_schema, read_tensors(model, private_schema.names))
                 check_finite(private)
             trained = read_vectors(model, loaded.parts.shared.names)
             update = make_update(command, self._client_id, loaded.base, trained, training, residual)

@@ -14,7 +14,6 @@ from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import Refused, RoundOver, WrongModel
-from fedring.client.loading import sharing_of
 from fedring.client.task import Evaluation, Task
 from fedring.client.user_trainer import Trainer, run_trainer
 from fedring.daemon.tracing import span
@@ -182,10 +181,8 @@ class DeclaredTrainer:
         """Return what the job names; it stays loaded from job to job as long as the names and their arguments do."""
         key = pb.JobSpec()
         key.CopyFrom(job)
-        if not sharing_of(job, self._config.private).has_private:  # A job begins with the model's own private values.
-            key.ClearField("job_id")
-        key.ClearField("name")
-        key.ClearField("rounds")
+        for field in ("job_id", "name", "rounds"):
+            key.ClearField(field)
         wanted = key.SerializeToString(deterministic=True)
         if self._loaded is None or wanted != self._key:
             self._loaded = None  # Frees the old data before the new data is loaded.

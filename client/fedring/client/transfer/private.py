@@ -12,6 +12,7 @@ decides when the second file replaces the first, namely when the server has acce
 
 import hashlib
 import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,11 +59,6 @@ def line_of(command: pb.TrainCmd | pb.EvaluateCmd) -> Line:
     return Line(command.run_id, command.schema_hash, (command.residual_after_epoch, command.residual_after))
 
 
-def read_private(model: nn.Module, schema: Schema, line: Line) -> PrivateValues:
-    """Return copies of the values of a model's private tensors."""
-    return PrivateValues(line, schema, read_tensors(model, schema.names))
-
-
 def check_finite(values: PrivateValues) -> None:
     """Check that training did not diverge: a client would begin each later round with values that are not finite.
 
@@ -82,6 +78,23 @@ class PrivateState:
         self._update_file = folder / "update.private"
         self._part = folder / "private.part"
         self._part.unlink(missing_ok=True)  # It was being written when the process was killed.
+        self._first: dict[int, dict[str, Tensor]] = {}  # of each module or array that is still alive, by its id
+
+    def first_of(self, model: nn.Module, schema: Schema, owner: object) -> Mapping[str, Tensor]:
+        """Return the values that private tensors had when they were seen first in this process.
+
+        Args:
+            model: The module that has them now.
+            schema: The private tensors.
+            owner: What the user holds, if the module is a view of it.
+        """
+        if id(owner) not in self._first:
+            self._first[id(owner)] = {}
+            weakref.finalize(owner, self._first.pop, id(owner))
+        first = self._first[id(owner)]
+        shapes = {name: tensor.shape for name, tensor in first.items()}
+        first |= read_tensors(model, {e.name for e in schema.entries if shapes.get(e.name) != e.shape})
+        return {name: first[name] for name in schema.names}
 
     def load(self, line: Line, schema: Schema) -> PrivateValues | None:
         """Return the values that a round or an evaluation begins with; None if the model keeps those that it has.
