@@ -79,6 +79,7 @@ jobs = Table(
     _column("idempotency_key", Text, null=True),
     _column("start_version", _INT),
     _column("residual_after", _INT),
+    _column("residual_epoch", _INT),
     UniqueConstraint("idempotency_key"),
     sqlite_strict=True,
     sqlite_autoincrement=True,
@@ -140,6 +141,7 @@ models = Table(
     _column("base_digest", Text),
     _column("job_id", _INT),
     _column("metrics", _Json),
+    _column("frozen_digest", Text),
     sqlite_strict=True,
 )
 evaluations = Table(
