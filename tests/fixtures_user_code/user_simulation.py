@@ -58,6 +58,21 @@ def fails(model: nn.Module, samples: Any, plan: Any) -> int:
     raise RuntimeError("this trainer never works")
 
 
+def tells_threads(model: nn.Module, samples: Any, plan: Any) -> dict[str, float]:
+    """Report the number of torch's threads."""
+    return {"num_samples": len(samples), "loss": 1.0, "threads": torch.get_num_threads()}
+
+
+def no_data(root: Path | None, download: bool) -> Split:
+    """Fail to load samples."""
+    raise OSError("there is no data")
+
+
+def median_label(model: nn.Module, samples: Any) -> dict[str, float]:
+    """Report the median label, which is not a mean over parts, and the number of samples."""
+    return {"loss": 1.0, "median": float(samples.labels.median()), "samples": float(len(samples))}
+
+
 def dies(model: nn.Module, samples: Any, plan: Any) -> int:
     """End the process."""
     os._exit(3)

@@ -70,7 +70,7 @@ def test_the_models_of_a_simulation_are_those_of_ten_daemons_byte_for_byte(
 ) -> None:
     monkeypatch.syspath_prepend(str(CODE))
     model, rounds = fleet_runs[name]
-    report = simulate({**COMMON, **JOBS[name]}, clients=CLIENTS, workers=workers, out=tmp_path)
+    report = simulate({**COMMON, **JOBS[name]}, clients=CLIENTS, workers=workers, threads=1, out=tmp_path)
     ours, theirs = load_file(tmp_path / "model.safetensors"), load_file(model)
     assert {key: value.tobytes() for key, value in ours.items()} == {
         key: value.tobytes() for key, value in theirs.items()
@@ -87,7 +87,7 @@ def test_without_the_residuals_of_the_clients_the_models_would_differ(
     name = "error feedback, buffers, dropout"
     monkeypatch.syspath_prepend(str(CODE))
     monkeypatch.setattr("fedring.simulation.residuals.Residuals.put", lambda self, client, residual: None)
-    simulate({**COMMON, **JOBS[name]}, clients=CLIENTS, workers=1, out=tmp_path)
+    simulate({**COMMON, **JOBS[name]}, clients=CLIENTS, workers=1, threads=1, out=tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() != fleet_runs[name][0].read_bytes()
 
 
@@ -97,7 +97,9 @@ def test_the_study_of_the_documentation_compares_three_settings(
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "examples"))
     study = importlib.import_module("study")
-    monkeypatch.setattr(study, "simulate", partial(simulate, workers=1))  # so that no process must import torch
+    monkeypatch.setattr(
+        study, "simulate", partial(simulate, workers=1, threads=1)
+    )  # so that no process must import torch
     study.main(tmp_path / "study", 2)
     results = json.loads((tmp_path / "study" / "study.json").read_text())
     assert [[len(curve) for curve in curves] for curves in results.values()] == [[2, 2, 2]] * 3

@@ -1,13 +1,16 @@
 """Simulations without daemons: what is drawn, kept, told and refused."""
 
+import errno
 import json
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fedring.codec import CodecError, Encoding, encode
 from fedring.codec.digest import name_of, update_name
@@ -22,6 +25,7 @@ from fedring.server.update.upload import Terms
 from fedring.simulation import simulate
 from fedring.simulation.residuals import Residuals
 from fedring.simulation.worker import admit
+from fedring.train.device import threads_for
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
 
@@ -37,7 +41,7 @@ def _users_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def alone(clients: int = 6, per_round: int | None = None, **keys: Any) -> dict[str, Any]:
     """Simulate with one worker in this process."""
-    return simulate({**JOB, **keys}, clients=clients, per_round=per_round, workers=1)
+    return simulate({**JOB, **keys}, clients=clients, per_round=per_round, workers=1, threads=1)
 
 
 def untimed(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -64,7 +68,7 @@ def test_the_same_simulation_gives_the_same_model_and_another_seed_another_one()
 @pytest.mark.programs
 def test_the_model_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     keys = {**JOB, "encoding": "packed", "data": f"{HERE}:drawn", "model": f"{HERE}:normed", "model_args": {}}
-    one, two = (simulate(keys, clients=7, per_round=5, workers=workers, out=tmp_path) for workers in (1, 2))
+    one, two = (simulate(keys, clients=7, per_round=5, workers=n, threads=1, out=tmp_path) for n in (1, 2))
     assert one["model_sha256"] == two["model_sha256"]
     assert [row["accuracy"] for row in one["rounds"]] == [row["accuracy"] for row in two["rounds"]]
     assert json.loads((tmp_path / "report.json").read_text()) == two
@@ -106,6 +110,54 @@ def test_a_simulation_ends_when_too_many_rounds_have_no_update() -> None:
     assert caught.value.exit_code == Exit.FAILED
 
 
+@pytest.mark.programs
+def test_a_users_evaluator_sees_all_test_samples_at_once_whatever_the_number_of_workers() -> None:
+    keys = {**JOB, "rounds": 1, "evaluator": f"{HERE}:median_label"}
+    one, two = (simulate(keys, clients=4, workers=workers) for workers in (1, 2))
+    assert one["rounds"][0]["metrics"]["eval/samples"] == 360
+    assert {name: value for name, value in one["rounds"][0]["metrics"].items() if name.startswith("eval/")} == {
+        name: value for name, value in two["rounds"][0]["metrics"].items() if name.startswith("eval/")
+    }
+
+
+def test_a_worker_in_this_process_computes_with_all_cores_and_puts_the_number_of_threads_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        keys = {**JOB, "trainer": f"{HERE}:tells_threads", "evaluate": False, "rounds": 1}
+        report = simulate(keys, clients=2, workers=1)
+        assert report["rounds"][0]["metrics"]["train/threads"] == threads_for(1)
+        with pytest.raises(Failure):
+            alone(data=f"{HERE}:no_data")
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_simulation_does_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    assert alone(rounds=1)["updates"] == 6
+    assert synced == []
+
+
+@pytest.mark.parametrize("name", ["report.json", "model.safetensors", "model.safetensors.part"])
+def test_results_that_cannot_be_written_end_the_simulation_with_one_sentence(name: str, tmp_path: Path) -> None:
+    (tmp_path / name / "not empty").mkdir(parents=True)  # a folder in the place of the file
+    with pytest.raises(Failure, match=r"the simulation cannot go on: .*directory") as caught:
+        simulate({**JOB, "rounds": 1}, clients=4, workers=1, threads=1, out=tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_ends_the_simulation_with_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pread", full)
+    with pytest.raises(Failure, match=r"No space left on device"):
+        simulate({**JOB, "encoding": "packed"}, clients=4, workers=1, threads=1, out=tmp_path)
+
+
 def test_an_evaluation_that_fails_ends_the_simulation_with_its_reason() -> None:
     with pytest.raises(Failure, match="cannot be evaluated: RuntimeError: nothing to compare with"):
         alone(evaluator=f"{HERE}:no_evaluation")
@@ -132,7 +184,7 @@ def test_progress_is_shown_after_each_client_and_each_round() -> None:
 
 
 def test_a_simulation_starts_from_the_file_that_the_job_names(tmp_path: Path) -> None:
-    simulate(JOB, clients=4, workers=1, out=tmp_path)
+    simulate(JOB, clients=4, workers=1, threads=1, out=tmp_path)
     keys: dict[str, Any] = {"trainer": f"{HERE}:add_number", "rounds": 1, "evaluate": False, "encoding": "fp32"}
     fresh, later = alone(**keys), alone(**keys, start=str(tmp_path / "model.safetensors"))
     assert fresh["model_sha256"] != later["model_sha256"]
@@ -145,6 +197,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"clients": 4, "per_round": 0}, "per_round=0 is not within 1 and"),
     ({}, {"clients": 4, "seed": -1}, "seed=-1 is not within 0 and"),
     ({}, {"clients": 4, "workers": 0}, "workers=0 is not within 1 and"),
+    ({}, {"clients": 4, "threads": 0}, "threads=0 is not within 1 and"),
     ({}, {"clients": 4, "data_root": "/nowhere"}, "data_root=/nowhere is not a folder"),
     ({"mode": "data_parallel"}, {"clients": 4}, "mode = 'data_parallel' cannot be simulated"),
     ({"start": "best"}, {"clients": 4}, "start = 'best' names a version"),

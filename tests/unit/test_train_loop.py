@@ -276,3 +276,17 @@ def test_a_users_trainer_gives_the_same_model_for_the_same_seed() -> None:
     for model in models:
         run_trainer(noise, model, blobs(), PLAN, device=CPU)
     assert read_vectors(models[0]).digest() == read_vectors(models[1]).digest()
+
+
+def test_no_gradients_are_left_and_those_of_a_training_that_failed_do_not_count() -> None:
+    def fails_after_backward(outputs: Tensor, labels: Tensor) -> Tensor:
+        cross_entropy(outputs, labels).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        raise RuntimeError("after the gradients were made")
+
+    once, again = linear(), linear()
+    learn(once, blobs(30))
+    with pytest.raises(RuntimeError, match="after the gradients"):
+        learn(again, blobs(30), loss=fails_after_backward)
+    learn(again, blobs(30))
+    assert all(parameter.grad is None for parameter in again.parameters())
+    assert [p.tolist() for p in again.parameters()] == [p.tolist() for p in once.parameters()]

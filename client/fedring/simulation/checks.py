@@ -62,14 +62,15 @@ def job_of(job: Job | Mapping[str, Any] | str | Path, *, per_round: int | None, 
     return spec
 
 
-def check_numbers(job: Job, clients: int, workers: int) -> None:
-    """Check that there are as many clients as the job needs, and a possible number of workers.
+def check_numbers(job: Job, clients: int, workers: int, threads: int | None) -> None:
+    """Check that there are as many clients as the job needs, and possible numbers of workers and of threads.
 
     Raises:
         Failure: There are not.
     """
     _check_number("clients", clients, MAX_COUNT)
     _check_number("workers", workers, 1024)
+    _check_number("threads", threads, 1024)
     if job.sample_clients > clients:
         raise _wrong(f"per_round={job.sample_clients} is more than clients={clients}: draw fewer, or simulate more")
     if job.min_clients > clients:

@@ -11,6 +11,8 @@ from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, Self, TypeVar
 
+import torch
+
 from fedring.codec.schema import Vectors
 from fedring.control.failure import Failure
 from fedring.daemon.exits import Exit
@@ -92,7 +94,13 @@ class InProcess:
     """
 
     def __init__(self, setup: Setup) -> None:
-        self._worker = succeeded(load(setup))
+        self._threads_before = torch.get_num_threads()
+        limit_threads(setup.threads)
+        try:
+            self._worker = succeeded(load(setup))
+        except Failure:
+            self.__exit__()
+            raise
         self.sizes: Sequence[int] = self._worker.sizes
 
     def train(self, order: Order, turns: Iterable[Turn]) -> Iterator[Outcome]:
@@ -107,7 +115,7 @@ class InProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        limit_threads(self._threads_before)
 
 
 class Processes:

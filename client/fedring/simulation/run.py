@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema, Vectors
 from fedring.control.failure import Failure
@@ -76,6 +78,7 @@ def simulate(
     per_round: int | None = None,
     seed: int | None = None,
     workers: int | None = None,
+    threads: int | None = None,
     data_root: str | Path | None = None,
     device: str = "auto",
     out: str | Path | None = None,
@@ -91,6 +94,7 @@ def simulate(
         per_round: The clients that are drawn for a round; None = as the job says.
         seed: In the place of the job's seed; None = as the job says.
         workers: Processes that train; None = one for each core. One worker trains in this process.
+        threads: With which torch computes in each worker; None = the worker's share of the cores.
         data_root: Folder of the data sets.
         device: Where to train: auto, cpu, cuda or cuda:N.
         out: Folder for report.json and model.safetensors, which is made. None = the report is only returned.
@@ -107,11 +111,22 @@ def simulate(
     spec = job_of(job, per_round=per_round, seed=seed)
     root = Path(data_root) if data_root else None
     count = len(os.sched_getaffinity(0)) if workers is None else workers
-    check_numbers(spec, clients, count)
+    check_numbers(spec, clients, count, threads)
     check_data_root(root)
     if out:
         make_folder(Path(out))
-    setup = Setup(spec, clients, root, trusted_by(spec), device, threads_for(count))
+    setup = Setup(spec, clients, root, trusted_by(spec), device, threads or threads_for(count))
+    try:
+        report = _simulate(setup, count, out, show)
+        if out:
+            (Path(out) / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise Failure(f"the simulation cannot go on: {error}") from error
+    return report
+
+
+def _simulate(setup: Setup, count: int, out: str | Path | None, show: Show) -> dict[str, Any]:
+    spec, clients = setup.job, setup.clients
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".simulation-", dir=out)))
         server = _Server(spec, setup, folder, stack)
@@ -125,8 +140,6 @@ def simulate(
         report = run.report(Path(out) if out else folder)
         report |= {"workers": count, "seconds": time.perf_counter() - began}
         report["updates_per_second"] = report["updates"] / report["seconds"]
-    if out:
-        (Path(out) / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
 
 
@@ -140,7 +153,7 @@ class _Server:
             init_path=Path(job.start) if is_path(job.start) else None,
             max_clients=setup.clients,
         )
-        self._blobs = FileBlobs(folder)
+        self._blobs = FileBlobs(folder, durable=False)
         stack.callback(self._blobs.close)
         executor = stack.enter_context(ThreadPoolExecutor(config.threads))
         self._job, self._last_median, self._clip = job, 0.0, 0.0

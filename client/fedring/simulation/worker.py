@@ -55,7 +55,7 @@ class Setup:
     device: str
     threads: int  # of torch
     number: int = 0  # of the worker, from 0
-    workers: int = 1  # each of which evaluates its share of the test samples
+    workers: int = 1  # among whom the test samples are divided, unless the job has an evaluator
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,8 +115,10 @@ class Worker:
         labels = labels_of(split.train, job.partition)
         self._parts = parts(job.partition, labels, count=setup.clients, alpha=job.alpha, seed=job.seed)
         self.sizes = [len(part) for part in self._parts]
-        held_out = parts("iid", labels_of(split.test, "iid"), count=setup.workers, alpha=job.alpha, seed=job.seed)
-        self._held_out = subset(split.test, held_out[setup.number])
+        # A user's evaluator sees all test samples at once, so that its figures do not depend on the number of workers.
+        shares = 1 if job.evaluator else setup.workers
+        held_out = parts("iid", labels_of(split.test, "iid"), count=shares, alpha=job.alpha, seed=job.seed)
+        self._held_out = subset(split.test, held_out[setup.number]) if setup.number < shares else None
         self._sharing = job.sharing
         tensors = split_tensors(self._loaded.model, self._sharing)
         self._schema = tensors.shared
@@ -142,7 +144,7 @@ class Worker:
             Exception: Whatever the user's evaluator or loss raises.
         """
         loaded = self._loaded
-        if not size_of(self._held_out):
+        if self._held_out is None or not size_of(self._held_out):
             return Counts()
         fill(loaded.model, self._schema, vectors)
         return run_evaluator(loaded.evaluator, loaded.model, self._held_out, loss=loaded.loss, device=self._device)

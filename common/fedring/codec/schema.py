@@ -76,11 +76,17 @@ class Schema:
         Args:
             role: "parameter" or "buffer".
         """
-        start = 0
+        return iter(self._spans[role])
+
+    @cached_property
+    def _spans(self) -> dict[str, list[tuple[Entry, slice]]]:
+        spans: dict[str, list[tuple[Entry, slice]]] = {role: [] for role in ROLES}
+        ends = dict.fromkeys(ROLES, 0)
         for entry in self.entries:
-            if entry.role == role:
-                yield entry, slice(start, start + entry.size)
-                start += entry.size
+            start = ends[entry.role]
+            ends[entry.role] = start + entry.size
+            spans[entry.role].append((entry, slice(start, ends[entry.role])))
+        return spans
 
     def difference(self, other: "Schema") -> str:
         """Return one clause that names the first difference from `other`; empty if there is none."""

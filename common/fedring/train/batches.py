@@ -1,7 +1,7 @@
 """Batches of any map-style dataset: how samples are drawn, cut into batches, and fetched."""
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +11,6 @@ from fedring.train.errors import TrainError
 
 Inputs = Tensor | dict[str, Tensor]
 """The inputs of a model for a batch: [batch, ...], or several of them by the names of its forward's arguments."""
-
-
-@runtime_checkable
-class Batched(Protocol):
-    """A dataset that returns whole batches, without a Python object for each sample."""
-
-    def batch(self, indices: Tensor) -> tuple[Inputs, Tensor]:
-        """Return the inputs [batch, ...] and the labels [batch, ...] at `indices` [batch] int64."""
-        ...
 
 
 def size_of(samples: Dataset[Any]) -> int:
@@ -72,13 +63,17 @@ def batches_in(size: int, batch_size: int) -> int:
 def fetch(samples: Dataset[Any], cuts: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Inputs, Tensor]]:
     """Yield the inputs and the labels [batch, ...] of each batch of indices in `cuts`, on `device`.
 
+    Samples with a method `batch`, as `fedring.data.Samples` has it, are asked for whole batches, which takes no Python
+    object for each sample. It is given indices [batch] int64, and returns inputs and labels [batch, ...].
+
     Raises:
         TrainError: With the reason bad_batch, if a sample is not a pair of inputs and a label, or if the samples of a
             batch have inputs of different names.
     """
-    if isinstance(samples, Batched):
+    take: Callable[[Tensor], tuple[Inputs, Tensor]] | None = getattr(samples, "batch", None)
+    if take is not None:
         for indices in cuts:
-            inputs, labels = samples.batch(indices)
+            inputs, labels = take(indices)
             yield _moved(inputs, device), labels.to(device, non_blocking=True)
         return
     # The loader would otherwise draw a seed from the global generator, which also drives dropout.

@@ -110,7 +110,7 @@ def run_evaluator(
     try:
         return counts_of(evaluator(model, samples), size)
     finally:
-        model.train()
+        model.to(device).train()  # The function may have moved it.
 
 
 def counts_of(told: object, size: int | None = None) -> Counts:

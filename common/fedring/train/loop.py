@@ -40,7 +40,7 @@ def train(
     On a CPU, the same model, samples and plan give the same result, bit for bit.
 
     Args:
-        model: Is moved to `device` and trained there.
+        model: Lies on `device`, and is trained there.
         samples: A map-style dataset of pairs of inputs and a label; inputs may be a dict by the names of arguments.
         plan: Says how many samples and epochs, and with which batch size, learning rate, momentum, mu and seed.
         loss: Returns the mean loss of a batch.
@@ -62,7 +62,7 @@ def train(
         raise TrainError(
             "no_data", "This client has no samples to train on: give it some, or divide the data among fewer clients."
         )
-    model.to(device).train()
+    model.train()
     step = _Step(model, plan, loss, optimizer_factory)
     tally, steps = Tally(device), 0
     with seeded(plan.seed, device):
@@ -76,7 +76,6 @@ def train(
                 progress((epoch + share) / plan.epochs)
             steps += len(cuts)
         seconds = time.perf_counter() - began
-    step.optimizer.zero_grad()
     return tally.result(len(drawn), seconds, steps)
 
 
@@ -134,17 +133,19 @@ class _Step:
         self._mu = plan.mu
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._start = [p.detach().clone() for p in self._parameters] if plan.mu > 0 else []
-        self.optimizer = optimizer_factory(self._parameters, plan.lr, plan.momentum)
+        for parameter in self._parameters:  # Training may have ended by an error before.
+            parameter.grad = None
+        self._optimizer = optimizer_factory(self._parameters, plan.lr, plan.momentum)
 
     def __call__(self, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Do a step, and return the loss (scalar) and the outputs of the batch before it."""
-        self.optimizer.zero_grad()
+        """Do a step, and return the loss (scalar) and the outputs of the batch before it. No gradients are left."""
         outputs = apply(self._model, inputs)
         loss = self._loss(outputs, labels)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         if self._mu > 0:
             add_proximal(self._parameters, self._start, self._mu)
-        self.optimizer.step()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         return loss, outputs
 
 

@@ -206,6 +206,8 @@ def _role(tensor: Tensor) -> str:
 
 def _flat(tensors: list[Tensor], dtype: type[_Value]) -> NDArray[_Value]:
     """Return the values of `tensors` one after the other, [sum of their sizes]."""
+    if not tensors:
+        return np.empty(0, dtype)
     sizes = [t.numel() for t in tensors]
     vector = np.empty(sum(sizes), dtype)  # numpy uses huge pages, torch does not: 100 MB take 20 ms instead of 90 ms
     with torch.no_grad():

@@ -32,13 +32,17 @@ class Tally:
         """
         self.total += len(labels)
         self._loss_sum.add_(loss.detach(), alpha=len(labels))
-        if outputs.ndim > 1 and outputs[:, 0].shape == labels.shape and not labels.is_floating_point():
+        if (
+            outputs.ndim > 1
+            and outputs.shape[:1] + outputs.shape[2:] == labels.shape
+            and not labels.is_floating_point()
+        ):
             self._classified = True
-            right, counted = outputs.detach().argmax(1) == labels, labels >= 0
-            shares = (right & counted).reshape(len(labels), -1).sum(1) / counted.reshape(len(labels), -1).sum(1).clamp(
-                min=1
-            )
-            self._correct += shares.sum()
+            right = outputs.detach().argmax(1) == labels  # never where the label is below 0
+            if labels.ndim > 1:
+                counted = (labels >= 0).reshape(len(labels), -1).sum(1)
+                right = right.reshape(len(labels), -1).sum(1) / counted.clamp(min=1)
+            self._correct += right.sum()
 
     @property
     def classified(self) -> bool:

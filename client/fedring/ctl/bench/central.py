@@ -33,7 +33,7 @@ def train_centrally(
     device = pick_device("auto")
     split = resolve(job.data, _TRUSTED)(data_root, False)
     loss, optimizer = (resolve(name, _TRUSTED) for name in (job.loss, job.optimizer))
-    model = build_model(job.model, job.model_args, job.seed, _TRUSTED)
+    model = build_model(job.model, job.model_args, job.seed, _TRUSTED).to(device)
     accuracies: list[float] = []
     seconds = 0.0
     for number in range(1, job.rounds + 1):

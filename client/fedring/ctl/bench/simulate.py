@@ -30,6 +30,10 @@ def simulate(
     workers: Annotated[
         int | None, typer.Option(help="Processes that train clients.", show_default="one for each core")
     ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="Threads of torch in each worker.", show_default="the worker's share of the cores"),
+    ] = None,
     data_root: DataRootOption = None,
     device: Annotated[str, typer.Option(help="Where to train: auto, cpu, cuda or cuda:N.")] = "auto",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the report, the model and the plot.")] = Path(
@@ -57,6 +61,7 @@ def simulate(
             clients=clients,
             per_round=per_round,
             workers=workers,
+            threads=threads,
             data_root=data_root,
             device=device,
             seed=seed,

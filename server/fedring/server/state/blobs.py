@@ -133,16 +133,23 @@ class FileReader:
 
 
 class FileBlobs:
-    """Blobs in a state folder, which one process owns (StateLock). Blobs says what each method promises."""
+    """Blobs in a state folder, which one process owns (StateLock). Blobs says what each method promises.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: The folder.
+        durable: Whether sealed blobs must survive a crash of the machine; nobody needs those of a simulation then.
+    """
+
+    def __init__(self, root: Path, *, durable: bool = True) -> None:
+        self._durable = durable
         self._root, self._partial, self._blobs = root, root / PARTIAL, root / BLOBS
         self._open: set[str] = set()
         for folder in (self._partial, self._blobs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = os.open(self._blobs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._pool = ThreadPoolExecutor(FSYNC_THREADS, thread_name_prefix="fsync")
-        _sync_folder(root)
+        if durable:
+            _sync_folder(root)
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -165,7 +172,8 @@ class FileBlobs:
             return []
         files = [_own(partial) for partial in partials]
         try:
-            self._fsync_all([file.fd for file in files])
+            if self._durable:
+                self._fsync_all([file.fd for file in files])
             crashpoint("after_blob_fsync")
             for file in files:
                 file.path.replace(self._path(file.digest))
@@ -175,12 +183,13 @@ class FileBlobs:
         finally:
             for file in files:
                 file.close()
-        _fsync(self._folder)
+        self.sync()
         return [file.digest for file in files]
 
     def sync(self) -> None:
         """Make the names in blobs/ durable."""
-        _fsync(self._folder)
+        if self._durable:
+            _fsync(self._folder)
 
     def abort(self, partial: Partial) -> None:
         file = _own(partial)
