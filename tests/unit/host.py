@@ -26,10 +26,11 @@ from fedring.server.recovery import reload
 from fedring.server.round.events import Joined
 from fedring.server.round.sessions import Session, Sessions
 from fedring.server.service import uploads
+from fedring.server.state.blob_interfaces import Partial
 from fedring.server.state.blobs import FileBlobs, FilePartial
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
-from fedring.server.state.interfaces import Acceptance, Partial
+from fedring.server.state.interfaces import Acceptance
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow, lay_out
 from fedring.server.state.store import SqlStore
 from fedring.train.job import Job

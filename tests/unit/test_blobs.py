@@ -11,9 +11,9 @@ from blake3 import blake3
 
 from fedring.codec.digest import name_of
 from fedring.daemon.lock import StateInUse, StateLock
+from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.blobs import FileBlobs, MemoryPartial
 from fedring.server.state.failures import FsyncFailed, StorageError
-from fedring.server.state.interfaces import Blobs
 
 IMPLEMENTATIONS: tuple[Callable[[Path], Blobs], ...] = (FileBlobs,)
 

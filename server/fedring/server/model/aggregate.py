@@ -23,8 +23,8 @@ from fedring.server.model.downlink import delta_step
 from fedring.server.model.modelfile import LoadedModel, ModelReader, ModelWriter
 from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.model.walk import gather, tiles
+from fedring.server.state.blob_interfaces import Blobs, Partial
 from fedring.server.state.checked import read_checked
-from fedring.server.state.interfaces import Blobs, Partial
 from fedring.server.state.rows import PacketSpec, Vector, lay_out
 
 Float32 = NDArray[np.float32]

@@ -25,9 +25,9 @@ from fedring.server.model.private_mean import NoisyMean
 from fedring.server.model.rule import RuleError
 from fedring.server.model.rules import make_rule
 from fedring.server.model.versions import ModelVersions
+from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader, Room, find_damage
 from fedring.server.state.failures import DamagedBlob, DamagedUpdates, StorageError
-from fedring.server.state.interfaces import Blobs
 from fedring.server.state.rows import ModelRow, UpdateRow
 from fedring.train.errors import SeamError
 from fedring.train.job import Job

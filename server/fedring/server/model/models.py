@@ -6,7 +6,7 @@ from fedring.server.config import ServerConfig
 from fedring.server.model.downloads import Downloads
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.versions import ModelVersions
-from fedring.server.state.interfaces import Blobs
+from fedring.server.state.blob_interfaces import Blobs
 
 
 class Models:

@@ -10,8 +10,8 @@ from torch import nn
 from fedring.data import DataError
 from fedring.server.config import ServerConfig
 from fedring.server.model.modelfile import ModelReader
+from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader
-from fedring.server.state.interfaces import Blobs
 from fedring.server.state.rows import ModelRow
 from fedring.train.device import pick_device
 from fedring.train.evaluation import Counts, Evaluator, run_evaluator

@@ -17,9 +17,9 @@ from fedring.rpc.streams import METER, TimedStream, write
 from fedring.server.config import ServerConfig
 from fedring.server.parts import Parts
 from fedring.server.round.sessions import Session
+from fedring.server.state.blob_interfaces import Partial
 from fedring.server.state.blobs import MemoryPartial
 from fedring.server.state.failures import StorageError
-from fedring.server.state.interfaces import Partial
 from fedring.server.update.admission import check_payload
 from fedring.server.update.upload import (
     Accept,

@@ -14,9 +14,9 @@ from typing import Self
 
 from fedring.codec.digest import Digest, is_name, name_of
 from fedring.daemon.crash import crashpoint
+from fedring.server.state.blob_interfaces import DiskSpace, Partial
 from fedring.server.state.failures import FsyncFailed, StorageError, StorageFailed
 from fedring.server.state.files import BLOBS, PARTIAL
-from fedring.server.state.interfaces import DiskSpace, Partial
 
 FSYNC_THREADS = 16  # concurrent fsyncs share the commits of the file system's journal
 _REREAD_BYTES = 1 << 20

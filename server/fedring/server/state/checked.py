@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from threading import Lock
 
 from fedring.codec.digest import Digest, is_called
+from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.failures import DamagedBlob, StorageError, StorageFailed
-from fedring.server.state.interfaces import Blobs
 
 _STEP = 1 << 20  # bytes that are read at a time for the digest alone
 _AHEAD = 4  # ranges by which one thread may be ahead of another

@@ -8,9 +8,10 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
+from fedring.server.state.blob_interfaces import Blobs, Partial
 from fedring.server.state.blobs import MemoryPartial
 from fedring.server.state.failures import StorageError, StorageFailed
-from fedring.server.state.interfaces import Acceptance, Blobs, Partial, Pruned, Store
+from fedring.server.state.interfaces import Acceptance, Pruned, Store
 from fedring.server.state.rows import EventRow, LastAccepted, UpdateRow
 
 log = logging.getLogger(__name__)

@@ -1,11 +1,10 @@
-"""What the server asks of a store of facts and of a store of blobs, whatever implements them.
+"""What the server asks of a store of facts, whatever implements it.
 
-`fedring.server.state.store.SqlStore` and `fedring.server.state.blobs.FileBlobs` implement the two. The suites in
-tests/unit/test_store.py and tests/unit/test_blobs.py check that an implementation keeps these promises.
+`fedring.server.state.store.SqlStore` does. The suite in tests/unit/test_store.py checks that an implementation keeps
+these promises.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -37,14 +36,6 @@ class Pruned:
 
     rows: int
     blobs: frozenset[str]  # the names of the blobs that no row names any more
-
-
-@dataclass(frozen=True, slots=True)
-class DiskSpace:
-    """The space of the file system that holds the blobs, in bytes."""
-
-    total: int
-    free: int  # for this process; a file system may reserve some for root
 
 
 class Store(Protocol):
@@ -274,135 +265,4 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release the database. No other method may be called afterwards."""
-        ...
-
-
-class Partial(Protocol):
-    """Bytes that are still being written, at their end only; used by one thread at a time."""
-
-    @property
-    def size(self) -> int:
-        """The number of bytes so far."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """The name of the bytes so far (`fedring.codec.digest`)."""
-        ...
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes, which are not durable yet.
-
-        Raises:
-            StorageFailed: if the disk is full or failed. `size` and `digest` then tell how much was written.
-        """
-        ...
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes at `offset`; raise StorageError ("truncated") if there are fewer."""
-        ...
-
-    def close(self) -> None:
-        """Release the partial. Its bytes stay, and can be opened again by the partial's name."""
-        ...
-
-
-class BlobReader(AbstractContextManager["BlobReader"], Protocol):
-    """An open blob, which can be read until it is closed, even if it is deleted meanwhile. A context manager."""
-
-    @property
-    def size(self) -> int:
-        """The length of the blob in bytes."""
-        ...
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes at `offset`; called from any number of threads.
-
-        Raises:
-            StorageError: "truncated" if there are fewer, "unreadable" if the disk cannot read them.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release the blob."""
-        ...
-
-
-class Blobs(Protocol):
-    """Bytes that are named by their digest, and partials: bytes that are still being written.
-
-    A sealed blob is complete, durable and has the digest that it is named by, so a row may name it. A blob that no row
-    names is garbage, which `sweep` removes.
-    """
-
-    def open_partial(self, name: str, *, fresh: bool = False) -> Partial:
-        """Open a partial to append to. After a power loss its end may be wrong; its digest tells.
-
-        Args:
-            name: 1 to 200 characters of A-Z a-z 0-9 . _ -, not beginning with a dot.
-            fresh: discard what the partial holds.
-
-        Raises:
-            StorageError: "partial_busy", if it is open already.
-            StorageFailed: if the disk is full or failed.
-            ValueError: if the name is no such name.
-        """
-        ...
-
-    def seal_many(self, partials: Sequence[Partial]) -> list[str]:
-        """Close partials, make them durable blobs, which rows may name, and return the blobs' names, in order.
-
-        Raises:
-            StorageFailed: if the disk failed. No row may name any of them. The partials can be opened again.
-            FsyncFailed: if a sync failed.
-            TypeError: if a partial was not opened here.
-        """
-        ...
-
-    def abort(self, partial: Partial) -> None:
-        """Close a partial, and remove it with its bytes."""
-        ...
-
-    def reader(self, digest: str) -> BlobReader:
-        """Open a blob.
-
-        Raises:
-            StorageError: "missing_blob", if there is none of that name.
-            StorageFailed: if it cannot be opened now.
-        """
-        ...
-
-    def range_reader(self, digest: str) -> Callable[[int, int], bytes]:
-        """Return a function that reads `size` bytes at `offset` of a blob, and raises as `reader` and `read` do.
-
-        It holds no file open between two calls, because a round may read thousands of blobs.
-        """
-        ...
-
-    def delete(self, digest: str) -> None:
-        """Remove a blob if it is there. Readers that are open can still read it."""
-        ...
-
-    def partials(self) -> list[str]:
-        """Return the names of all partials, open or not, in order."""
-        ...
-
-    def drop_partials(self, prefix: str) -> None:
-        """Remove all partials whose names begin with `prefix`. Those that are open can be written to, to no effect."""
-        ...
-
-    def sweep(self, keep: Collection[str], keep_partials: Collection[str] = ()) -> int:
-        """Remove all blobs and closed partials but those to keep; not between `seal_many` and the rows' commit."""
-        ...
-
-    def probe(self, size: int) -> None:
-        """Return if `size` more bytes can be kept now; raise StorageFailed if not."""
-        ...
-
-    def disk_space(self) -> DiskSpace | None:
-        """Return the space of the disk; None if it cannot be found out now."""
-        ...
-
-    def close(self) -> None:
-        """Release the folder. No other method may be called afterwards."""
         ...

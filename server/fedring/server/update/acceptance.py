@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from fedring.rpc.errors import FedringError, OtherUpdate, Overloaded
 from fedring.server.round.rounds import Rounds
+from fedring.server.state.blob_interfaces import Partial
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
-from fedring.server.state.interfaces import Acceptance, Partial
+from fedring.server.state.interfaces import Acceptance
 from fedring.server.state.rows import UpdateRow
 
 
