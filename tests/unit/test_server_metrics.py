@@ -45,7 +45,16 @@ OTHERS = {
     "unknown_token",
     "no_residual",
 }  # no upload is refused for these reasons
-OTHERS |= {"other_job", "unknown_method", "unreadable", "unknown_client", "client_is_here", "bad_model", "wrong_state"}
+OTHERS |= {
+    "other_job",
+    "unknown_method",
+    "unreadable",
+    "unknown_client",
+    "client_is_here",
+    "no_accountant",
+    "bad_model",
+    "wrong_state",
+}
 OTHERS |= {"no_session", "superseded", "gone", "stalled", "unavailable", "damaged"}  # after these, the upload continues
 
 
