@@ -65,8 +65,10 @@ def test_the_secret_of_a_round_stays_until_it_is_erased(tmp_path: Path) -> None:
     assert noise_secret(tmp_path, "0-7") == first
     erase_noise_secrets(tmp_path)
     assert not list(tmp_path.iterdir())
-    (tmp_path / "noise-0-9").write_bytes(first[:5])  # what a server leaves that is killed while it writes
-    assert len(noise_secret(tmp_path, "0-9")) == 32
+    for torn in (first[:5], bytes(32)):  # what a power loss may leave
+        (tmp_path / "noise-0-9").write_bytes(torn)
+        assert any(noise_secret(tmp_path, "0-9"))
+        assert len(noise_secret(tmp_path, "0-9")) == 32
 
 
 # What it costs
@@ -148,20 +150,28 @@ def test_an_adaptive_clip_finds_the_median_norm() -> None:
     assert np.mean(clips[30:]) == pytest.approx(0.5, rel=0.1)
 
 
+def test_an_adaptive_clip_goes_on_in_small_steps_with_far_more_updates_than_expected() -> None:
+    rows = [update(f"client-{index}", 0.5) for index in range(2000)]
+    done = private_round(ClientPrivacy(noise_multiplier=1.0), rows, 20, 0.1, SECRET, "run")
+    assert 0.1 < done.next_clip <= 0.1 * np.exp(0.1) * (1 + 1e-9)
+
+
 # The job
 
 
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({}, 'dp: weights must be "uniform"'),
-        ({"weights": "uniform"}, "dp: evaluate must be false"),
-        (PRIVATE | {"mode": "data_parallel"}, 'dp: mode must be "federated"'),
-        (PRIVATE | {"normalize_steps": True}, "dp: normalize_steps must be false"),
-        (PRIVATE | {"update_clip": 1.0}, "dp: update_clip must be 0.0, because dp.clip takes its place"),
-        (PRIVATE | {"update_clip_factor": 2.0}, "dp: update_clip_factor must be 0.0"),
-        (PRIVATE | {"aggregation": {"rule": "median"}}, "dp: the rule must be mean"),
-        (PRIVATE | {"best_by": "max train/f1"}, "dp: best_by = 'max train/f1' is never known"),
+        ({}, 'dp: weights is "samples", and must be "uniform"'),
+        ({"weights": "uniform"}, "dp: evaluate is true, and must be false"),
+        (PRIVATE | {"mode": "data_parallel"}, 'dp: mode is "data_parallel", and must be "federated"'),
+        (PRIVATE | {"normalize_steps": True}, "dp: normalize_steps is true, and must be false"),
+        (PRIVATE | {"update_clip": 1.0}, "dp: update_clip is 1, and must be 0, because dp.clip takes its place"),
+        (PRIVATE | {"update_clip_factor": 2.0}, "dp: update_clip_factor is 2, and must be 0"),
+        (PRIVATE | {"close_at_minimum": True}, "dp: close_at_minimum is true"),
+        (PRIVATE | {"straggler_factor": 2.0}, "dp: straggler_factor is 2"),
+        (PRIVATE | {"aggregation": {"rule": "median"}}, 'dp: aggregation.rule is "median", and must be "mean"'),
+        (PRIVATE | {"best_by": "max train/f1"}, 'dp: best_by = "max train/f1" is never known'),
     ],
 )
 def test_a_job_that_would_leak_is_refused(keys: dict[str, Any], sentence: str) -> None:
@@ -173,8 +183,10 @@ def test_a_job_that_would_leak_is_refused(keys: dict[str, Any], sentence: str) -
     ("table", "sentence"),
     [
         ({}, "Field required"),
-        ({"noise_multiplier": 0}, "greater than 0"),
-        ({"noise_multiplier": inf, "adaptive": False}, "finite"),
+        ({"noise_multiplier": 0}, "greater than or equal to 0.000000001"),
+        ({"noise_multiplier": inf, "adaptive": False}, "less than or equal to 1000000"),
+        ({"noise_multiplier": 1, "adaptive": False, "clip": 1e-30}, "greater than or equal to 0.000000000001"),
+        ({"noise_multiplier": 1, "adaptive": False, "delta": 0.5}, "dp.delta = 0.5 must be below 1 / 2 clients"),
         ({"noise_multiplier": 1, "adaptive": False, "delta": 1}, "less than 1"),
         ({"noise_multiplier": 1, "noise": 2}, "not permitted"),
         ({"noise_multiplier": 1}, "noise_multiplier = 1 with adaptive needs rounds of more than 10 clients"),
@@ -198,9 +210,10 @@ def command(number: int = 1, *, mode: str = "federated", results: int = 5, dp: s
     [
         ({"min_clients": 6}, command(), "privacy.min_clients = 6 is above the job's min_clients_to_aggregate = 5"),
         ({"min_clients": 1}, command(results=0), "privacy.min_clients = 1 is above"),
-        ({"min_clients": 1}, command(mode="pipeline"), "refuses the mode pipeline"),
+        ({"min_clients": 1}, command(mode="pipeline"), "privacy.min_clients = 1 refuses the mode pipeline"),
+        ({}, command(dp='{"noise": 1}'), """this client does not understand the job's dp = {"noise": 1}"""),
         ({"min_noise_multiplier": 1.0}, command(dp=""), "privacy.min_noise_multiplier = 1 demands a job with [dp]"),
-        ({"max_clip": 1.0}, command(dp="no table"), "privacy.max_clip = 1 demands a job with [dp]"),
+        ({"max_clip": 1.0}, command(dp=""), "privacy.max_clip = 1 demands a job with [dp]"),
         ({"min_noise_multiplier": 1.1}, command(), "is above the job's dp.noise_multiplier = 1"),
         ({"max_clip": 0.4}, command(), "privacy.max_clip = 0.4 is below the job's dp.clip = 0.5"),
         (
@@ -214,13 +227,13 @@ def command(number: int = 1, *, mode: str = "federated", results: int = 5, dp: s
 def test_a_job_that_is_weaker_than_the_policy_is_refused(
     policy: dict[str, Any], job: pb.TrainCmd, sentence: str, tmp_path: Path
 ) -> None:
-    assert sentence in refusal(SitePolicy(**policy), Ledger(tmp_path), job.job)
+    assert sentence in refusal(SitePolicy(**policy), Ledger(tmp_path), job)
 
 
 def test_a_job_that_is_strong_enough_is_taken(tmp_path: Path) -> None:
     policy = SitePolicy(min_clients=5, min_noise_multiplier=1.0, max_clip=0.5, max_epsilon=50.0)
-    assert refusal(policy, Ledger(tmp_path), command().job) == ""
-    assert refusal(SitePolicy(), Ledger(tmp_path), command(mode="pipeline", dp="").job) == ""
+    assert refusal(policy, Ledger(tmp_path), command()) == ""
+    assert refusal(SitePolicy(), Ledger(tmp_path), command(mode="pipeline", dp="")) == ""
 
 
 def test_the_ledger_charges_each_round_once_and_survives_a_restart(tmp_path: Path) -> None:
@@ -228,17 +241,32 @@ def test_the_ledger_charges_each_round_once_and_survives_a_restart(tmp_path: Pat
     for number in (1, 1, 2):
         ledger.charge(command(number))
     ledger.charge(command(3, dp=""))
-    assert ledger.epsilon(1e-5) == epsilon([1.0, 1.0], 1e-5)
+    assert ledger.epsilon_with(command(2), 1e-5) == epsilon([1.0, 1.0], 1e-5)
     again = Ledger(tmp_path)
     again.charge(command(2))  # the round before the restart
-    assert again.epsilon(1e-5, more=1.0) == epsilon([1.0] * 3, 1e-5)
+    assert again.epsilon_with(command(3), 1e-5) == epsilon([1.0] * 3, 1e-5)
     policy = SitePolicy(max_epsilon=epsilon([1.0] * 3, 1e-5))
-    assert refusal(policy, again, command(3).job) == ""
+    assert refusal(policy, again, command(3)) == ""
     again.charge(command(3))
-    assert "above its privacy.max_epsilon" in refusal(policy, again, command(4).job)
+    assert refusal(policy, again, command(3)) == ""  # it is asked for again
+    assert "above its privacy.max_epsilon" in refusal(policy, again, command(4))
+    restored = command(2)
+    restored.epoch = 1
+    assert "above its privacy.max_epsilon" in refusal(policy, again, restored)  # the noise is another one
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"last": "", "rounds": {"1": -1}}', '{"last": "", "rounds": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"last": "", "rounds": {"1e200": 1}}',
+        '{"last": "", "rounds": {"1": 1e400}}',
+        '{"last": "", "rounds": {"1": -1}}',
+        '{"last": "", "rounds": 3}',
+    ],
+)
 def test_a_damaged_ledger_is_not_taken_for_an_empty_one(text: str, tmp_path: Path) -> None:
     (tmp_path / "privacy.json").write_text(text)
     with pytest.raises(ConfigError, match=r"privacy\.json says what privacy this client has spent"):

@@ -45,7 +45,16 @@ OTHERS = {
     "unknown_token",
     "no_residual",
 }  # no upload is refused for these reasons
-OTHERS |= {"other_job", "unknown_method", "unreadable", "unknown_client", "client_is_here", "bad_model", "wrong_state"}
+OTHERS |= {
+    "other_job",
+    "unknown_method",
+    "unreadable",
+    "unknown_client",
+    "client_is_here",
+    "no_accountant",
+    "bad_model",
+    "wrong_state",
+}
 OTHERS |= {"no_session", "superseded", "gone", "stalled", "unavailable", "damaged"}  # after these, the upload continues
 
 
@@ -172,7 +181,7 @@ def test_an_accepted_update_that_was_lost_is_counted(metrics: Metrics) -> None:
 
 def test_the_size_and_the_norm_of_an_accepted_update_are_observed(metrics: Metrics) -> None:
     row = UpdateRow(1, "a", "d", "n", (), 10, 4000, 0.5, 2.5, 0.0)
-    metrics.accepted(row)
+    metrics.accepted(row, norm=True)
     assert value(metrics, "fl_server_updates_total", result="accepted") == 1
     assert value(metrics, "fl_server_update_bytes_sum") == 4000
     assert value(metrics, "fl_server_update_norm_sum") == 2.5

@@ -14,7 +14,7 @@ from torch import nn
 from fedring.client.config import ClientConfig
 from fedring.client.errors import FederationClosed, Refused, RoundOver
 from fedring.client.metrics import ClientMetrics
-from fedring.client.privacy import Ledger, refusal
+from fedring.client.privacy import check_policy, refusal
 from fedring.client.session.inbox import EvaluationOrder
 from fedring.client.session.link import ServerLink
 from fedring.client.task import Evaluation, Task
@@ -108,7 +108,7 @@ class Federation:
         metrics.certificate_expiry.set_function(lambda: ends_at(config.tls) or nan)
         with ExitStack() as stack:
             stack.enter_context(StateLock(config.state_dir))
-            self._ledger = Ledger(config.state_dir)
+            check_policy(config.privacy)
             self._spool = Spool(config.state_dir)  # It deletes what another client in this folder may be writing.
             if address := stack.enter_context(serving(config.metrics_listen, metrics.registry)):
                 log.info("Prometheus can read metrics at %s", address, extra={"metrics": address})
@@ -155,14 +155,12 @@ class Federation:
                 if isinstance(work, EvaluationOrder):
                     self._evaluate(work)
                 elif not self._delivery.settle(work):
-                    self._task = Task(
-                        work, self._link, self._models, self._spool, self._ledger, self.config.client_id, private
-                    )
+                    self._task = Task(work, self._link, self._models, self._spool, self.config.client_id, private)
                     mode = self._task.job.mode
                     if private and mode != "federated":
                         text = f"this client keeps private = {list(private)} to itself, which the mode {mode} cannot do"
                         self._task.fail("private_tensors", text)
-                    elif why := refusal(self.config.privacy, self._ledger, self._task.job):
+                    elif why := refusal(self.config.privacy, self._spool.ledger, work.command):
                         self._task.fail("privacy_policy", why)
                     elif mode in self._modes:
                         self._link.session.set_reporting(False)  # the caller's code may never call progress()
@@ -189,8 +187,8 @@ class Federation:
             return
         counts = Counts()
         try:
-            if why := refusal(self.config.privacy, self._ledger, order.command.job):
-                raise RoundOver("privacy_policy", why)
+            if order.command.job.dp or self.config.privacy.needs_noise:
+                raise RoundOver("privacy_policy", "no noise covers what this client would count")
             counts = self._on_evaluate(Evaluation(order, self._link, self._models, self._spool, self.config.private))
             if not abs(counts.loss_sum) <= MAX_FIGURE:
                 log.warning(

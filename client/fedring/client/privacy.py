@@ -11,11 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedring.daemon.config import ConfigError
 from fedring.daemon.durable import sync
 from fedring.privacy.account import NoAccountant, check_accountant, epsilon
-from fedring.train.bounds import Count, NonNegative
+from fedring.train.bounds import MAX_COUNT, Count, NonNegative
 from fedring.train.privacy_table import ClientPrivacy
 from fedring.v1 import federation_pb2 as pb
 
 LEDGER = "privacy.json"
+
+_NOISE = ("min_noise_multiplier", "max_clip", "max_epsilon")
+"""The keys that demand noise."""
 
 
 class SitePolicy(BaseModel):
@@ -68,24 +71,27 @@ class Ledger:
             known = json.loads(self._path.read_text())
             self._last, counts = str(known["last"]), known["rounds"]
             self._counts = {float(multiplier): int(count) for multiplier, count in counts.items()}
-            if not all(multiplier > 0 and count > 0 for multiplier, count in self._counts.items()):
-                raise ValueError("a count is not positive")
+            for multiplier, count in self._counts.items():
+                ClientPrivacy(noise_multiplier=multiplier)
+                if not 0 < count <= MAX_COUNT:
+                    raise ValueError(f"{count} rounds")
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ConfigError(
                 f"{self._path} says what privacy this client has spent, and cannot be read ({error}): restore it, or "
                 "remove it to begin at zero"
             ) from error
 
-    def epsilon(self, delta: float, *, more: float | None = None) -> float:
-        """Return the epsilon of all rounds, and of one more with this noise multiplier.
+    def epsilon_with(self, command: pb.TrainCmd, delta: float) -> float:
+        """Return the epsilon of all rounds, among them that of the command, charged or not.
 
         Raises:
             NoAccountant: if dp-accounting is not installed.
         """
-        multipliers = [multiplier for multiplier, count in self._counts.items() for _ in range(count)]
-        return epsilon(multipliers + ([] if more is None else [more]), delta)
+        privacy = dp_of(command.job)
+        more = [] if privacy is None or _name_of(command) == self._last else [privacy.noise_multiplier]
+        return epsilon([*(each for each, count in self._counts.items() for _ in range(count)), *more], delta)
 
     def charge(self, command: pb.TrainCmd) -> None:
         """Note durably that an update of the round goes out, unless that was noted before.
@@ -93,8 +99,7 @@ class Ledger:
         Raises:
             OSError: if that is impossible.
         """
-        privacy = dp_of(command.job)
-        name = f"{command.run_id} {command.epoch} {command.round}"
+        privacy, name = dp_of(command.job), _name_of(command)
         if privacy is None or name == self._last:
             return
         counts = self._counts | {privacy.noise_multiplier: self._counts.get(privacy.noise_multiplier, 0) + 1}
@@ -120,12 +125,20 @@ def dp_of(job: pb.JobSpec) -> ClientPrivacy | None:
         return None
 
 
-def refusal(policy: SitePolicy, ledger: Ledger, job: pb.JobSpec) -> str:
-    """Return one sentence that says why a client does not take part in a round of a job; "" if it does."""
+def refusal(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
+    """Return one sentence that says why a client does not take part in a round; "" if it does."""
+    job = command.job
+    privacy = dp_of(job)
+    if job.dp and privacy is None:
+        return f"this client does not understand the job's dp = {job.dp[:200]}: it may be too old for it"
     if not policy.demands:
         return ""
     if job.mode != "federated":
-        return f"this site's [privacy] refuses the mode {job.mode}, in which other workers see its gradients"
+        key = next(key for key in ("min_clients", *_NOISE) if getattr(policy, key))
+        return (
+            f"this site's privacy.{key} = {getattr(policy, key):g} refuses the mode {job.mode}, in which other workers "
+            "see its gradients"
+        )
     if job.min_results < policy.min_clients:
         return (
             f"this site's privacy.min_clients = {policy.min_clients} is above the job's "
@@ -133,10 +146,8 @@ def refusal(policy: SitePolicy, ledger: Ledger, job: pb.JobSpec) -> str:
         )
     if not policy.needs_noise:
         return ""
-    privacy = dp_of(job)
     if privacy is None:
-        keys = ("min_noise_multiplier", "max_clip", "max_epsilon")
-        key = next(key for key in keys if getattr(policy, key))
+        key = next(key for key in _NOISE if getattr(policy, key))
         return f"this site's privacy.{key} = {getattr(policy, key):g} demands a job with [dp], and this job has none"
     if privacy.noise_multiplier < policy.min_noise_multiplier:
         return (
@@ -149,7 +160,7 @@ def refusal(policy: SitePolicy, ledger: Ledger, job: pb.JobSpec) -> str:
         )
     if 0 < policy.max_clip < privacy.clip:
         return f"this site's privacy.max_clip = {policy.max_clip:g} is below the job's dp.clip = {privacy.clip:g}"
-    return _overspent(policy, ledger, privacy)
+    return _overspent(policy, ledger, command)
 
 
 def check_policy(policy: SitePolicy) -> None:
@@ -165,10 +176,14 @@ def check_policy(policy: SitePolicy) -> None:
             raise ConfigError(f"privacy.max_epsilon: {error}") from error
 
 
-def _overspent(policy: SitePolicy, ledger: Ledger, privacy: ClientPrivacy) -> str:
+def _name_of(command: pb.TrainCmd) -> str:
+    return f"{command.run_id} {command.epoch} {command.round}"
+
+
+def _overspent(policy: SitePolicy, ledger: Ledger, command: pb.TrainCmd) -> str:
     if not policy.max_epsilon:
         return ""
-    total = ledger.epsilon(policy.delta, more=privacy.noise_multiplier)
+    total = ledger.epsilon_with(command, policy.delta)
     if total <= policy.max_epsilon:
         return ""
     return (

@@ -11,7 +11,6 @@ from torch import nn
 from fedring.client.errors import BadModel, RoundOver, UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, ModelLoader, check_frozen
 from fedring.client.metrics import ClientMetrics
-from fedring.client.privacy import Ledger
 from fedring.client.session.inbox import Assignment, EvaluationOrder
 from fedring.client.session.link import ServerLink
 from fedring.client.transfer.delivery import Delivery
@@ -48,7 +47,6 @@ class Task:
         link: ServerLink,
         models: ModelFetcher,
         spool: Spool,
-        ledger: Ledger,
         client_id: str,
         private: Collection[str] = (),
     ) -> None:
@@ -59,7 +57,7 @@ class Task:
         self.train_seconds: float | None = None
         self._assignment = assignment
         self._models = models
-        self._spool, self._ledger = spool, ledger
+        self._spool = spool
         self._delivery = Delivery(link, spool)
         self._client_id = client_id
         self._loader = ModelLoader(link, models, spool.private, private)
@@ -287,7 +285,6 @@ class Task:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
         self._check_size(sum(map(len, update.parts)))
-        self._ledger.charge(command)
         spooled = self._spool.write(update.offer, update.parts, update.residual, private=private)
         self._delivery.send(spooled, self._assignment, update.residual)
 

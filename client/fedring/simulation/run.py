@@ -186,7 +186,7 @@ class _Server:
             reader = ModelReader(blob)
             return reader.schema, reader.vectors()
 
-    def next(self, base: ModelRow, updates: list[UpdateRow], number: int, seed: int) -> ModelRow:
+    def next(self, base: ModelRow, updates: list[UpdateRow], number: int, seed: int, selected: int) -> ModelRow:
         """Make the model that a round publishes, and forget the one that it started from.
 
         Args:
@@ -194,6 +194,7 @@ class _Server:
             updates: Its updates.
             number: Of the round.
             seed: Of the round.
+            selected: How many clients were drawn for the round.
 
         Raises:
             StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: It cannot be made; the last is
@@ -202,8 +203,8 @@ class _Server:
         guarded = guard(self._job, updates, self._last_median, job_round=number)
         make, noisy = partial(self._maker.next, base, updates, self._job, number, base.version + 1, seed=seed), None
         if self._job.dp is not None:
-            clients, clip = self._job.fewest_updates, self._clip or self._job.dp.clip
-            private = private_round(self._job.dp, updates, clients, clip, os.urandom(SECRET_BYTES), _RUN_ID)
+            clip = self._clip or self._job.dp.clip
+            private = private_round(self._job.dp, updates, selected, clip, os.urandom(SECRET_BYTES), _RUN_ID)
             guarded, noisy, self._clip = private.guarded, private.mean, private.next_clip
         model = make(guarded=guarded, noisy=noisy)
         self._last_median = guarded.median_norm
@@ -341,7 +342,7 @@ class _Run:
     def _publish(self, work: _Work) -> str:
         """Make the next model. Returns why that is impossible, or an empty text."""
         try:
-            self._model = self._server.next(self._model, work.updates, work.number, work.seed)
+            self._model = self._server.next(self._model, work.updates, work.number, work.seed, work.selected)
         except (CodecError, OptimizerError, RuleError, SeamError, RuntimeError) as error:  # the last is torch's
             return f"no model can be made of the updates: {error}"
         _, self._vectors = self._server.read(self._model)

@@ -179,7 +179,10 @@ class Worker:
 
     def _admit(self, client: int, update: Update) -> UpdateRow:
         command = self._command
-        terms = upload.Terms(command.model_digest, command.max_update_bytes, self._schema)
+        private = bool(command.job.dp)
+        terms = upload.Terms(
+            command.model_digest, command.max_update_bytes, self._schema, deltas_only=private, bare=private
+        )
         return admit(client_id(client), update.offer, b"".join(update.parts), terms, epoch=command.epoch)
 
 
@@ -215,8 +218,8 @@ def admit(client: str, offer: pb.UpdateOffer, payload: bytes, terms: upload.Term
                 received, event = received + len(data), upload.Written()
             case upload.TakeDigest():
                 event = upload.Digested(name_of(payload))
-            case upload.Admit(packets, schema):
-                norm = check_payload(lambda at, size: payload[at : at + size], packets, schema)
+            case upload.Admit(packets, schema, exact):
+                norm = check_payload(lambda at, size: payload[at : at + size], packets, schema, exact)
                 event = upload.Admitted(norm, time.time(), payload)
             case upload.Accept(row):
                 return row

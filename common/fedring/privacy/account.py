@@ -6,6 +6,7 @@ Two data sets are neighbours if one has all the data of one client more ("add or
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
+from math import inf
 from typing import Any
 
 
@@ -43,7 +44,10 @@ def _epsilon(counts: tuple[tuple[float, int], ...], delta: float) -> float:
     accountant = accounting.rdp.RdpAccountant(neighboring_relation=accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     for multiplier, count in counts:
         accountant.compose(accounting.GaussianDpEvent(multiplier), count)
-    return float(accountant.get_epsilon(delta))
+    try:
+        return float(accountant.get_epsilon(delta))
+    except OverflowError:  # there is hardly any noise
+        return inf
 
 
 def _accounting() -> Any:

@@ -298,6 +298,8 @@ class Job(BaseModel):
             raise ValueError(f"dp: {sentence}")
         if self.dp is not None:
             self.dp.sum_multiplier(self.fewest_updates)
+            if self.dp.delta * self.fewest_updates >= 1:
+                raise ValueError(f"dp.delta = {self.dp.delta:g} must be below 1 / {self.fewest_updates} clients")
         return self
 
     @model_validator(mode="after")

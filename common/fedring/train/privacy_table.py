@@ -1,12 +1,13 @@
 """The table [dp] of a job: differential privacy for whole clients, with noise that the server adds."""
 
+import json
 from collections.abc import Mapping
-from math import inf, sqrt
-from typing import Annotated, Any, Self
+from math import sqrt
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from fedring.train.bounds import NonNegative, Positive
+from fedring.train.bounds import NonNegative
 
 COUNT_NOISE = 20
 """The standard deviation of the noise on the number of updates within the clip is clients / COUNT_NOISE (Andrew et al.
@@ -18,16 +19,24 @@ CLIP_RATE = 0.2
 CLIP_QUANTILE = 0.5
 """The share of the updates that an adaptive clip lets pass as they are."""
 
+MIN_CLIP, MAX_CLIP = 1e-12, 1e12
+"""The bounds of the clip, also of an adaptive one."""
+
 
 class ClientPrivacy(BaseModel):
     """All settings of differential privacy for whole clients. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    noise_multiplier: Positive = Field(
-        description="standard deviation of the noise on the sum of the updates, in units of the clip"
+    noise_multiplier: float = Field(
+        ge=1e-9, le=1e6, description="standard deviation of the noise on the sum of the updates, in units of the clip"
     )
-    clip: Positive = Field(0.1, description="norm to which each update is shortened; with adaptive, in the first round")
+    clip: float = Field(
+        0.1,
+        ge=MIN_CLIP,
+        le=MAX_CLIP,
+        description="norm to which updates are shortened; if adaptive, at first",
+    )
     adaptive: bool = Field(
         True, description="the clip follows the median norm of the updates, which costs a little of the privacy"
     )
@@ -37,13 +46,6 @@ class ClientPrivacy(BaseModel):
     max_epsilon: NonNegative = Field(
         0.0, description="no round starts that would take the epsilon of all jobs of this server above it; 0 = no limit"
     )
-
-    @model_validator(mode="after")
-    def _finite(self) -> Self:
-        for key in ("noise_multiplier", "clip"):
-            if getattr(self, key) == inf:
-                raise ValueError(f"{key} must be finite")
-        return self
 
     def sum_multiplier(self, clients: int) -> float:
         """Return the noise multiplier of the sum of the updates (Andrew et al. 2021, theorem 1).
@@ -82,13 +84,18 @@ def unfit(job: Mapping[str, Any]) -> str:
         "normalize_steps": (False, "numbers of steps are not private"),
         "update_clip": (0.0, "dp.clip takes its place"),
         "update_clip_factor": (0.0, "dp.clip takes its place"),
+        "close_at_minimum": (False, "another client would take the place of one that does not deliver"),
+        "straggler_factor": (0.0, "one client's time would decide which others count"),
     }
     for key, (value, why) in needed.items():
         if job[key] != value:
-            written = f'"{value}"' if isinstance(value, str) else str(value).lower()
-            return f"{key} must be {written}, because {why}"
-    if job["aggregation"]["rule"] != "mean":
-        return f"the rule must be mean, because the noise is not made for {job['aggregation']['rule']}"
+            return f"{key} is {_written(job[key])}, and must be {_written(value)}, because {why}"
+    if (rule := job["aggregation"]["rule"]) != "mean":
+        return f'aggregation.rule is "{rule}", and must be "mean", because the noise is not made for other rules'
     if " train/" in job["best_by"]:
-        return f"best_by = {job['best_by']!r} is never known, because figures of the training are not private"
+        return f"best_by = {_written(job['best_by'])} is never known, because figures of the training are not private"
     return ""
+
+
+def _written(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)

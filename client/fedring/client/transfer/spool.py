@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from fedring.client.privacy import Ledger
 from fedring.client.transfer.private import PrivateState, PrivateValues
 from fedring.codec.digest import Digest, update_name
 from fedring.daemon.crash import crashpoint
@@ -105,6 +106,7 @@ class Spool:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.private = PrivateState(folder)
+        self.ledger = Ledger(folder)
         self._residual_file = folder / "residual.safetensors"
         self._update_file = folder / "update"
         self._left_file = folder / "update.residual"

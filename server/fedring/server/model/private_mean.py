@@ -16,10 +16,17 @@ from numpy.typing import NDArray
 from fedring.privacy.noise import Noise
 from fedring.server.model.guards import Guard
 from fedring.server.state.rows import UpdateRow
-from fedring.train.privacy_table import CLIP_QUANTILE, CLIP_RATE, COUNT_NOISE, ClientPrivacy
+from fedring.train.privacy_table import (
+    CLIP_QUANTILE,
+    CLIP_RATE,
+    COUNT_NOISE,
+    MAX_CLIP,
+    MIN_CLIP,
+    ClientPrivacy,
+)
 
-_ROUNDING = 1e-4
-"""By how much less than the clip an update is shortened to: norms are added up in float32."""
+_ROUNDING = 1e-9
+"""By how much less than the clip an update is shortened to, for the rounding of its norm in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,7 @@ def private_round(
     Args:
         privacy: the job's settings.
         updates: the accepted updates, of one round. The noise depends on which they are.
-        clients: the denominator of the mean, which does not depend on who takes part.
+        clients: how many were drawn for the round, the denominator of the mean.
         clip: the norm to which updates are shortened in this round.
         secret: from the operating system, for this round only.
         run_id: of the run.
@@ -79,7 +86,8 @@ def private_round(
     if privacy.adaptive:
         within = sum((row.norm <= clip) - 0.5 for row in ordered)
         noise = Noise(secret, ["clip", *names]).normal(0, 1).item() * clients / COUNT_NOISE
-        next_clip = clip * exp(-CLIP_RATE * ((0.5 + (within + noise) / clients) - CLIP_QUANTILE))
+        share = min(1.0, max(0.0, 0.5 + (within + noise) / clients))
+        next_clip = min(MAX_CLIP, max(MIN_CLIP, clip * exp(-CLIP_RATE * (share - CLIP_QUANTILE))))
     return PrivateRound(
         guarded=Guard(weights=dict.fromkeys((row.client_id for row in ordered), 1.0), factors=factors),
         mean=NoisyMean(

@@ -171,11 +171,11 @@ class Jobs:
             if row.job_id in self._stopped:
                 return "stopped", ""
             with _faults_of_the_job(row.job_id):
-                if interrupted is None and (why := await self._runner.privacy.spent(spec)):
-                    return ("completed", f"it ended early: {why}") if done else ("failed", why)
                 if interrupted is not None and interrupted.job_id == row.job_id:
                     await self._facts.keep(self._opener.resume, interrupted, spec)
                 else:
+                    if why := await self._facts.keep(self._runner.privacy.spent, spec):
+                        return ("completed", f"it ended early: {why}") if done else ("failed", why)
                     await self._facts.keep(self._opener.open, row, spec, done + 1)
             interrupted = None
             if row.job_id in self._stopped:  # while the round was being opened

@@ -191,11 +191,12 @@ class Metrics:
                 gauge.set(next((figures[key] for key in keys if key in figures), nan))
         self.named.show(figures)
 
-    def accepted(self, row: UpdateRow) -> None:
-        """Count an accepted update."""
+    def accepted(self, row: UpdateRow, *, norm: bool) -> None:
+        """Count an accepted update; its norm is shown only if `norm` is true."""
         self._updates.labels("accepted").inc()
         self._bytes.observe(row.total_bytes)
-        self._norm.observe(row.norm)
+        if norm:
+            self._norm.observe(row.norm)
 
     def guarded(self, guard: Guard) -> None:
         """Count what the guards did to the updates of a round that published a model."""

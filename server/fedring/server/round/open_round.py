@@ -72,19 +72,18 @@ class OpenRound:
     def stats(self, seconds: float) -> dict[str, Any]:
         """Return the figures that the round's row keeps; `seconds` is the time from the command to the model."""
         clients: dict[str, dict[str, Any]] = {}
-        bare = self.job.dp is None  # else what a client says of its data is not shown, which the noise does not cover
         for client in sorted(self.traffic.keys() | self.accepted.keys() | self.done.keys()):
             moved, update = self.traffic.get(client, ClientTraffic()), self.accepted.get(client)
             done = self.done.get(client, Done())
             clients[client] = {
-                "num_samples": (update.num_samples if update else done.num_samples) if bare else 1,
+                "num_samples": update.num_samples if update else done.num_samples,
                 "train_seconds": update.train_seconds if update else done.train_seconds,
                 "encoding": update.packets[0].encoding if update else "",
                 "upload_bytes": moved.upload_bytes,
                 "download_bytes": moved.download_bytes,
                 "upload_seconds": moved.upload_seconds,
                 "download_seconds": moved.download_seconds,
-                "metrics": dict(update.metrics if update else done.metrics) if bare else {},
+                "metrics": dict(update.metrics if update else done.metrics),
             }
         trained = combine((row["num_samples"], row["metrics"]) for row in clients.values())
         waits_no_more = {"stalled": sorted(self.stalled), "stragglers": sorted(self.stragglers)}

@@ -95,6 +95,8 @@ class RoundOpener:
         open_ = self._begin(resumed_row, spec, base, small, residual_after=after)
         open_.accepted = {update.client_id: update for update in updates}
         open_.started = time.monotonic() - elapsed
+        if spec.dp is not None and any(update.epoch != facts.store.epoch for update in updates):
+            open_.stop_reason = "restored"  # its model may be published already, with other noise
         selected, delivered = frozenset(row.selected), frozenset(open_.accepted)
         # An aggregation that the restart cut off is simply due again.
         # When updates came is not kept: they came no later than now.

@@ -52,16 +52,18 @@ class RoundPrivacy:
             return None
         store = self._facts.store
         secret = await self._facts.work(noise_secret, self._folder, self._name(open_.row))
-        last = await self._facts.db(store.last_published, open_.row.job_id)
-        clip = float(last.stats["dp"]["next_clip"]) if last else open_.job.dp.clip
-        return private_round(open_.job.dp, updates, open_.job.fewest_updates, clip, secret, store.run_id)
+        charges = await self._facts.db(store.charges)
+        clips = (charge.next_clip for charge in reversed(charges) if charge.job_id == open_.row.job_id)
+        clip = next(clips, open_.job.dp.clip)
+        return private_round(open_.job.dp, updates, len(open_.row.selected), clip, secret, store.run_id)
 
     @staticmethod
     def charge_of(open_: OpenRound) -> ChargeRow | None:
         """Return what a round that is published costs; None if its job has no differential privacy."""
         if open_.private is None:
             return None
-        return ChargeRow(open_.row.round, open_.row.job_id, open_.private.noise_multiplier, time.time())
+        done = open_.private
+        return ChargeRow(open_.row.round, open_.row.job_id, done.noise_multiplier, done.next_clip, time.time())
 
     async def forget(self, but: RoundRow | None = None) -> None:
         """Erase the secrets of all rounds but one.

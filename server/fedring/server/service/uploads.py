@@ -201,7 +201,8 @@ class ClientUpdateService:
                     open_ = self._rounds.deliverable(run_id, number, client)
                     schema = self._models.versions.schema_of(open_.base)
                     most = open_.command.max_update_bytes
-                    return Terms(open_.base.digest, most, schema, deltas_only=open_.job.clips)
+                    job = open_.job
+                    return Terms(open_.base.digest, most, schema, deltas_only=job.clips, bare=job.dp is not None)
                 case Open():
                     return Opened(await self._open(call, effect))
                 case Read():
@@ -276,9 +277,9 @@ class ClientUpdateService:
         try:
             # How long the check takes depends on the model: a few bytes can stand for many values.
             if small and len(packets) * (schema.num_parameters + schema.num_buffers) <= _AT_ONCE:
-                norm = check_payload(partial.read, packets, schema)
+                norm = check_payload(partial.read, packets, schema, effect.exact)
             else:
-                norm = await self._facts.work(check_payload, partial.read, packets, schema)
+                norm = await self._facts.work(check_payload, partial.read, packets, schema, effect.exact)
         except CodecError as error:
             text = f"an update of {call.client} was refused: {error}"
             self._journal.write("update_refused", text, client_id=call.client)

@@ -33,9 +33,10 @@ def noise_secret(folder: Path, name: str) -> bytes:
             secret = path.read_bytes()
         except FileNotFoundError:
             secret = b""
-        if len(secret) != SECRET_BYTES:  # a shorter one was being written when the server was killed
-            secret = os.urandom(SECRET_BYTES)
-            write_durably(path, secret)
+        if len(secret) != SECRET_BYTES or not any(secret):
+            secret, new = os.urandom(SECRET_BYTES), path.with_name(f"{path.name}.new")
+            write_durably(new, secret)
+            new.replace(path)
             sync(folder)
         return secret
 

@@ -144,6 +144,7 @@ class ChargeRow:
     round: int
     job_id: int
     noise_multiplier: float
+    next_clip: float  # of the job's next round
     charged_at: float
 
 

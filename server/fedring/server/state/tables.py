@@ -175,6 +175,7 @@ charges = Table(
     _column("round", _INT, key=True),
     _column("job_id", _INT),
     _column("noise_multiplier", _FLOAT),
+    _column("next_clip", _FLOAT),
     _column("charged_at", _FLOAT),
     sqlite_strict=True,
 )

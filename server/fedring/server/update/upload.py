@@ -57,6 +57,7 @@ class Terms:
     most_bytes: int  # of the payload
     schema: Schema  # of that model
     deltas_only: bool = False  # whether parameters must come as the difference to that model
+    bare: bool = False  # whether nothing is kept of what the client says of its data
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,7 @@ class Admit:
 
     packets: tuple[PacketSpec, ...]
     schema: Schema
+    exact: bool = False  # whether the norm must be added up in float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,7 @@ class Upload:
         self._client_id, self._epoch = client_id, epoch
         self._size = self._resumed = 0
         self._schema: Schema | None = None  # known as soon as the header was found good
+        self._bare = False  # as in the terms
         self._late: UnknownRound | None = None
 
     def handle(self, event: Event) -> Effect:
@@ -284,9 +287,9 @@ class Upload:
             raise TooLarge(f"{header.total_bytes} bytes; the limit is {terms.most_bytes}")
         self._packets = check_header(header, terms.schema)
         if terms.deltas_only and any(each.kind == "weights" for each in self._packets if each.vector == "parameters"):
-            text = "parameters as weights: a job with update_clip or update_clip_factor takes differences only"
+            text = "parameters as weights: a job with update_clip, update_clip_factor or dp takes differences only"
             raise BadUpdate(text, reason="bad_packets")
-        self._schema = terms.schema
+        self._schema, self._bare = terms.schema, terms.bare
         if self._payload is not None and not len(self._payload) == header.total_bytes <= SMALL_BYTES:
             text = f"{len(self._payload)} bytes, not the declared {header.total_bytes}, or more than {SMALL_BYTES}"
             raise BadRequest(text, reason="bad_chunk")
@@ -316,7 +319,7 @@ class Upload:
 
     def _digested(self, digest: str) -> Admit:
         if digest == self._offer.digest and self._schema is not None:
-            return Admit(self._packets, self._schema)
+            return Admit(self._packets, self._schema, exact=self._bare)
         self.spoilt = True
         if self._resumed:  # what lay here before may have been damaged by a power loss, or have been of another payload
             raise Damaged("the part that was here is not of this payload: send it from the start")
@@ -336,12 +339,12 @@ class Upload:
             digest=self._offer.digest,
             name=self._offer.name,
             packets=self._packets,
-            num_samples=header.packets[-1].num_samples,
+            num_samples=1 if self._bare else header.packets[-1].num_samples,
             total_bytes=header.total_bytes,
-            train_seconds=header.train_seconds,
+            train_seconds=0.0 if self._bare else header.train_seconds,
             norm=admitted.norm,
             accepted_at=admitted.at,
-            metrics=dict(header.metrics),
+            metrics={} if self._bare else dict(header.metrics),
             blob="" if admitted.payload else self._offer.digest,
             payload=admitted.payload,
             epoch=self._epoch,
