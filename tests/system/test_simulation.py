@@ -31,6 +31,9 @@ JOBS: dict[str, dict[str, Any]] = {
         "lr": {"schedule": "cosine", "start": 0.1, "end": 0.01},
         "aggregation": {"rule": "centered_clip", "bucketing": 2},
     },
+    "a strategy of the user's own": {
+        "normalize_steps": True, "partition": "shards", "aggregation": {"rule": "user_strategies:Attentive"},
+    },
 }  # fmt: skip
 
 
@@ -40,7 +43,7 @@ def fleet_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
     runs = {}
     for name, keys in JOBS.items():
         folder = tmp_path_factory.mktemp("fleet")
-        trusted = {"trusted": ["fedring", "user_simulation"]}
+        trusted = {"trusted": ["fedring", "user_simulation", "user_strategies"]}
         client = {**trusted, "threads": 1}
         with (
             Fleet(folder, trusted, [client] * CLIENTS, env={"PYTHONPATH": str(CODE)}) as fleet,
@@ -76,9 +79,14 @@ def test_the_models_of_a_simulation_are_those_of_ten_daemons_byte_for_byte(
         key: value.tobytes() for key, value in theirs.items()
     }
     for row, round_ in zip(report["rounds"], rounds, strict=True):
-        assert row["clients"] == round_.delivered == 6
+        assert row["clients"] == round_.delivered == round_.selected
+        assert row.get("settings", {}) == round_.settings
         assert row["accuracy"] == pytest.approx(round_.eval_correct / round_.eval_total)
         assert row["metrics"]["train/loss"] == pytest.approx(round_.metrics["train/loss"])
+        assert row["metrics"].get("server/weight") == round_.metrics.get("server/weight")
+    if name == "a strategy of the user's own":
+        assert [round_.settings["lr"] for round_ in rounds[1:]] == [0.1, 0.1 / 2, 0.1 / 3]
+        assert [round_.selected for round_ in rounds] == [6, 5, 4, 3]
 
 
 def test_without_the_residuals_of_the_clients_the_models_would_differ(

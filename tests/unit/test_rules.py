@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from fedring.server.model.combining import buckets_of
 from fedring.server.model.robust import CenteredClip, GeometricMedian, Krum, Median, TrimmedMean
 from fedring.server.model.rule import GramRule
-from fedring.server.model.rules import make_rule
+from fedring.server.model.strategy import make_strategy
 from fedring.train.aggregation_table import RULES, Aggregation
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
@@ -126,7 +126,8 @@ def test_buckets_depend_on_the_seed_and_the_ids_only() -> None:
 
 
 def test_every_rule_that_a_job_can_name_can_be_made() -> None:
-    made = {rule: make_rule(Aggregation.model_validate({"rule": rule, "malicious": 1}), ()) for rule in RULES}
+    tables = [Aggregation.model_validate({"rule": rule, "malicious": 1}) for rule in RULES]
+    made = {table.rule: make_strategy(table, ()).rule for table in tables}
     assert made["mean"] is None
     assert made["multi_krum"] == Krum(1, several=True)
     assert len(set(map(repr, made.values()))) == len(RULES)
@@ -193,7 +194,7 @@ def no_rule() -> int:
 
 def test_a_rule_of_the_users_own_is_made_with_its_arguments() -> None:
     table = Aggregation.model_validate({"rule": f"{__name__}:Scaled", "args": {"factor": 0.5}})
-    rule = make_rule(table, [__name__])
+    rule = make_strategy(table, [__name__]).rule
     assert isinstance(rule, Scaled)
     assert rule.factor == 0.5
 
@@ -205,8 +206,8 @@ def test_a_rule_of_the_users_own_is_made_with_its_arguments() -> None:
 def test_a_name_that_is_no_rule_is_refused(name: str, args: dict[str, Any], reason: str) -> None:
     table = Aggregation.model_validate({"rule": f"{__name__}:{name}", "args": args})
     with pytest.raises(SeamError) as caught:
-        make_rule(table, [__name__])
+        make_strategy(table, [__name__])
     assert caught.value.reason == reason
     with pytest.raises(SeamError) as caught:
-        make_rule(table, ["fedring"])
+        make_strategy(table, ["fedring"])
     assert caught.value.reason == "not_trusted"

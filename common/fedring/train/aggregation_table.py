@@ -22,10 +22,10 @@ class Aggregation(BaseModel):
 
     rule: Text = Field(
         MEAN,
-        description=f"how updates become one change of the model: {', '.join(RULES)}, or a rule of your own as "
-        "module:attribute",
+        description=f"how updates become one change of the model: {', '.join(RULES)}, or a class of your own as "
+        "module:attribute (docs/strategies.md)",
     )
-    args: Table = Field(default_factory=dict, description="keyword arguments of a rule of your own")
+    args: Table = Field(default_factory=dict, description="keyword arguments of a class of your own")
     bucketing: PositiveCount = Field(
         1, description="number of updates, drawn anew in each round, that are averaged before the rule sees them"
     )

@@ -236,7 +236,7 @@ class Job(BaseModel):
 
     @model_validator(mode="after")
     def _results_are_known(self) -> Self:
-        by_training = " train/" in self.best_by
+        by_training = " train/" in self.best_by or (self.aggregation.own and " server/" in self.best_by)
         if self.patience and not (self.evaluate or self.evaluate_on_server or by_training):
             raise ValueError("patience compares results: it needs evaluate = true or evaluate_on_server = true")
         if 0 < self.straggler_factor < 1:

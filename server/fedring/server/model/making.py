@@ -2,12 +2,13 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import nn
 
 from fedring.codec.errors import CodecError
@@ -21,7 +22,7 @@ from fedring.server.model.initial import find_file, load_initial
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.model.rule import RuleError
-from fedring.server.model.rules import make_rule
+from fedring.server.model.strategy import PastRound, Strategy, ask_metrics, ask_settings, make_strategy
 from fedring.server.model.versions import ModelVersions
 from fedring.server.state.checked import CheckedReader, Room, find_damage
 from fedring.server.state.failures import DamagedBlob, DamagedUpdates, StorageError
@@ -32,7 +33,7 @@ from fedring.train.job import Job
 from fedring.train.seam import build_model
 from fedring.train.sharing import Sharing
 from fedring.train.skeleton import build_skeleton, check_can_initialize, initialize
-from fedring.train.state import Parts, check_sharing, frozen_digest, read_vectors, split
+from fedring.train.state import Parts, check_sharing, frozen_digest, read_vectors, split, write_vectors
 
 
 class ModelMaker:
@@ -163,9 +164,9 @@ class ModelMaker:
         """
         if shortage := job.aggregation.too_few(len(updates)):
             raise RuleError("too_few_clients", shortage)
-        guarded = guarded or guard(job, updates)
+        guarded = guarded or self.guard(job, updates)
         chosen = job.server_optimizer
-        rule = make_rule(job.aggregation, self._config.trusted)
+        rule = self.strategy(job).rule
         plan = AggregationPlan(
             combination=Combination(rule, job.aggregation.bucketing, seed),
             optimizer=ServerOptimizer(chosen.name, chosen.args) if chosen else None,
@@ -212,6 +213,56 @@ class ModelMaker:
                 check()
                 raise RuleError(error.reason, f"the rule {job.aggregation.rule} failed: {error}") from error
             return _row(new, reader.schema, version=version, number=number, base=base)
+
+    def strategy(self, job: Job) -> Strategy:
+        """Make the job's strategy.
+
+        Raises:
+            SeamError: if a class of the user's own cannot be imported or made.
+        """
+        return make_strategy(job.aggregation, self._config.trusted)
+
+    def guard(self, job: Job, updates: Sequence[UpdateRow], last_median: float = 0.0, *, job_round: int = 1) -> Guard:
+        """Return what the job's guards do to the updates of a round: see `fedring.server.model.guards.guard`.
+
+        Raises:
+            SeamError: if the job's strategy cannot be made.
+        """
+        averages = job.aggregation.own and self.strategy(job).rule is None
+        return guard(job, updates, last_median, job_round=job_round, averages=averages)
+
+    def ask_settings(self, job: Job, history: Iterable[PastRound]) -> dict[str, float]:
+        """Return the settings that the job's own strategy chooses for its next round.
+
+        Args:
+            job: the job.
+            history: its rounds that are over, oldest first.
+
+        Raises:
+            SeamError: if the strategy cannot be made.
+            StrategyError: if `configure` fails.
+        """
+        return ask_settings(self.strategy(job), job, history)
+
+    def ask_metrics(self, row: ModelRow, job: Job) -> dict[str, float]:
+        """Return the figures that the job's own strategy finds of a version; empty if it has no `evaluate`.
+
+        Raises:
+            SeamError: if the strategy or the model cannot be made.
+            StrategyError: if `evaluate` fails.
+            StorageError, CodecError: if the version cannot be read.
+        """
+        strategy = self.strategy(job)
+        if strategy.evaluate is None:
+            return {}
+        model, _ = self._build(job)
+        with self._blobs.reader(row.blob) as blob:
+            checked = CheckedReader(blob.read, blob.size, row.blob)
+            reader = ModelReader(checked)
+            write_vectors(model, reader.schema, reader.vectors(), partial=True)
+            checked.check()
+        with torch.no_grad():
+            return ask_metrics(strategy, model.eval())
 
     def _file_of(self, path: str) -> Path | None:
         allowed = self._config.init_path

@@ -1,22 +1,27 @@
 """The model that a round publishes, its evaluation, and which models are kept."""
 
+import logging
 import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from fedring.codec import CodecError
 from fedring.server.config import ServerConfig
-from fedring.server.model.guards import guard
 from fedring.server.model.models import Models
+from fedring.server.model.strategy import StrategyError
 from fedring.server.model.testset import TestSet
 from fedring.server.model.versions import files_of
 from fedring.server.round.events import Phase
 from fedring.server.round.open_round import OpenRound
 from fedring.server.state.facts import Facts
-from fedring.server.state.failures import StorageFailed
+from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.rows import EvaluationRow, ModelRow, RoundRow
+from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.train.metrics import with_origin
+
+log = logging.getLogger(__name__)
 
 _ALL = 1_000_000_000
 _AT_A_TIME = 2  # rounds that are read until one is found that published a model; their rows may be long
@@ -34,7 +39,8 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
     updates = [open_.accepted[client] for client in sorted(open_.accepted)]
     version = await facts.db(facts.store.next_version)
     last_median = await _last_median(facts, open_.job, open_.row.job_id)
-    open_.guarded = guard(open_.job, updates, last_median, job_round=open_.row.job_round)
+    guarded = partial(models.maker.guard, job_round=open_.row.job_round)
+    open_.guarded = await facts.heavy(guarded, open_.job, updates, last_median)
     make = partial(models.maker.next, seed=open_.command.seed, guarded=open_.guarded)
     made = await facts.heavy(make, open_.base, updates, open_.job, open_.row.round, version)
     ended = open_.ended(Phase.PUBLISHED, model_version=version)
@@ -59,10 +65,16 @@ async def _last_median(facts: Facts, job: Job, job_id: int) -> float:
 
 
 async def evaluation(
-    facts: Facts, test_set: TestSet, open_: OpenRound, model: ModelRow
+    facts: Facts, models: Models, test_set: TestSet, open_: OpenRound, model: ModelRow
 ) -> tuple[dict[str, Any], EvaluationRow | None]:
     """Return the evaluation's figures for the round's row, and the sum of the clients' counts, if there are any."""
     stats = open_.stats(open_.row.stats["seconds"])
+    if open_.job.aggregation.own:
+        try:
+            stats["metrics"] |= with_origin("server", await facts.heavy(models.maker.ask_metrics, model, open_.job))
+        except (StrategyError, SeamError, StorageError, CodecError) as error:  # the round has published all the same
+            log.warning("round %d: %s", open_.row.round, error, exc_info=error.__cause__)
+            stats["warnings"] = [str(error)]
     if open_.job.evaluate_on_server and (counts := await facts.heavy(test_set.evaluate, model, open_.job)):
         stats |= {"server_accuracy": counts.accuracy, "server_loss": counts.loss}
         means = with_origin("server", counts.metrics, accuracy=counts.accuracy, loss=counts.loss)

@@ -19,7 +19,7 @@ class OpenRound:
     """What the server keeps of the round in progress; owned by `Rounds`."""
 
     row: RoundRow
-    job: Job
+    job: Job  # with the settings of this round
     command: pb.TrainCmd
     base: ModelRow
     model: pb.SmallModel | None = None  # the base model, if it is small enough to travel with the command
@@ -89,7 +89,7 @@ class OpenRound:
             "seconds": seconds,
             "clients": clients,
             "metrics": with_origin("train", trained),
-            "settings": {key: getattr(self.command, key) for key in self.job.scheduled},
+            "settings": {key: getattr(self.command, key) for key in self.job.scheduled} | (self.row.settings or {}),
             **self.guarded.stats(),
             **{key: names for key, names in waits_no_more.items() if names},
         }

@@ -100,6 +100,11 @@ def _add_model_metrics(connection: Connection) -> None:
         connection.exec_driver_sql(f"ALTER TABLE models DROP COLUMN {result.name}")
 
 
+def _add_settings(connection: Connection) -> None:
+    """Let rounds have settings of their own; older rounds have none."""
+    _add_column(connection, rounds.c.settings, "NOT NULL DEFAULT '{}'")
+
+
 def _add_column(connection: Connection, column: Column[Any], constraint: str = "") -> None:
     """Add the column to its table, unless the table was created with it."""
     if column.name not in {found["name"] for found in inspect(connection).get_columns(column.table.name)}:
@@ -115,6 +120,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     _add_starts,
     _add_metrics,
     _add_model_metrics,
+    _add_settings,
 )
 """Number i migrates a database from schema version i + 1 to i + 2."""
 
