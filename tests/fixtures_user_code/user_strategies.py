@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from fedring.server.model.strategy import PastRound
@@ -97,6 +98,14 @@ class Sum:
     def evaluate(self, model: nn.Module) -> Mapping[str, float]:
         """Return the sum."""
         return {"sum": float(sum(parameter.double().sum() for parameter in model.parameters()))}
+
+
+class NeedsMemory:
+    """A rule that needs more memory than there is."""
+
+    def combine(self, deltas: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Try to allocate a petabyte."""
+        return np.empty(1 << 50) + deltas
 
 
 class Nothing:

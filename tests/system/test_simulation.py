@@ -3,8 +3,10 @@
 import importlib
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from fedring.server.state.store import SqlStore
 from fedring.simulation import simulate
 from tests.conftest import ROOT
 from tests.fleets import PATIENCE, Control, Fleet, until_watching
@@ -37,12 +40,23 @@ JOBS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def without_secret(folder: Path) -> None:
+    """Prepare the state of a server without a secret, as a simulation has none: it draws the same buckets."""
+    folder.mkdir(parents=True)
+    store = SqlStore(f"sqlite:///{folder / 'facts.sqlite'}")
+    store.close()
+    with closing(sqlite3.connect(folder / "facts.sqlite")) as connection:
+        connection.execute("UPDATE meta SET value = '' WHERE name = 'secret'")
+        connection.commit()
+
+
 @pytest.fixture(scope="module")
 def fleet_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Any]]]:
     """Run each job on ten real daemons, with fresh state. Returns its model, and its rounds."""
     runs = {}
     for name, keys in JOBS.items():
         folder = tmp_path_factory.mktemp("fleet")
+        without_secret(folder / "state" / "server")
         trusted = {"trusted": ["fedring", "user_simulation", "user_strategies"]}
         client = {**trusted, "threads": 1}
         with (

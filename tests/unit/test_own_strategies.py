@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.unit.host import SIZE, Host, running, spec
 from torch import nn
 
+from fedring.server.model.making import is_out_of_memory
 from fedring.server.model.strategy import (
     HISTORY,
     PastRound,
@@ -134,6 +136,30 @@ async def test_a_strategy_that_fails_ends_its_round_and_the_last_model_stays(tmp
         row, _ = await host.jobs.start(spec(start="newest"), "")  # the server goes on
         await one_round(host, session)
         assert await host.ended(row.job_id) == "completed"
+
+
+async def test_a_round_for_which_the_memory_does_not_suffice_is_abandoned_and_the_server_goes_on(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as host:
+        session = host.join("a")
+        row, _ = await host.jobs.start(spec(max_abandoned=1, **table("NeedsMemory")), "")
+        await one_round(host, session)
+        assert await host.ended(row.job_id) == "failed"
+        (round_,), failed = host.store.rounds(10, row.job_id), host.store.job(row.job_id)
+        assert (round_.phase, round_.reason) == ("abandoned", "out_of_memory")
+        assert failed is not None
+        assert "the server has too little memory to combine 1 updates of 8 parameters" in failed.reason
+        row, _ = await host.jobs.start(spec(start="newest"), "")
+        await one_round(host, session)
+        assert await host.ended(row.job_id) == "completed"
+
+
+def test_an_allocation_of_torch_that_fails_is_a_lack_of_memory() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("another fault"))
 
 
 async def test_an_evaluation_that_fails_is_a_warning_of_the_round_and_the_model_stays(tmp_path: Path) -> None:

@@ -117,16 +117,16 @@ def test_median_and_trimmed_mean_of_each_coordinate() -> None:
 
 def test_buckets_depend_on_the_seed_and_the_ids_only() -> None:
     names = [f"client-{number:02}" for number in range(11)]
-    buckets = buckets_of(names, 2, 7)
+    buckets = buckets_of(names, 2, "7")
     assert sorted(index for bucket in buckets for index in bucket) == list(range(11))
     assert [len(bucket) for bucket in buckets] == [2, 2, 2, 2, 2, 1]
-    assert buckets == buckets_of(names, 2, 7)
-    assert len({str(buckets_of(names, 2, seed)) for seed in range(20)}) > 15
-    assert buckets_of(names, 1, 7) == [[index] for index in range(11)]
+    assert buckets == buckets_of(names, 2, "7")
+    assert len({str(buckets_of(names, 2, str(seed))) for seed in range(20)}) > 15
+    assert buckets_of(names, 1, "7") == [[index] for index in range(11)]
 
 
 def test_every_rule_that_a_job_can_name_can_be_made() -> None:
-    tables = [Aggregation.model_validate({"rule": rule, "malicious": 1}) for rule in RULES]
+    tables = [Aggregation.model_validate({"rule": rule, "malicious": int("krum" in rule)}) for rule in RULES]
     made = {table.rule: make_strategy(table, ()).rule for table in tables}
     assert made["mean"] is None
     assert made["multi_krum"] == Krum(1, several=True)
@@ -151,6 +151,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"aggregation": {"rule": "trimmed_mean", "beta": 0.5}}, "less than 0.5"),
     ({"aggregation": {"bucketing": 2}}, "bucketing is for other rules than mean"),
     ({"aggregation": {"rule": "median", "args": {"a": 1}}}, "args are for a rule of your own: median takes none"),
+    ({"aggregation": {"radius": 1.5}}, "radius = 1.5 is for centered_clip: mean does not read it"),
+    ({"aggregation": {"rule": "median", "beta": 0.2}}, "beta = 0.2 is for trimmed_mean: median does not read it"),
+    (
+        {"aggregation": {"rule": "a:b", "malicious": 1}},
+        "malicious = 1 is for krum and multi_krum: a:b does not read it",
+    ),
     ({"aggregation": {"rule": "median", "f": 1}}, "Extra inputs are not permitted"),
     ({"aggregation": {"rule": "median"}, "mode": "data_parallel"}, "belong to the mode federated"),
     ({"update_clip": 1.0, "mode": "data_parallel"}, "belong to the mode federated"),

@@ -25,9 +25,10 @@ from fedring.control.failure import Failure
 from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.server.config import ServerConfig
+from fedring.server.model.guards import weight_of
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
+from fedring.server.model.optimizer import OptimizerError
 from fedring.server.model.rule import RuleError
 from fedring.server.model.strategy import HISTORY, PastClient, PastRound, StrategyError, with_settings
 from fedring.server.model.versions import ModelVersions, files_of
@@ -154,12 +155,8 @@ class _Server:
         """
         try:
             self._checks.check(self._job, [], runs_next=True)
-            if chosen := self._job.server_optimizer:
-                ServerOptimizer(chosen.name, chosen.args)
         except ConfigError as error:
             raise Failure(str(error).rstrip("."), Exit.CONFIG) from error
-        except OptimizerError as error:
-            raise Failure(f"server_optimizer: {error}", Exit.CONFIG) from error
 
     def first(self) -> ModelRow:
         """Make the first model."""
@@ -199,7 +196,7 @@ class _Server:
             StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: It cannot be made; the last is
                 torch's.
         """
-        job, updates, number, seed = work.job, work.updates, work.number, work.seed
+        job, updates, number, seed = work.job, work.updates, work.number, str(work.seed)
         guarded = self._maker.guard(job, updates, self._last_median, job_round=number)
         model = self._maker.next(base, updates, job, number, base.version + 1, seed=seed, guarded=guarded)
         self._last_median = guarded.median_norm
@@ -230,7 +227,7 @@ class _Work:
 
     def row(self) -> Row:
         """Return the figures of the round, without those of its evaluation."""
-        metrics = combine((update.num_samples, update.metrics) for update in self.updates)
+        metrics = combine((weight_of(self.job, update.num_samples), update.metrics) for update in self.updates)
         sent = sum(update.total_bytes for update in self.updates)
         return {
             "round": self.number,

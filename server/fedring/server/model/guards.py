@@ -37,6 +37,11 @@ class Guard:
         return {key: value for key, value in figures.items() if value}
 
 
+def weight_of(job: Job, num_samples: int) -> float:
+    """Return what the word of a client with so many samples counts in means, of updates and of metrics."""
+    return float(num_samples > 0 if job.weights == "uniform" else min(num_samples, job.max_samples))
+
+
 def guard(
     job: Job, updates: Sequence[UpdateRow], last_median: float = 0.0, *, job_round: int = 1, averages: bool = False
 ) -> Guard:
@@ -50,8 +55,7 @@ def guard(
         job_round: the number of the round within the job.
         averages: whether the job's rule, although it is the user's own, is the mean.
     """
-    uniform = job.weights == "uniform"
-    weights = {row.client_id: 1.0 if uniform else float(min(row.num_samples, job.max_samples)) for row in updates}
+    weights = {row.client_id: weight_of(job, row.num_samples) for row in updates}
     # An update is normalised before it is clipped, so that no factor takes it beyond the bound.
     by_mean = averages or job.aggregation.rule == MEAN
     factors = factors_of(job, job_round, updates, weights if by_mean else dict.fromkeys(weights, 1.0))
@@ -68,6 +72,6 @@ def guard(
         median_norm=median,
         clipped=tuple(clipped),
         capped=()
-        if uniform or job.grouped or not (by_mean or job.aggregation.own)
+        if job.weights == "uniform" or job.grouped or not (by_mean or job.aggregation.own)
         else tuple(sorted(row.client_id for row in updates if row.num_samples > job.max_samples)),
     )

@@ -137,7 +137,7 @@ class ModelMaker:
         number: int,
         version: int,
         *,
-        seed: int = 0,
+        seed: str = "",
         guarded: Guard | None = None,
     ) -> ModelRow:
         """Make the model that a round publishes.
@@ -148,7 +148,7 @@ class ModelMaker:
             job: says which rule, which optimizer and which encoding are used.
             number: of the round.
             version: of the new model.
-            seed: of the round, for the rule.
+            seed: of the round, for the buckets of the rule, and for nothing that clients know.
             guarded: what the job's guards do to the updates; None = it is found out here.
 
         Returns:
@@ -158,7 +158,7 @@ class ModelMaker:
             DamagedModel: if a file of the base is damaged.
             DamagedUpdates: if updates are damaged; without them it may succeed.
             CodecError: if the model does not fit its format.
-            RuleError: if the rule cannot combine these updates.
+            RuleError: if the rule cannot combine these updates, or the memory does not suffice.
             OptimizerError: if the optimizer cannot be used.
             StorageError: if something cannot be read or kept.
         """
@@ -212,6 +212,12 @@ class ModelMaker:
             except RuleError as error:
                 check()
                 raise RuleError(error.reason, f"the rule {job.aggregation.rule} failed: {error}") from error
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                size = f"{len(updates)} updates of {reader.schema.num_parameters:,} parameters"
+                text = f"the server has too little memory to combine {size} with the rule {job.aggregation.rule}"
+                raise RuleError("out_of_memory", text) from error
             return _row(new, reader.schema, version=version, number=number, base=base)
 
     def strategy(self, job: Job) -> Strategy:
@@ -289,6 +295,11 @@ class ModelMaker:
         if row.blob:
             return self._blobs.range_reader(row.blob)
         return lambda offset, size: row.payload[offset : offset + size]
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error says that there is no memory. On the CPU, torch says so with a RuntimeError."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def _kind(job: Job) -> str:

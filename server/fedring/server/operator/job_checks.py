@@ -14,6 +14,7 @@ from fedring.daemon.checks import Level, check_data_root
 from fedring.daemon.config import ConfigError
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
+from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
 from fedring.server.model.strategy import Strategy, make_strategy
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow
@@ -66,6 +67,10 @@ class JobChecks:
             strategy = make_strategy(job.aggregation, self._config.trusted)
         except SeamError as error:
             raise ConfigError(f"aggregation.rule: {error}") from error
+        try:
+            try_server_optimizer(job)
+        except OptimizerError as error:
+            raise ConfigError(f"server_optimizer: {error}") from error
         try:
             try_optimizer(job, self._config.trusted)
         except SeamError as error:
@@ -141,6 +146,16 @@ class JobChecks:
                 self._maker.check_fits(row, job)
         except SeamError as error:
             raise ConfigError(f"start: {error}") from error
+
+
+def try_server_optimizer(job: Job) -> None:
+    """Make the server's optimizer once, if the job has one.
+
+    Raises:
+        OptimizerError: It does not exist, or does not take its arguments.
+    """
+    if chosen := job.server_optimizer:
+        ServerOptimizer(chosen.name, chosen.args)
 
 
 def try_optimizer(job: Job, trusted: Sequence[str]) -> None:

@@ -41,7 +41,7 @@ async def publish(facts: Facts, models: Models, open_: OpenRound) -> tuple[Model
     last_median = await _last_median(facts, open_.job, open_.row.job_id)
     guarded = partial(models.maker.guard, job_round=open_.row.job_round)
     open_.guarded = await facts.heavy(guarded, open_.job, updates, last_median)
-    make = partial(models.maker.next, seed=open_.command.seed, guarded=open_.guarded)
+    make = partial(models.maker.next, seed=f"{facts.store.secret}{open_.command.seed}", guarded=open_.guarded)
     made = await facts.heavy(make, open_.base, updates, open_.job, open_.row.round, version)
     ended = open_.ended(Phase.PUBLISHED, model_version=version)
     model = replace(made, job_id=open_.row.job_id, metrics=ended.stats["metrics"])

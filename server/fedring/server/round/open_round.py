@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fedring.server.model.guards import Guard
+from fedring.server.model.guards import Guard, weight_of
 from fedring.server.round.events import Phase
 from fedring.server.round.sessions import ClientTraffic
 from fedring.server.state.rows import ModelRow, RoundRow, UpdateRow
@@ -83,7 +83,7 @@ class OpenRound:
                 "download_seconds": moved.download_seconds,
                 "metrics": dict(update.metrics if update else done.metrics),
             }
-        trained = combine((row["num_samples"], row["metrics"]) for row in clients.values())
+        trained = combine((weight_of(self.job, row["num_samples"]), row["metrics"]) for row in clients.values())
         waits_no_more = {"stalled": sorted(self.stalled), "stragglers": sorted(self.stragglers)}
         return {
             "seconds": seconds,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from json import JSONDecodeError
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from sqlalchemy import (
@@ -101,8 +102,10 @@ def _add_model_metrics(connection: Connection) -> None:
 
 
 def _add_settings(connection: Connection) -> None:
-    """Let rounds have settings of their own; older rounds have none."""
+    """Let rounds have settings of their own, of which older rounds have none, and the run a secret."""
     _add_column(connection, rounds.c.settings, "NOT NULL DEFAULT '{}'")
+    if not connection.execute(select(meta.c.value).where(meta.c.name == SECRET)).all():
+        connection.execute(insert(meta), {"name": SECRET, "value": token_hex(16)})
 
 
 def _add_column(connection: Connection, column: Column[Any], constraint: str = "") -> None:
@@ -126,6 +129,9 @@ MIGRATIONS: tuple[Migration, ...] = (
 
 EPOCH = "epoch"
 """The name of the epoch in the table `meta`."""
+
+SECRET = "secret"
+"""The name of the run's secret there."""
 
 _VERSION = "schema_version"
 _EPOCH = re.compile("[0-9]{1,18}")  # it fits into a column of the database and into a message, and can still grow
@@ -163,7 +169,8 @@ def open_database(url: str, migrations: Sequence[Migration] = MIGRATIONS) -> Eng
             found = _read_version(connection)
             if found == 0:
                 METADATA.create_all(connection)
-                connection.execute(insert(meta), {"name": "run_id", "value": uuid.uuid4().hex})
+                drawn = {"run_id": uuid.uuid4().hex, SECRET: token_hex(16)}
+                connection.execute(insert(meta), [{"name": name, "value": value} for name, value in drawn.items()])
                 _write_version(connection, 1 + len(migrations))
         if found:
             _check_integrity(engine)
