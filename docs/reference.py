@@ -80,9 +80,10 @@ SECTIONS = (
         Job,
         "These keys are for the file of `flctl run JOB` and the keys that follow it, for `flctl start-round "
         "KEY=VALUE`, and for the table `[job]` of fl-server. A job takes from `[job]` whatever it does not set "
-        "itself, except the arguments of a different model or optimizer. Integers of jobs and their tables are at "
-        "most 2^32 - 1, unless the table says otherwise. Names have one line and no control characters. In tables "
-        "whose content is free, lists and tables nest at most 16 deep, and numbers are finite; integers there are "
+        "itself, except the arguments of a different model, optimizer or rule, and other `clients`. Integers of jobs "
+        "and their tables are at most 2^32 - 1, unless the table says otherwise. Names have one line and no control "
+        "characters. In tables whose content is free, lists and tables nest at most 16 deep, and numbers are finite; "
+        "integers there are "
         "below 2^63. A whole job is at most 64 KiB of JSON.",
     ),
     (

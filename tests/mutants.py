@@ -311,7 +311,7 @@ MUTANTS = {
         "tests/fault/test_state.py",
     ),
     "time that is left": Mutant(
-        "server/fedring/server/round/runner.py",
+        "server/fedring/server/round/opening.py",
         "        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, elapsed))\n",
         "        rounds.handle(Resumed(resumed, RECOVERY_SECONDS, 0.0))\n",
         "tests/fault/test_deadlines.py",

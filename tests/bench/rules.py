@@ -22,7 +22,7 @@ from fedring.server.model.combining import Combination
 from fedring.server.model.contributions import Contribution
 from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.rule import GramRule
-from fedring.server.model.rules import make_rule
+from fedring.server.model.strategy import make_strategy
 from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.rows import lay_out
 from fedring.train.aggregation_table import RULES, Aggregation
@@ -67,7 +67,8 @@ def _inputs(blobs: FileBlobs, clients: int, values: int, name: str) -> tuple[str
 def _measure(
     blobs: FileBlobs, base: str, sent: Sequence[Contribution], executor: ThreadPoolExecutor, name: str
 ) -> dict[str, float]:
-    rule = make_rule(Aggregation.model_validate({"rule": name, "malicious": max((len(sent) - 3) // 2, 1)}), ())
+    table = {"rule": name, "malicious": max((len(sent) - 3) // 2, 1) if "krum" in name else 0}
+    rule = make_strategy(Aggregation.model_validate(table), ()).rule
     Path("/proc/self/clear_refs").write_text("5")  # let the kernel forget the peak of this process' memory
     before, began, cpu = resident_bytes(os.getpid()), time.perf_counter(), time.process_time()
     with blobs.reader(base) as blob:

@@ -56,7 +56,7 @@ def test_the_order_of_arrival_changes_no_byte_with_any_rule(
         contribution(f"c{number}", samples, (rng.standard_normal(SIZE) * scale).astype(np.float32), name, scale)
         for number, (samples, name, scale) in enumerate(clients)
     ]
-    how = Combination(rule, bucketing, seed)
+    how = Combination(rule, bucketing, str(seed))
     shuffled = Random(seed).sample(sent, len(sent))
     models = [make(base, order, how, threads) for order, threads in ((sent, 1), (shuffled, 3))]
     assert models[0].digest() == models[1].digest()

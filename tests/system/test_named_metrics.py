@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 import urllib.request
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -34,15 +37,16 @@ OWN: dict[str, Any] = {
     "best_by": "min eval/perplexity",
     "rounds": 2,
 }
-TRUSTED = {"trusted": ["fedring", "user_metrics"]}
+TRUSTED = {"trusted": ["fedring", "user_metrics", "own_strategy"]}
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Start a server and two clients that have the user's module."""
     server = {**TRUSTED, "metrics_listen": "127.0.0.1:0", "web_port": 0}
+    code = Path(f"{CODE}{os.pathsep}{ROOT / 'docs' / 'examples'}")
     parts = [{**TRUSTED, "partition_index": index, "partition_count": 2} for index in range(2)]
-    with Fleet(tmp_path_factory.mktemp("metrics"), server, parts, env=path_to(CODE)) as fleet:
+    with Fleet(tmp_path_factory.mktemp("metrics"), server, parts, env=path_to(code)) as fleet:
         with Control(fleet.control) as control:
             until_watching(control, 2)
         yield fleet
@@ -114,6 +118,27 @@ def test_a_users_metrics_reach_the_round_its_tables_and_prometheus(fleet: Fleet)
     assert summaries["job"]["best_by"] == "min eval/perplexity"
     shown = Page(fleet.ready["metrics"]).by("metric", "fl_server_round_metric")
     assert shown == pytest.approx({name: value for name, value in metrics.items() if value})
+
+
+def test_the_strategy_of_the_documentation_chooses_a_rate_and_reports_a_figure(fleet: Fleet) -> None:
+    keys = {"aggregation": {"rule": "own_strategy:Careful", "args": {"lr": 5.0}}, "best_by": "min server/norm"}
+    with Control(fleet.control) as control:
+        job = run_job(control, {"min_clients": 2, "rounds": 4, "subset_size": 20, **keys})
+        assert job.state == "completed", job.reason
+        rounds = sorted(control.rounds(job_id=job.job_id), key=lambda round_: round_.round)
+    losses, rates = ([round_.metrics["eval/loss"] for round_ in rounds], [round_.settings["lr"] for round_ in rounds])
+    worse = [after > before for before, after in pairwise(losses[:-1])]
+    assert rates[:2] == [5.0, 5.0]
+    assert [after / before for before, after in pairwise(rates[1:])] == [0.5 if each else 1.0 for each in worse]
+    norm = rounds[-1].metrics["server/norm"]
+    _, table, error = flctl(fleet, "rounds", "--job", str(job.job_id), "--metric", "server/norm")
+    assert f"{norm:.6g}" in table
+    assert f"the best round of job {job.job_id} is" in error
+    _, table, _ = flctl(fleet, "rounds", str(rounds[-1].round))
+    assert "server/norm" in table
+    assert facts(fleet, f"api/rounds?job={job.job_id}")["rounds"][-1]["metrics"]["server/norm"] == pytest.approx(norm)
+    shown = Page(fleet.ready["metrics"]).by("metric", "fl_server_round_metric")
+    assert shown["server/norm"] == pytest.approx(norm)
 
 
 Clients = Callable[..., list[WireClient]]

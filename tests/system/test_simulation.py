@@ -3,8 +3,10 @@
 import importlib
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from fedring.server.state.store import SqlStore
 from fedring.simulation import simulate
 from tests.conftest import ROOT
 from tests.fleets import PATIENCE, Control, Fleet, until_watching
@@ -31,7 +34,20 @@ JOBS: dict[str, dict[str, Any]] = {
         "lr": {"schedule": "cosine", "start": 0.1, "end": 0.01},
         "aggregation": {"rule": "centered_clip", "bucketing": 2},
     },
+    "a strategy of the user's own": {
+        "normalize_steps": True, "partition": "shards", "aggregation": {"rule": "user_strategies:Attentive"},
+    },
 }  # fmt: skip
+
+
+def without_secret(folder: Path) -> None:
+    """Prepare the state of a server without a secret, as a simulation has none: it draws the same buckets."""
+    folder.mkdir(parents=True)
+    store = SqlStore(f"sqlite:///{folder / 'facts.sqlite'}")
+    store.close()
+    with closing(sqlite3.connect(folder / "facts.sqlite")) as connection:
+        connection.execute("UPDATE meta SET value = '' WHERE name = 'secret'")
+        connection.commit()
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +56,8 @@ def fleet_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
     runs = {}
     for name, keys in JOBS.items():
         folder = tmp_path_factory.mktemp("fleet")
-        trusted = {"trusted": ["fedring", "user_simulation"]}
+        without_secret(folder / "state" / "server")
+        trusted = {"trusted": ["fedring", "user_simulation", "user_strategies"]}
         client = {**trusted, "threads": 1}
         with (
             Fleet(folder, trusted, [client] * CLIENTS, env={"PYTHONPATH": str(CODE)}) as fleet,
@@ -76,9 +93,14 @@ def test_the_models_of_a_simulation_are_those_of_ten_daemons_byte_for_byte(
         key: value.tobytes() for key, value in theirs.items()
     }
     for row, round_ in zip(report["rounds"], rounds, strict=True):
-        assert row["clients"] == round_.delivered == 6
+        assert row["clients"] == round_.delivered == round_.selected
+        assert row.get("settings", {}) == round_.settings
         assert row["accuracy"] == pytest.approx(round_.eval_correct / round_.eval_total)
         assert row["metrics"]["train/loss"] == pytest.approx(round_.metrics["train/loss"])
+        assert row["metrics"].get("server/weight") == round_.metrics.get("server/weight")
+    if name == "a strategy of the user's own":
+        assert [round_.settings["lr"] for round_ in rounds[1:]] == [0.1, 0.1 / 2, 0.1 / 3]
+        assert [round_.selected for round_ in rounds] == [6, 5, 4, 3]
 
 
 def test_without_the_residuals_of_the_clients_the_models_would_differ(

@@ -30,8 +30,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-def send(client: WireClient, value: float, *, samples: int = 10, kind: pb.Kind.ValueType = pb.KIND_DELTA) -> None:
-    """Answer the client's next command with an update of which all values are `value`."""
+def send(
+    client: WireClient, value: float, *, samples: int = 10, kind: pb.Kind.ValueType = pb.KIND_DELTA
+) -> pb.TrainCmd:
+    """Answer the client's next command, which is returned, with an update of which all values are `value`."""
     command: pb.TrainCmd = client.expect("train")
     payload = payload_of(np.full(SIZE, value, np.float32))
     packet = pb.Packet(
@@ -42,6 +44,7 @@ def send(client: WireClient, value: float, *, samples: int = 10, kind: pb.Kind.V
         num_samples=samples,
     )
     client.push(client.header(command, payload, packets=[packet]), payload)
+    return command
 
 
 def run_round(
@@ -148,6 +151,24 @@ def test_a_rule_that_fails_abandons_the_round_and_the_last_model_stays(
     assert control.models(limit=1)[0].version == kept.version
     job = run_round(control, five, ones, start="newest")
     assert job.state == "completed", job.reason
+
+
+def test_a_killed_server_sends_the_settings_of_a_round_again_without_asking_its_strategy(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    trusted = {"trusted": ["fedring", "user_strategies"]}
+    table = {"rule": "user_strategies:Recorded", "args": {"file": str(calls)}}
+    with Fleet(tmp_path, trusted, env=path_to(ROOT / "tests" / "fixtures_user_code")) as fleet:
+        with Control(fleet.control) as control, WireClient(fleet.listen) as client:
+            job_id, _ = run(control, rounds=2, aggregation=table)
+            rates = [client.expect("train").lr]
+        fleet.restart_server()
+        with Control(fleet.control) as control, WireClient(fleet.listen) as client:
+            events = control.follow_job(job_id)
+            for value in (1.0, 2.0):
+                rates.append(send(client, value).lr)
+            assert outcome(control, job_id, events).state == "completed"
+    assert rates == [1.0, 1.0, 0.5]
+    assert calls.read_text().split() == ["0", "1"]  # the past rounds that each call was given
 
 
 def test_a_round_with_too_few_updates_for_its_rule_is_abandoned(control: Control, clients: Clients) -> None:

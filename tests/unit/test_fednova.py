@@ -36,16 +36,18 @@ def test_a_delta_is_divided_by_its_steps_and_multiplied_by_their_weighted_mean()
     assert found == pytest.approx({"a": 8 / 2, "b": 8 / 10})  # tau_eff = (1 * 2 + 3 * 10) / 4
 
 
+@pytest.mark.parametrize(("dampening", "nesterov"), [(0.0, False), (0.0, True), (0.3, False), (1.0, False)])
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("steps", [1, 2, 17])
-def test_the_accumulation_is_that_of_torchs_sgd(steps: int, momentum: float) -> None:
+def test_the_accumulation_is_that_of_torchs_sgd(steps: int, momentum: float, dampening: float, nesterov: bool) -> None:
     """With the same gradient in each step, SGD moves by the learning rate times the accumulation."""
     x = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.SGD([x], lr=0.5, momentum=momentum)
+    nesterov = nesterov and momentum > 0  # torch refuses it otherwise
+    optimizer = torch.optim.SGD([x], lr=0.5, momentum=momentum, dampening=dampening, nesterov=nesterov)
     for _ in range(steps):
         x.grad = torch.ones(1, dtype=torch.float64)
         optimizer.step()
-    assert accumulation(steps, momentum) == pytest.approx(-x.item() / 0.5)
+    assert accumulation(steps, momentum, dampening, nesterov) == pytest.approx(-x.item() / 0.5)
 
 
 def test_normalised_averaging_finds_the_optimum_of_all_clients_where_plain_averaging_does_not() -> None:
@@ -78,12 +80,18 @@ def test_a_job_that_does_not_normalise_multiplies_nothing() -> None:
     assert factors_of(job(normalize_steps=False), 1, [ROW], {ROW.client_id: 1.0}) == {}
 
 
+SGD_ARGS: list[dict[str, Any]] = [{}, {"nesterov": True}, {"dampening": 0.5}]
+
+
 def test_the_momentum_of_the_built_in_sgd_counts_and_no_other() -> None:
     rows = [ROW, replace(ROW, client_id="b", num_samples=1000)]
     weights = {row.client_id: float(row.num_samples) for row in rows}
     plain = factors_of(job(), 1, rows, weights)
     assert factors_of(job(momentum=0.9), 1, rows, weights) != plain
     assert factors_of(job(momentum=0.9, optimizer="fedring.train.optimizers:adam"), 1, rows, weights) == plain
+    rows = [replace(ROW, metrics={"steps": 2.0}), replace(ROW, client_id="b", metrics={"steps": 6.0})]
+    found = [factors_of(job(momentum=0.9, optimizer_args=args), 1, rows, weights)["b"] for args in SGD_ARGS]
+    assert len({round(factor, 4) for factor in found}) == len(SGD_ARGS)
 
 
 def test_an_update_is_normalised_before_it_is_clipped() -> None:
@@ -123,6 +131,7 @@ def test_one_liar_among_honest_clients_gains_at_most_the_spread_and_a_little() -
     ("keys", "sentence"),
     [
         ({"mu": 0.1}, "normalize_steps does not go with mu=0.1: leave one of them out"),
+        ({"optimizer_args": {"dampening": 1.5}}, "normalize_steps needs optimizer_args.dampening from 0 to 1"),
         ({"mode": "data_parallel"}, "normalize_steps does not go with a data_parallel job"),
     ],
 )

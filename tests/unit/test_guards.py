@@ -1,10 +1,16 @@
 """Guards: what a client's update counts, how long it may be, and what the round's row says of it."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tests.unit.host import SIZE, running, spec
 
-from fedring.server.model.guards import Guard, guard
+from fedring.server.model.combining import buckets_of
+from fedring.server.model.guards import Guard, guard, weight_of
+from fedring.server.model.modelfile import ModelReader
 from fedring.server.state.rows import UpdateRow
 from fedring.train.job import Job
 
@@ -65,3 +71,43 @@ def test_the_bound_follows_the_last_round_and_the_first_round_itself(last: float
 
 def test_of_two_clients_the_longer_update_does_not_choose_its_bound() -> None:
     assert guarded(updates(a=1.0, b=1e6), update_clip_factor=2.0).factors == {"b": 2e-6}
+
+
+async def test_the_metrics_of_a_training_count_as_much_as_its_update(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        sessions = [host.join(name) for name in ("a", "b")]
+        row, _ = await host.jobs.start(spec(min_clients=2, max_samples=3), "")
+        for session, loss, samples in zip(sessions, (1.0, 9.0), (1, 1 << 40), strict=True):
+            partial, update = host.update(await host.command(session), session.client_id)
+            await host.offer((partial, replace(update, num_samples=samples, metrics={"loss": loss, "seen_sum": 2.0})))
+        assert await host.ended(row.job_id) == "completed"
+        (round_,) = host.store.rounds(10, row.job_id)
+    assert round_.stats["metrics"] == {"train/loss": (1 * 1 + 3 * 9) / 4, "train/seen_sum": 4.0}
+
+
+@pytest.mark.parametrize(("samples", "weight"), [(0, 0.0), (2, 2.0), (1 << 40, 5.0)])
+def test_what_a_client_counts_is_bounded(samples: int, weight: float) -> None:
+    assert weight_of(Job.model_validate({"max_samples": 5}), samples) == weight
+    assert weight_of(Job.model_validate({"weights": "uniform"}), samples) == float(samples > 0)
+
+
+async def test_the_buckets_of_a_round_depend_on_a_secret_that_outlives_the_server(tmp_path: Path) -> None:
+    names, values = "abcdef", [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    async with running(tmp_path) as host:
+        sessions = [host.join(name) for name in names]
+        row, _ = await host.jobs.start(spec(min_clients=6, aggregation={"rule": "median", "bucketing": 2}), "")
+        commands = [await host.command(session) for session in sessions]
+        for session, command, value in zip(sessions, commands, values, strict=True):
+            await host.offer(host.update(command, session.client_id, np.full(SIZE, value, np.float32)))
+        assert await host.ended(row.job_id) == "completed"
+        secret, models = host.store.secret, []
+        for model in host.store.models(2):
+            with host.blobs.reader(model.blob) as blob:
+                models.append(ModelReader(blob).vectors().parameters)
+    buckets = buckets_of(names, 2, f"{secret}{commands[0].seed}")
+    expected = np.median([np.mean([values[index] for index in bucket]) for bucket in buckets])
+    assert np.allclose(models[0] - models[1], expected)
+    assert len(secret) == 32
+    assert secret != host.store.run_id
+    async with running(tmp_path) as host:
+        assert host.store.secret == secret

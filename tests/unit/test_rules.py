@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from fedring.server.model.combining import buckets_of
 from fedring.server.model.robust import CenteredClip, GeometricMedian, Krum, Median, TrimmedMean
 from fedring.server.model.rule import GramRule
-from fedring.server.model.rules import make_rule
+from fedring.server.model.strategy import make_strategy
 from fedring.train.aggregation_table import RULES, Aggregation
 from fedring.train.errors import SeamError
 from fedring.train.job import Job
@@ -117,16 +117,17 @@ def test_median_and_trimmed_mean_of_each_coordinate() -> None:
 
 def test_buckets_depend_on_the_seed_and_the_ids_only() -> None:
     names = [f"client-{number:02}" for number in range(11)]
-    buckets = buckets_of(names, 2, 7)
+    buckets = buckets_of(names, 2, "7")
     assert sorted(index for bucket in buckets for index in bucket) == list(range(11))
     assert [len(bucket) for bucket in buckets] == [2, 2, 2, 2, 2, 1]
-    assert buckets == buckets_of(names, 2, 7)
-    assert len({str(buckets_of(names, 2, seed)) for seed in range(20)}) > 15
-    assert buckets_of(names, 1, 7) == [[index] for index in range(11)]
+    assert buckets == buckets_of(names, 2, "7")
+    assert len({str(buckets_of(names, 2, str(seed))) for seed in range(20)}) > 15
+    assert buckets_of(names, 1, "7") == [[index] for index in range(11)]
 
 
 def test_every_rule_that_a_job_can_name_can_be_made() -> None:
-    made = {rule: make_rule(Aggregation.model_validate({"rule": rule, "malicious": 1}), ()) for rule in RULES}
+    tables = [Aggregation.model_validate({"rule": rule, "malicious": int("krum" in rule)}) for rule in RULES]
+    made = {table.rule: make_strategy(table, ()).rule for table in tables}
     assert made["mean"] is None
     assert made["multi_krum"] == Krum(1, several=True)
     assert len(set(map(repr, made.values()))) == len(RULES)
@@ -150,6 +151,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"aggregation": {"rule": "trimmed_mean", "beta": 0.5}}, "less than 0.5"),
     ({"aggregation": {"bucketing": 2}}, "bucketing is for other rules than mean"),
     ({"aggregation": {"rule": "median", "args": {"a": 1}}}, "args are for a rule of your own: median takes none"),
+    ({"aggregation": {"radius": 1.5}}, "radius = 1.5 is for centered_clip: mean does not read it"),
+    ({"aggregation": {"rule": "median", "beta": 0.2}}, "beta = 0.2 is for trimmed_mean: median does not read it"),
+    (
+        {"aggregation": {"rule": "a:b", "malicious": 1}},
+        "malicious = 1 is for krum and multi_krum: a:b does not read it",
+    ),
     ({"aggregation": {"rule": "median", "f": 1}}, "Extra inputs are not permitted"),
     ({"aggregation": {"rule": "median"}, "mode": "data_parallel"}, "belong to the mode federated"),
     ({"update_clip": 1.0, "mode": "data_parallel"}, "belong to the mode federated"),
@@ -193,7 +200,7 @@ def no_rule() -> int:
 
 def test_a_rule_of_the_users_own_is_made_with_its_arguments() -> None:
     table = Aggregation.model_validate({"rule": f"{__name__}:Scaled", "args": {"factor": 0.5}})
-    rule = make_rule(table, [__name__])
+    rule = make_strategy(table, [__name__]).rule
     assert isinstance(rule, Scaled)
     assert rule.factor == 0.5
 
@@ -205,8 +212,8 @@ def test_a_rule_of_the_users_own_is_made_with_its_arguments() -> None:
 def test_a_name_that_is_no_rule_is_refused(name: str, args: dict[str, Any], reason: str) -> None:
     table = Aggregation.model_validate({"rule": f"{__name__}:{name}", "args": args})
     with pytest.raises(SeamError) as caught:
-        make_rule(table, [__name__])
+        make_strategy(table, [__name__])
     assert caught.value.reason == reason
     with pytest.raises(SeamError) as caught:
-        make_rule(table, ["fedring"])
+        make_strategy(table, ["fedring"])
     assert caught.value.reason == "not_trusted"

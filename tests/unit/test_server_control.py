@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from tests.unit.host import Host, running, spec
 
+from fedring.daemon.config import merge
 from fedring.rpc.errors import ClientInUse, NoSuchClient
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
 from fedring.server.operator import control as control_module
-from fedring.server.operator.control import ControlService
+from fedring.server.operator.control import ControlService, _defaults_for
 from fedring.server.parts import Parts, assemble
 from fedring.server.round.events import Left
 from fedring.server.round.sessions import Sessions
@@ -20,6 +21,7 @@ from fedring.server.state.blobs import FileBlobs
 from fedring.server.state.facts import Facts
 from fedring.server.state.rows import JobRow, RoundRow
 from fedring.server.state.store import SqlStore
+from fedring.train.job import Job
 from fedring.v1 import control_pb2 as pb
 
 
@@ -142,3 +144,33 @@ async def test_a_client_that_never_delivered_an_update_cannot_be_forgotten(servi
         await service.ForgetClient(pb.ForgetClientRequest(client_id=name), None)
     assert len(str(caught.value)) < 300
     assert "\x1b" not in str(caught.value)
+
+
+DEFAULT_KRUM = {"rule": "krum", "malicious": 1, "bucketing": 2}
+
+
+@pytest.mark.parametrize(
+    ("default", "given", "result"),
+    [
+        ({"clients": {"site": "eu"}}, {}, {"clients": {"site": "eu"}}),
+        ({"clients": {"site": "eu"}}, {"clients": {}}, {"clients": {}}),
+        ({"clients": {"site": "eu"}}, {"clients": {"device": "phone"}}, {"clients": {"device": "phone"}}),
+        ({"aggregation": DEFAULT_KRUM}, {"aggregation": {"rule": "mean"}}, {"aggregation": {"rule": "mean"}}),
+        (
+            {"aggregation": {"rule": "a:b", "args": {"c": 1}}},
+            {"aggregation": {"rule": "a:d"}},
+            {"aggregation": {"rule": "a:d"}},
+        ),
+        (
+            {"aggregation": DEFAULT_KRUM},
+            {"aggregation": {"bucketing": 1}},
+            {"aggregation": {**DEFAULT_KRUM, "bucketing": 1}},
+        ),
+    ],
+)
+def test_a_job_replaces_the_tables_of_the_servers_default_that_it_does_not_mean(
+    default: dict[str, object], given: dict[str, object], result: dict[str, object]
+) -> None:
+    defaults = Job.model_validate({"min_clients": 20, **default})
+    job = Job.model_validate(merge(_defaults_for(given, defaults), given))
+    assert job == Job.model_validate({"min_clients": 20, **result})

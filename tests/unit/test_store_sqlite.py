@@ -210,6 +210,7 @@ def database_of(version: int, file: Path) -> None:
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_a_state_of_protocol_1_keeps_the_names_of_its_updates_and_models(tmp_path: Path, version: int) -> None:
     database_of(version, tmp_path / "facts.sqlite")
+    secrets = set[str]()
     for _ in range(2):
         store = SqlStore(f"sqlite:///{tmp_path / 'facts.sqlite'}")
         assert (store.run_id, store.epoch) == ("the run", 0)
@@ -233,7 +234,10 @@ def test_a_state_of_protocol_1_keeps_the_names_of_its_updates_and_models(tmp_pat
             7: (DIGESTS["third"], ""),  # its base is not kept any more
         }
         assert (store.rounds()[0].seconds_left, store.tokens()) == (None, [])
+        assert [row.settings for row in store.rounds()] == [{}, {}]
+        secrets.add(store.secret)
         store.close()
+    assert [len(secret) for secret in secrets] == [32]
     with closing(sqlite3.connect(tmp_path / f"facts.sqlite.v{version}.bak")) as copy:
         assert copy.execute("PRAGMA user_version").fetchone() == (version,)
 

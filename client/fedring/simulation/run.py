@@ -10,12 +10,13 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError
@@ -27,12 +28,13 @@ from fedring.daemon.config import ConfigError
 from fedring.daemon.exits import Exit
 from fedring.privacy.noise import SECRET_BYTES
 from fedring.server.config import ServerConfig
-from fedring.server.model.guards import guard
+from fedring.server.model.guards import weight_of
 from fedring.server.model.making import ModelMaker
 from fedring.server.model.modelfile import ModelReader
-from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
+from fedring.server.model.optimizer import OptimizerError
 from fedring.server.model.private_mean import private_round
 from fedring.server.model.rule import RuleError
+from fedring.server.model.strategy import HISTORY, PastClient, PastRound, StrategyError, with_settings
 from fedring.server.model.versions import ModelVersions, files_of
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.round import machine
@@ -168,12 +170,8 @@ class _Server:
         """
         try:
             self._checks.check(self._job, [], runs_next=True)
-            if chosen := self._job.server_optimizer:
-                ServerOptimizer(chosen.name, chosen.args)
         except ConfigError as error:
             raise Failure(str(error).rstrip("."), Exit.CONFIG) from error
-        except OptimizerError as error:
-            raise Failure(f"server_optimizer: {error}", Exit.CONFIG) from error
 
     def first(self) -> ModelRow:
         """Make the first model."""
@@ -186,27 +184,41 @@ class _Server:
             reader = ModelReader(blob)
             return reader.schema, reader.vectors()
 
-    def next(self, base: ModelRow, updates: list[UpdateRow], number: int, seed: int, selected: int) -> ModelRow:
+    def settings(self, history: Iterable[PastRound]) -> dict[str, float]:
+        """Return what the job's own strategy chooses for the next round, from the rounds before it, oldest first.
+
+        Raises:
+            StrategyError, SeamError: It fails.
+        """
+        return self._maker.ask_settings(self._job, history) if self._job.aggregation.own else {}
+
+    def metrics(self, row: ModelRow) -> dict[str, float]:
+        """Return the figures that the job's own strategy finds of a model.
+
+        Raises:
+            StrategyError, SeamError: It fails.
+        """
+        return self._maker.ask_metrics(row, self._job) if self._job.aggregation.own else {}
+
+    def next(self, base: ModelRow, work: "_Work") -> ModelRow:
         """Make the model that a round publishes, and forget the one that it started from.
 
         Args:
             base: The model that the round started from.
-            updates: Its updates.
-            number: Of the round.
-            seed: Of the round.
-            selected: How many clients were drawn for the round.
+            work: What has come of the round.
 
         Raises:
             StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: It cannot be made; the last is
                 torch's.
         """
-        guarded = guard(self._job, updates, self._last_median, job_round=number)
-        make, noisy = partial(self._maker.next, base, updates, self._job, number, base.version + 1, seed=seed), None
-        if self._job.dp is not None:
-            clip = self._clip or self._job.dp.clip
-            private = private_round(self._job.dp, updates, selected, clip, os.urandom(SECRET_BYTES), _RUN_ID)
+        job, updates, number, seed = work.job, work.updates, work.number, str(work.seed)
+        guarded, noisy = self._maker.guard(job, updates, self._last_median, job_round=number), None
+        if job.dp is not None:
+            clip, secret = self._clip or job.dp.clip, os.urandom(SECRET_BYTES)
+            private = private_round(job.dp, updates, work.selected, clip, secret, _RUN_ID)
             guarded, noisy, self._clip = private.guarded, private.mean, private.next_clip
-        model = make(guarded=guarded, noisy=noisy)
+        version = base.version + 1
+        model = self._maker.next(base, updates, job, number, version, seed=seed, guarded=guarded, noisy=noisy)
         self._last_median = guarded.median_norm
         for name in {*files_of(base)} - {*files_of(model), ""}:
             self._blobs.delete(name)
@@ -223,15 +235,19 @@ class _Work:
     """What has come of a round so far."""
 
     number: int
-    seed: int
-    selected: int
+    job: Job  # with the settings of this round
+    settings: dict[str, float] = field(default_factory=dict)  # that its strategy or a schedule has chosen
+    seed: int = 0
+    selected: int = 0
+    reason: str = ""  # why it makes no model: a stable word
+    why: str = ""  # the same, as a clause
     began: float = field(default_factory=time.perf_counter)
     updates: list[UpdateRow] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     def row(self) -> Row:
         """Return the figures of the round, without those of its evaluation."""
-        metrics = combine((update.num_samples, update.metrics) for update in self.updates)
+        metrics = combine((weight_of(self.job, update.num_samples), update.metrics) for update in self.updates)
         sent = sum(update.total_bytes for update in self.updates)
         return {
             "round": self.number,
@@ -246,7 +262,23 @@ class _Work:
             "download_bytes": 0,
             "selected": self.selected,
             "failures": self.failures[:_FAILURES],
+            **({"settings": self.settings} if self.settings else {}),
+            **({"reason": self.why} if self.reason else {}),
         }
+
+    def past(self, row: Row) -> PastRound:
+        """Return the round as a strategy sees it when it is over."""
+        updates = sorted(self.updates, key=lambda update: update.client_id)
+        clients = {each.client_id: PastClient(each.num_samples, each.train_seconds, each.metrics) for each in updates}
+        return PastRound(
+            number=self.number,
+            published=not self.reason,
+            reason=self.reason,
+            seconds=row["seconds"],
+            settings=MappingProxyType(self.settings),
+            clients=MappingProxyType(clients),
+            metrics=MappingProxyType(row["metrics"]),
+        )
 
 
 class _Run:
@@ -259,6 +291,7 @@ class _Run:
         self._rules = rules_of(setup.job, grace=0.0)
         self._drawn: set[str] = set()
         self._rows: list[Row] = []
+        self._history = deque[PastRound](maxlen=HISTORY)
 
     def run(self, stack: ExitStack) -> None:
         """Run all rounds.
@@ -295,37 +328,53 @@ class _Run:
     def _run_rounds(self) -> None:
         abandoned, models = 0, list[ModelRow]()
         for number in range(1, self._job.rounds + 1):
-            work = self._train(number)
-            if len(work.updates) < self._rules.min_to_aggregate:
-                reason = f"{len(work.updates)} of {work.selected} clients delivered an update"
-            else:
-                reason = self._publish(work)
-            row = work.row() | ({"reason": reason} if reason else {})
+            work = self._work(number)
+            row = work.row()
             row["download_bytes"] = 4 * self._schema.num_parameters + 8 * self._schema.num_buffers
-            abandoned = abandoned + 1 if reason else 0
-            if not reason:
+            abandoned = abandoned + 1 if work.reason else 0
+            if not work.reason:
                 self._evaluate(row)
                 models.append(replace(self._model, metrics=row["metrics"]))
             self._rows.append(row)
+            self._history.append(work.past(row))
             self._show(number / self._job.rounds, row)
             if abandoned >= min(self._job.max_abandoned, self._job.rounds):
                 because = f": {work.failures[0]}" if work.failures else ""
-                raise Failure(f"round {number} is abandoned, because {reason}{because}".rstrip("."))
-            if not reason and self._server.no_better(models):
+                raise Failure(f"round {number} is abandoned, because {work.why}{because}".rstrip("."))
+            if not work.reason and self._server.no_better(models):
                 return
 
-    def _train(self, number: int) -> _Work:
+    def _work(self, number: int) -> _Work:
+        """Run a round, and make its model, if that is possible."""
+        work = _Work(number, self._job)
+        try:
+            chosen = self._server.settings(self._history)
+        except (StrategyError, SeamError) as error:
+            work.reason, work.why = error.reason, str(error)
+            return work
+        work.job = with_settings(self._job, chosen)
+        self._train(work)
+        work.settings |= chosen
+        if len(work.updates) < self._rules.min_to_aggregate:
+            work.reason = "too_few_clients"
+            work.why = f"{len(work.updates)} of {work.selected} clients delivered an update"
+        else:
+            self._publish(work)
+        return work
+
+    def _train(self, work: _Work) -> None:
+        number, rules = work.number, rules_of(work.job, grace=0.0)
         row = RoundRow(number, 1, number, Phase.TRAINING, 0.0)
-        command = round_command(self._job, row, self._model, run_id=_RUN_ID, epoch=_EPOCH, most_bytes=0)
-        names = machine.sample(self._candidates, Round(number, self._rules, Phase.WAITING, 0.0))
-        work = _Work(number, command.seed, len(names))
+        command = round_command(work.job, row, self._model, run_id=_RUN_ID, epoch=_EPOCH, most_bytes=0)
+        names = machine.sample(self._candidates, Round(number, rules, Phase.WAITING, 0.0))
+        work.seed, work.selected = command.seed, len(names)
+        work.settings = {key: getattr(command, key) for key in work.job.scheduled}
         self._drawn.update(names)
         order = Order(command.SerializeToString(), self._vectors)
         for outcome in self._engine.train(order, self._turns(names)):
             self._take(outcome, work)
             share = (len(work.updates) + len(work.failures)) / work.selected
             self._show((number - 1 + share) / self._job.rounds, self._rows[-1] if self._rows else None)
-        return work
 
     def _turns(self, names: list[str]) -> Iterator[Turn]:
         """Yield the turns of the clients; a residual is read when it is needed."""
@@ -339,20 +388,25 @@ class _Run:
         work.updates.append(outcome.update)
         self._residuals.put(outcome.client, outcome.residual)
 
-    def _publish(self, work: _Work) -> str:
-        """Make the next model. Returns why that is impossible, or an empty text."""
+    def _publish(self, work: _Work) -> None:
+        """Make the next model, or note why that is impossible."""
         try:
-            self._model = self._server.next(self._model, work.updates, work.number, work.seed, work.selected)
+            self._model = self._server.next(self._model, work)
         except (CodecError, OptimizerError, RuleError, SeamError, RuntimeError) as error:  # the last is torch's
-            return f"no model can be made of the updates: {error}"
-        _, self._vectors = self._server.read(self._model)
-        return ""
+            work.reason = getattr(error, "reason", "bad_optimizer")
+            work.why = f"no model can be made of the updates: {error}"
+        else:
+            _, self._vectors = self._server.read(self._model)
 
     def _evaluate(self, row: Row) -> None:
+        began = time.perf_counter()
+        try:
+            row["metrics"] |= with_origin("server", self._server.metrics(self._model))
+        except (StrategyError, SeamError) as error:
+            row["warnings"] = [str(error)]
         origins = {"eval": self._job.evaluate, "server": self._job.evaluate_on_server}
         if not any(origins.values()):
             return
-        began = time.perf_counter()
         counts: Counts = self._engine.evaluate(self._vectors)
         row["evaluate_seconds"] = time.perf_counter() - began
         row["accuracy"], row["loss"] = counts.accuracy, counts.loss

@@ -12,6 +12,9 @@ from fedring.train.bounds import Count, Positive, PositiveCount, Table, Text
 MEAN = "mean"
 RULES = (MEAN, "centered_clip", "geometric_median", "krum", "multi_krum", "median", "trimmed_mean")
 
+_READERS = {"malicious": ("krum", "multi_krum"), "beta": ("trimmed_mean",), "radius": ("centered_clip",)}
+"""The rules that read each argument."""
+
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -22,10 +25,10 @@ class Aggregation(BaseModel):
 
     rule: Text = Field(
         MEAN,
-        description=f"how updates become one change of the model: {', '.join(RULES)}, or a rule of your own as "
-        "module:attribute",
+        description=f"how updates become one change of the model: {', '.join(RULES)}, or a class of your own as "
+        "module:attribute (docs/strategies.md)",
     )
-    args: Table = Field(default_factory=dict, description="keyword arguments of a rule of your own")
+    args: Table = Field(default_factory=dict, description="keyword arguments of a class of your own")
     bucketing: PositiveCount = Field(
         1, description="number of updates, drawn anew in each round, that are averaged before the rule sees them"
     )
@@ -66,6 +69,10 @@ class Aggregation(BaseModel):
             raise ValueError(f"there is no rule {self.rule!r}: {advice}")
         if self.args and not self.own:
             raise ValueError(f"args are for a rule of your own: {self.rule} takes none")
+        for key, readers in _READERS.items():
+            value = getattr(self, key)
+            if self.rule not in readers and value != type(self).model_fields[key].default:
+                raise ValueError(f"{key} = {value:g} is for {' and '.join(readers)}: {self.rule} does not read it")
         if self.rule in ("krum", "multi_krum") and not self.malicious:
             raise ValueError(f"{self.rule} needs malicious, the number of clients that may send anything, above 0")
         if self.rule == MEAN and self.bucketing > 1:

@@ -240,7 +240,7 @@ class Job(BaseModel):
 
     @model_validator(mode="after")
     def _results_are_known(self) -> Self:
-        by_training = " train/" in self.best_by
+        by_training = " train/" in self.best_by or (self.aggregation.own and " server/" in self.best_by)
         if self.patience and not (self.evaluate or self.evaluate_on_server or by_training):
             raise ValueError("patience compares results: it needs evaluate = true or evaluate_on_server = true")
         if 0 < self.straggler_factor < 1:
@@ -254,6 +254,9 @@ class Job(BaseModel):
         if self.normalize_steps and (self.grouped or self.mu):
             what = f"a {self.mode} job, in which all updates are one" if self.grouped else f"mu={self.mu:g}"
             raise ValueError(f"normalize_steps does not go with {what}: leave one of them out")
+        dampening = self.optimizer_args.get("dampening", 0.0)
+        if self.normalize_steps and isinstance(dampening, int | float) and not 0 <= dampening <= 1:
+            raise ValueError(f"normalize_steps needs optimizer_args.dampening from 0 to 1, and it is {dampening:g}")
         if self.grouped and (self.shared != ["*"] or self.private or self.send_frozen):
             raise ValueError(
                 "shared, private and send_frozen belong to the mode federated: leave them out of a "

@@ -74,22 +74,23 @@ def named_metrics(told: Mapping[Any, object]) -> dict[str, float]:
     return sendable
 
 
-def combine(reports: Iterable[tuple[int, Metrics]]) -> dict[str, float]:
+def combine(reports: Iterable[tuple[float, Metrics]]) -> dict[str, float]:
     """Return the figures of several clients together.
 
     The order of the reports makes no difference.
 
     Args:
-        reports: For each client its number of samples, and its figures, which do not count without samples.
+        reports: For each client what it counts, such as its number of samples, and its figures, which do not count
+            with a 0.
 
     Returns:
         For each name the sum or the mean over the clients that have reported it, sorted by name. If there are more
         than MAX_METRICS names, those that most clients have reported, so that one client cannot crowd out the others.
     """
-    found: dict[str, list[tuple[int, float]]] = {}
-    for samples, metrics in reports:
-        for name, value in metrics.items() if samples else ():
-            found.setdefault(name, []).append((samples, value))
+    found: dict[str, list[tuple[float, float]]] = {}
+    for weight, metrics in reports:
+        for name, value in metrics.items() if weight else ():
+            found.setdefault(name, []).append((weight, value))
     kept = sorted(found, key=lambda name: (-len(found[name]), name))[:MAX_METRICS]
     return {name: _combined(name, found[name]) for name in sorted(kept)}
 
@@ -148,7 +149,7 @@ def _has(metrics: Metrics, name: str) -> bool:
     return isfinite(metrics.get(name, nan))
 
 
-def _combined(name: str, values: Sequence[tuple[int, float]]) -> float:
+def _combined(name: str, values: Sequence[tuple[float, float]]) -> float:
     if name.endswith(SUM):
         return fsum(value for _, value in values)
-    return fsum(samples * value for samples, value in values) / sum(samples for samples, _ in values)
+    return fsum(weight * value for weight, value in values) / fsum(weight for weight, _ in values)

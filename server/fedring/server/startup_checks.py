@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from fedring.daemon.checks import Check, Level, check_data_root, refuse_failed
 from fedring.server.config import ServerConfig
 from fedring.server.model.initial import load_initial
-from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
-from fedring.server.model.rules import make_rule
-from fedring.server.operator.job_checks import key_of, try_optimizer
+from fedring.server.model.optimizer import OptimizerError
+from fedring.server.model.strategy import make_strategy
+from fedring.server.operator.job_checks import key_of, try_optimizer, try_server_optimizer
 from fedring.train.errors import SeamError
 from fedring.train.files import read_tensors
 from fedring.train.job import Job
@@ -84,7 +84,7 @@ def _check_rule(job: Job, trusted: Sequence[str]) -> Iterator[Check]:
     """Check that a rule of the user's own can be made."""
     key = "job.aggregation.rule"
     try:
-        make_rule(job.aggregation, trusted)
+        make_strategy(job.aggregation, trusted)
     except SeamError as error:
         yield Check(key, Level.FAIL, str(error))
     else:
@@ -97,7 +97,7 @@ def _check_optimizer(job: Job) -> Iterator[Check]:
     if chosen is None:
         return
     try:
-        ServerOptimizer(chosen.name, chosen.args)
+        try_server_optimizer(job)
     except OptimizerError as error:
         yield Check(key, Level.FAIL, str(error))
     else:

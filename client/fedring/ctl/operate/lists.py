@@ -317,7 +317,7 @@ def _show_round(round_: pb.Round, output: Output) -> None:
     print_table(title, ROUND_COLUMNS, [round_row(round_)])
     if round_.settings:
         settings = [(name, _setting(round_, name)) for name in sorted(round_.settings)]
-        print_table("settings that follow a schedule", ("key", "value>"), settings)
+        print_table("settings of this round", ("key", "value>"), settings)
     if round_.metrics:
         print_table("metrics", ("metric", "value>"), [(name, _figure(round_, name)) for name in sorted(round_.metrics)])
     rows = [
@@ -339,6 +339,8 @@ def _show_round(round_: pb.Round, output: Output) -> None:
     print_table(f"{len(rows)} delivered, {len(missing)} missing", columns, [*rows, *missing])
     if round_.clipped:
         print(f"shortened to a norm of {round_.update_clip:.6g}: {', '.join(round_.clipped)}")
+    for warning in round_.warnings:
+        print(f"warning: {warning}")
     if round_.capped:
         print(f"counted for max_samples: {', '.join(round_.capped)}")
 

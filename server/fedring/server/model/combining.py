@@ -43,7 +43,7 @@ class Combination:
 
     rule: Rule | None = None  # None = the mean, weighted as the contributions say
     bucketing: int = 1  # updates that are averaged before the rule sees them
-    seed: int = 0  # draws the buckets, together with the clients' ids
+    seed: str = ""  # draws the buckets, together with the clients' ids; not to be known to clients
     noisy: NoisyMean | None = None  # what differential privacy makes of the mean of the parameters
 
 
@@ -135,17 +135,18 @@ def combine_buffers(walk: Walk, how: Combination) -> Float64:
     if how.rule is None:
         return gather(_mean(walk, lambda _, delta: delta), out)
     rule = Median() if isinstance(how.rule, GramRule) else how.rule
-    each = buckets_of([client.client_id for client in walk.clients], 1, 0)
+    each = buckets_of([client.client_id for client in walk.clients], 1, "")
     return gather(_by_coordinates(walk, rule, each, lambda _, delta: delta), out)
 
 
-def buckets_of(clients: Sequence[str], size: int, seed: int) -> list[list[int]]:
+def buckets_of(clients: Sequence[str], size: int, seed: str) -> list[list[int]]:
     """Return which clients are averaged before the rule sees them (Karimireddy et al. 2022, algorithm 1).
 
     Args:
         clients: their ids.
         size: clients in a bucket; the last one may have fewer. 1 = each client has its own, in the order of `clients`.
-        seed: draws the buckets. Who is in which depends on it and on the set of ids only.
+        seed: draws the buckets. Who is in which depends on it and on the set of ids only, so clients must not know it:
+            they could choose ids that share buckets with honest ones.
 
     Returns:
         The indices of the clients in each bucket, rising.
@@ -234,6 +235,8 @@ def _call(rule: Callable[[], Any], length: int) -> Float64:
     try:
         with np.errstate(all="ignore"):
             values = np.asarray(rule(), np.float64)
+    except MemoryError:
+        raise  # it is no fault of the rule
     except Exception as error:  # the user's code may raise anything
         raise RuleError("bad_rule", f"it raised {type(error).__name__}: {error}") from error
     if values.shape != (length,):

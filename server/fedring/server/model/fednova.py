@@ -43,7 +43,10 @@ def factors_of(
         return {}
     epochs = job.settings_of(job_round).epochs
     steps = {row.client_id: steps_of(row, epochs=epochs, batch_size=job.batch_size) for row in updates}
-    return factors(weights, steps, momentum=job.momentum if job.optimizer == _SGD else 0.0)
+    if job.optimizer != _SGD:
+        return factors(weights, steps, momentum=0.0)
+    dampening, nesterov = job.optimizer_args.get("dampening", 0.0), job.optimizer_args.get("nesterov", False)
+    return factors(weights, steps, momentum=job.momentum, dampening=dampening, nesterov=nesterov)
 
 
 def steps_of(row: UpdateRow, *, epochs: int, batch_size: int) -> float:
@@ -57,17 +60,26 @@ def steps_of(row: UpdateRow, *, epochs: int, batch_size: int) -> float:
     return told if told >= 1 else float(epochs * batches_in(row.num_samples, batch_size))
 
 
-def factors(weights: Mapping[str, float], steps: Mapping[str, float], *, momentum: float) -> dict[str, float]:
+def factors(
+    weights: Mapping[str, float],
+    steps: Mapping[str, float],
+    *,
+    momentum: float,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+) -> dict[str, float]:
     """Return what each delta is multiplied by: sum_j p_j a_j / a_i.
 
     Args:
         weights: of the clients, above 0, by client id; p_i is the share of the client's weight.
         steps: of the same clients, at least 1.
         momentum: rho of the clients' SGD, 0 <= rho < 1.
+        dampening: of the momentum.
+        nesterov: whether the momentum is Nesterov's.
     """
     if not steps:
         return {}
-    told = {client: accumulation(count, momentum) for client, count in sorted(steps.items())}
+    told = {client: accumulation(count, momentum, dampening, nesterov) for client, count in sorted(steps.items())}
     middle = median_low(told.values())
     norms = {client: min(max(norm, middle / SPREAD), middle * SPREAD) for client, norm in told.items()}
     if len(set(norms.values())) == 1:
@@ -77,11 +89,16 @@ def factors(weights: Mapping[str, float], steps: Mapping[str, float], *, momentu
     return {client: effective / norm for client, norm in norms.items()}
 
 
-def accumulation(steps: float, momentum: float) -> float:
+def accumulation(steps: float, momentum: float, dampening: float = 0.0, nesterov: bool = False) -> float:
     """Return the sum of what each local gradient counts in the delta: tau without momentum rho.
 
-    With momentum it is (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho) (Wang et al. 2020, section 4.1).
+    With momentum it is A = (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho) (Wang et al. 2020, section 4.1). The same
+    sum over the steps of torch's SGD is (1 - d) A + d (1 - rho^tau) / (1 - rho) with the dampening d, which torch does
+    not apply to the first gradient, and tau + rho A with Nesterov's momentum.
     """
+    if not momentum:
+        return steps
     rest = 1 - momentum
-    forgotten = momentum * (1 - float(momentum**steps)) / rest
-    return (steps - forgotten) / rest
+    first = (1 - float(momentum**steps)) / rest  # what the first gradient counts
+    plain = (steps - momentum * first) / rest
+    return steps + momentum * plain if nesterov else (1 - dampening) * plain + dampening * first

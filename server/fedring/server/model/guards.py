@@ -37,7 +37,14 @@ class Guard:
         return {key: value for key, value in figures.items() if value}
 
 
-def guard(job: Job, updates: Sequence[UpdateRow], last_median: float = 0.0, *, job_round: int = 1) -> Guard:
+def weight_of(job: Job, num_samples: int) -> float:
+    """Return what the word of a client with so many samples counts in means, of updates and of metrics."""
+    return float(num_samples > 0 if job.weights == "uniform" else min(num_samples, job.max_samples))
+
+
+def guard(
+    job: Job, updates: Sequence[UpdateRow], last_median: float = 0.0, *, job_round: int = 1, averages: bool = False
+) -> Guard:
     """Return what the job's guards do to the updates of a round.
 
     Args:
@@ -46,11 +53,11 @@ def guard(job: Job, updates: Sequence[UpdateRow], last_median: float = 0.0, *, j
         last_median: the median norm in the last round that published a model; 0 = not known, and the median norm of
             these updates replaces it.
         job_round: the number of the round within the job.
+        averages: whether the job's rule, although it is the user's own, is the mean.
     """
-    uniform = job.weights == "uniform"
-    weights = {row.client_id: 1.0 if uniform else float(min(row.num_samples, job.max_samples)) for row in updates}
+    weights = {row.client_id: weight_of(job, row.num_samples) for row in updates}
     # An update is normalised before it is clipped, so that no factor takes it beyond the bound.
-    by_mean = job.aggregation.rule == MEAN
+    by_mean = averages or job.aggregation.rule == MEAN
     factors = factors_of(job, job_round, updates, weights if by_mean else dict.fromkeys(weights, 1.0))
     norms = {row.client_id: row.norm * factors.get(row.client_id, 1.0) for row in updates}
     # The lower of two medians: of two clients, the one with the longer update does not choose its own bound.
@@ -65,6 +72,6 @@ def guard(job: Job, updates: Sequence[UpdateRow], last_median: float = 0.0, *, j
         median_norm=median,
         clipped=tuple(clipped),
         capped=()
-        if uniform or job.grouped or not (by_mean or job.aggregation.own)
+        if job.weights == "uniform" or job.grouped or not (by_mean or job.aggregation.own)
         else tuple(sorted(row.client_id for row in updates if row.num_samples > job.max_samples)),
     )

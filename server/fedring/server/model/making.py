@@ -2,13 +2,14 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import nn
 
 from fedring.codec.errors import CodecError
@@ -23,7 +24,7 @@ from fedring.server.model.modelfile import ModelReader
 from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.model.private_mean import NoisyMean
 from fedring.server.model.rule import RuleError
-from fedring.server.model.rules import make_rule
+from fedring.server.model.strategy import PastRound, Strategy, ask_metrics, ask_settings, make_strategy
 from fedring.server.model.versions import ModelVersions
 from fedring.server.state.blob_interfaces import Blobs
 from fedring.server.state.checked import CheckedReader, Room, find_damage
@@ -34,7 +35,7 @@ from fedring.train.job import Job
 from fedring.train.seam import build_model
 from fedring.train.sharing import Sharing
 from fedring.train.skeleton import build_skeleton, check_can_initialize, initialize
-from fedring.train.state import Parts, check_sharing, frozen_digest, read_vectors, split
+from fedring.train.state import Parts, check_sharing, frozen_digest, read_vectors, split, write_vectors
 
 
 class ModelMaker:
@@ -147,7 +148,7 @@ class ModelMaker:
         number: int,
         version: int,
         *,
-        seed: int = 0,
+        seed: str = "",
         guarded: Guard | None = None,
         noisy: NoisyMean | None = None,
     ) -> ModelRow:
@@ -159,7 +160,7 @@ class ModelMaker:
             job: says which rule, which optimizer and which encoding are used.
             number: of the round.
             version: of the new model.
-            seed: of the round, for the rule.
+            seed: of the round, for the buckets of the rule, and for nothing that clients know.
             guarded: what the job's guards do to the updates; None = it is found out here.
             noisy: what differential privacy makes of their mean; needed if the job has `dp`.
 
@@ -170,7 +171,7 @@ class ModelMaker:
             DamagedModel: if a file of the base is damaged.
             DamagedUpdates: if updates are damaged; without them it may succeed.
             CodecError: if the model does not fit its format.
-            RuleError: if the rule cannot combine these updates.
+            RuleError: if the rule cannot combine these updates, or the memory does not suffice.
             OptimizerError: if the optimizer cannot be used.
             StorageError: if something cannot be read or kept.
         """
@@ -178,9 +179,9 @@ class ModelMaker:
             raise RuleError("too_few_clients", shortage)
         if job.dp is not None and noisy is None:
             raise ValueError("a job with dp makes no model without noise")
-        guarded = guarded or guard(job, updates)
+        guarded = guarded or self.guard(job, updates)
         chosen = job.server_optimizer
-        rule = make_rule(job.aggregation, self._config.trusted)
+        rule = self.strategy(job).rule
         plan = AggregationPlan(
             combination=Combination(rule, job.aggregation.bucketing, seed, noisy),
             optimizer=ServerOptimizer(chosen.name, chosen.args) if chosen else None,
@@ -226,7 +227,63 @@ class ModelMaker:
             except RuleError as error:
                 check()
                 raise RuleError(error.reason, f"the rule {job.aggregation.rule} failed: {error}") from error
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                size = f"{len(updates)} updates of {reader.schema.num_parameters:,} parameters"
+                text = f"the server has too little memory to combine {size} with the rule {job.aggregation.rule}"
+                raise RuleError("out_of_memory", text) from error
             return _row(new, reader.schema, version=version, number=number, base=base)
+
+    def strategy(self, job: Job) -> Strategy:
+        """Make the job's strategy.
+
+        Raises:
+            SeamError: if a class of the user's own cannot be imported or made.
+        """
+        return make_strategy(job.aggregation, self._config.trusted)
+
+    def guard(self, job: Job, updates: Sequence[UpdateRow], last_median: float = 0.0, *, job_round: int = 1) -> Guard:
+        """Return what the job's guards do to the updates of a round: see `fedring.server.model.guards.guard`.
+
+        Raises:
+            SeamError: if the job's strategy cannot be made.
+        """
+        averages = job.aggregation.own and self.strategy(job).rule is None
+        return guard(job, updates, last_median, job_round=job_round, averages=averages)
+
+    def ask_settings(self, job: Job, history: Iterable[PastRound]) -> dict[str, float]:
+        """Return the settings that the job's own strategy chooses for its next round.
+
+        Args:
+            job: the job.
+            history: its rounds that are over, oldest first.
+
+        Raises:
+            SeamError: if the strategy cannot be made.
+            StrategyError: if `configure` fails.
+        """
+        return ask_settings(self.strategy(job), job, history)
+
+    def ask_metrics(self, row: ModelRow, job: Job) -> dict[str, float]:
+        """Return the figures that the job's own strategy finds of a version; empty if it has no `evaluate`.
+
+        Raises:
+            SeamError: if the strategy or the model cannot be made.
+            StrategyError: if `evaluate` fails.
+            StorageError, CodecError: if the version cannot be read.
+        """
+        strategy = self.strategy(job)
+        if strategy.evaluate is None:
+            return {}
+        model, _ = self._build(job)
+        with self._blobs.reader(row.blob) as blob:
+            checked = CheckedReader(blob.read, blob.size, row.blob)
+            reader = ModelReader(checked)
+            write_vectors(model, reader.schema, reader.vectors(), partial=True)
+            checked.check()
+        with torch.no_grad():
+            return ask_metrics(strategy, model.eval())
 
     def _file_of(self, path: str) -> Path | None:
         allowed = self._config.init_path
@@ -253,6 +310,11 @@ class ModelMaker:
         if row.blob:
             return self._blobs.range_reader(row.blob)
         return lambda offset, size: row.payload[offset : offset + size]
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error says that there is no memory. On the CPU, torch says so with a RuntimeError."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def _kind(job: Job) -> str:

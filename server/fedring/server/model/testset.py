@@ -68,7 +68,7 @@ class TestSet:
             SeamError: if the model, the data, the loss or the evaluator cannot be imported.
             DataError: if the data cannot be loaded.
         """
-        if self._loaded is None or self._loaded.job != job:
+        if self._loaded is None or _parts_of(self._loaded.job) != _parts_of(job):
             self._loaded = self._load(job)
         return self._loaded
 
@@ -83,3 +83,8 @@ class TestSet:
             raise
         except Exception as error:  # the user's code may raise anything
             raise DataError("no_data", f"The data cannot be loaded: {type(error).__name__}: {error}.") from error
+
+
+def _parts_of(job: Job) -> tuple[object, ...]:
+    """Return what an evaluation depends on. The rounds of a job may differ in other settings."""
+    return job.model, job.model_args, job.seed, job.data, job.loss, job.evaluator

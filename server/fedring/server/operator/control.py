@@ -14,7 +14,6 @@ from fedring.daemon.config import ConfigError, check_keys, explain, merge
 from fedring.privacy.account import NoAccountant
 from fedring.rpc.errors import BadRequest, ClientInUse, NoEpsilon, NoSuchClient, NoSuchJob, OtherJob, UnknownRound
 from fedring.server.config import ServerConfig
-from fedring.server.model.optimizer import ServerOptimizer
 from fedring.server.operator.job_checks import JobChecks
 from fedring.server.operator.privacy_report import privacy_message
 from fedring.server.parts import Parts
@@ -198,10 +197,7 @@ class ControlService(rpc.ControlServiceServicer):
         try:
             table = _table_in(text) | fixed
             check_keys(Job, table, where="the job")
-            job = Job.model_validate(merge(_defaults_for(table, self._defaults), table))
-            if job.server_optimizer:
-                ServerOptimizer(job.server_optimizer.name, job.server_optimizer.args)
-            return job
+            return Job.model_validate(merge(_defaults_for(table, self._defaults), table))
         except ValidationError as error:
             raise BadRequest(explain(error, {}, Job), reason="bad_job") from error
         except (ConfigError, ValueError) as error:
@@ -292,7 +288,7 @@ def _check_key(key: str) -> None:
 
 
 def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
-    """Return the defaults, without those arguments of their model, optimizers and schedules that `table` replaces."""
+    """Return the defaults, without those tables and arguments that what `table` names would not understand."""
     known = defaults.model_dump()
     if table.get("model", defaults.model) != defaults.model:
         del known["model_args"]
@@ -301,6 +297,11 @@ def _defaults_for(table: Mapping[str, Any], defaults: Job) -> dict[str, Any]:
     for key in SCHEDULED:
         if isinstance(table.get(key), dict):
             del known[key]
+    if "clients" in table:  # a job that says whom it wants means no one else
+        del known["clients"]
+    combined = table.get("aggregation")
+    if isinstance(combined, dict) and combined.get("rule", defaults.aggregation.rule) != defaults.aggregation.rule:
+        del known["aggregation"]
     named = table.get("server_optimizer")
     usual = defaults.server_optimizer
     if usual is not None and isinstance(named, dict) and named.get("name", usual.name) != usual.name:

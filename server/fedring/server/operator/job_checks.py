@@ -15,7 +15,8 @@ from fedring.daemon.config import ConfigError
 from fedring.privacy.account import NoAccountant, check_accountant
 from fedring.server.config import ServerConfig
 from fedring.server.model.making import ModelMaker
-from fedring.server.model.rules import make_rule
+from fedring.server.model.optimizer import OptimizerError, ServerOptimizer
+from fedring.server.model.strategy import Strategy, make_strategy
 from fedring.server.state.ratings import best_of
 from fedring.server.state.rows import ModelRow
 from fedring.train.dgc_optimizer import make_optimizer
@@ -64,9 +65,13 @@ class JobChecks:
         for key, name in _names(job):
             self._check_name(key, name, needed=job.evaluate_on_server and key in _ON_SERVER_TOO)
         try:
-            make_rule(job.aggregation, self._config.trusted)
+            strategy = make_strategy(job.aggregation, self._config.trusted)
         except SeamError as error:
             raise ConfigError(f"aggregation.rule: {error}") from error
+        try:
+            try_server_optimizer(job)
+        except OptimizerError as error:
+            raise ConfigError(f"server_optimizer: {error}") from error
         try:
             try_optimizer(job, self._config.trusted)
         except SeamError as error:
@@ -82,7 +87,7 @@ class JobChecks:
         schema = self._check_model(job)
         self._check_sizes(job, schema)
         _check_privacy(job, schema)
-        _check_best_by(job)
+        _check_best_by(job, strategy)
         alike = [row for row in kept if row.schema_hash == schema.hash.hex()]
         self._check_start(job, kept, alike, runs_next=runs_next)
         if job.start == BEST and runs_next and best_of(alike, job.best_by) is None:
@@ -164,6 +169,16 @@ def _check_privacy(job: Job, schema: Schema) -> None:
         raise ConfigError(f"dp: {error}") from error
 
 
+def try_server_optimizer(job: Job) -> None:
+    """Make the server's optimizer once, if the job has one.
+
+    Raises:
+        OptimizerError: It does not exist, or does not take its arguments.
+    """
+    if chosen := job.server_optimizer:
+        ServerOptimizer(chosen.name, chosen.args)
+
+
 def try_optimizer(job: Job, trusted: Sequence[str]) -> None:
     """Make the clients' optimizer once, if it can be imported here.
 
@@ -186,9 +201,10 @@ def key_of(error: SeamError) -> str:
     return "optimizer" if error.reason == "bad_job" else "optimizer_args"
 
 
-def _check_best_by(job: Job) -> None:
+def _check_best_by(job: Job, strategy: Strategy) -> None:
     """Check that the job makes the evaluations that its best model is chosen by."""
-    evaluations = {"eval": ("evaluate", job.evaluate), "server": ("evaluate_on_server", job.evaluate_on_server)}
+    on_server = job.evaluate_on_server or strategy.evaluate is not None
+    evaluations = {"eval": ("evaluate", job.evaluate), "server": ("evaluate_on_server", on_server)}
     name = job.best_by.rpartition(" ")[2]
     key, evaluated = evaluations.get(name.partition("/")[0], ("", True))
     if not evaluated:

@@ -72,6 +72,7 @@ def round_summary(message: pb.Round, *, clients: bool = False) -> Summary:
         "stragglers": list(message.stragglers[:MOST_NAMES]),
         "clipped": list(message.clipped[:MOST_NAMES]),
         "capped": list(message.capped[:MOST_NAMES]),
+        "warnings": list(message.warnings[:MOST_NAMES]),
         "accuracy": message.eval_correct / message.eval_classified if message.eval_classified else None,
         "loss": _finite(message.eval_loss_sum / message.eval_total) if message.eval_total else None,
         "server_accuracy": _finite(message.server_accuracy) if message.HasField("server_accuracy") else None,

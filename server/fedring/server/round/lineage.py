@@ -1,22 +1,27 @@
 """The model that a round publishes, its evaluation, and which models are kept."""
 
+import logging
 import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from fedring.codec import CodecError
 from fedring.server.config import ServerConfig
-from fedring.server.model.guards import guard
 from fedring.server.model.models import Models
+from fedring.server.model.strategy import StrategyError
 from fedring.server.model.testset import TestSet
 from fedring.server.model.versions import files_of
 from fedring.server.round.events import Phase
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.private_rounds import RoundPrivacy
 from fedring.server.state.facts import Facts
-from fedring.server.state.failures import StorageFailed
+from fedring.server.state.failures import StorageError, StorageFailed
 from fedring.server.state.rows import EvaluationRow, ModelRow, RoundRow
+from fedring.train.errors import SeamError
 from fedring.train.metrics import with_origin
+
+log = logging.getLogger(__name__)
 
 _ALL = 1_000_000_000
 
@@ -38,9 +43,10 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
     else:
         last = await facts.db(facts.store.last_published, open_.row.job_id) if open_.job.update_clip_factor else None
         last_median = float(last.stats.get("median_norm", 0.0)) if last else 0.0
-        open_.guarded = guard(open_.job, updates, last_median, job_round=open_.row.job_round)
-    noisy = private.mean if private else None
-    make = partial(models.maker.next, seed=open_.command.seed, guarded=open_.guarded, noisy=noisy)
+        guarded = partial(models.maker.guard, job_round=open_.row.job_round)
+        open_.guarded = await facts.heavy(guarded, open_.job, updates, last_median)
+    seed, noisy = f"{facts.store.secret}{open_.command.seed}", private.mean if private else None
+    make = partial(models.maker.next, seed=seed, guarded=open_.guarded, noisy=noisy)
     made = await facts.heavy(make, open_.base, updates, open_.job, open_.row.round, version)
     ended = open_.ended(Phase.PUBLISHED, model_version=version)
     frozen = open_.command.job.frozen_digest
@@ -54,10 +60,16 @@ async def publish(facts: Facts, models: Models, privacy: RoundPrivacy, open_: Op
 
 
 async def evaluation(
-    facts: Facts, test_set: TestSet, open_: OpenRound, model: ModelRow
+    facts: Facts, models: Models, test_set: TestSet, open_: OpenRound, model: ModelRow
 ) -> tuple[dict[str, Any], EvaluationRow | None]:
     """Return the evaluation's figures for the round's row, and the sum of the clients' counts, if there are any."""
     stats = open_.stats(open_.row.stats["seconds"])
+    if open_.job.aggregation.own:
+        try:
+            stats["metrics"] |= with_origin("server", await facts.heavy(models.maker.ask_metrics, model, open_.job))
+        except (StrategyError, SeamError, StorageError, CodecError) as error:  # the round has published all the same
+            log.warning("round %d: %s", open_.row.round, error, exc_info=error.__cause__)
+            stats["warnings"] = [str(error)]
     if open_.job.evaluate_on_server and (counts := await facts.heavy(test_set.evaluate, model, open_.job)):
         stats |= {"server_accuracy": counts.accuracy, "server_loss": counts.loss}
         means = with_origin("server", counts.metrics, accuracy=counts.accuracy, loss=counts.loss)

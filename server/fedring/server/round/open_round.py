@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fedring.server.model.guards import Guard
+from fedring.server.model.guards import Guard, weight_of
 from fedring.server.model.private_mean import PrivateRound
 from fedring.server.round.events import Phase
 from fedring.server.round.sessions import ClientTraffic
@@ -20,7 +20,7 @@ class OpenRound:
     """What the server keeps of the round in progress; owned by `Rounds`."""
 
     row: RoundRow
-    job: Job
+    job: Job  # with the settings of this round
     command: pb.TrainCmd
     base: ModelRow
     model: pb.SmallModel | None = None  # the base model, if it is small enough to travel with the command
@@ -85,13 +85,13 @@ class OpenRound:
                 "download_seconds": moved.download_seconds,
                 "metrics": dict(update.metrics if update else done.metrics),
             }
-        trained = combine((row["num_samples"], row["metrics"]) for row in clients.values())
+        trained = combine((weight_of(self.job, row["num_samples"]), row["metrics"]) for row in clients.values())
         waits_no_more = {"stalled": sorted(self.stalled), "stragglers": sorted(self.stragglers)}
         return {
             "seconds": seconds,
             "clients": clients,
             "metrics": with_origin("train", trained),
-            "settings": {key: getattr(self.command, key) for key in self.job.scheduled},
+            "settings": {key: getattr(self.command, key) for key in self.job.scheduled} | (self.row.settings or {}),
             **(self.private.stats() if self.private else self.guarded.stats()),
             **{key: names for key, names in waits_no_more.items() if names},
         }

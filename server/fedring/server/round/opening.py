@@ -1,13 +1,15 @@
 """Opening the rounds of a job, and resuming the one that a restart interrupted."""
 
+import logging
 import time
 from dataclasses import replace
 
 from fedring.server.config import ServerConfig
 from fedring.server.model.models import Models
+from fedring.server.model.strategy import HISTORY, StrategyError, past_round, with_settings
 from fedring.server.model.testset import TestSet
 from fedring.server.round import machine as rd
-from fedring.server.round.events import Opened, Phase, Resumed, Round
+from fedring.server.round.events import Abandoned, Opened, Phase, Resumed, Round
 from fedring.server.round.open_round import OpenRound
 from fedring.server.round.plan import round_command, rules_of
 from fedring.server.round.rounds import Rounds
@@ -16,8 +18,13 @@ from fedring.server.round.starting import base_of, begin
 from fedring.server.state.facts import Facts
 from fedring.server.state.failures import StorageError
 from fedring.server.state.rows import JobRow, ModelRow, RoundRow
+from fedring.train.errors import SeamError
 from fedring.train.job import Job
 from fedring.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_Failure = StrategyError | SeamError
 
 RECOVERY_SECONDS = 30.0
 """Seconds that clients have to come back after a restart of the server, if the round's deadline is not sooner."""
@@ -61,14 +68,13 @@ class RoundOpener:
         """
         facts = self._facts
         base = await base_of(facts, self._models, job)
-        after = await self._residual_after(job.job_id)
         if spec.evaluate_on_server:
             await facts.heavy(self._test_set.load, spec)
         small = self._models.downloads.small(base, spec)  # before there is a row: it may fail, and be tried again
-        wanted = RoundRow(0, job.job_id, job_round, Phase.WAITING, time.time(), base_version=base.version)
+        settings, failure = await self._settings(job.job_id, spec)
+        wanted = RoundRow(0, job.job_id, job_round, Phase.WAITING, time.time(), base.version, settings=settings)
         row = await facts.db(facts.store.create_round, wanted)
-        self._begin(row, spec, base, small, residual_after=after)
-        self._rounds.handle(Opened(row.round, rules_of(spec, grace=self._config.lost_after_seconds)))
+        await self._wait_for_clients(row, spec, base, small, failure=failure)
 
     async def resume(self, row: RoundRow, spec: Job) -> None:
         """Go on with the round that a restart interrupted; its clients have time to come back.
@@ -81,18 +87,21 @@ class RoundOpener:
         if base is None:
             raise StorageError("missing_model", f"round {row.round} starts from model {row.base_version}, now gone")
         self._models.versions.remember(base)
-        after = await self._residual_after(row.job_id)
         small = self._models.downloads.small(base, spec)
         rules = rules_of(spec, grace=self._config.lost_after_seconds)
         seconds = rd.seconds(rules, Phase(row.phase))
         elapsed = 0.0 if row.seconds_left is None else max(0.0, seconds - row.seconds_left)
         if row.phase == Phase.WAITING:
-            self._begin(row, spec, base, small, residual_after=after)
-            rounds.handle(Opened(row.round, rules, elapsed))
+            failure = None
+            if row.settings is None:  # nobody was told of the round yet
+                settings, failure = await self._settings(row.job_id, spec)
+                row = replace(row, settings=settings)
+                await facts.db(facts.store.update_round, row)
+            await self._wait_for_clients(row, spec, base, small, failure=failure, elapsed=elapsed)
             return
         updates = await facts.db(facts.store.updates_of, row.round)
-        resumed_row = replace(row, phase=Phase.TRAINING)
-        open_ = self._begin(resumed_row, spec, base, small, residual_after=after)
+        open_ = await self._begin(replace(row, phase=Phase.TRAINING), spec, base, small)
+        rules = rules_of(open_.job, grace=self._config.lost_after_seconds)
         open_.accepted = {update.client_id: update for update in updates}
         open_.started = time.monotonic() - elapsed
         if spec.dp is not None and any(update.epoch != facts.store.epoch for update in updates):
@@ -108,17 +117,44 @@ class RoundOpener:
             if session.matched:
                 rounds.matched(session.client_id)
 
-    def _begin(
-        self, row: RoundRow, spec: Job, base: ModelRow, small: pb.SmallModel | None, *, residual_after: tuple[int, int]
-    ) -> OpenRound:
+    async def _settings(self, job_id: int, spec: Job) -> tuple[dict[str, float] | None, _Failure | None]:
+        """Ask the job's own strategy for the settings of the next round; None, and why, if it has none."""
+        if not spec.aggregation.own:
+            return {}, None
+        rows = await self._facts.db(self._facts.store.rounds, HISTORY + 1, job_id)
+        history = [row for row in reversed(rows) if row.ended_at is not None][-HISTORY:]
+        try:
+            return await self._facts.heavy(self._models.maker.ask_settings, spec, map(past_round, history)), None
+        except (StrategyError, SeamError) as error:
+            return None, error
+
+    async def _wait_for_clients(
+        self,
+        row: RoundRow,
+        spec: Job,
+        base: ModelRow,
+        small: pb.SmallModel | None,
+        *,
+        failure: _Failure | None,
+        elapsed: float = 0.0,
+    ) -> None:
+        """Let a round wait for its clients, or abandon it if its strategy has failed."""
+        open_ = await self._begin(row, spec, base, small)
+        rules = rules_of(open_.job, grace=self._config.lost_after_seconds)
+        self._rounds.handle(Opened(row.round, rules, elapsed))
+        if failure is not None:
+            log.error("round %d has no settings: %s", row.round, failure, exc_info=failure.__cause__)
+            open_.failures.insert(0, str(failure))
+            self._rounds.handle(Abandoned(failure.reason))
+
+    async def _begin(self, row: RoundRow, spec: Job, base: ModelRow, small: pb.SmallModel | None) -> OpenRound:
         most, store = self._config.max_update_bytes, self._facts.store
-        command = round_command(spec, row, base, run_id=store.run_id, epoch=store.epoch, most_bytes=most)
-        command.residual_after_epoch, command.residual_after = residual_after
+        configured = with_settings(spec, row.settings or {})
+        command = round_command(configured, row, base, run_id=store.run_id, epoch=store.epoch, most_bytes=most)
+        job = await self._facts.db(store.job, row.job_id)
+        if job is not None:
+            command.residual_after_epoch, command.residual_after = job.residual_epoch, job.residual_after
         command.job.frozen_digest = self._frozen_digest
-        open_ = OpenRound(row, spec, command, base, small)
+        open_ = OpenRound(row, configured, command, base, small)
         self._rounds.begin(open_)
         return open_
-
-    async def _residual_after(self, job_id: int) -> tuple[int, int]:
-        job = await self._facts.db(self._facts.store.job, job_id)
-        return (job.residual_epoch, job.residual_after) if job else (0, 0)

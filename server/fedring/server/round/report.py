@@ -47,6 +47,7 @@ def round_message(row: RoundRow, *, delivered: int | None = None) -> pb.Round:
         eval_classified=stats.get("classified", stats.get("total", 0)),
         metrics=stats.get("metrics"),
         settings=stats.get("settings"),
+        warnings=stats.get("warnings"),
         missing=[name for name in row.selected if name not in delivered_ids] if row.ended_at else [],
         clients=clients,
     )

@@ -266,7 +266,7 @@ class RoundRunner:
         return Outcome(published=False, reason=reason, retryable=open_.retryable)
 
     async def _finish_evaluation(self, open_: OpenRound, model: ModelRow) -> None:
-        stats, summed = await evaluation(self._facts, self._test_set, open_, model)
+        stats, summed = await evaluation(self._facts, self._models, self._test_set, open_, model)
         self._metrics.evaluated(stats)
         open_.row = replace(open_.row, stats=stats)
         await self._facts.keep(self._facts.db, self._facts.store.save_evaluation, open_.row)
@@ -277,6 +277,7 @@ class RoundRunner:
         rule = open_.job.best_by
         if rule and not result_of(stats["metrics"], rule):
             figure += f"; it has no {rule.split()[1]}, so best_by cannot choose its model"
+        figure += "".join(f"; {warning}" for warning in stats.get("warnings", ()))
         self._rounds.tell("round_evaluated", f"{open_.title} is evaluated{figure}")
 
     def _end_training(self, open_: OpenRound) -> None:

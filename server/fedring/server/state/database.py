@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from json import JSONDecodeError
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from sqlalchemy import (
@@ -121,6 +122,13 @@ def _add_charges(connection: Connection) -> None:
     charges.create(connection, checkfirst=True)
 
 
+def _add_settings(connection: Connection) -> None:
+    """Let rounds have settings of their own, of which older rounds have none, and the run a secret."""
+    _add_column(connection, rounds.c.settings, "NOT NULL DEFAULT '{}'")
+    if not connection.execute(select(meta.c.value).where(meta.c.name == SECRET)).all():
+        connection.execute(insert(meta), {"name": SECRET, "value": token_hex(16)})
+
+
 def _add_column(connection: Connection, column: Column[Any], constraint: str = "") -> None:
     """Add the column to its table, unless the table was created with it."""
     if column.name not in {found["name"] for found in inspect(connection).get_columns(column.table.name)}:
@@ -138,11 +146,15 @@ MIGRATIONS: tuple[Migration, ...] = (
     _add_model_metrics,
     _add_lines,
     _add_charges,
+    _add_settings,
 )
 """Number i migrates a database from schema version i + 1 to i + 2."""
 
 EPOCH = "epoch"
 """The name of the epoch in the table `meta`."""
+
+SECRET = "secret"
+"""The name of the run's secret there."""
 
 _VERSION = "schema_version"
 _EPOCH = re.compile("[0-9]{1,18}")  # it fits into a column of the database and into a message, and can still grow
@@ -180,7 +192,8 @@ def open_database(url: str, migrations: Sequence[Migration] = MIGRATIONS) -> Eng
             found = _read_version(connection)
             if found == 0:
                 METADATA.create_all(connection)
-                connection.execute(insert(meta), {"name": "run_id", "value": uuid.uuid4().hex})
+                drawn = {"run_id": uuid.uuid4().hex, SECRET: token_hex(16)}
+                connection.execute(insert(meta), [{"name": name, "value": value} for name, value in drawn.items()])
                 _write_version(connection, 1 + len(migrations))
         if found:
             _check_integrity(engine)

@@ -46,17 +46,16 @@ class Store(Protocol):
 
     Every method raises StorageFailed if the disk is full or failed, FsyncFailed if a sync failed, and another
     StorageError if the database is damaged ("corrupt") or does not allow the change ("database").
+
+    Attributes:
+        run_id: the id of the run, which was drawn when the database was created.
+        secret: a random text that is drawn once, too, and that no client may learn.
+        epoch: of the rounds: 0 until the state is restored from a backup, and greater after each restore.
     """
 
-    @property
-    def run_id(self) -> str:
-        """The id of the run, which was drawn when the database was created."""
-        ...
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the rounds: 0 until the state is restored from a backup, and greater after each restore."""
-        ...
+    run_id: str
+    secret: str
+    epoch: int
 
     def create_job(self, job: JobRow) -> JobRow:
         """Add a job, and return it with its new id; if there is one with its idempotency key, return that one."""

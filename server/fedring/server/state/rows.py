@@ -59,6 +59,8 @@ class RoundRow:
     ended_at: float | None = None
     stats: dict[str, Any] = field(default_factory=dict)
     seconds_left: float | None = None  # until its phase ends, if the server is killed; None = the whole phase
+    # What the job's own strategy has chosen for the round, by the job's keys; None = nothing yet, or it has failed.
+    settings: dict[str, float] | None = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

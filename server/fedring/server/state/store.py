@@ -24,7 +24,7 @@ from sqlalchemy import (
 
 from fedring.daemon.crash import crashpoint
 from fedring.server.state import known
-from fedring.server.state.database import UNREADABLE, backup, epoch_in, open_database, translate
+from fedring.server.state.database import SECRET, UNREADABLE, backup, epoch_in, open_database, translate
 from fedring.server.state.interfaces import Acceptance, Pruned
 from fedring.server.state.ratings import best_of_each_job, versions_to_keep
 from fedring.server.state.rows import (
@@ -70,7 +70,7 @@ class SqlStore:
         self._keep_events = keep_events
         with self._transaction() as connection:
             found = dict(connection.execute(select(meta.c.name, meta.c.value)).all())
-        self.run_id = found["run_id"]
+        self.run_id, self.secret = found["run_id"], found[SECRET]
         self.epoch = epoch_in(found)
 
     def set_state_id(self, state_id: str) -> None:

@@ -99,6 +99,7 @@ rounds = Table(
     _column("ended_at", _FLOAT, null=True),
     _column("stats", _Json),
     _column("seconds_left", _FLOAT, null=True),
+    _column("settings", _Json),
     Index("rounds_by_job", "job_id"),
     sqlite_strict=True,
     sqlite_autoincrement=True,

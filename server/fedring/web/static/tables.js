@@ -48,10 +48,11 @@ export function showRounds(rounds, job) {
   fill(at("rounds"), table("rounds of the job", columns, rows), more);
 }
 
-// The clients whose updates the guards of the job have changed.
+// The clients whose updates the guards of the job have changed, and what went wrong.
 function guarded(round) {
   const named = [["shortened to the job's bound", round.clipped], ["counted for max_samples", round.capped]];
-  return named.filter(([, names]) => names?.length).map(([what, names]) => `${what}: ${names.join(", ")}`).join("; ");
+  const told = named.filter(([, names]) => names?.length).map(([what, names]) => `${what}: ${names.join(", ")}`);
+  return [...told, ...(round.warnings ?? [])].join("; ");
 }
 
 // The clients that did not deliver, and why if the round did not wait for them.
