@@ -56,10 +56,10 @@ soak: install
 	FEDRING_REPEATS=$(SOAK_REPEATS) $(PYTEST) --timeout 1200 $(TOGETHER) tests/property
 	FEDRING_TEST_FREEZE_SECONDS=2 $(PYTEST) $(TOGETHER) -m "not alone and not soak" tests/system tests/fault
 
-# Lightning, accelerate and transformers on the ring. No other target installs them.
+# Lightning, accelerate and transformers on the ring, and peft. No other target installs them.
 libraries: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group libraries
-	$(PYTEST) --timeout 1200 -m soak tests/system/test_ring_other_libraries.py
+	$(PYTEST) --timeout 1200 -m soak tests/system/test_ring_other_libraries.py tests/system/test_lora.py
 
 # Both need root, and Debian's programs: buildah, debootstrap, iproute2, systemd-container. They take a quarter of an hour each.
 image-test: install

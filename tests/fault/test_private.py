@@ -1,4 +1,7 @@
-"""Private tensors are those of an undisturbed run, bit by bit, wherever a client or the server is killed."""
+"""Private tensors are those of an undisturbed run, bit by bit, wherever a client or the server is killed.
+
+Two models take turns, so that what belongs to one is noted while the other is trained.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +21,6 @@ TRUSTED = {"trusted": ["fedring", "user_models"]}
 MODELS = path_to(Path(__file__).parent.parent / "system")
 JOB: dict[str, Any] = {
     "model": "user_models:normed",
-    "model_args": {"width": 8},
     "private": ["norm.*", "second.*"],
     "rounds": 1,
     "min_clients": 2,
@@ -32,6 +34,8 @@ BEFORE = ("client_private_spooled", "client_update_spooled")
 AFTER = ("client_accepted", "client_private_placed", "client_noted")
 """The crash points at which the server has not yet accepted the update, and those at which it has."""
 ON_THE_SERVER = ("after_row_commit", "before_publish_commit")
+WIDTHS = (8, 12)
+"""The models: each job trains the one that the job before it has not trained."""
 
 
 class PersonalFleet(FaultyFleet):
@@ -41,20 +45,26 @@ class PersonalFleet(FaultyFleet):
         super().__init__(folder, TRUSTED, [TRUSTED] * 2, env=MODELS)
         self._folders = [Path(client.settings["state_dir"]) for client in self.clients]
 
-    def run(self, places: Sequence[str]) -> tuple[str, list[dict[str, bytes]]]:
+    def run(self, places: Sequence[str]) -> tuple[list[str], list[dict[str, bytes]]]:
         """Run a job for each crash point, "" for none.
 
         Returns:
-            The digest of the last model, and the private tensors of both clients.
+            The digests of the last version of both models, and the private tensors of both clients, by file and name.
         """
-        for place in places:
-            self._run(place)
+        for number, place in enumerate(places):
+            self._run(place, WIDTHS[number % len(WIDTHS)])
         with Control(self.control) as control:
-            digest = control.models(limit=1)[0].digest
-        kept = [load_file(next(folder.glob("private-*.safetensors"))) for folder in self._folders]
-        return digest, [{name: tensor.numpy().tobytes() for name, tensor in each.items()} for each in kept]
+            digests = [model.digest for model in control.models(limit=len(WIDTHS))]
+        return digests, [
+            {
+                f"{file.name} {name}": tensor.numpy().tobytes()
+                for file in folder.glob("private-*.safetensors")
+                for name, tensor in load_file(file).items()
+            }
+            for folder in self._folders
+        ]
 
-    def _run(self, place: str) -> None:
+    def _run(self, place: str, width: int) -> None:
         if place in (*BEFORE, *AFTER):
             self.clients[0].env["FL_CRASH_AT"] = place
             self.restart(0)
@@ -65,7 +75,7 @@ class PersonalFleet(FaultyFleet):
             del self.server.env["FL_CRASH_AT"]
         with Control(self.control) as control:
             until_watching(control, 2)
-            job_id = control.start_job(JOB).job_id
+            job_id = control.start_job({**JOB, "model_args": {"width": width}}).job_id
         if place in ON_THE_SERVER:
             assert wait_for(self, f"the crash {place}", self.server.wait) == 137
             self.start_server()
@@ -98,7 +108,9 @@ def test_private_tensors_are_those_of_an_undisturbed_run_wherever_something_is_k
     # After AFTER, the restarted client notes the acceptance in the next round, and must not be killed there.
     places = ["", *(each for place in killed for each in ((place, "") if place in AFTER else (place,)))]
     with PersonalFleet(tmp_path / "undisturbed") as fleet:
-        digest, private = fleet.run([""] * len(places))
+        digests, private = fleet.run([""] * len(places))
+    assert private[0].keys() == private[1].keys()
+    assert len({name.split()[0] for name in private[0]}) == len(WIDTHS)
     assert private[0] != private[1]
     with PersonalFleet(tmp_path / "disturbed") as fleet:
-        assert fleet.run(places) == (digest, private)
+        assert fleet.run(places) == (digests, private)
