@@ -31,6 +31,10 @@ JOBS: dict[str, dict[str, Any]] = {
         "lr": {"schedule": "cosine", "start": 0.1, "end": 0.01},
         "aggregation": {"rule": "centered_clip", "bucketing": 2},
     },
+    "control variates, buffers, error feedback": {
+        "model": "user_simulation:normed", "encoding": "packed", "partition": "shards", "scaffold": True,
+        "momentum": 0.0, "weights": "uniform", "lr": {"schedule": "linear", "start": 0.1, "end": 0.02},
+    },
 }  # fmt: skip
 
 
@@ -86,7 +90,7 @@ def test_without_the_residuals_of_the_clients_the_models_would_differ(
 ) -> None:
     name = "error feedback, buffers, dropout"
     monkeypatch.syspath_prepend(str(CODE))
-    monkeypatch.setattr("fedring.simulation.residuals.Residuals.put", lambda self, client, residual: None)
+    monkeypatch.setattr("fedring.simulation.vectors.ClientVectors.put", lambda self, client, vector: None)
     simulate({**COMMON, **JOBS[name]}, clients=CLIENTS, workers=1, out=tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() != fleet_runs[name][0].read_bytes()
 

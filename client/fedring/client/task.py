@@ -6,13 +6,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from fedring.client.errors import BadModel, RoundOver, UpdateRefused, WrongModel
 from fedring.client.loading import Loaded, ModelLoader
 from fedring.client.metrics import ClientMetrics
 from fedring.client.session.inbox import Assignment, EvaluationOrder
 from fedring.client.session.link import ServerLink
+from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.delivery import Delivery
 from fedring.client.transfer.fetch import ModelFetcher
 from fedring.client.transfer.partial import Sink
@@ -63,6 +65,8 @@ class Task:
         self._loader = ModelLoader(link, models, spool.private, private)
         self._loaded: Loaded | None = None
         self._loaded_at = 0.0
+        self._correction: Correction | None = None
+        self._corrected = False
 
     @property
     def round(self) -> int:
@@ -108,8 +112,21 @@ class Task:
         except WrongModel as error:
             self.fail(error.reason, error.detail)
             raise
+        if self.command.HasField("control"):
+            self._correction = self._load_correction(self._loaded.parts.shared)
         self._loaded_at = time.perf_counter()
         self.link.session.begin(pb.ACTIVITY_TRAINING)
+
+    @property
+    def corrections(self) -> Mapping[str, Tensor] | None:
+        """What each step adds to the gradients, by the names of parameters; None unless the job has scaffold = true.
+
+        It is known when a model was loaded. A training that does not ask for it cannot be submitted.
+        """
+        if self._correction is None:
+            return None
+        self._corrected = True
+        return self._correction.by_name()
 
     def check_model(self, model: nn.Module) -> None:
         """Compare a model, which may be without values, with the one that this round starts from.
@@ -182,6 +199,10 @@ class Task:
             raise WrongModel("nothing was loaded for this round: call load_into before the training")
         seconds = time.perf_counter() - self._loaded_at if train_seconds is None else train_seconds
         training = TrainingReport(samples, seconds, metrics or {})
+        if self._correction is not None and not self._corrected:
+            detail = "the job has scaffold = true, and this training has not used the task's corrections"
+            self.fail("no_correction", detail)
+            raise UpdateRefused("no_correction", detail)
         self.train_seconds = seconds
         if reason := self._assignment.stop_reason:
             self.done = True
@@ -259,6 +280,19 @@ class Task:
         if not (mine.undelivered or mine.accepted_name or mine.failure):
             mine.end_reason = mine.stop_reason
 
+    def _load_correction(self, schema: Schema) -> Correction:
+        wanted, assignment = self.command.control, self._assignment
+        if wanted.digest:
+            models, parameters = self._models, schema.without_buffers
+            fetched = self.link.call(
+                lambda: models.fetch_control(wanted.digest, parameters, lambda: assignment.stop_reason)
+            )
+            control = fetched.vectors.parameters
+        else:
+            control = np.zeros(schema.num_parameters, np.float32)
+        own = self._spool.control.load(self.command.run_id, wanted.line, schema.num_parameters)
+        return Correction(schema, wanted.line, control, own)
+
     def _deliver(self, model: nn.Module, loaded: Loaded, training: TrainingReport) -> None:
         command, private_schema = self.command, loaded.parts.private
         for part in (loaded.parts.shared, private_schema):  # by their names: training may freeze tensors, or free them
@@ -272,12 +306,15 @@ class Task:
             if private is not None:
                 check_finite(private)
             trained = read_vectors(model, loaded.parts.shared.names)
-            update = make_update(command, self._client_id, loaded.base, trained, training, residual)
+            correction = self._correction
+            used = correction.used if correction else None
+            update = make_update(command, self._client_id, loaded.base, trained, training, residual, control=used)
+            control = correction.after(update, command, training.samples) if correction else None
         except CodecError as error:
             self.fail(error.reason, f"the trained model cannot be sent: {error}")
             raise UpdateRefused(error.reason, "the trained model cannot be sent") from error
         self._check_size(sum(map(len, update.parts)))
-        spooled = self._spool.write(update.offer, update.parts, update.residual, private=private)
+        spooled = self._spool.write(update.offer, update.parts, update.residual, private=private, control=control)
         self._delivery.send(spooled, self._assignment, update.residual)
 
     def _check_size(self, size: int) -> None:

@@ -2,14 +2,14 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedring.client.config import ClientConfig
@@ -149,6 +149,8 @@ class DeclaredTrainer:
             self._group_trainer.train(task, model, samples, loss=loss, optimizer=optimizer)
 
     def _train(self, loaded: LoadedJob, task: Task) -> TrainResult:
+        if task.corrections is not None and self._config.optimizer:
+            raise SeamError("no_correction", f"optimizer={self._config.optimizer} does not go with scaffold = true.")
         self.in_users_code = loaded.trainer is not None
         try:
             return train_locally(
@@ -158,6 +160,7 @@ class DeclaredTrainer:
                 device=self._device,
                 progress=task.progress,
                 stopped=lambda: task.cancelled,
+                corrections=task.corrections,
             )
         finally:
             self.in_users_code = False
@@ -236,6 +239,7 @@ def train_locally(
     device: torch.device,
     progress: Callable[[float], None] = lambda share: None,
     stopped: Callable[[], bool] = lambda: False,
+    corrections: Mapping[str, Tensor] | None = None,
 ) -> TrainResult:
     """Train the loaded model in place on one client's samples, with the built-in loop or the user's trainer.
 
@@ -246,11 +250,15 @@ def train_locally(
         device: Where to train.
         progress: As for `fedring.train.loop.train`; a user's trainer cannot report how far it is.
         stopped: As for `fedring.train.loop.train`; a user's trainer does not ask.
+        corrections: As for `fedring.train.loop.train`; None = the gradients are not corrected.
 
     Raises:
         TrainingStopped: If `stopped` returned True.
         TrainError: If there are no samples, the training diverged, or the user's trainer reports nonsense.
+        SeamError: If a user's trainer would have to correct the gradients.
     """
+    if corrections is not None and loaded.trainer is not None:
+        raise SeamError("no_correction", "A trainer does not correct its gradients, as the job's scaffold = true asks.")
     if loaded.trainer is not None:
         return run_trainer(loaded.trainer, loaded.model, samples, plan, device=device)
     return train(
@@ -262,6 +270,7 @@ def train_locally(
         device=device,
         progress=progress,
         stopped=stopped,
+        corrections=corrections or {},
     )
 
 

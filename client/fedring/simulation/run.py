@@ -17,6 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from fedring.client.transfer.control import OwnControl
 from fedring.codec import CodecError
 from fedring.codec.schema import Schema, Vectors
 from fedring.control.failure import Failure
@@ -46,7 +50,7 @@ from fedring.simulation.checks import (
     trusted_by,
 )
 from fedring.simulation.engine import Engine, InProcess, Processes
-from fedring.simulation.residuals import Residuals
+from fedring.simulation.vectors import ClientVectors
 from fedring.simulation.worker import Order, Outcome, Setup, Turn, client_id
 from fedring.train.device import threads_for
 from fedring.train.errors import SeamError
@@ -55,6 +59,7 @@ from fedring.train.files import save_vectors
 from fedring.train.job import Job
 from fedring.train.metrics import combine, with_origin
 from fedring.train.start import is_path
+from fedring.v1 import federation_pb2 as pb
 
 Row = dict[str, Any]
 Show = Callable[[float, Row | None], None]
@@ -170,21 +175,36 @@ class _Server:
             reader = ModelReader(blob)
             return reader.schema, reader.vectors()
 
-    def next(self, base: ModelRow, updates: list[UpdateRow], number: int, seed: int) -> ModelRow:
+    def read_control(self, row: ModelRow) -> NDArray[np.float32]:
+        """Return the control variate that belongs to a model, [num_parameters]."""
+        with self._blobs.reader(row.control_blob) as blob:
+            return ModelReader(blob).vectors().parameters
+
+    def next(self, base: ModelRow, updates: list[UpdateRow], number: int, command: pb.TrainCmd) -> ModelRow:
         """Make the model that a round publishes, and forget the one that it started from.
 
         Args:
             base: The model that the round started from.
             updates: Its updates.
             number: Of the round.
-            seed: Of the round.
+            command: Of the round.
 
         Raises:
             StorageError, CodecError, OptimizerError, RuleError, SeamError, RuntimeError: It cannot be made; the last is
                 torch's.
         """
         guarded = guard(self._job, updates, self._last_median, job_round=number)
-        model = self._maker.next(base, updates, self._job, number, base.version + 1, seed=seed, guarded=guarded)
+        model = self._maker.next(
+            base,
+            updates,
+            self._job,
+            number,
+            base.version + 1,
+            seed=command.seed,
+            guarded=guarded,
+            job_round=number,
+            control_line=command.control.line,
+        )
         self._last_median = guarded.median_norm
         for name in {*files_of(base)} - {*files_of(model), ""}:
             self._blobs.delete(name)
@@ -201,7 +221,7 @@ class _Work:
     """What has come of a round so far."""
 
     number: int
-    seed: int
+    command: pb.TrainCmd
     selected: int
     began: float = field(default_factory=time.perf_counter)
     updates: list[UpdateRow] = field(default_factory=list)
@@ -237,6 +257,7 @@ class _Run:
         self._rules = rules_of(setup.job, grace=0.0)
         self._drawn: set[str] = set()
         self._rows: list[Row] = []
+        self._left_by: dict[int, tuple[str, str]] = {}  # the line and the update of each client's control variate
 
     def run(self, stack: ExitStack) -> None:
         """Run all rounds.
@@ -248,7 +269,8 @@ class _Run:
             self._model = self._server.first()
             self._schema, self._vectors = self._server.read(self._model)
             size = self._schema.num_parameters
-            self._residuals = stack.enter_context(Residuals(self._folder / "residuals", size))
+            self._residuals = stack.enter_context(ClientVectors(self._folder / "residuals", size))
+            self._controls = stack.enter_context(ClientVectors(self._folder / "controls", size))
             self._run_rounds()
         except (SeamError, StorageError, CodecError) as error:
             raise Failure(str(error)) from error
@@ -279,7 +301,8 @@ class _Run:
             else:
                 reason = self._publish(work)
             row = work.row() | ({"reason": reason} if reason else {})
-            row["download_bytes"] = 4 * self._schema.num_parameters + 8 * self._schema.num_buffers
+            copies = 2 if work.command.control.digest else 1  # of the parameters: c is as large as they are
+            row["download_bytes"] = 4 * copies * self._schema.num_parameters + 8 * self._schema.num_buffers
             abandoned = abandoned + 1 if reason else 0
             if not reason:
                 self._evaluate(row)
@@ -296,19 +319,23 @@ class _Run:
         row = RoundRow(number, 1, number, Phase.TRAINING, 0.0)
         command = round_command(self._job, row, self._model, run_id=_RUN_ID, epoch=_EPOCH, most_bytes=0)
         names = machine.sample(self._candidates, Round(number, self._rules, Phase.WAITING, 0.0))
-        work = _Work(number, command.seed, len(names))
+        work = _Work(number, command, len(names))
         self._drawn.update(names)
-        order = Order(command.SerializeToString(), self._vectors)
-        for outcome in self._engine.train(order, self._turns(names)):
+        control = self._server.read_control(self._model) if command.control.digest else None
+        order = Order(command.SerializeToString(), self._vectors, control)
+        for outcome in self._engine.train(order, self._turns(names, command.control.line)):
             self._take(outcome, work)
             share = (len(work.updates) + len(work.failures)) / work.selected
             self._show((number - 1 + share) / self._job.rounds, self._rows[-1] if self._rows else None)
         return work
 
-    def _turns(self, names: list[str]) -> Iterator[Turn]:
-        """Yield the turns of the clients; a residual is read when it is needed."""
+    def _turns(self, names: list[str], line: str) -> Iterator[Turn]:
+        """Yield the turns of the clients; what they keep is read when it is needed."""
         for client in (int(name.rpartition("-")[2]) for name in names):
-            yield Turn(client, self._residuals.get(client))
+            left_in, left_by = self._left_by.get(client, ("", ""))
+            values = self._controls.get(client) if line and left_in == line else None
+            own = None if values is None else OwnControl(line, left_by, values)
+            yield Turn(client, self._residuals.get(client), own)
 
     def _take(self, outcome: Outcome, work: _Work) -> None:
         if outcome.update is None:
@@ -316,11 +343,14 @@ class _Run:
             return
         work.updates.append(outcome.update)
         self._residuals.put(outcome.client, outcome.residual)
+        if outcome.own is not None:
+            self._controls.put(outcome.client, outcome.own.values)
+            self._left_by[outcome.client] = outcome.own.line, outcome.own.left_by
 
     def _publish(self, work: _Work) -> str:
         """Make the next model. Returns why that is impossible, or an empty text."""
         try:
-            self._model = self._server.next(self._model, work.updates, work.number, work.seed)
+            self._model = self._server.next(self._model, work.updates, work.number, work.command)
         except (CodecError, OptimizerError, RuleError, SeamError, RuntimeError) as error:  # the last is torch's
             return f"no model can be made of the updates: {error}"
         _, self._vectors = self._server.read(self._model)

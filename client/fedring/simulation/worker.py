@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from fedring.client.config import ClientConfig
 from fedring.client.errors import UpdateRefused
 from fedring.client.task import plan_of
 from fedring.client.trainer import load_job, train_locally
+from fedring.client.transfer.control import OwnControl
+from fedring.client.transfer.correction import Correction
 from fedring.client.transfer.download import HeldModel
 from fedring.client.transfer.private import read_private, write_private
 from fedring.client.transfer.update import TrainingReport, Update, make_update
@@ -31,7 +34,7 @@ from fedring.server.round.plan import job_spec
 from fedring.server.state.rows import UpdateRow
 from fedring.server.update import upload
 from fedring.server.update.admission import check_payload
-from fedring.simulation.residuals import Residual
+from fedring.simulation.vectors import Vector
 from fedring.train.batches import size_of
 from fedring.train.device import pick_device
 from fedring.train.errors import SeamError, TrainError, failure_detail
@@ -65,6 +68,7 @@ class Order:
 
     command: bytes  # a serialized TrainCmd
     vectors: Vectors  # the model that the round starts from
+    control: Vector | None = None  # the server's control variate; None = all of it is zero, or none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +76,8 @@ class Turn:
     """A client to train."""
 
     client: int  # its number, from 0
-    residual: Residual | None  # what its earlier updates have left out
+    residual: Vector | None  # what its earlier updates have left out
+    own: OwnControl | None = None  # its control variate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +86,8 @@ class Outcome:
 
     client: int
     update: UpdateRow | None  # with its payload; None if there is none
-    residual: Residual | None = None  # what the update has left out
+    residual: Vector | None = None  # what the update has left out
+    own: OwnControl | None = None  # the control variate that the update has left
     failure: str = ""  # why there is no update, as one sentence
 
 
@@ -129,6 +135,7 @@ class Worker:
         """Take the model and the command of the next round."""
         self._command = pb.TrainCmd.FromString(order.command)
         self._base = HeldModel(self._command.model_digest, self._schema, order.vectors)
+        self._control = np.zeros(self._schema.num_parameters, np.float32) if order.control is None else order.control
 
     def train(self, turns: Sequence[Turn]) -> list[Outcome]:
         """Train clients in the round that has begun. What goes wrong is the failure of the client alone."""
@@ -148,8 +155,8 @@ class Worker:
 
     def _turn(self, turn: Turn) -> Outcome:
         try:
-            update = self._update(turn)
-            return Outcome(turn.client, self._admit(turn.client, update), update.residual)
+            update, own = self._update(turn)
+            return Outcome(turn.client, self._admit(turn.client, update), update.residual, own)
         except (SeamError, TrainError, DataError, CodecError, FedringError, UpdateRefused) as error:
             failure = str(error)
         except Exception as error:  # the user's code may raise anything
@@ -157,7 +164,7 @@ class Worker:
             failure = failure_detail(error)
         return Outcome(turn.client, None, failure=f"{client_id(turn.client)}: {failure}")
 
-    def _update(self, turn: Turn) -> Update:
+    def _update(self, turn: Turn) -> tuple[Update, OwnControl | None]:
         """Do what fl-client does between the command and the upload."""
         loaded, command, base, name = self._loaded, self._command, self._base, client_id(turn.client)
         if base is None:
@@ -166,15 +173,21 @@ class Worker:
         if self._frozen.tensors:  # another client's trainer may have changed them
             write_private(loaded.model, self._frozen)
         samples = subset(loaded.split.train, self._parts[turn.client])
-        result = train_locally(loaded, samples, plan_of(command, name), device=self._device)
+        line = command.control.line
+        correction = Correction(self._schema, line, self._control, turn.own) if line else None
+        corrections = correction.by_name() if correction else None
+        result = train_locally(loaded, samples, plan_of(command, name), device=self._device, corrections=corrections)
         if loaded.trainer and (clause := self._schema.difference(split_tensors(loaded.model, self._sharing).shared)):
             raise UpdateRefused("wrong_schema", f"this model is not the one that was loaded: {clause}")
         training = TrainingReport(result.num_samples, result.seconds, result.metrics)
-        return make_update(command, name, base, read_vectors(loaded.model, self._schema.names), training, turn.residual)
+        trained, used = read_vectors(loaded.model, self._schema.names), correction.used if correction else None
+        update = make_update(command, name, base, trained, training, turn.residual, control=used)
+        return update, correction.after(update, command, result.num_samples) if correction else None
 
     def _admit(self, client: int, update: Update) -> UpdateRow:
         command = self._command
-        terms = upload.Terms(command.model_digest, command.max_update_bytes, self._schema)
+        line = command.control.line
+        terms = upload.Terms(command.model_digest, command.max_update_bytes, self._schema, control_line=line)
         return admit(client_id(client), update.offer, b"".join(update.parts), terms, epoch=command.epoch)
 
 

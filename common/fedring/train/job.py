@@ -1,5 +1,6 @@
 """The schema of a job: what to train, on how many clients, and for how many rounds."""
 
+import json
 from math import ceil
 from typing import Annotated, Literal, Self
 
@@ -38,6 +39,21 @@ from fedring.train.sharing import Sharing
 from fedring.train.start import NEWEST, Start
 
 EncodingName = Literal["fp32", "fp16", "bf16", "int8", "fp32_sparse", "sq8", "packed", "uniform"]
+
+SCAFFOLD = {
+    "mode": "federated",
+    "trainer": "",
+    "optimizer": "fedring.train.optimizers:sgd",
+    "momentum": 0.0,
+    "mu": 0.0,
+    "weights": "uniform",
+    "update_clip": 0.0,
+    "update_clip_factor": 0.0,
+    "normalize_steps": False,
+}
+"""What the keys of a job with scaffold = true must be: its formulas are those of plain steps, and of a plain mean."""
+SCAFFOLD_SGD = {"nesterov": False, "dampening": 0.0}
+"""The same, of optimizer_args."""
 
 
 class ServerOptimizer(BaseModel):
@@ -205,6 +221,11 @@ class Job(BaseModel):
         description="divide each client's update by what its number of local steps makes of it, so that clients with "
         "more steps do not count more (FedNova; federated)",
     )
+    scaffold: bool = Field(
+        False,
+        description="correct each local step by control variates, so that clients with different data do not drift "
+        'apart (SCAFFOLD; federated, with momentum = 0 and weights = "uniform"); a download is twice as large',
+    )
     evaluate: bool = Field(True, description="clients evaluate each new model on their held-out samples")
     evaluate_seconds: Seconds = Field(120.0, description="longest time for an evaluation by the clients")
     evaluate_on_server: bool = Field(
@@ -267,6 +288,18 @@ class Job(BaseModel):
             raise ValueError(
                 f"batch_size={self.batch_size} must be at least {least}, the number of micro-batches in a batch"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_corrected(self) -> Self:
+        if not self.scaffold:
+            return self
+        given = {key: getattr(self, key) for key in SCAFFOLD} | {"aggregation.rule": self.aggregation.rule}
+        given |= {key: self.optimizer_args.get(key, needed) for key, needed in SCAFFOLD_SGD.items()}
+        for key, needed in {**SCAFFOLD, "aggregation.rule": MEAN, **SCAFFOLD_SGD}.items():
+            if given[key] != needed:
+                found = json.dumps(given[key])
+                raise ValueError(f"scaffold = true needs {key} = {json.dumps(needed)}, and it is {found}")
         return self
 
     @model_validator(mode="after")

@@ -201,7 +201,8 @@ class ClientUpdateService:
                     open_ = self._rounds.deliverable(run_id, number, client)
                     schema = self._models.versions.schema_of(open_.base)
                     most = open_.command.max_update_bytes
-                    return Terms(open_.base.digest, most, schema, deltas_only=open_.job.clips)
+                    line = open_.command.control.line
+                    return Terms(open_.base.digest, most, schema, deltas_only=open_.job.clips, control_line=line)
                 case Open():
                     return Opened(await self._open(call, effect))
                 case Read():

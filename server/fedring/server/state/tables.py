@@ -119,6 +119,7 @@ updates = Table(
     _column("payload", LargeBinary),
     _column("name", Text),
     _column("epoch", _INT),
+    _column("control_previous", Text),
     sqlite_strict=True,
 )
 models = Table(
@@ -140,6 +141,9 @@ models = Table(
     _column("base_digest", Text),
     _column("job_id", _INT),
     _column("metrics", _Json),
+    _column("control_blob", Text),
+    _column("control_digest", Text),
+    _column("control_line", Text),
     sqlite_strict=True,
 )
 evaluations = Table(
